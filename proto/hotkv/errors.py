@@ -1,0 +1,50 @@
+"""The one error base and the one reason enum of hotkv.
+
+A refusal always carries a reason and a sentence that names the field and the fix. Misses, pending answers and short
+grants are values, never errors.
+"""
+
+import enum
+
+
+class Reason(enum.IntEnum):
+    """Why a call was refused; the numbers are those of `hotkv.v1.ErrorReason`."""
+
+    INVALID_FIELD = 1
+    INVALID_HASH = 2
+    INVALID_LAYOUT = 3
+    TOO_LARGE = 4
+    UNKNOWN_SESSION = 5
+    UNKNOWN_LEASE = 6
+    UNKNOWN_KEY_SPACE = 7
+    UNKNOWN_TRANSFER = 8
+    UNKNOWN_HANDLE = 9
+    FOREIGN_LEASE = 10
+    NOT_ALLOWED = 11
+    DUPLICATE_ID = 12
+    NO_MEMORY_REGISTERED = 13
+    VERSION_MISMATCH = 14
+    OVERLOADED = 15
+    DRAINING = 16
+    DEADLINE = 17
+    CANCELLED = 18
+    INTERNAL = 19
+
+
+class HotKVError(Exception):
+    """A refusal. Whoever raises it has changed nothing."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.reason.name}: {self.message}"
+
+
+class SessionLostError(HotKVError):
+    """The link to the server broke, and the server can no longer touch this engine's memory."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.UNKNOWN_SESSION, message)

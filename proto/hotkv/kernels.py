@@ -1,0 +1,298 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Numba kernels of the block table, and the machine operations that numpy lacks. Import through `hotkv.native.load`.
+
+Bucket and record words are those of `hotkv.table`. The lock protocol of a bucket: the one writer makes its sequence
+number odd, changes bucket and record, makes it even; a reader takes what it read only if the number was even and is
+unchanged. `load32` and `store32` order everything around them, which plain array accesses would not.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+WAYS = 7
+SEQ, OVERFLOW, TAGS, ENTRIES = 0, 1, 2, 9
+RECORD_WORDS = 18
+RESERVED_FLAG = np.uint32(0x8000_0000)
+MAX_PROBE_BUCKETS = 64
+MAX_RETRIES = 1000
+PREFETCH_AHEAD = 16
+MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
+
+# What readers pass may be read-only: the mapping of a client, hashes that lie in `bytes`. Writable arrays fit as well.
+_READ_WORDS = types.Array(types.uint32, 2, "C", readonly=True)
+_READ_PREFIXES = types.Array(types.uint64, 1, "A", readonly=True)
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
+    struct = context.make_array(array_type)(context, builder, array)
+    return cgutils.get_item_pointer(context, builder, array_type, struct, [row, column], wraparound=False)
+
+
+@intrinsic
+def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
+    """Sequentially consistent load of array[row, column] (uint32)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
+        value = builder.load_atomic(pointer, "seq_cst", 4)
+        builder.fence("acquire")
+        return value
+
+    return types.uint32(array, types.intp, types.intp), codegen
+
+
+@intrinsic
+def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
+    """As `load32`, and no earlier access of the kernel moves behind it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("acquire")
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
+        return builder.load_atomic(pointer, "seq_cst", 4)
+
+    return types.uint32(array, types.intp, types.intp), codegen
+
+
+@intrinsic
+def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> Any:
+    """Sequentially consistent store to array[row, column] (uint32) that nothing moves across."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
+        builder.fence("seq_cst")
+        builder.store_atomic(args[3], pointer, "seq_cst", 4)
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, types.uint32), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, array: Any, row: Any) -> Any:
+    """Asks the cache for the line at array[row, 0]."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero = context.get_constant(types.intp, 0)
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], zero)
+        byte_pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+        int32 = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [byte_pointer.type, int32, int32, int32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        builder.call(function, [byte_pointer, int32(0), int32(3), int32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+@intrinsic
+def copy_bytes(typingctx: Any, dst_address: Any, src_address: Any, num_bytes: Any) -> Any:
+    """memcpy between integer addresses."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte_pointer = ir.IntType(8).as_pointer()
+        dst = builder.inttoptr(args[0], byte_pointer)
+        src = builder.inttoptr(args[1], byte_pointer)
+        cgutils.raw_memcpy(builder, dst, src, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _mix(prefix: np.uint64, salt: np.uint64) -> np.uint64:
+    return (prefix ^ salt) * MULTIPLIER
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _home(mixed: np.uint64, num_buckets: int) -> int:
+    return np.int64(((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32))
+
+
+@numba.njit(types.void(_READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True)
+def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
+    """Entry words by tag alone, 0 where there is none."""
+    num_buckets = buckets.shape[0]
+    count = prefixes.shape[0]
+    for i in range(min(PREFETCH_AHEAD, count)):
+        prefetch(buckets, _home(_mix(prefixes[i], salt), num_buckets))
+    for i in range(count):
+        if i + PREFETCH_AHEAD < count:
+            prefetch(buckets, _home(_mix(prefixes[i + PREFETCH_AHEAD], salt), num_buckets))
+        mixed = _mix(prefixes[i], salt)
+        tag = np.uint32(mixed & np.uint64(0xFFFF_FFFF))
+        bucket = _home(mixed, num_buckets)
+        found = np.uint32(0)
+        for _ in range(MAX_PROBE_BUCKETS):
+            overflow = np.uint32(0)
+            for _retry in range(MAX_RETRIES):
+                before = load32(buckets, bucket, SEQ)
+                found = np.uint32(0)
+                for way in range(WAYS):
+                    if buckets[bucket, TAGS + way] == tag:
+                        found = max(found, buckets[bucket, ENTRIES + way])
+                overflow = buckets[bucket, OVERFLOW]
+                if not before & np.uint32(1) and reload32(buckets, bucket, SEQ) == before:
+                    break
+                found = np.uint32(0)
+                overflow = np.uint32(0)
+            if found != 0 or overflow == 0:
+                break
+            bucket = bucket + 1 if bucket + 1 < num_buckets else 0
+        out[i] = found
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _same_key(records: Any, entry: int, hashes: Any, row: int, key_space: Any, group: Any) -> bool:
+    if records[entry, 10] != key_space or (records[entry, 11] & np.uint32(0xFFFF)) != group:
+        return False
+    for word in range(8):
+        if records[entry, word] != hashes[row, word]:
+            return False
+    return True
+
+
+@numba.njit(
+    types.void(
+        _READ_WORDS, _READ_WORDS, _READ_WORDS, types.uint64, types.uint32, types.uint32, types.uint32[::1], types.uint32[:, ::1]
+    ),
+    nogil=True,
+    cache=True,
+)
+def find(buckets: Any, records: Any, hashes: Any, salt: Any, key_space: Any, group: Any, out: Any, out_records: Any) -> None:
+    """Entry words by the whole key, 0 where there is none; with `out_records` [n, RECORD_WORDS], or [0, …] for none, the records too."""
+    num_buckets = buckets.shape[0]
+    capacity = records.shape[0]
+    want_records = out_records.shape[0] > 0
+    for i in range(hashes.shape[0]):
+        prefix = np.uint64(hashes[i, 0]) | (np.uint64(hashes[i, 1]) << np.uint64(32))
+        mixed = _mix(prefix, salt)
+        tag = np.uint32(mixed & np.uint64(0xFFFF_FFFF))
+        bucket = _home(mixed, num_buckets)
+        found = np.uint32(0)
+        for _ in range(MAX_PROBE_BUCKETS):
+            overflow = np.uint32(0)
+            for _retry in range(MAX_RETRIES):
+                before = load32(buckets, bucket, SEQ)
+                found = np.uint32(0)
+                for way in range(WAYS):
+                    word = buckets[bucket, ENTRIES + way]
+                    entry = np.int64(word & ~RESERVED_FLAG)
+                    if word != 0 and buckets[bucket, TAGS + way] == tag and entry < capacity:
+                        if _same_key(records, entry, hashes, i, key_space, group):
+                            found = word
+                            if want_records:
+                                for column in range(RECORD_WORDS):
+                                    out_records[i, column] = records[entry, column]
+                overflow = buckets[bucket, OVERFLOW]
+                if not before & np.uint32(1) and reload32(buckets, bucket, SEQ) == before:
+                    break
+                found = np.uint32(0)
+                overflow = np.uint32(0)
+            if found != 0 or overflow == 0:
+                break
+            bucket = bucket + 1 if bucket + 1 < num_buckets else 0
+        out[i] = found
+
+
+@numba.njit("int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint32[:, ::1])", nogil=True, cache=True)
+def insert(buckets: Any, records: Any, mixed: Any, entries: Any, new_records: Any) -> int:
+    """Writes records and links reserved entries; returns how many fitted, from the first on. Keys must not be in the table."""
+    num_buckets = buckets.shape[0]
+    for i in range(mixed.shape[0]):
+        home = _home(mixed[i], num_buckets)
+        bucket, distance, way = home, 0, -1
+        while distance < MAX_PROBE_BUCKETS:
+            for w in range(WAYS):
+                if buckets[bucket, ENTRIES + w] == 0:
+                    way = w
+                    break
+            if way >= 0:
+                break
+            bucket = bucket + 1 if bucket + 1 < num_buckets else 0
+            distance += 1
+        if way < 0:
+            return i
+        for d in range(distance):
+            passed = (home + d) % num_buckets
+            seq = buckets[passed, SEQ]
+            store32(buckets, passed, SEQ, seq + np.uint32(1))
+            buckets[passed, OVERFLOW] += np.uint32(1)
+            store32(buckets, passed, SEQ, seq + np.uint32(2))
+        seq = buckets[bucket, SEQ]
+        store32(buckets, bucket, SEQ, seq + np.uint32(1))
+        for column in range(RECORD_WORDS):
+            records[entries[i], column] = new_records[i, column]
+        buckets[bucket, TAGS + way] = np.uint32(mixed[i] & np.uint64(0xFFFF_FFFF))
+        buckets[bucket, ENTRIES + way] = entries[i] | RESERVED_FLAG
+        store32(buckets, bucket, SEQ, seq + np.uint32(2))
+    return mixed.shape[0]
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
+    num_buckets = buckets.shape[0]
+    bucket = _home(mixed, num_buckets)
+    for distance in range(MAX_PROBE_BUCKETS):
+        for way in range(WAYS):
+            if (buckets[bucket, ENTRIES + way] & ~RESERVED_FLAG) == entry:
+                return bucket, way, distance
+        bucket = bucket + 1 if bucket + 1 < num_buckets else 0
+    return -1, -1, -1
+
+
+@numba.njit("int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint64[::1])", nogil=True, cache=True)
+def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
+    """Makes reserved entries ready, with their check values; returns how many were found."""
+    done = 0
+    for i in range(mixed.shape[0]):
+        bucket, way, _ = _locate(buckets, mixed[i], entries[i])
+        if bucket < 0:
+            continue
+        seq = buckets[bucket, SEQ]
+        store32(buckets, bucket, SEQ, seq + np.uint32(1))
+        records[entries[i], 8] = np.uint32(checks[i] & np.uint64(0xFFFF_FFFF))
+        records[entries[i], 9] = np.uint32(checks[i] >> np.uint64(32))
+        records[entries[i], 11] = (records[entries[i], 11] & np.uint32(0xFFFF)) | np.uint32(2 << 16)
+        buckets[bucket, ENTRIES + way] = entries[i]
+        store32(buckets, bucket, SEQ, seq + np.uint32(2))
+        done += 1
+    return done
+
+
+@numba.njit("int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1])", nogil=True, cache=True)
+def remove(buckets: Any, records: Any, mixed: Any, entries: Any) -> int:
+    """Unlinks entries and clears their records' state; returns how many were found."""
+    num_buckets = buckets.shape[0]
+    done = 0
+    for i in range(mixed.shape[0]):
+        bucket, way, distance = _locate(buckets, mixed[i], entries[i])
+        if bucket < 0:
+            continue
+        seq = buckets[bucket, SEQ]
+        store32(buckets, bucket, SEQ, seq + np.uint32(1))
+        buckets[bucket, ENTRIES + way] = np.uint32(0)
+        buckets[bucket, TAGS + way] = np.uint32(0)
+        records[entries[i], 11] = np.uint32(0)
+        store32(buckets, bucket, SEQ, seq + np.uint32(2))
+        home = _home(mixed[i], num_buckets)
+        for d in range(distance):
+            passed = (home + d) % num_buckets
+            seq = buckets[passed, SEQ]
+            store32(buckets, passed, SEQ, seq + np.uint32(1))
+            buckets[passed, OVERFLOW] -= np.uint32(1)
+            store32(buckets, passed, SEQ, seq + np.uint32(2))
+        done += 1
+    return done
+
+
+@numba.njit("void(intp, intp, int64[::1], int64[::1], int64[::1], int64, int64)", nogil=True, cache=True)
+def copy_runs(dst_base: Any, src_base: Any, dst_offsets: Any, src_offsets: Any, num_bytes: Any, start: Any, end: Any) -> None:
+    """memcpy of runs start..end between two mappings."""
+    for i in range(start, end):
+        copy_bytes(dst_base + dst_offsets[i], src_base + src_offsets[i], num_bytes[i])

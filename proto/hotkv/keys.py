@@ -1,0 +1,118 @@
+"""Key spaces, block keys and block hashes.
+
+A block key is (key space, group index, block hash). Two engines share blocks exactly when the fingerprints of their key
+spaces are equal, so every field that changes the bytes of a block is a field of `KeySpace`.
+"""
+
+import hashlib
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.groups import GroupSpec
+
+MIN_HASH_BYTES = 8
+MAX_HASH_BYTES = 32
+
+
+@dataclass(frozen=True)
+class KeySpace:
+    """Everything that decides the bytes of a block; see `hotkv.v1.KeySpace` for the fields."""
+
+    model: str
+    weights_identity: str
+    dtype: str
+    groups: tuple[GroupSpec, ...]
+    hash_block_tokens: int
+    kv_dtype: str = "auto"
+    hash_algorithm: str = "sha256"
+    hash_seed: str = ""
+    hash_bytes: int = 32
+    parallel_shape: str = "tp=1,pp=1"
+    page_format: str = ""
+    tenant: str = ""
+    extra: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not MIN_HASH_BYTES <= self.hash_bytes <= MAX_HASH_BYTES:
+            raise ValueError(f"hash_bytes is {self.hash_bytes}; allowed are {MIN_HASH_BYTES} to {MAX_HASH_BYTES}")
+        if self.hash_block_tokens <= 0:
+            raise ValueError(f"hash_block_tokens is {self.hash_block_tokens}; it must be positive")
+        if not self.groups:
+            raise ValueError("groups is empty; a key space needs at least one KV cache group")
+        for index, group in enumerate(self.groups):
+            if group.block_tokens % self.hash_block_tokens:
+                raise ValueError(
+                    f"groups[{index}].block_tokens is {group.block_tokens}, which is no multiple of hash_block_tokens {self.hash_block_tokens}"
+                )
+            if len(group.shard_bytes) != len(self.groups[0].shard_bytes):
+                raise ValueError(f"groups[{index}].shard_bytes has another number of shards than groups[0]")
+        if not self.weights_identity:
+            raise ValueError("weights_identity is empty; give a revision or a content hash of the weights")
+
+    @property
+    def num_shards(self) -> int:
+        """Shards in a slot, that is ranks that hold different KV."""
+        return len(self.groups[0].shard_bytes)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """SHA-256 over the canonical JSON of all fields, 32 bytes."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(b"hotkv-key-space-1\0" + text.encode()).digest()
+
+    def group_salt(self, group_index: int) -> int:
+        """64-bit salt that the block table mixes into hashes of this group."""
+        digest = hashlib.sha256(self.fingerprint + group_index.to_bytes(4, "little")).digest()
+        return int.from_bytes(digest[:8], "little")
+
+
+def pack_hashes(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
+    """Joins block hashes for the wire. Raises ValueError where one has another length."""
+    packed = b"".join(hashes)
+    if len(packed) != len(hashes) * hash_bytes or any(len(h) != hash_bytes for h in hashes):
+        wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
+        raise ValueError(f"hash {wrong} has {len(hashes[wrong])} bytes; this key space uses {hash_bytes}")
+    return packed
+
+
+def hash_array(packed: bytes, hash_bytes: int) -> NDArray[np.uint8]:
+    """Packed hashes as [n, hash_bytes] without a copy. Raises ValueError where the length is no multiple."""
+    if len(packed) % hash_bytes:
+        raise ValueError(f"packed hashes have {len(packed)} bytes, which is no multiple of {hash_bytes}")
+    return np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
+
+
+def group_hashes(hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int) -> Sequence[bytes]:
+    """Hashes of a group's blocks out of the engine's list: the hash at each group block's last token."""
+    step = block_tokens // hash_block_tokens
+    return hashes if step == 1 else hashes[step - 1 :: step]
+
+
+def _sha256_pickle(value: object) -> bytes:
+    return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+
+
+TOKEN_HASH_ALGORITHMS: dict[str, Callable[[object], bytes]] = {"sha256": _sha256_pickle}
+"""Algorithms of vLLM's block hashes that can be recomputed here from token ids."""
+
+
+def token_block_hashes(token_ids: Sequence[int], block_tokens: int, algorithm: str, seed: str) -> list[bytes]:
+    """Block hashes of a plain prompt (no images, no adapter, no salt), one for each full block, as vLLM computes them.
+
+    Source: `hash_block_tokens` and `init_none_hash` in vLLM 0.32. Raises ValueError for an algorithm not in the table.
+    """
+    if algorithm not in TOKEN_HASH_ALGORITHMS:
+        raise ValueError(f"hash_algorithm {algorithm!r} can't be recomputed from tokens; allowed: {sorted(TOKEN_HASH_ALGORITHMS)}")
+    hash_function = TOKEN_HASH_ALGORITHMS[algorithm]
+    parent = hash_function(seed)
+    hashes = []
+    for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
+        parent = hash_function((parent, tuple(int(t) for t in token_ids[start : start + block_tokens]), None))
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,172 @@
+"""Canonical KV layout: where the pages of a block lie in engine memory, and where in its slot.
+
+A slot holds the shards of all ranks in order; a shard holds the pages of that rank's tensors, each at
+`shard_offset_bytes`, each page its runs in order without gaps. This is the only description of either side: nothing
+reads slot bytes or engine memory other than through `Layout.copy_runs`. One group or one rank is never assumed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.groups import GroupSpec
+
+Int64s = NDArray[np.int64]
+
+MAX_RUNS_PER_PAGE = 1 << 16
+"""Bound on the runs of one page, so that a hostile layout cannot exhaust memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryHandle:
+    """Memory of an engine: `file` (descriptor sent over the descriptor socket) or `cuda` (64-byte IPC handle).
+
+    `base_offset_bytes`: where the memory begins in the file or allocation.
+    """
+
+    handle_id: str
+    num_bytes: int
+    base_offset_bytes: int = 0
+    cuda_handle: bytes = b""
+    device_uuid: bytes = b""
+
+    @property
+    def is_cuda(self) -> bool:
+        return bool(self.cuda_handle)
+
+
+@dataclass(frozen=True, slots=True)
+class PageTensor:
+    """Pages of one or several layers of one group; block b's page starts at base + b * block_stride.
+
+    `dims`: (count, stride_bytes) repetitions of the `run_bytes` run, outermost first.
+    """
+
+    group_index: int
+    handle_id: str
+    base_offset_bytes: int
+    block_stride_bytes: int
+    run_bytes: int
+    shard_offset_bytes: int
+    dims: tuple[tuple[int, int], ...] = ()
+    layer_names: tuple[str, ...] = ()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block in this tensor."""
+        return self.run_bytes * math.prod(count for count, _ in self.dims)
+
+    def run_offsets(self) -> tuple[Int64s, int]:
+        """Offsets of the runs inside the page in engine memory [runs], and bytes of each; neighbours merged."""
+        offsets = np.zeros(1, np.int64)
+        for count, stride in self.dims:
+            offsets = (offsets[:, None] + np.arange(count, dtype=np.int64)[None, :] * stride).reshape(-1)
+        run_bytes = self.run_bytes
+        if len(offsets) > 1 and np.all(np.diff(offsets) == run_bytes):
+            return offsets[:1], run_bytes * len(offsets)
+        return offsets, run_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRuns:
+    """Contiguous runs between engine memory and slots, sorted as they were enumerated.
+
+    `engine_offsets`, `slot_offsets`, `num_bytes`: int64 [runs]; engine offsets are within `handle_id`'s memory, slot
+    offsets within the arena.
+    """
+
+    handle_id: str
+    engine_offsets: Int64s
+    slot_offsets: Int64s
+    num_bytes: Int64s
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The memory of one rank. `validate` must have passed before anything is copied."""
+
+    shard_index: int
+    num_blocks: int
+    handles: tuple[MemoryHandle, ...]
+    tensors: tuple[PageTensor, ...]
+    name: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all handles."""
+        return sum(handle.num_bytes for handle in self.handles)
+
+    def validate(self, groups: Sequence[GroupSpec]) -> None:
+        """Raises ValueError, naming the field, where the layout contradicts itself, `groups` or its handles."""
+        handles = {handle.handle_id: handle for handle in self.handles}
+        if len(handles) != len(self.handles):
+            raise ValueError("handles has two entries with the same handle_id")
+        if self.num_blocks <= 0 or self.num_blocks > np.iinfo(np.int32).max:
+            raise ValueError(f"block_count is {self.num_blocks}; it must be positive and fit 31 bits")
+        if not 0 <= self.shard_index < len(groups[0].shard_bytes):
+            raise ValueError(f"shard_index is {self.shard_index}; this key space has {len(groups[0].shard_bytes)} shards")
+        for index, handle in enumerate(self.handles):
+            if handle.num_bytes <= 0 or handle.base_offset_bytes < 0:
+                raise ValueError(f"handles[{index}] needs a positive byte_count and an offset that is not negative")
+            if handle.is_cuda and (len(handle.cuda_handle) != 64 or len(handle.device_uuid) != 16):
+                raise ValueError(f"handles[{index}].cuda_ipc needs a handle of 64 bytes and a device_uuid of 16 bytes")
+        for index, tensor in enumerate(self.tensors):
+            self._validate_tensor(f"tensors[{index}]", tensor, handles, len(groups))
+        for group_index, group in enumerate(groups):
+            self._validate_coverage(group_index, group.shard_bytes[self.shard_index])
+
+    def _validate_tensor(self, name: str, tensor: PageTensor, handles: dict[str, MemoryHandle], num_groups: int) -> None:
+        if tensor.handle_id not in handles:
+            raise ValueError(f"{name}.handle_id is {tensor.handle_id!r}, which is not among handles")
+        if not 0 <= tensor.group_index < num_groups:
+            raise ValueError(f"{name}.group_index is {tensor.group_index}; this key space has {num_groups} groups")
+        numbers = (tensor.base_offset_bytes, tensor.block_stride_bytes, tensor.shard_offset_bytes)
+        if min(numbers) < 0 or max(*numbers, tensor.run_bytes) >= 1 << 48:
+            raise ValueError(f"{name} has a negative or absurdly large offset or stride")
+        if tensor.run_bytes <= 0 or any(count <= 0 or not 0 <= stride < 1 << 48 for count, stride in tensor.dims):
+            raise ValueError(f"{name}.run_byte_count and dims need positive counts and strides that are not negative")
+        if math.prod(count for count, _ in tensor.dims) > MAX_RUNS_PER_PAGE:
+            raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS_PER_PAGE} runs a page")
+        for inner, (count, stride) in enumerate(tensor.dims):
+            span = tensor.run_bytes + sum((c - 1) * s for c, s in tensor.dims[inner + 1 :])
+            if count > 1 and stride < span:
+                raise ValueError(f"{name}.dims[{inner}].stride_byte_count is {stride}, so its runs overlap")
+        page_span = tensor.run_bytes + sum((count - 1) * stride for count, stride in tensor.dims)
+        end = tensor.base_offset_bytes + (self.num_blocks - 1) * tensor.block_stride_bytes + page_span
+        if end > handles[tensor.handle_id].num_bytes:
+            raise ValueError(f"{name} ends at byte {end}, beyond the {handles[tensor.handle_id].num_bytes} bytes of its handle")
+
+    def _validate_coverage(self, group_index: int, shard_bytes: int) -> None:
+        pages = sorted((t.shard_offset_bytes, t.page_bytes) for t in self.tensors if t.group_index == group_index)
+        at = 0
+        for offset, page_bytes in pages:
+            if offset != at:
+                raise ValueError(f"tensors of group {group_index} leave a gap or overlap at byte {at} of the shard")
+            at += page_bytes
+        if at != shard_bytes:
+            raise ValueError(f"tensors of group {group_index} fill {at} bytes of a shard of {shard_bytes}")
+
+    def copy_runs(self, group_index: int, group: GroupSpec, block_ids: Int64s, slot_offsets: Int64s) -> list[CopyRuns]:
+        """Runs that move blocks of one group, one CopyRuns a tensor.
+
+        `block_ids` [n]: block ids in engine memory. `slot_offsets` [n]: where each block's slot starts in the arena.
+        """
+        shard_start = sum(group.shard_bytes[: self.shard_index])
+        plans = []
+        for tensor in self.tensors:
+            if tensor.group_index != group_index:
+                continue
+            inner, run_bytes = tensor.run_offsets()
+            engine = tensor.base_offset_bytes + block_ids[:, None] * tensor.block_stride_bytes + inner[None, :]
+            packed = np.arange(len(inner), dtype=np.int64) * run_bytes
+            slot = slot_offsets[:, None] + (shard_start + tensor.shard_offset_bytes) + packed[None, :]
+            lengths = np.full(engine.size, run_bytes, np.int64)
+            plans.append(CopyRuns(tensor.handle_id, engine.reshape(-1), slot.reshape(-1), lengths))
+        return plans

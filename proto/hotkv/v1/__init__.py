@@ -1,0 +1,1 @@
+"""Generated code of the wire protocol `hotkv.v1`; `make proto` writes it."""
