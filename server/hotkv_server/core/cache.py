@@ -1,0 +1,448 @@
+"""The core: sessions, key spaces, leases and transfers over one space of slots.
+
+Every method is a decision: it checks its arguments, changes the books and returns a result; what others must be told is in
+`take_effects`. A call that raises has changed nothing. No clock, no I/O, no locks: one owner calls it, with `now_s`.
+
+Always true: an acknowledged block is found by the very next lookup; a pinned slot is never evicted; a lease that ends during a
+copy keeps its slots until the copy ends; a block becomes ready only when every shard is written.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import table
+from hotkv.errors import HotKVError, Reason
+from hotkv.groups import longest_hit
+from hotkv.keys import KeySpace
+from hotkv.table import RESERVED_FLAG, BlockTable, Words
+from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
+from hotkv_server.core.policy import Policy
+from hotkv_server.core.space import Space
+from hotkv_server.core.transfers import LoadTransfer, StoreTransfer, TransferBook
+from hotkv_server.core.values import (
+    BlockResult,
+    BoolMask,
+    CoreConfig,
+    Counters,
+    Entries,
+    EvictionNotice,
+    Grant,
+    HashList,
+    KeySpaceRecord,
+    LoadPositions,
+    Reservation,
+    Run,
+    SessionRecord,
+    SlotRun,
+)
+
+ABORTED_MARK = 1 << 31
+"""Set in the shard mask of a reserved entry that will not be published."""
+MAX_SHARDS = 31
+MAX_KEY_SPACES = 4096
+
+
+def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
+    return HotKVError(reason, message)
+
+
+class CacheCore:
+    """The cache of one node. See the module for its rules."""
+
+    def __init__(self, config: CoreConfig, block_table: BlockTable, policy: Policy) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy)
+        self.leases = LeaseBook()
+        self.transfers = TransferBook()
+        self.sessions: dict[int, SessionRecord] = {}
+        self.key_spaces: dict[int, KeySpaceRecord] = {}
+        self.draining = False
+        self._key_space_ids: dict[bytes, int] = {}
+        self._next_session = 1
+        self._unadmitted_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"CacheCore({len(self.sessions)} sessions, {len(self.leases)} leases, {len(self.transfers)} transfers, {self.space!r})"
+
+    # Sessions and key spaces
+
+    def open_session(self, engine_id: str, role: str, key_space: KeySpace, now_s: float) -> SessionRecord:
+        """Opens a session; its key space is registered on first sight."""
+        if not engine_id:
+            raise _invalid("engine_id is empty; give one id to all sessions of an engine")
+        if self.draining:
+            raise HotKVError(Reason.DRAINING, "the server is draining and takes no new sessions")
+        record = SessionRecord(self._next_session, engine_id, role, self._key_space_id(key_space), now_s)
+        self._next_session += 1
+        self.sessions[record.number] = record
+        return record
+
+    def close_session(self, number: int, now_s: float) -> None:
+        """Ends a session whose transfers have ended: its leases go back. Closing an unknown session is no error."""
+        if number not in self.sessions:
+            return
+        assert not self.transfers.of_session(number), "session closed with transfers in flight"
+        for lease in self.leases.of_session(number):
+            self._end_lease(lease)
+        del self.sessions[number]
+
+    def _key_space_id(self, key_space: KeySpace) -> int:
+        known = self._key_space_ids.get(key_space.fingerprint)
+        if known is not None:
+            return known
+        if len(self.key_spaces) >= MAX_KEY_SPACES:
+            raise HotKVError(Reason.OVERLOADED, f"key_space: this server already knows {MAX_KEY_SPACES} key spaces")
+        if key_space.num_shards > MAX_SHARDS:
+            raise _invalid(f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} are supported")
+        for index, group in enumerate(key_space.groups):
+            if self.space.pool.capacity_slots(group.slot_bytes) == 0:
+                raise _invalid(f"key_space.groups[{index}]: a block of {group.slot_bytes} bytes does not fit the arena of {self.config.arena_bytes}")
+        number = len(self.key_spaces) + 1
+        salts = tuple(key_space.group_salt(g) for g in range(len(key_space.groups)))
+        self.key_spaces[number] = KeySpaceRecord(number, key_space, salts)
+        self._key_space_ids[key_space.fingerprint] = number
+        self.space.index.add_key_space(number, list(salts))
+        return number
+
+    def key_space(self, number: int) -> KeySpace:
+        """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
+        record = self.key_spaces.get(number)
+        if record is None:
+            raise HotKVError(Reason.UNKNOWN_KEY_SPACE, f"key_space_id {number} is unknown; known are 1 to {len(self.key_spaces)}")
+        return record.key_space
+
+    def _session(self, number: int) -> SessionRecord:
+        if number not in self.sessions:
+            raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is unknown or closed; open a new session")
+        return self.sessions[number]
+
+    def _check_groups(self, key_space: KeySpace, lists: list[int], num_blocks: int) -> None:
+        for group_index in lists:
+            if not 0 <= group_index < len(key_space.groups):
+                raise _invalid(f"groups.group_index is {group_index}; this key space has {len(key_space.groups)} groups")
+        if num_blocks > self.config.max_blocks_per_call:
+            raise _invalid(f"the call names {num_blocks} blocks; at most {self.config.max_blocks_per_call} are accepted", Reason.TOO_LARGE)
+
+    # Lookup and read leases
+
+    def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
+        """Which blocks are ready, one mask a list. A hint: nothing is pinned or touched."""
+        self._check_groups(self.key_space(key_space_id), [g.group_index for g in groups], sum(len(g.hashes) for g in groups))
+        masks = [self._is_ready(self.space.index.find(key_space_id, g.group_index, g.hashes)) for g in groups]
+        self.counters.lookup_blocks += sum(len(mask) for mask in masks)
+        self.counters.lookup_hit_blocks += sum(int(mask.sum()) for mask in masks)
+        return masks
+
+    @staticmethod
+    def _is_ready(words: Entries) -> BoolMask:
+        ready: BoolMask = (words != 0) & (words < RESERVED_FLAG)
+        return ready
+
+    def touch(self, session_number: int, groups: list[HashList], now_s: float) -> None:
+        """Notes that the engine used these blocks from its own device cache."""
+        session = self._session(session_number)
+        self._check_groups(self.key_space(session.key_space_id), [g.group_index for g in groups], sum(len(g.hashes) for g in groups))
+        for g in groups:
+            words = self.space.index.find(session.key_space_id, g.group_index, g.hashes)
+            self.space.policy.touch(words[self._is_ready(words)], now_s)
+
+    def acquire(self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float) -> Grant:
+        """Pins the ready ones among the blocks. The same call again returns the same grant."""
+        session = self._session(session_number)
+        indices = [g.group_index for g in groups]
+        self._check_groups(self.key_space(session.key_space_id), indices, sum(len(g.hashes) for g in groups))
+        if len(set(indices)) != len(indices):
+            raise _invalid("groups lists a group twice; give each group one list")
+        existing = self._existing_lease(session.engine_id, lease_id)
+        if existing is not None:
+            if not isinstance(existing, ReadLease) or [(g, len(e)) for g, e in existing.groups] != [(g.group_index, len(g.hashes)) for g in groups]:
+                raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use for another call; choose a new id")
+            return Grant(tuple(entries != 0 for _, entries in existing.groups), max(0.0, existing.expires_s - now_s))
+        ttl_s = self._ttl(ttl_s)
+        budget = int(self.config.unadmitted_share * self.config.arena_bytes) - self._unadmitted_bytes
+        pinned: list[tuple[int, Entries]] = []
+        total = 0
+        for g in groups:
+            words = self.space.index.find(session.key_space_id, g.group_index, g.hashes)
+            entries = np.where(self._is_ready(words), words, 0).astype(np.uint32)
+            upto = total + np.cumsum(np.where(entries != 0, self.space.index.slot_bytes(entries), 0))
+            entries[upto > budget] = 0
+            total = int(upto[upto <= budget].max(initial=total))
+            pinned.append((g.group_index, entries))
+        lease = ReadLease(
+            session.engine_id, lease_id, self.leases.next_number(), session_number, session.key_space_id, now_s + ttl_s, pinned, total
+        )
+        self.leases.add(lease)
+        self._unadmitted_bytes += total
+        self.space.index.pin(lease.entries(), 1)
+        for _, entries in pinned:
+            self.space.policy.touch(entries[entries != 0], now_s)
+            self.counters.acquired_blocks += int((entries != 0).sum())
+            self.counters.missed_blocks += int((entries == 0).sum())
+        return Grant(tuple(entries != 0 for _, entries in pinned), ttl_s)
+
+    def release(self, session_number: int, lease_id: str) -> bool:
+        """Gives a lease back; during copies it takes effect when they end. False where there is none."""
+        session = self._session(session_number)
+        lease = self.leases.get(session.engine_id, lease_id)
+        if lease is None:
+            if self.leases.elsewhere(session.engine_id, lease_id):
+                raise HotKVError(Reason.FOREIGN_LEASE, f"lease_id {lease_id!r} belongs to another engine")
+            return False
+        self._end_lease(lease)
+        return True
+
+    def _existing_lease(self, engine_id: str, lease_id: str) -> Lease | None:
+        """The engine's lease with this id; checks that a new one may be made where there is none."""
+        if not lease_id:
+            raise _invalid("lease_id is empty; choose an id that is unique in the engine")
+        lease = self.leases.get(engine_id, lease_id)
+        if lease is None:
+            if self.draining:
+                raise HotKVError(Reason.DRAINING, "the server is draining and grants no new leases")
+            if len(self.leases) >= self.config.max_leases:
+                raise HotKVError(Reason.OVERLOADED, f"lease_id: {self.config.max_leases} leases are held; release some first")
+        return lease
+
+    def _lease(self, engine_id: str, lease_id: str) -> Lease:
+        lease = self.leases.get(engine_id, lease_id)
+        if lease is not None and not lease.released:
+            return lease
+        if self.leases.elsewhere(engine_id, lease_id):
+            raise HotKVError(Reason.FOREIGN_LEASE, f"lease_id {lease_id!r} belongs to another engine")
+        raise HotKVError(Reason.UNKNOWN_LEASE, f"lease_id {lease_id!r} is unknown, released or expired; acquire it again")
+
+    def _ttl(self, ttl_s: float) -> float:
+        if ttl_s < 0:
+            raise _invalid("ttl_ms is negative; give 0 for the default")
+        return min(ttl_s or self.config.lease_ttl_s, self.config.max_lease_ttl_s)
+
+    def _end_lease(self, lease: Lease) -> None:
+        lease.released = True
+        if lease.num_copies:
+            return
+        if isinstance(lease, ReadLease):
+            self.space.index.pin(lease.entries(), -1)
+            if not lease.admitted:
+                self._unadmitted_bytes -= lease.pinned_bytes
+        else:
+            self.counters.aborted_blocks += len(lease.entries)
+            self.space.drop(lease.entries)
+        self.leases.remove(lease)
+
+    def expire(self, now_s: float) -> int:
+        """Ends leases whose time is up; those with copies in flight end with the copies. Returns how many expired."""
+        late = [lease for lease in self.leases.expired(now_s) if not lease.released]
+        for lease in late:
+            self._end_lease(lease)
+        self.counters.expired_leases += len(late)
+        return len(late)
+
+    # Write leases and transfers
+
+    def reserve(self, session_number: int, lease_id: str, runs: list[Run], ttl_s: float, now_s: float) -> Reservation:
+        """Reserves slots for the blocks that are neither ready nor in flight. The first call under a lease id decides; later ones only join."""
+        session = self._session(session_number)
+        key_space = self.key_space(session.key_space_id)
+        self._check_groups(key_space, [run.group_index for run in runs], sum(len(run.hashes) for run in runs))
+        if any(run.depth < 0 or run.depth + len(run.hashes) >= 1 << 31 for run in runs):
+            raise _invalid("runs.depth is negative or too large; it counts blocks from the start of the prompt")
+        lease = self._existing_lease(session.engine_id, lease_id)
+        if isinstance(lease, ReadLease):
+            raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is a read lease; choose a new id")
+        ttl_s = self._ttl(ttl_s)
+        deciding = lease is None
+        if lease is None:
+            lease = WriteLease(session.engine_id, lease_id, self.leases.next_number(), session_number, session.key_space_id, now_s + ttl_s)
+        results = tuple(self._reserve_run(lease, key_space, run, deciding, now_s) for run in runs)
+        if deciding and (len(lease.entries) or key_space.num_shards > 1):
+            self.leases.add(lease)
+        return Reservation(results, max(0.0, lease.expires_s - now_s))
+
+    def _reserve_run(self, lease: WriteLease, key_space: KeySpace, run: Run, deciding: bool, now_s: float) -> NDArray[np.uint8]:
+        index = self.space.index
+        words = index.find(lease.key_space_id, run.group_index, run.hashes)
+        ready = self._is_ready(words)
+        results = np.where(ready, BlockResult.PRESENT, BlockResult.NO_SPACE).astype(np.uint8)
+        reserved = words >= RESERVED_FLAG
+        mine = reserved & (index.owners(words & ~RESERVED_FLAG) == lease.number)
+        results[reserved] = BlockResult.IN_FLIGHT
+        results[mine] = BlockResult.RESERVED
+        self.space.policy.touch(words[ready], now_s)
+        self.counters.present_blocks += int(ready.sum())
+        self.counters.in_flight_blocks += int((reserved & ~mine).sum())
+        absent = np.flatnonzero(words == 0)
+        if not deciding or not len(absent):
+            return results
+        # A hash listed twice is reserved once; the second is in flight.
+        _, first = np.unique(run.hashes[absent], axis=0, return_index=True)
+        results[absent] = BlockResult.IN_FLIGHT
+        wanted = absent[np.sort(first)]
+        results[wanted] = BlockResult.NO_SPACE
+        slot_bytes = key_space.groups[run.group_index].slot_bytes
+        # Blocks of this run that are ready stay while room is made for the rest.
+        index.pin(words[ready], 1)
+        entries = self.space.insert(lease.key_space_id, run.group_index, run.hashes[wanted], slot_bytes, run.depth + wanted, lease.number)
+        index.pin(words[ready], -1)
+        words[wanted[: len(entries)]] = entries
+        self._link(lease.key_space_id, run, words, wanted[: len(entries)])
+        results[wanted[: len(entries)]] = BlockResult.RESERVED
+        lease.entries = np.concatenate((lease.entries, entries))
+        self.counters.no_space_blocks += len(wanted) - len(entries)
+        return results
+
+    def _link(self, key_space_id: int, run: Run, words: Entries, positions: NDArray[np.int64]) -> None:
+        """Notes for new entries which entry comes before them in the chain; 0 where that block is not in the index."""
+        before = np.zeros(len(words) + 1, np.uint32)
+        before[1:] = words & ~RESERVED_FLAG
+        if run.parent is not None:
+            before[0] = self.space.index.find(key_space_id, run.group_index, run.parent.reshape(1, 8))[0] & ~RESERVED_FLAG
+        self.space.index.set_parents(words[positions], before[positions])
+
+    def begin_load(self, session_number: int, transfer_id: str, lease_id: str, runs: list[LoadPositions]) -> list[SlotRun]:
+        """Starts a load under a read lease; returns the slots to copy from."""
+        session = self._session(session_number)
+        self.transfers.check_new(session_number, transfer_id)
+        lease = self._lease(session.engine_id, lease_id)
+        if not isinstance(lease, ReadLease):
+            raise _invalid(f"lease_id {lease_id!r} is a write lease; a load needs a read lease")
+        if self.draining:
+            raise HotKVError(Reason.DRAINING, "the server is draining and starts no new transfers")
+        pinned = dict(lease.groups)
+        slots = []
+        for run in runs:
+            entries = pinned.get(run.group_index)
+            if entries is None:
+                raise _invalid(f"runs.group_index is {run.group_index}, which the lease does not cover")
+            if len(run.positions) and (run.positions.min() < 0 or run.positions.max() >= len(entries)):
+                raise _invalid(f"runs.lease_positions go beyond the {len(entries)} hashes of the lease")
+            chosen = entries[run.positions]
+            if np.any(chosen == 0):
+                raise _invalid("runs.lease_positions name a block that the lease does not pin")
+            slots.append(SlotRun(run.group_index, np.arange(len(chosen)), self.space.index.offsets(chosen)))
+        if not lease.admitted:
+            lease.admitted = True
+            self._unadmitted_bytes -= lease.pinned_bytes
+        lease.num_copies += 1
+        self.transfers.add(LoadTransfer(session_number, transfer_id, lease))
+        return slots
+
+    def begin_store(
+        self, session_number: int, transfer_id: str, lease_id: str, runs: list[Run], shard_index: int, ttl_s: float, now_s: float
+    ) -> list[SlotRun]:
+        """Starts a store, reserving what no earlier call under the lease has; returns the slots to copy to."""
+        session = self._session(session_number)
+        self.transfers.check_new(session_number, transfer_id)
+        if self.draining:
+            raise HotKVError(Reason.DRAINING, "the server is draining and starts no new transfers")
+        reservation = self.reserve(session_number, lease_id, runs, ttl_s, now_s)
+        lease = self.leases.get(session.engine_id, lease_id)
+        transfer = StoreTransfer(session_number, transfer_id, lease if isinstance(lease, WriteLease) else None, shard_index)
+        busy = self.transfers.entries_being_written(transfer.lease, shard_index)
+        slots = []
+        for run, results in zip(runs, reservation.results, strict=True):
+            positions = np.flatnonzero(results == BlockResult.RESERVED)
+            entries = self.space.index.find(session.key_space_id, run.group_index, run.hashes[positions]) & ~RESERVED_FLAG
+            masks = self.space.index.mark_written(entries, 0)
+            results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
+            results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
+            results[positions[np.isin(entries, busy)]] = BlockResult.IN_FLIGHT
+            todo = results[positions] == BlockResult.RESERVED
+            busy = np.concatenate((busy, entries[todo]))
+            transfer.add_run(entries[todo], positions[todo], results)
+            slots.append(SlotRun(run.group_index, positions[todo], self.space.index.offsets(entries[todo])))
+        if transfer.lease is not None:
+            transfer.lease.num_copies += 1
+        self.transfers.add(transfer)
+        return slots
+
+    def end_load(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
+        """The copy of a load has ended and touches nothing any more."""
+        transfer = self.transfers.pop(session_number, transfer_id)
+        assert isinstance(transfer, LoadTransfer), "a store ended as a load"
+        transfer.lease.num_copies -= 1
+        if succeeded:
+            self.counters.loaded_blocks += sum(int((entries != 0).sum()) for _, entries in transfer.lease.groups)
+        if transfer.lease.released:
+            self._end_lease(transfer.lease)
+
+    def end_store(self, session_number: int, transfer_id: str, succeeded: bool, now_s: float) -> list[NDArray[np.uint8]]:
+        """The copy of a store has ended; publishes the blocks whose shards are all written. Returns BlockResult values a run."""
+        transfer = self.transfers.pop(session_number, transfer_id)
+        assert isinstance(transfer, StoreTransfer), "a load ended as a store"
+        lease = transfer.lease
+        if lease is None:
+            return transfer.results
+        lease.num_copies -= 1
+        key_space = self.key_space(lease.key_space_id)
+        whole = (1 << key_space.num_shards) - 1
+        for entries, positions, results in zip(transfer.entries, transfer.positions, transfer.results, strict=True):
+            masks = self.space.index.mark_written(entries, 1 << transfer.shard_index if succeeded else ABORTED_MARK)
+            complete = masks == whole
+            results[positions] = np.where(complete, BlockResult.STORED, BlockResult.WRITTEN if succeeded else BlockResult.ABORTED)
+            results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
+            self.space.publish(entries[complete], now_s)
+            self.counters.stored_blocks += int(complete.sum())
+            lease.entries = lease.entries[~np.isin(lease.entries, entries[complete])]
+        lease.shards_seen |= 1 << transfer.shard_index
+        self._settle_write(lease, whole)
+        return transfer.results
+
+    def _settle_write(self, lease: WriteLease, whole: int) -> None:
+        """Drops aborted entries once no copy can touch them, and ends the lease when every shard was seen and nothing is outstanding."""
+        if lease.num_copies:
+            return
+        aborted = lease.entries[self.space.index.mark_written(lease.entries, 0) & ABORTED_MARK != 0]
+        if len(aborted):
+            self.space.drop(aborted)
+            self.counters.aborted_blocks += len(aborted)
+            lease.entries = lease.entries[~np.isin(lease.entries, aborted)]
+        if lease.released or (lease.shards_seen == whole and not len(lease.entries)):
+            self._end_lease(lease)
+
+    # For operators
+
+    def evict(self, key_space_id: int, group_index: int, hashes: Words | None) -> tuple[int, int]:
+        """Drops blocks that are not pinned: those named, or with `hashes` None all of a key space (0: of every). Returns (dropped, kept)."""
+        if hashes is None:
+            if key_space_id:
+                self.key_space(key_space_id)
+            entries = self.space.index.ready_entries(key_space_id=key_space_id)
+        else:
+            self._check_groups(self.key_space(key_space_id), [group_index], len(hashes))
+            words = self.space.index.find(key_space_id, group_index, hashes)
+            entries = np.unique(words[words != 0] & ~RESERVED_FLAG)
+        dropped = self.space.evict(entries)
+        return dropped, len(entries) - dropped
+
+    def take_effects(self) -> list[EvictionNotice]:
+        """What must be told since the last call."""
+        effects, self.space.effects = self.space.effects, []
+        self.counters.evicted_blocks = self.space.evicted_blocks
+        return effects
+
+    def hit_tokens(self, key_space_id: int, masks: list[BoolMask], num_tokens: int) -> int:
+        """Longest hit over per-group masks, by the hit rule."""
+        return longest_hit(self.key_space(key_space_id).groups, masks, num_tokens)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where any book disagrees with another. Linear in capacity."""
+        self.space.check_invariants()
+        pins = np.zeros(self.space.index.capacity + 1, np.int64)
+        unadmitted = 0
+        owned: list[Entries] = []
+        for lease in self.leases.all():
+            assert lease.num_copies == self.transfers.count(lease), "copies miscounted"
+            assert not lease.released or lease.num_copies, "a released lease without copies was kept"
+            if isinstance(lease, ReadLease):
+                np.add.at(pins, lease.entries(), 1)
+                unadmitted += 0 if lease.admitted else lease.pinned_bytes
+            else:
+                owned.append(lease.entries)
+                assert np.all(self.space.index.owners(lease.entries) == lease.number), "a write lease owns an entry that is not its own"
+        assert np.array_equal(pins, self.space.index.pins), "pins and read leases disagree"
+        assert unadmitted == self._unadmitted_bytes, "unadmitted bytes miscounted"
+        reserved = np.flatnonzero(self.space.index.states() == table.STATE_RESERVED)
+        everything = np.concatenate(owned) if owned else np.empty(0, np.uint32)
+        assert np.array_equal(np.sort(everything), reserved), "reserved entries and write leases disagree"

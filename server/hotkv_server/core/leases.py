@@ -1,0 +1,107 @@
+"""Read and write leases: who holds which entries, and until when.
+
+Always true: every lease has an owning engine, the session that took it, and an expiry; a lease with running copies is
+never settled, however late it is; what a read lease pins is unpinned exactly once, what a write lease reserved is
+published or dropped exactly once. This module keeps the books; `cache.py` acts on them.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Entries = NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class ReadLease:
+    """Pins ready entries. `groups`: per queried group, (group index, entry number per asked hash, 0 where not pinned)."""
+
+    engine_id: str
+    lease_id: str
+    number: int
+    session_number: int
+    key_space_id: int
+    expires_s: float
+    groups: list[tuple[int, Entries]]
+    pinned_bytes: int
+    admitted: bool = False
+    """True once a load has started under it: its request has been admitted by the engine."""
+    num_copies: int = 0
+    released: bool = False
+
+    def entries(self) -> Entries:
+        """All pinned entries."""
+        listed = np.concatenate([entries for _, entries in self.groups]) if self.groups else np.empty(0, np.uint32)
+        return listed[listed != 0]
+
+
+@dataclass(slots=True)
+class WriteLease:
+    """Owns reserved entries until each is published or dropped. Its first call decides which blocks it owns, for all ranks.
+
+    `entries`: entry numbers still reserved. `shards_seen`: bitmask of shards whose store has ended.
+    """
+
+    engine_id: str
+    lease_id: str
+    number: int
+    session_number: int
+    key_space_id: int
+    expires_s: float
+    entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+    shards_seen: int = 0
+    num_copies: int = 0
+    released: bool = False
+
+
+Lease = ReadLease | WriteLease
+
+
+class LeaseBook:
+    """All live leases, by engine and id, and by number."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[str, str], Lease] = {}
+        self._by_number: dict[int, Lease] = {}
+        self._next_number = 1
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __repr__(self) -> str:
+        return f"LeaseBook({len(self._by_key)} leases)"
+
+    def next_number(self) -> int:
+        """A number for a new lease; numbers fit 32 bits and are not reused while a lease holds them."""
+        while self._next_number in self._by_number or self._next_number == 0:
+            self._next_number = (self._next_number + 1) & 0xFFFF_FFFF
+        number = self._next_number
+        self._next_number = (number + 1) & 0xFFFF_FFFF
+        return number
+
+    def add(self, lease: Lease) -> None:
+        key = (lease.engine_id, lease.lease_id)
+        assert key not in self._by_key, "lease id in use"
+        self._by_key[key] = lease
+        self._by_number[lease.number] = lease
+
+    def remove(self, lease: Lease) -> None:
+        del self._by_key[lease.engine_id, lease.lease_id]
+        del self._by_number[lease.number]
+
+    def get(self, engine_id: str, lease_id: str) -> Lease | None:
+        return self._by_key.get((engine_id, lease_id))
+
+    def elsewhere(self, engine_id: str, lease_id: str) -> bool:
+        """True where another engine has a lease with this id."""
+        return any(key[1] == lease_id and key[0] != engine_id for key in self._by_key)
+
+    def all(self) -> list[Lease]:
+        return list(self._by_key.values())
+
+    def of_session(self, session_number: int) -> list[Lease]:
+        return [lease for lease in self._by_key.values() if lease.session_number == session_number]
+
+    def expired(self, now_s: float) -> list[Lease]:
+        return [lease for lease in self._by_key.values() if lease.expires_s <= now_s]

@@ -1,0 +1,191 @@
+"""The elastic pool: an arena cut into slabs, each lent to one slot size.
+
+Owns which byte of the arena belongs to which slot. Always true: a slot is free or used, never both; a slab whose last
+slot is freed goes back at once and may be lent to any other size; a slot larger than a slab spans contiguous slabs. It
+never moves or evicts anything: an allocation that does not fit is granted short.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.table import SLOT_ALIGN
+
+Int64s = NDArray[np.int64]
+
+_FREE = -1
+
+
+def aligned(num_bytes: int) -> int:
+    """Bytes rounded up to whole units of SLOT_ALIGN."""
+    return -(-num_bytes // SLOT_ALIGN) * SLOT_ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class SlabClassStats:
+    """One slot size: slabs lent to it, slots in them, slots in use."""
+
+    slot_bytes: int
+    num_slabs: int
+    num_slots: int
+    num_used: int
+
+
+class _SlabClass:
+    """Slots of one size; `free` holds the offsets of free slots, the last is handed out first."""
+
+    __slots__ = ("free", "num_slabs", "slabs_per_slot", "slot_bytes", "slots_per_slab")
+
+    def __init__(self, slot_bytes: int, slab_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots_per_slab = max(1, slab_bytes // slot_bytes)
+        self.slabs_per_slot = -(-slot_bytes // slab_bytes)
+        self.free: Int64s = np.empty(0, np.int64)
+        self.num_slabs = 0
+
+
+class SlabPool:
+    """Slots of any size out of one arena. All offsets are bytes from its start, multiples of SLOT_ALIGN."""
+
+    def __init__(self, arena_bytes: int, slab_bytes: int) -> None:
+        if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
+            raise ValueError(f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}")
+        if arena_bytes < slab_bytes:
+            raise ValueError(f"arena_bytes is {arena_bytes}, smaller than one slab of {slab_bytes}")
+        self.slab_bytes = slab_bytes
+        self.num_slabs = arena_bytes // slab_bytes
+        self._classes: dict[int, _SlabClass] = {}
+        # Per slab: the slot size it is lent to (_FREE for none), and its used slots. A spanning slot counts in its first slab.
+        self._owner = np.full(self.num_slabs, _FREE, np.int64)
+        self._used = np.zeros(self.num_slabs, np.int64)
+
+    def __repr__(self) -> str:
+        lent = ", ".join(f"{s.slot_bytes}B: {s.num_used}/{s.num_slots}" for s in self.stats())
+        return f"SlabPool({self.num_free_slabs}/{self.num_slabs} slabs of {self.slab_bytes} B free; {lent})"
+
+    @property
+    def num_free_slabs(self) -> int:
+        return int((self._owner == _FREE).sum())
+
+    def stats(self) -> list[SlabClassStats]:
+        """One row a slot size that has slabs."""
+        return [self._stats(c) for _, c in sorted(self._classes.items()) if c.num_slabs]
+
+    def _stats(self, c: _SlabClass) -> SlabClassStats:
+        slots = c.num_slabs // c.slabs_per_slot * c.slots_per_slab
+        return SlabClassStats(c.slot_bytes, c.num_slabs, slots, slots - len(c.free))
+
+    def capacity_slots(self, slot_bytes: int) -> int:
+        """Slots of this size that the whole arena could hold."""
+        c = self._class(slot_bytes)
+        return self.num_slabs // c.slabs_per_slot * c.slots_per_slab
+
+    def slab_of(self, offsets: Int64s) -> Int64s:
+        """Number of the (first) slab of each slot."""
+        return offsets // self.slab_bytes
+
+    def slab_owner(self) -> Int64s:
+        """Slot size each slab is lent to, -1 where free; a view, not to be changed."""
+        return self._owner
+
+    def available_slots(self, slot_bytes: int) -> int:
+        """Slots of this size that `allocate` would grant now."""
+        c = self._class(slot_bytes)
+        if c.slabs_per_slot == 1:
+            return len(c.free) + self.num_free_slabs * c.slots_per_slab
+        # Lengths of the runs of free slabs, from the distances between the lent ones.
+        lent = np.flatnonzero(np.concatenate(([True], self._owner != _FREE, [True])))
+        return len(c.free) + int(((np.diff(lent) - 1) // c.slabs_per_slot).sum())
+
+    def slabs_for(self, slot_bytes: int, num_slots: int) -> int:
+        """Slabs needed for so many more slots of this size."""
+        c = self._class(slot_bytes)
+        return -(-num_slots // c.slots_per_slab) * c.slabs_per_slot
+
+    def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:
+        """Takes up to `num_slots` slots; fewer where free slots and free slabs run out."""
+        c = self._class(slot_bytes)
+        while len(c.free) < num_slots and self._lend(c, num_slots - len(c.free)):
+            pass
+        taken = c.free[max(0, len(c.free) - num_slots) :][::-1].copy()
+        c.free = c.free[: len(c.free) - len(taken)]
+        np.add.at(self._used, self.slab_of(taken), 1)
+        return taken
+
+    def free(self, slot_bytes: int, offsets: Int64s) -> None:
+        """Gives slots back. They must be in use and of this size."""
+        if not len(offsets):
+            return
+        c = self._class(slot_bytes)
+        slabs = self.slab_of(offsets)
+        assert np.all(self._owner[slabs] == c.slot_bytes), "slot freed with another size than it has"
+        np.subtract.at(self._used, slabs, 1)
+        assert np.all(self._used[slabs] >= 0), "slot freed twice"
+        c.free = np.concatenate((c.free, offsets))
+        emptied = np.unique(slabs[self._used[slabs] == 0])
+        if len(emptied):
+            c.free = c.free[~np.isin(self.slab_of(c.free), emptied)]
+            spans = (emptied[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
+            self._owner[spans] = _FREE
+            c.num_slabs -= len(spans)
+
+    def claim(self, slot_bytes: int, offsets: Int64s) -> None:
+        """Marks given slots used in a pool that is otherwise untouched: rebuilding after a restart. Raises ValueError on overlap."""
+        c = self._class(slot_bytes)
+        first = np.unique(self.slab_of(offsets))
+        spans = (first[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
+        in_slab = offsets - self.slab_of(offsets) * self.slab_bytes
+        if len(offsets) and (int(offsets.min()) < 0 or int(spans.max()) >= self.num_slabs or np.any(self._owner[spans] != _FREE)):
+            raise ValueError("slots overlap slabs of another size or lie outside the arena")
+        if len(np.unique(spans)) != len(spans):
+            raise ValueError("slots overlap slabs of another size or lie outside the arena")
+        if np.any(in_slab % c.slot_bytes) or np.any(in_slab // c.slot_bytes >= c.slots_per_slab) or len(np.unique(offsets)) != len(offsets):
+            raise ValueError("slots are misaligned or claimed twice")
+        self._owner[spans] = c.slot_bytes
+        c.num_slabs += len(spans)
+        everything = self._slots_of(c, first)
+        c.free = np.concatenate((c.free, np.setdiff1d(everything, offsets)))
+        np.add.at(self._used, self.slab_of(offsets), 1)
+
+    def _class(self, slot_bytes: int) -> _SlabClass:
+        size = aligned(slot_bytes)
+        if size not in self._classes:
+            self._classes[size] = _SlabClass(size, self.slab_bytes)
+        return self._classes[size]
+
+    def _slots_of(self, c: _SlabClass, first_slabs: Int64s) -> Int64s:
+        within = np.arange(c.slots_per_slab, dtype=np.int64) * c.slot_bytes
+        return (first_slabs[:, None] * self.slab_bytes + within[None, :]).reshape(-1)
+
+    def _lend(self, c: _SlabClass, want_slots: int) -> bool:
+        """Lends enough free slabs for `want_slots`, or as many as there are; False where there was none."""
+        free = np.flatnonzero(self._owner == _FREE)
+        if c.slabs_per_slot == 1:
+            first = free[: -(-want_slots // c.slots_per_slab)]
+        else:
+            # Starts of runs of contiguous free slabs long enough for one slot.
+            ends = free[c.slabs_per_slot - 1 :]
+            starts = free[: len(ends)]
+            fits = starts[ends - starts == c.slabs_per_slot - 1]
+            first = fits[:1]
+        if not len(first):
+            return False
+        spans = (first[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
+        self._owner[spans] = c.slot_bytes
+        c.num_slabs += len(spans)
+        c.free = np.concatenate((self._slots_of(c, first)[::-1], c.free))
+        return True
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where counts, owners and free lists disagree."""
+        for c in self._classes.values():
+            mine = np.flatnonzero(self._owner == c.slot_bytes)
+            assert len(mine) == c.num_slabs, "lent slabs miscounted"
+            assert len(np.unique(c.free)) == len(c.free), "slot twice in the free list"
+            assert np.all(self._owner[self.slab_of(c.free)] == c.slot_bytes), "free slot in a slab of another size"
+            slots = c.num_slabs // c.slabs_per_slot * c.slots_per_slab
+            assert int(self._used[mine].sum()) == slots - len(c.free), "used slots miscounted"
+            if c.slabs_per_slot == 1:
+                assert np.all(self._used[mine] > 0), "an empty slab was not given back"
+        assert np.all(self._used[self._owner == _FREE] == 0), "a free slab has used slots"

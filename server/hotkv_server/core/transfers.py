@@ -1,0 +1,90 @@
+"""Transfers in flight: which lease each uses, which entries a store is writing.
+
+Always true: a transfer id is used once at a time in its session; every transfer counts in its lease's `num_copies`.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_server.core.leases import Lease, ReadLease, WriteLease
+from hotkv_server.core.values import Entries, Int64s
+
+MAX_TRANSFERS = 1 << 14
+
+
+@dataclass(slots=True)
+class LoadTransfer:
+    """A load under a read lease."""
+
+    session_number: int
+    transfer_id: str
+    lease: ReadLease
+
+
+@dataclass(slots=True)
+class StoreTransfer:
+    """A store of one shard; `lease` is None where no block was reserved. Per run: entries written, their positions, results so far."""
+
+    session_number: int
+    transfer_id: str
+    lease: WriteLease | None
+    shard_index: int
+    entries: list[Entries] = field(default_factory=list)
+    positions: list[Int64s] = field(default_factory=list)
+    results: list[NDArray[np.uint8]] = field(default_factory=list)
+
+    def add_run(self, entries: Entries, positions: Int64s, results: NDArray[np.uint8]) -> None:
+        self.entries.append(entries)
+        self.positions.append(positions)
+        self.results.append(results)
+
+
+Transfer = LoadTransfer | StoreTransfer
+
+
+class TransferBook:
+    """All transfers in flight."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[tuple[int, str], Transfer] = {}
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def __repr__(self) -> str:
+        return f"TransferBook({len(self._transfers)} transfers)"
+
+    def check_new(self, session_number: int, transfer_id: str) -> None:
+        """Raises unless a transfer with this id may be started."""
+        if not transfer_id:
+            raise HotKVError(Reason.INVALID_FIELD, "transfer_id is empty; choose an id that is unique in the session")
+        if (session_number, transfer_id) in self._transfers:
+            raise HotKVError(Reason.DUPLICATE_ID, f"transfer_id {transfer_id!r} is in flight; choose a new id")
+        if len(self._transfers) >= MAX_TRANSFERS:
+            raise HotKVError(Reason.OVERLOADED, f"transfer_id: {MAX_TRANSFERS} transfers are in flight; wait for some to end")
+
+    def add(self, transfer: Transfer) -> None:
+        self._transfers[transfer.session_number, transfer.transfer_id] = transfer
+
+    def pop(self, session_number: int, transfer_id: str) -> Transfer:
+        return self._transfers.pop((session_number, transfer_id))
+
+    def of_session(self, session_number: int) -> list[Transfer]:
+        return [t for t in self._transfers.values() if t.session_number == session_number]
+
+    def count(self, lease: Lease) -> int:
+        """Transfers under a lease."""
+        return sum(t.lease is lease for t in self._transfers.values())
+
+    def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
+        """Entries whose shard is being copied right now under this lease."""
+        busy = [
+            entries
+            for t in self._transfers.values()
+            if isinstance(t, StoreTransfer) and lease is not None and t.lease is lease and t.shard_index == shard_index
+            for entries in t.entries
+        ]
+        return np.concatenate(busy) if busy else np.empty(0, np.uint32)

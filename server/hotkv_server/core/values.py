@@ -1,0 +1,138 @@
+"""Frozen values that go into and come out of the core."""
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.keys import KeySpace
+from hotkv.table import Words
+
+Entries = NDArray[np.uint32]
+Int64s = NDArray[np.int64]
+BoolMask = NDArray[np.bool_]
+
+
+class BlockResult(enum.IntEnum):
+    """What became of one block of a store; the numbers are those of `hotkv.v1.BlockResult`."""
+
+    STORED = 1
+    PRESENT = 2
+    WRITTEN = 3
+    RESERVED = 4
+    NO_SPACE = 5
+    IN_FLIGHT = 6
+    ABORTED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """`unadmitted_share`: most of the arena that leases without a load may pin. Times in seconds."""
+
+    arena_bytes: int
+    slab_bytes: int
+    capacity: int
+    lease_ttl_s: float = 30.0
+    max_lease_ttl_s: float = 600.0
+    unadmitted_share: float = 0.25
+    max_blocks_per_call: int = 1 << 18
+    max_leases: int = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class HashList:
+    """Block hashes of one group, in chain order, as words [n, 8]."""
+
+    group_index: int
+    hashes: Words
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A chain of consecutive blocks of one group: hashes [n, 8] words, parent [8] words or None at the root, depth of the first."""
+
+    group_index: int
+    hashes: Words
+    parent: Words | None = None
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPositions:
+    """Positions in a lease's hash list of one group, int64 [n]."""
+
+    group_index: int
+    positions: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """What one run of a transfer copies: which of its blocks (int64 [m], positions in the run) and their slot offsets [m]."""
+
+    group_index: int
+    positions: Int64s
+    offsets: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Answer to acquire: one mask a group in the order asked, and the lifetime."""
+
+    pinned: tuple[BoolMask, ...]
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Answer to reserve: BlockResult values uint8 [n] a run in the order asked, and the lifetime."""
+
+    results: tuple[NDArray[np.uint8], ...]
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionNotice:
+    """Effect: tell the sessions of this key space that these blocks are gone. `hashes`: words [n, 8]."""
+
+    key_space_id: int
+    group_index: int
+    hashes: Words
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """One live session. `number` is public, the secret id is the runtime's business."""
+
+    number: int
+    engine_id: str
+    role: str
+    key_space_id: int
+    opened_s: float
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the start, in blocks unless the name says otherwise."""
+
+    lookup_blocks: int = 0
+    lookup_hit_blocks: int = 0
+    acquired_blocks: int = 0
+    missed_blocks: int = 0
+    stored_blocks: int = 0
+    present_blocks: int = 0
+    no_space_blocks: int = 0
+    in_flight_blocks: int = 0
+    aborted_blocks: int = 0
+    evicted_blocks: int = 0
+    loaded_blocks: int = 0
+    expired_leases: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpaceRecord:
+    """A key space and its number in this server."""
+
+    number: int
+    key_space: KeySpace
+    salts: tuple[int, ...] = field(default=())

@@ -1,0 +1,143 @@
+"""The daemon: bind, map, prefault, then ready; on SIGTERM drain, then stop.
+
+Owns the order of start and stop, and the lock on the runtime directory: the second server on one directory refuses.
+"""
+
+import asyncio
+import ctypes
+import fcntl
+import gc
+import logging
+import mmap
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import hotkv
+from hotkv import native
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policy import LRU
+from hotkv_server.core.values import CoreConfig
+from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.http_endpoint import HttpServer
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.rpc.descriptors import DescriptorServer
+from hotkv_server.rpc.server import RpcServer
+from hotkv_server.runtime.node import Node
+from hotkv_server.settings import Settings
+
+log = logging.getLogger(__name__)
+
+STALLED_LOOP_S = 5.0
+
+
+class StartError(Exception):
+    """The server can't start; the message says what to do."""
+
+
+def lock_runtime_dir(directory: Path) -> int:
+    """Descriptor of the locked directory. Raises StartError, with the other server's pid, where it is taken."""
+    try:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StartError(f"runtime_dir: {error}; choose a directory this user may write, with --runtime-dir") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        pid = os.read(fd, 32).decode(errors="replace").strip()
+        os.close(fd)
+        raise StartError(f"runtime_dir: {directory} is in use by hotkv-server with pid {pid or 'unknown'}") from error
+    os.truncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def notify_systemd(state: str) -> None:
+    """Tells systemd, where it listens (sd_notify)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier:
+            notifier.connect("\0" + address[1:] if address.startswith("@") else address)
+            notifier.sendall(state.encode())
+
+
+def trim_memory() -> None:
+    """Gives back what only the start needed: free heap, and the code pages of the compiler that numba's cached kernels pull in."""
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, *_, name = line.split(maxsplit=5)
+        # Only read-only code and data that are whole copies of the file; the kernel brings back what is used again.
+        if "libllvmlite" in name and permissions == "r-xp":
+            start, end = (int(part, 16) for part in addresses.split("-"))
+            libc.madvise(start, end - start, mmap.MADV_DONTNEED)
+
+
+async def serve(settings: Settings) -> None:
+    """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises StartError."""
+    started_s = time.monotonic()
+    lock_fd = lock_runtime_dir(settings.runtime_dir)
+    native.load("hotkv.kernels")
+    try:
+        memory = NodeMemory.create(
+            settings.arena_dir, settings.arena.bytes, settings.arena.capacity, secrets.randbits(62) | 1, prefault=settings.arena.prefault
+        )
+    except OSError as error:
+        raise StartError(f"arena: {error}") from error
+    config = CoreConfig(
+        settings.arena.bytes,
+        settings.arena.slab_bytes,
+        settings.arena.capacity,
+        lease_ttl_s=settings.leases.ttl_s,
+        unadmitted_share=settings.leases.unadmitted_share,
+    )
+    copy_engine = HostCopyEngine(settings.copy_.num_threads)
+    node = Node(CacheCore(config, memory.table, LRU(config.capacity)), memory, copy_engine)
+    node.start()
+
+    def is_ready() -> bool:
+        return not node.core.draining and copy_engine.is_alive() and time.monotonic() - node.last_tick_s < STALLED_LOOP_S
+
+    mode = int(settings.security.socket_mode, 8)
+    try:
+        rpc = RpcServer(node, settings.grpc_socket, mode, settings.tcp_address, has_descriptor_socket=True)
+        uids = frozenset({os.getuid(), 0, *settings.security.allowed_uids})
+        descriptors = DescriptorServer(node, settings.descriptor_socket, mode, uids)
+        http = HttpServer(settings.http.host, settings.http.port, node, is_ready) if settings.http.port >= 0 else None
+    except (OSError, RuntimeError) as error:
+        memory.remove()
+        raise StartError(f"can't listen: {error}") from error
+    await rpc.start()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.drain, settings.drain_timeout_s)
+    if settings.arena.prefault:
+        threading.Thread(target=memory.collapse_rest, name="hotkv-huge-pages", daemon=True).start()
+    gc.collect()
+    gc.freeze()
+    trim_memory()
+    log.info(
+        "ready version=%s socket=%s arena_bytes=%d huge_bytes=%d copy_threads=%d http_port=%s kernels=%s start_s=%.2f",
+        hotkv.__version__, settings.grpc_socket, settings.arena.bytes, memory.huge_bytes, settings.copy_.num_threads,
+        http.port if http else "none", native.available(), time.monotonic() - started_s,
+    )  # fmt: skip
+    notify_systemd(f"READY=1\nSTATUS=serving on {settings.grpc_socket}")
+
+    await node.drained.wait()
+    notify_systemd("STOPPING=1")
+    await rpc.set_serving(False)
+    await rpc.stop(0.5)
+    await node.close()
+    descriptors.close()
+    if http is not None:
+        http.close()
+    copy_engine.close()
+    memory.remove()
+    os.close(lock_fd)
+    log.info("stopped")

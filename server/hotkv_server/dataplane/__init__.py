@@ -1,0 +1,1 @@
+"""Copy engines: what moves KV bytes between engine memory and the arena."""

@@ -1,0 +1,78 @@
+"""Copy engine `host`: memcpy on worker threads, without the GIL.
+
+Jobs are cut into pieces that all threads share, first come, first served; between pieces a job may be cancelled.
+"""
+
+import ctypes
+import queue
+import threading
+from typing import Any
+
+from hotkv import native
+from hotkv_server.dataplane.engine import CopyJob
+from hotkv_server.dataplane.plan import CopyPlan
+
+PIECE_BYTES = 4 << 20
+
+
+class HostCopyEngine:
+    """`num_threads` workers over one queue. The queue is bounded by the transfers the core admits."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._kernels: Any = native.load("hotkv.kernels")
+        self._queue: queue.SimpleQueue[tuple[CopyJob, CopyPlan, int, int] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"hotkv-copy-{i}", daemon=True) for i in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"HostCopyEngine({len(self._threads)} threads, {self._queue.qsize()} pieces queued)"
+
+    def submit(self, job: CopyJob) -> None:
+        pieces = [(job, plan, start, end) for plan in job.plans for start, end in plan.pieces(PIECE_BYTES)]
+        job.expect(len(pieces))
+        for piece in pieces:
+            self._queue.put(piece)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def num_queued(self) -> int:
+        """Pieces not yet begun."""
+        return self._queue.qsize()
+
+    def is_alive(self) -> bool:
+        """False where a worker has died."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (piece := self._queue.get()) is not None:
+            job, plan, start, end = piece
+            error = ""
+            if not job.cancelled:
+                try:
+                    self._copy(plan, start, end)
+                except Exception as failure:  # The edge of the effect executor: a failed copy is a failed transfer.
+                    error = f"{type(failure).__name__}: {failure}"
+            job.piece_done(error)
+            del piece, job, plan
+
+    def _copy(self, plan: CopyPlan, start: int, end: int) -> None:
+        if self._kernels is not None:
+            self._kernels.copy_runs(
+                plan.dst.address, plan.src.address, plan.dst_offsets, plan.src_offsets, plan.num_bytes, start, end
+            )
+        else:
+            copy_twin(plan, start, end)
+
+
+def copy_twin(plan: CopyPlan, start: int, end: int) -> None:
+    """Twin of `kernels.copy_runs`: one memmove a run; ctypes gives the GIL up during each."""
+    dst = (plan.dst_offsets[start:end] + plan.dst.address).tolist()
+    src = (plan.src_offsets[start:end] + plan.src.address).tolist()
+    for to_address, from_address, count in zip(dst, src, plan.num_bytes[start:end].tolist(), strict=True):
+        ctypes.memmove(to_address, from_address, count)

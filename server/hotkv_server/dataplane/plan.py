@@ -1,0 +1,76 @@
+"""Copy plans: which bytes go where, as arrays.
+
+A plan is checked against both memories before anything moves, and neighbours that are contiguous on both sides are merged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.layout import CopyRuns
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory of this process: an address and its size, and a name for messages."""
+
+    address: int
+    num_bytes: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """memcpy of `num_bytes[i]` from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, int64 [runs] each."""
+
+    dst: Region
+    src: Region
+    dst_offsets: Int64s
+    src_offsets: Int64s
+    num_bytes: Int64s
+
+    def __post_init__(self) -> None:
+        for region, offsets in ((self.dst, self.dst_offsets), (self.src, self.src_offsets)):
+            if len(offsets) and (int(offsets.min()) < 0 or int((offsets + self.num_bytes).max()) > region.num_bytes):
+                raise ValueError(f"copy plan leaves {region.name} of {region.num_bytes} bytes")
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
+
+    @staticmethod
+    def build(dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s) -> "CopyPlan":
+        """Merges runs that follow each other on both sides."""
+        if len(num_bytes) > 1:
+            follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1])
+            if follows.any():
+                starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+                return CopyPlan(dst, src, dst_offsets[starts], src_offsets[starts], np.add.reduceat(num_bytes, starts))
+        return CopyPlan(dst, src, dst_offsets, src_offsets, num_bytes)
+
+    def pieces(self, piece_bytes: int) -> list[tuple[int, int]]:
+        """Ranges of runs of about `piece_bytes` each; a longer run is a piece of its own."""
+        ends = np.cumsum(self.num_bytes)
+        numbers = (ends - self.num_bytes) // piece_bytes
+        starts = np.flatnonzero(np.concatenate(([True], numbers[1:] != numbers[:-1]))) if len(numbers) else np.empty(0, np.int64)
+        bounds = [*starts.tolist(), len(numbers)]
+        return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def plans_for(runs: Sequence[CopyRuns], arena: Region, engine: dict[str, Region], *, to_engine: bool) -> list[CopyPlan]:
+    """One plan a memory handle, in either direction."""
+    plans = []
+    for handle_id in dict.fromkeys(run.handle_id for run in runs):
+        mine = [run for run in runs if run.handle_id == handle_id]
+        slot = np.concatenate([run.slot_offsets for run in mine])
+        memory = np.concatenate([run.engine_offsets for run in mine])
+        num_bytes = np.concatenate([run.num_bytes for run in mine])
+        if to_engine:
+            plans.append(CopyPlan.build(engine[handle_id], arena, memory, slot, num_bytes))
+        else:
+            plans.append(CopyPlan.build(arena, engine[handle_id], slot, memory, num_bytes))
+    return plans

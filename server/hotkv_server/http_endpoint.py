@@ -1,0 +1,94 @@
+"""HTTP for probes and Prometheus: /metrics, /livez, /readyz.
+
+Runs on threads of its own and asks the event loop for figures, so an answer also proves that the loop turns.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.stats import counters, gauges
+
+ANSWER_TIMEOUT_S = 2.0
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _NodeCollector(Collector):
+    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
+        self._node = node
+        self._loop = loop
+
+    def collect(self) -> list[Metric]:
+        async def read() -> tuple[dict[str, float], dict[str, float]]:
+            return counters(self._node), gauges(self._node)
+
+        totals, levels = asyncio.run_coroutine_threadsafe(read(), self._loop).result(ANSWER_TIMEOUT_S)
+        metrics: list[Metric] = []
+        for name, value in totals.items():
+            metrics.append(CounterMetricFamily(f"hotkv_{name}", name.removesuffix("_total").replace("_", " ") + " since start", value=value))
+        for name, value in levels.items():
+            metrics.append(GaugeMetricFamily(f"hotkv_{name}", name.replace("_", " "), value=value))
+        return metrics
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+class HttpServer:
+    """Serves until closed. `is_ready` is asked on each /readyz."""
+
+    def __init__(self, host: str, port: int, node: Node, is_ready: Callable[[], bool]) -> None:
+        registry = CollectorRegistry()
+        loop = asyncio.get_running_loop()
+        registry.register(_NodeCollector(node, loop))
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10
+
+            def do_GET(self) -> None:
+                try:
+                    status, body = self._answer(self.path.partition("?")[0])
+                except Exception as error:  # The edge of HTTP: a loop that does not answer is a failed probe.
+                    status, body = 503, f"{type(error).__name__}: the event loop does not answer\n".encode()
+                self.send_response(status)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def _answer(self, path: str) -> tuple[int, bytes]:
+                async def ready() -> bool:
+                    return is_ready()
+
+                match path:
+                    case "/metrics":
+                        return 200, generate_latest(registry)
+                    case "/livez":
+                        asyncio.run_coroutine_threadsafe(ready(), loop).result(ANSWER_TIMEOUT_S)
+                        return 200, b"ok\n"
+                    case "/readyz":
+                        if asyncio.run_coroutine_threadsafe(ready(), loop).result(ANSWER_TIMEOUT_S):
+                            return 200, b"ok\n"
+                        return 503, b"not ready\n"
+                return 404, b"try /metrics, /livez or /readyz\n"
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Probes are not logged."""
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        threading.Thread(target=self._server.serve_forever, name="hotkv-http", daemon=True).start()
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()

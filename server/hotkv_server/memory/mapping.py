@@ -1,0 +1,127 @@
+"""A mapped file: bytes at an address, for as long as it is open.
+
+Owns one descriptor and one mapping; both go with `close`. The address is congruent to the file offset modulo 2 MiB, without which
+the kernel gives no huge pages, and which Python's own mmap does not promise. A view from `array` must not be used after `close`.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+HUGE_PAGE_BYTES = 2 << 20
+_POPULATE_WRITE = 23
+_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _map(address: int | None, num_bytes: int, protection: int, flags: int, fd: int) -> int:
+    mapped = _libc.mmap(address, num_bytes, protection, flags, fd, 0)
+    if mapped == _FAILED or mapped is None:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(mapped)
+
+
+def _map_aligned(fd: int, num_bytes: int) -> int:
+    """Maps the file, shared and writable, at an address that is a multiple of 2 MiB; returns the address."""
+    reserved_bytes = num_bytes + HUGE_PAGE_BYTES
+    reserved = _map(None, reserved_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    aligned = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    try:
+        _map(aligned, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(reserved, reserved_bytes)
+        raise
+    end = -(-(aligned + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if aligned > reserved:
+        _libc.munmap(reserved, aligned - reserved)
+    if reserved + reserved_bytes > end:
+        _libc.munmap(end, reserved + reserved_bytes - end)
+    return aligned
+
+
+class FileMapping:
+    """A shared mapping of `num_bytes` of a file, from its start."""
+
+    def __init__(self, fd: int, num_bytes: int, name: str) -> None:
+        """Takes the descriptor over, also where it raises. Raises ValueError where the file is shorter than `num_bytes`."""
+        try:
+            if os.fstat(fd).st_size < num_bytes:
+                raise ValueError(f"{name} has {os.fstat(fd).st_size} bytes, fewer than the {num_bytes} declared")
+            self.address = _map_aligned(fd, num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd
+        self.name = name
+        self.num_bytes = num_bytes
+        self._open = True
+
+    def __repr__(self) -> str:
+        return f"FileMapping({self.name!r}, {self.num_bytes} bytes{'' if self._open else ', closed'})"
+
+    @staticmethod
+    def create(path: Path, num_bytes: int, mode: int) -> "FileMapping":
+        """Makes a new file in place of any old one; who mapped the old one keeps it."""
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        os.truncate(fd, num_bytes)
+        return FileMapping(fd, num_bytes, str(path))
+
+    def array(self) -> NDArray[np.uint8]:
+        """The bytes; not to be used after `close`."""
+        assert self._open, "mapping is closed"
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
+
+    def is_whole(self) -> bool:
+        """False where somebody has cut the file short, so that touching the mapping would kill this process."""
+        return os.fstat(self.fd).st_size >= self.num_bytes
+
+    def has_holes(self) -> bool:
+        """True where parts of the file have no memory yet; populating would allocate it."""
+        return os.fstat(self.fd).st_blocks * 512 < self.num_bytes
+
+    def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
+        """Brings pages in, with the page tables. Blocks; raises OSError where memory is short. `start` is a multiple of the page size."""
+        length = self.num_bytes - start if num_bytes is None else num_bytes
+        try:
+            self._advise(_POPULATE_WRITE, start, length)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.array()[start : start + length : mmap.PAGESIZE] += 0  # A kernel before 5.14.
+
+    def collapse(self, start: int, num_bytes: int) -> bool:
+        """Brings pages in as huge pages where the kernel gives them; False where it does not. Blocks. Both are multiples of 2 MiB."""
+        self.array()[start : start + num_bytes : HUGE_PAGE_BYTES] += 0  # The kernel collapses no range that is all holes.
+        try:
+            self._advise(_COLLAPSE, start, num_bytes)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Unmaps and closes."""
+        if self._open:
+            self._open = False
+            _libc.munmap(self.address, self.num_bytes)
+            os.close(self.fd)
+
+    def _advise(self, advice: int, start: int, num_bytes: int) -> None:
+        assert self._open, "mapping is closed"
+        if _libc.madvise(self.address + start, num_bytes, advice):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))

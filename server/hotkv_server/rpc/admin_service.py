@@ -1,0 +1,167 @@
+"""AdminService: what the server holds, and levers."""
+
+import os
+import time
+from typing import Any
+
+import hotkv
+import numpy as np
+from hotkv import table
+from hotkv.errors import HotKVError, Reason
+from hotkv.v1 import admin_pb2, admin_pb2_grpc
+
+from hotkv_server.rpc import convert
+from hotkv_server.rpc.errors import answer
+from hotkv_server.rpc.explain import explain
+from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.stats import counters, tier
+
+DEFAULT_PAGE = 100
+MAX_PAGE = 10_000
+DEFAULT_DRAIN_S = 30.0
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """See admin.proto."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def GetInfo(self, request: admin_pb2.GetInfoRequest, context: Any) -> admin_pb2.GetInfoResponse:  # type: ignore[override]
+        node = self._node
+        return admin_pb2.GetInfoResponse(
+            version=hotkv.__version__,
+            protocol_version=hotkv.PROTOCOL_VERSION,
+            epoch=node.epoch,
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - node.started_s,
+            state="draining" if node.core.draining else "ready",
+            counters=[admin_pb2.Counter(name=name, value=value) for name, value in counters(node).items()],
+        )
+
+    async def ListTiers(self, request: admin_pb2.ListTiersRequest, context: Any) -> admin_pb2.ListTiersResponse:  # type: ignore[override]
+        host = tier(self._node)
+        message = admin_pb2.Tier(
+            name="host",
+            capacity_byte_count=host.capacity_bytes,
+            used_byte_count=host.used_bytes,
+            pinned_byte_count=host.pinned_bytes,
+            block_count=host.num_blocks,
+            free_slab_count=host.num_free_slabs,
+            slab_byte_count=host.slab_bytes,
+            slab_classes=[
+                admin_pb2.SlabClass(slot_byte_count=c.slot_bytes, slab_count=c.num_slabs, slot_count=c.num_slots, used_slot_count=c.num_used)
+                for c in host.slab_classes
+            ],
+        )
+        return admin_pb2.ListTiersResponse(tiers=[message])
+
+    async def ListKeySpaces(self, request: admin_pb2.ListKeySpacesRequest, context: Any) -> admin_pb2.ListKeySpacesResponse:  # type: ignore[override]
+        records = self._node.core.space.index.table.records
+        ready = self._node.core.space.index.states() == table.STATE_READY
+        held = np.bincount(records[ready, table.W_KEY_SPACE], minlength=len(self._node.core.key_spaces) + 1)
+        return admin_pb2.ListKeySpacesResponse(
+            key_spaces=[
+                admin_pb2.KeySpaceInfo(
+                    key_space_id=number,
+                    fingerprint=record.key_space.fingerprint.hex(),
+                    key_space=convert.key_space_message(record.key_space),
+                    block_count=int(held[number]),
+                )
+                for number, record in sorted(self._node.core.key_spaces.items())
+            ]
+        )
+
+    async def ListSessions(self, request: admin_pb2.ListSessionsRequest, context: Any) -> admin_pb2.ListSessionsResponse:  # type: ignore[override]
+        now_s = time.monotonic()
+        held: dict[str, int] = {}
+        for lease in self._node.core.leases.all():
+            held[lease.engine_id] = held.get(lease.engine_id, 0) + 1
+        return admin_pb2.ListSessionsResponse(
+            sessions=[
+                admin_pb2.SessionInfo(
+                    session_number=s.record.number,
+                    engine_id=s.record.engine_id,
+                    role=s.record.role,
+                    key_space_id=s.record.key_space_id,
+                    age_s=now_s - s.record.opened_s,
+                    lease_count=held.get(s.record.engine_id, 0),
+                    transfer_count=len(s.jobs),
+                    memory_byte_count=s.memory.num_bytes if s.memory else 0,
+                    loaded_byte_count=s.loaded_bytes,
+                    stored_byte_count=s.stored_bytes,
+                    client_name=s.client_name,
+                )
+                for s in sorted(self._node.sessions.values(), key=lambda s: s.record.number)
+            ]
+        )
+
+    async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Any) -> admin_pb2.ListBlocksResponse:  # type: ignore[override]
+        async def call() -> admin_pb2.ListBlocksResponse:
+            return self._list_blocks(request)
+
+        return await answer(context, call)
+
+    def _list_blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
+        index = self._node.core.space.index
+        if not request.page_token.isdecimal() and request.page_token:
+            raise HotKVError(Reason.INVALID_FIELD, "page_token is none that this server gave out; leave it empty to begin")
+        if not 0 <= request.page_size <= MAX_PAGE:
+            raise HotKVError(Reason.INVALID_FIELD, f"page_size is {request.page_size}; allowed are 0 (for {DEFAULT_PAGE}) to {MAX_PAGE}")
+        start, size = int(request.page_token or 0), request.page_size or DEFAULT_PAGE
+        states = index.states()
+        wanted = states != 0
+        if request.key_space_id:
+            self._node.core.key_space(request.key_space_id)
+            wanted &= index.table.records[:, table.W_KEY_SPACE] == request.key_space_id
+        entries = np.flatnonzero(wanted)
+        entries = entries[entries >= start]
+        page = entries[:size].astype(np.uint32)
+        now_s = time.monotonic()
+        used_s = self._node.core.space.policy.last_used_s(page)
+        blocks = [self._block(int(entry), max(0.0, now_s - float(used)) if used else 0.0) for entry, used in zip(page, used_s, strict=True)]
+        return admin_pb2.ListBlocksResponse(blocks=blocks, next_page_token=str(int(entries[size])) if len(entries) > size else "")
+
+    def _block(self, entry: int, idle_s: float) -> admin_pb2.Block:
+        index = self._node.core.space.index
+        record = index.table.records[entry]
+        number, group = int(record[table.W_KEY_SPACE]), int(record[table.W_GROUP_STATE] & 0xFFFF)
+        hash_bytes = self._node.core.key_space(number).hash_bytes
+        parent = index.table.records[int(record[table.W_PARENT])]
+        follows = record[table.W_PARENT] and parent[table.W_GROUP_STATE] >> 16 and parent[table.W_DEPTH] + 1 == record[table.W_DEPTH]
+        return admin_pb2.Block(
+            block_hash=convert.unpadded(record[None, :8], hash_bytes),
+            key_space_id=number,
+            group_index=group,
+            state="ready" if record[table.W_GROUP_STATE] >> 16 == table.STATE_READY else "reserved",
+            byte_count=self._node.core.key_space(number).groups[group].slot_bytes,
+            depth=int(record[table.W_DEPTH]),
+            pin_count=int(index.pins[entry]),
+            idle_s=idle_s,
+            parent_hash=convert.unpadded(parent[None, :8], hash_bytes) if follows else b"",
+        )
+
+    async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> admin_pb2.EvictResponse:  # type: ignore[override]
+        async def call() -> admin_pb2.EvictResponse:
+            if request.all == bool(request.hashes):
+                raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
+            words = None
+            if request.hashes:
+                words = convert.hashes("hashes", request.hashes, self._node.core.key_space(request.key_space_id).hash_bytes)
+            evicted, kept = self._node.evict(request.key_space_id, request.group_index, words)
+            return admin_pb2.EvictResponse(evicted_block_count=evicted, kept_block_count=kept)
+
+        return await answer(context, call)
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:  # type: ignore[override]
+        async def call() -> admin_pb2.DrainResponse:
+            self._node.drain(convert.seconds("timeout_ms", request.timeout_ms) or DEFAULT_DRAIN_S)
+            return admin_pb2.DrainResponse(lease_count=len(self._node.core.leases), transfer_count=len(self._node.core.transfers))
+
+        return await answer(context, call)
+
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:  # type: ignore[override]
+        async def call() -> admin_pb2.ExplainResponse:
+            return explain(self._node, request)
+
+        return await answer(context, call)

@@ -1,0 +1,203 @@
+"""Between wire messages and the values of the core. Every check of a message's own shape is here; the field is named in the error."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from hotkv.errors import HotKVError, Reason
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv.table import Words, hash_words
+from hotkv.v1 import cache_pb2, layout_pb2
+from numpy.typing import NDArray
+
+from hotkv_server.core.values import HashList, LoadPositions, Run
+from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.runtime.node import TransferEnd
+
+MAX_GROUPS = 256
+MAX_TENSORS = 1 << 16
+MAX_TEXT = 4096
+STATUS: dict[Outcome, cache_pb2.TransferStatus.ValueType] = {
+    Outcome.DONE: cache_pb2.TRANSFER_STATUS_DONE,
+    Outcome.CANCELLED: cache_pb2.TRANSFER_STATUS_CANCELLED,
+    Outcome.FAILED: cache_pb2.TRANSFER_STATUS_FAILED,
+}
+
+
+def key_space(message: layout_pb2.KeySpace) -> KeySpace:
+    """Raises INVALID_FIELD where the key space contradicts itself."""
+    if len(message.groups) > MAX_GROUPS:
+        raise HotKVError(Reason.TOO_LARGE, f"key_space.groups has {len(message.groups)} entries; at most {MAX_GROUPS} are accepted")
+    try:
+        groups = []
+        for position, group in enumerate(message.groups):
+            if group.group_index != position:
+                raise ValueError(f"groups[{position}].group_index is {group.group_index}; groups are listed in order")
+            if group.kind not in GroupKind.__members__.values():
+                raise ValueError(f"groups[{position}].kind is {group.kind}, which is unknown")
+            groups.append(
+                GroupSpec(
+                    GroupKind(group.kind),
+                    group.block_token_count,
+                    tuple(group.shard_byte_counts),
+                    group.window_token_count,
+                    tuple(group.layer_names),
+                )
+            )
+        return KeySpace(
+            model=message.model,
+            weights_identity=message.weights_identity,
+            dtype=message.dtype,
+            groups=tuple(groups),
+            hash_block_tokens=message.hash_block_token_count,
+            kv_dtype=message.kv_dtype,
+            hash_algorithm=message.hash_algorithm,
+            hash_seed=message.hash_seed,
+            hash_bytes=message.hash_byte_count,
+            parallel_shape=message.parallel_shape,
+            page_format=message.page_format,
+            tenant=message.tenant,
+            extra=tuple(message.extra),
+        )
+    except ValueError as error:
+        raise HotKVError(Reason.INVALID_FIELD, f"key_space.{error}") from error
+
+
+def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
+    """The key space on the wire."""
+    return layout_pb2.KeySpace(
+        tenant=value.tenant,
+        model=value.model,
+        weights_identity=value.weights_identity,
+        dtype=value.dtype,
+        kv_dtype=value.kv_dtype,
+        hash_algorithm=value.hash_algorithm,
+        hash_seed=value.hash_seed,
+        hash_byte_count=value.hash_bytes,
+        hash_block_token_count=value.hash_block_tokens,
+        groups=[
+            layout_pb2.KvGroup(
+                group_index=index,
+                kind=layout_pb2.KvGroupKind.ValueType(int(group.kind)),
+                block_token_count=group.block_tokens,
+                window_token_count=group.window_tokens,
+                shard_byte_counts=group.shard_bytes,
+                layer_names=group.layer_names,
+            )
+            for index, group in enumerate(value.groups)
+        ],
+        parallel_shape=value.parallel_shape,
+        page_format=value.page_format,
+        extra=value.extra,
+    )
+
+
+def layout(message: layout_pb2.Layout) -> Layout:
+    """The layout as it came; `Layout.validate` checks it against its key space."""
+    if len(message.tensors) > MAX_TENSORS or len(message.handles) > MAX_TENSORS:
+        raise HotKVError(Reason.TOO_LARGE, f"layout has more than {MAX_TENSORS} tensors or handles")
+    handles = []
+    for index, handle in enumerate(message.handles):
+        match handle.WhichOneof("source"):
+            case "file_mapping":
+                handles.append(MemoryHandle(handle.handle_id, handle.byte_count, handle.file_mapping.file_byte_offset))
+            case "cuda_ipc":
+                ipc = handle.cuda_ipc
+                if len(ipc.handle) != 64:
+                    raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles[{index}].cuda_ipc.handle has {len(ipc.handle)} bytes, not 64")
+                handles.append(MemoryHandle(handle.handle_id, handle.byte_count, ipc.base_byte_offset, ipc.handle, ipc.device_uuid))
+            case _:
+                raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles[{index}].source is empty; give file_mapping or cuda_ipc")
+    tensors = tuple(
+        PageTensor(
+            t.group_index,
+            t.handle_id,
+            t.base_byte_offset,
+            t.block_stride_byte_count,
+            t.run_byte_count,
+            t.shard_byte_offset,
+            tuple((dim.count, dim.stride_byte_count) for dim in t.dims),
+            tuple(t.layer_names),
+        )
+        for t in message.tensors
+    )
+    return Layout(message.shard_index, message.block_count, tuple(handles), tensors, message.name)
+
+
+def hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
+    """Packed hashes as words [n, 8]. Raises INVALID_HASH for a length that is no multiple."""
+    if len(packed) % hash_bytes:
+        raise HotKVError(Reason.INVALID_HASH, f"{field} has {len(packed)} bytes, which is no multiple of the {hash_bytes} of a block hash")
+    return hash_words(packed, hash_bytes)
+
+
+def unpadded(words: Words, hash_bytes: int) -> bytes:
+    """Words [n, 8] as packed hashes."""
+    return np.ascontiguousarray(words).view(np.uint8).reshape(-1, 32)[:, :hash_bytes].tobytes()
+
+
+def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
+    """Packed little-endian int32 as int64 [n]."""
+    if len(packed) % 4:
+        raise HotKVError(Reason.INVALID_FIELD, f"{field} has {len(packed)} bytes; packed int32 take 4 each")
+    return np.frombuffer(packed, "<i4").astype(np.int64)
+
+
+def hash_lists(groups: Iterable[cache_pb2.GroupHashes], hash_bytes: int) -> list[HashList]:
+    """Hashes per group."""
+    return [HashList(g.group_index, hashes("groups.hashes", g.hashes, hash_bytes)) for g in groups]
+
+
+def runs(messages: Iterable[cache_pb2.BlockRun], hash_bytes: int) -> list[Run]:
+    """Chains of blocks."""
+    result = []
+    for m in messages:
+        if m.parent_hash and len(m.parent_hash) != hash_bytes:
+            raise HotKVError(Reason.INVALID_HASH, f"runs.parent_hash has {len(m.parent_hash)} bytes; a block hash has {hash_bytes}")
+        parent = hashes("runs.parent_hash", m.parent_hash, hash_bytes)[0] if m.parent_hash else None
+        result.append(Run(m.group_index, hashes("runs.hashes", m.hashes, hash_bytes), parent, m.depth))
+    return result
+
+
+def load_runs(messages: Sequence[cache_pb2.LoadRun]) -> tuple[list[LoadPositions], list[NDArray[np.int64]]]:
+    """Positions in the lease and block ids, a pair a run."""
+    positions = [LoadPositions(m.group_index, int32s("runs.lease_positions", m.lease_positions)) for m in messages]
+    block_ids = [int32s("runs.block_ids", m.block_ids) for m in messages]
+    for run, ids in zip(positions, block_ids, strict=True):
+        if len(run.positions) != len(ids):
+            raise HotKVError(Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.positions)} lease_positions")
+    return positions, block_ids
+
+
+def seconds(field: str, milliseconds: int) -> float:
+    """Milliseconds of a duration field."""
+    if milliseconds < 0:
+        raise HotKVError(Reason.INVALID_FIELD, f"{field} is {milliseconds}; durations are not negative, and 0 asks for the default")
+    return min(milliseconds, 1 << 40) / 1000
+
+
+def flags(messages: Sequence[cache_pb2.GroupHashes], masks: Sequence[NDArray[np.bool_]]) -> list[cache_pb2.GroupFlags]:
+    """One byte a hash."""
+    return [cache_pb2.GroupFlags(group_index=m.group_index, flags=mask.tobytes()) for m, mask in zip(messages, masks, strict=True)]
+
+
+def results(messages: Sequence[cache_pb2.BlockRun], values: Sequence[NDArray[np.uint8]]) -> list[cache_pb2.RunResults]:
+    """One byte a block."""
+    return [cache_pb2.RunResults(group_index=m.group_index, results=value.tobytes()) for m, value in zip(messages, values, strict=True)]
+
+
+def load_response(transfer_id: str, end: TransferEnd) -> cache_pb2.LoadResponse:
+    """How a load ended."""
+    return cache_pb2.LoadResponse(transfer_id=transfer_id, status=STATUS[end.outcome], byte_count=end.num_bytes, message=end.message)
+
+
+def store_response(request: cache_pb2.StoreRequest, end: TransferEnd) -> cache_pb2.StoreResponse:
+    """How a store ended."""
+    return cache_pb2.StoreResponse(
+        transfer_id=request.transfer_id,
+        status=STATUS[end.outcome],
+        byte_count=end.num_bytes,
+        runs=results(request.runs, end.results),
+        message=end.message,
+    )

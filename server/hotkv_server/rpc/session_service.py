@@ -1,0 +1,197 @@
+"""SessionService: one stream is one session.
+
+Calls are answered in the order they come, except transfers, which are answered when they end. What the stream's writer has not yet
+sent is bounded; a client that does not read is closed. However the stream ends, the session is settled and closed.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import hotkv
+from hotkv.errors import HotKVError, Reason
+from hotkv.v1 import cache_pb2, session_pb2, session_pb2_grpc
+
+from hotkv_server.core.values import EvictionNotice
+from hotkv_server.rpc import calls, convert
+from hotkv_server.rpc.errors import abort, as_refusal, detail
+from hotkv_server.runtime.node import Node, TransferEnd
+from hotkv_server.runtime.session import OUTBOX_MESSAGES, LiveSession, Notice
+
+log = logging.getLogger(__name__)
+
+ROLES = {
+    session_pb2.SESSION_ROLE_SCHEDULER: "scheduler",
+    session_pb2.SESSION_ROLE_WORKER: "worker",
+    session_pb2.SESSION_ROLE_TOOL: "tool",
+}
+FIRST_MESSAGE_TIMEOUT_S = 10.0
+MAX_TEXT_BYTES = 256
+
+
+class SessionService(session_pb2_grpc.SessionServiceServicer):
+    """See session.proto."""
+
+    def __init__(self, node: Node, *, has_descriptor_socket: bool) -> None:
+        self._node = node
+        self._has_descriptor_socket = has_descriptor_socket
+
+    async def Connect(self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any) -> None:  # type: ignore[override]
+        try:
+            first = await asyncio.wait_for(anext(request_iterator), FIRST_MESSAGE_TIMEOUT_S)
+            session = self._open(first)
+        except (StopAsyncIteration, asyncio.TimeoutError):
+            await abort(context, HotKVError(Reason.INVALID_FIELD, "open_session is missing; send it as the first message"))
+        except HotKVError as error:
+            await abort(context, error)
+        stream = _Stream(self._node, session, context)
+        try:
+            await stream.run(request_iterator, self._opened(first, session))
+        finally:
+            # Shielded, so that a broken stream cannot cut the settling short.
+            await asyncio.shield(self._node.close_session(session))
+
+    def _open(self, first: session_pb2.ConnectRequest) -> LiveSession:
+        opening = first.open_session
+        if first.WhichOneof("body") != "open_session":
+            raise HotKVError(Reason.INVALID_FIELD, "open_session is missing; send it as the first message")
+        if opening.protocol_version != hotkv.PROTOCOL_VERSION:
+            raise HotKVError(
+                Reason.VERSION_MISMATCH,
+                f"protocol_version is {opening.protocol_version}; this server {hotkv.__version__} speaks {hotkv.PROTOCOL_VERSION}: "
+                "install the same version of hotkv on both sides",
+            )
+        if opening.role not in ROLES:
+            raise HotKVError(Reason.INVALID_FIELD, f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)")
+        for name, text in (("engine_id", opening.engine_id), ("client_name", opening.client_name)):
+            if len(text.encode()) > MAX_TEXT_BYTES:
+                raise HotKVError(Reason.TOO_LARGE, f"{name} is longer than {MAX_TEXT_BYTES} bytes")
+        return self._node.open_session(opening.engine_id, ROLES[opening.role], convert.key_space(opening.key_space), opening.client_name)
+
+    def _opened(self, first: session_pb2.ConnectRequest, session: LiveSession) -> session_pb2.ConnectResponse:
+        return session_pb2.ConnectResponse(
+            request_id=first.request_id,
+            session_opened=session_pb2.SessionOpened(
+                protocol_version=hotkv.PROTOCOL_VERSION,
+                session_id=session.secret_id,
+                key_space_id=session.record.key_space_id,
+                epoch=self._node.epoch,
+                has_descriptor_socket=self._has_descriptor_socket,
+                server_name=f"hotkv-server {hotkv.__version__}",
+            ),
+        )
+
+
+class _Stream:
+    """The reading and writing of one session's stream."""
+
+    def __init__(self, node: Node, session: LiveSession, context: Any) -> None:
+        self._node = node
+        self._session = session
+        self._context = context
+        self._outbox: asyncio.Queue[session_pb2.ConnectResponse | None] = asyncio.Queue(OUTBOX_MESSAGES)
+        self._overflowed = False
+        self._reader: asyncio.Task[None] | None = None
+        session.on_overflow = self._overflow
+
+    async def run(self, requests: AsyncIterator[session_pb2.ConnectRequest], opened: session_pb2.ConnectResponse) -> None:
+        """Until the client ends the stream, does not read, or the server closes the session."""
+        self._send(opened)
+        self._reader = asyncio.create_task(self._read(requests))
+        notices = asyncio.create_task(self._forward_notices())
+        try:
+            while (message := await self._outbox.get()) is not None:
+                await self._context.write(message)
+        finally:
+            self._reader.cancel()
+            notices.cancel()
+            await asyncio.gather(self._reader, notices, return_exceptions=True)
+        if self._overflowed:
+            await abort(self._context, HotKVError(Reason.OVERLOADED, f"the client left {OUTBOX_MESSAGES} messages unread; the session is closed"))
+
+    async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
+        try:
+            async for request in requests:
+                try:
+                    response = await self._handle(request)
+                except Exception as error:  # The edge of the stream: every failure is an answer.
+                    response = session_pb2.ConnectResponse(error=detail(as_refusal(error)))
+                if response is not None and request.request_id:
+                    response.request_id = request.request_id
+                    self._send(response)
+        finally:
+            self._overflow(overflowed=False)
+
+    def _send(self, message: session_pb2.ConnectResponse) -> None:
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self._overflow()
+
+    def _overflow(self, overflowed: bool = True) -> None:
+        """Ends the writer, which ends the stream."""
+        self._overflowed = self._overflowed or overflowed
+        if overflowed:
+            log.warning("slow reader closed session=%d", self._session.record.number)
+            while not self._outbox.empty():
+                self._outbox.get_nowait()
+        if not self._outbox.full():
+            self._outbox.put_nowait(None)
+
+    async def _forward_notices(self) -> None:
+        while True:
+            self._send(self._notice_message(await self._session.notices.get()))
+
+    def _notice_message(self, notice: Notice) -> session_pb2.ConnectResponse:
+        if isinstance(notice, EvictionNotice):
+            packed = convert.unpadded(notice.hashes, self._session.key_space.hash_bytes)
+            group = cache_pb2.GroupHashes(group_index=notice.group_index, hashes=packed)
+            return session_pb2.ConnectResponse(eviction_notice=session_pb2.EvictionNotice(groups=[group]))
+        return session_pb2.ConnectResponse(drain_notice=session_pb2.DrainNotice(deadline_ms=int(notice.deadline_s * 1000)))
+
+    async def _handle(self, request: session_pb2.ConnectRequest) -> session_pb2.ConnectResponse | None:
+        node, session = self._node, self._session
+        match request.WhichOneof("body"):
+            case "lookup":
+                return session_pb2.ConnectResponse(lookup=calls.lookup(node, session, request.lookup))
+            case "acquire_lease":
+                return session_pb2.ConnectResponse(acquire_lease=calls.acquire(node, session, request.acquire_lease))
+            case "reserve_blocks":
+                return session_pb2.ConnectResponse(reserve_blocks=calls.reserve(node, session, request.reserve_blocks))
+            case "release_lease":
+                return session_pb2.ConnectResponse(release_lease=calls.release(node, session, request.release_lease))
+            case "load":
+                load = calls.load(node, session, request.load)
+                load.add_done_callback(lambda done: self._answer_load(request, done))
+                return None
+            case "store":
+                store = calls.store(node, session, request.store)
+                store.add_done_callback(lambda done: self._answer_store(request, done))
+                return None
+            case "cancel_transfer":
+                return session_pb2.ConnectResponse(cancel_transfer=calls.cancel(node, session, request.cancel_transfer))
+            case "report_use":
+                node.touch(session, convert.hash_lists(request.report_use.groups, session.key_space.hash_bytes))
+                return None
+            case "ping":
+                return session_pb2.ConnectResponse(pong=session_pb2.Pong())
+            case "register_memory":
+                await node.register_memory(session, convert.layout(request.register_memory.layout))
+                return session_pb2.ConnectResponse(memory_registered=session_pb2.MemoryRegistered())
+            case "open_session":
+                raise HotKVError(Reason.INVALID_FIELD, "open_session was sent twice; open another stream for another session")
+            case _:
+                raise HotKVError(Reason.INVALID_FIELD, "body is empty or of a newer protocol")
+
+    def _answer_load(self, request: session_pb2.ConnectRequest, done: "asyncio.Future[TransferEnd]") -> None:
+        if not done.cancelled():
+            answer = convert.load_response(request.load.transfer_id, done.result())
+            self._send(session_pb2.ConnectResponse(request_id=request.request_id, load=answer))
+
+    def _answer_store(self, request: session_pb2.ConnectRequest, done: "asyncio.Future[TransferEnd]") -> None:
+        if not done.cancelled():
+            answer = convert.store_response(request.store, done.result())
+            self._send(session_pb2.ConnectResponse(request_id=request.request_id, store=answer))
+
+

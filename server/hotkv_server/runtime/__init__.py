@@ -1,0 +1,1 @@
+"""Turns the core's decisions into I/O; owns the core; timers."""

@@ -1,0 +1,313 @@
+"""The node: the core, its memory and its copy engine, driven by one event loop.
+
+Owns the only reference to the core; every method runs on the event loop and none blocks it: bytes are moved by the copy
+engine's threads, mappings are made in a worker thread. A transfer's answer is sent only when nothing touches its memory any more.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.values import HashList, LoadPositions, Run, SlotRun
+from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
+from hotkv_server.dataplane.plan import Region, plans_for
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.runtime.session import Drain, EngineMemory, LiveSession
+
+log = logging.getLogger(__name__)
+
+TIMER_S = 0.2
+MAX_SESSIONS = 4096
+DEFAULT_TRANSFER_TIMEOUT_S = 30.0
+
+Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
+"""Ends a transfer in the core, given how it went and the bytes moved; returns the results a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnd:
+    """How a transfer ended. `results`: BlockResult values a run, for stores."""
+
+    outcome: Outcome
+    num_bytes: int
+    message: str
+    results: list[NDArray[np.uint8]]
+
+
+class Node:
+    """See the module. `copy_engine` is closed by whoever made it."""
+
+    def __init__(self, core: CacheCore, memory: NodeMemory, copy_engine: CopyEngine) -> None:
+        self.core = core
+        self.memory = memory
+        self.copy_engine = copy_engine
+        self.sessions: dict[str, LiveSession] = {}
+        self.started_s = time.monotonic()
+        self.drained = asyncio.Event()
+        self.loaded_bytes = 0
+        self.stored_bytes = 0
+        self.last_tick_s = time.monotonic()
+        self._arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
+        self._timer: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Node({len(self.sessions)} sessions, {self.core!r})"
+
+    def start(self) -> None:
+        """Starts the timer."""
+        self._timer = asyncio.create_task(self._tick(), name="hotkv-timer")
+
+    async def close(self) -> None:
+        """Closes all sessions and stops the timer."""
+        await asyncio.gather(*(self.close_session(session) for session in list(self.sessions.values())))
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def epoch(self) -> int:
+        return self.memory.table.geometry.epoch
+
+    # Sessions
+
+    def open_session(self, engine_id: str, role: str, key_space: KeySpace, client_name: str) -> LiveSession:
+        """Opens a session; whoever holds its secret id may use it."""
+        if len(self.sessions) >= MAX_SESSIONS:
+            raise HotKVError(Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first")
+        record = self.core.open_session(engine_id, role, key_space, time.monotonic())
+        session = LiveSession(record, secrets.token_hex(16), self.core.key_space(record.key_space_id), client_name)
+        self.sessions[session.secret_id] = session
+        log.info("session opened number=%d engine=%s role=%s key_space=%d", record.number, engine_id, role, record.key_space_id)
+        return session
+
+    def session(self, secret_id: str) -> LiveSession:
+        """The open session with this secret id. Raises UNKNOWN_SESSION."""
+        session = self.sessions.get(secret_id)
+        if session is None or session.closing:
+            raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is unknown or closed; open a session with SessionService.Connect")
+        return session
+
+    async def close_session(self, session: LiveSession) -> None:
+        """Cancels its transfers, waits until nothing touches its memory, then gives everything back."""
+        if session.closing:
+            return
+        session.closing = True
+        for job in session.jobs.values():
+            job.cancel()
+        while session.jobs:
+            session.settled.clear()
+            await session.settled.wait()
+        session.release_memory()
+        self.core.close_session(session.record.number, time.monotonic())
+        del self.sessions[session.secret_id]
+        self._run_effects()
+        log.info("session closed number=%d engine=%s", session.record.number, session.record.engine_id)
+
+    async def register_memory(self, session: LiveSession, layout: Layout) -> None:
+        """Maps the memory of a session; its descriptors have come over the descriptor socket before."""
+        try:
+            layout.validate(session.key_space.groups)
+        except ValueError as error:
+            raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
+        for handle in layout.handles:
+            if handle.is_cuda:
+                raise HotKVError(Reason.INVALID_LAYOUT, "layout.handles.cuda_ipc: this server has no CUDA copy engine")
+            if handle.handle_id not in session.received_fds:
+                raise HotKVError(
+                    Reason.UNKNOWN_HANDLE, f"layout.handles: no descriptor for {handle.handle_id!r} has come over the descriptor socket"
+                )
+        if session.jobs:
+            raise HotKVError(Reason.OVERLOADED, "layout: transfers are in flight; register again when they have ended")
+        fds = {handle.handle_id: session.received_fds.pop(handle.handle_id) for handle in layout.handles}
+        memory = await asyncio.get_running_loop().run_in_executor(None, _map_engine_memory, layout, fds)
+        if session.closing:
+            memory.close()
+            raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
+        if session.memory is not None:
+            session.memory.close()
+        session.memory = memory
+        log.info("memory registered session=%d bytes=%d blocks=%d layout=%s", session.record.number, layout.num_bytes, layout.num_blocks, layout.name)
+
+    # Calls
+
+    def acquire(self, session: LiveSession, lease_id: str, groups: list[HashList], ttl_s: float) -> tuple[list[NDArray[np.bool_]], float]:
+        """As CacheCore.acquire."""
+        grant = self.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
+        return list(grant.pinned), grant.ttl_s
+
+    def reserve(self, session: LiveSession, lease_id: str, runs: list[Run], ttl_s: float) -> tuple[list[NDArray[np.uint8]], float]:
+        """As CacheCore.reserve."""
+        reservation = self.core.reserve(session.record.number, lease_id, runs, ttl_s, time.monotonic())
+        self._run_effects()
+        return list(reservation.results), reservation.ttl_s
+
+    def touch(self, session: LiveSession, groups: list[HashList]) -> None:
+        """As CacheCore.touch."""
+        self.core.touch(session.record.number, groups, time.monotonic())
+
+    def load(
+        self, session: LiveSession, transfer_id: str, lease_id: str, runs: list[LoadPositions], block_ids: list[NDArray[np.int64]], timeout_s: float
+    ) -> "asyncio.Future[TransferEnd]":
+        """Starts a load. The future is done when nothing is written any more."""
+        memory = _usable_memory(session, block_ids)
+        slots = self.core.begin_load(session.record.number, transfer_id, lease_id, runs)
+
+        def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
+            self.core.end_load(session.record.number, transfer_id, outcome is Outcome.DONE)
+            session.loaded_bytes += num_bytes
+            self.loaded_bytes += num_bytes
+            return []
+
+        return self._transfer(session, transfer_id, memory, slots, block_ids, timeout_s, finish, to_engine=True)
+
+    def store(
+        self, session: LiveSession, transfer_id: str, lease_id: str, runs: list[Run], block_ids: list[NDArray[np.int64]], timeout_s: float
+    ) -> "asyncio.Future[TransferEnd]":
+        """Starts a store. The future is done when the blocks are committed or refused and nothing is read any more."""
+        memory = _usable_memory(session, block_ids)
+        for run, ids in zip(runs, block_ids, strict=True):
+            if len(ids) != len(run.hashes):
+                raise HotKVError(Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a hash")
+        slots = self.core.begin_store(
+            session.record.number, transfer_id, lease_id, runs, memory.layout.shard_index, max(timeout_s, 0.0) * 2, time.monotonic()
+        )
+        self._run_effects()
+
+        def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
+            results = self.core.end_store(session.record.number, transfer_id, outcome is Outcome.DONE, time.monotonic())
+            session.stored_bytes += num_bytes
+            self.stored_bytes += num_bytes
+            return results
+
+        return self._transfer(session, transfer_id, memory, slots, block_ids, timeout_s, finish, to_engine=False)
+
+    def cancel(self, session: LiveSession, transfer_id: str) -> bool:
+        """Asks a transfer to end early; False where it has ended."""
+        job = session.jobs.get(transfer_id)
+        if job is None:
+            return False
+        job.cancel()
+        return True
+
+    def _transfer(
+        self,
+        session: LiveSession,
+        transfer_id: str,
+        memory: EngineMemory,
+        slots: Sequence[SlotRun],
+        block_ids: Sequence[NDArray[np.int64]],
+        timeout_s: float,
+        finish: Finish,
+        *,
+        to_engine: bool,
+    ) -> "asyncio.Future[TransferEnd]":
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[TransferEnd] = loop.create_future()
+        groups = session.key_space.groups
+        runs = [
+            copy
+            for slot_run, ids in zip(slots, block_ids, strict=True)
+            for copy in memory.layout.copy_runs(slot_run.group_index, groups[slot_run.group_index], ids[slot_run.positions], slot_run.offsets)
+        ]
+        late: list[str] = []
+
+        def ended(outcome: Outcome, message: str) -> None:
+            timer.cancel()
+            del session.jobs[transfer_id]
+            session.settled.set()
+            moved = job.total_bytes if outcome is Outcome.DONE else 0
+            results = finish(outcome, moved)
+            self._run_effects()
+            if not future.cancelled():
+                future.set_result(TransferEnd(outcome, moved, message or "".join(late), results))
+
+        def cancel_late() -> None:
+            late.append(f"the transfer took longer than {timeout_s} s")
+            job.cancel()
+
+        def on_done(outcome: Outcome, message: str) -> None:
+            loop.call_soon_threadsafe(ended, outcome, message)
+
+        job = CopyJob(plans_for(runs, self._arena, memory.regions, to_engine=to_engine), on_done)
+        session.jobs[transfer_id] = job
+        timeout_s = timeout_s or DEFAULT_TRANSFER_TIMEOUT_S
+        timer = loop.call_later(timeout_s, cancel_late)
+        self.copy_engine.submit(job)
+        return future
+
+    # Draining, effects, time
+
+    def drain(self, timeout_s: float) -> None:
+        """Takes no new work from now on; `drained` is set when all has ended or the time is up."""
+        if self.core.draining:
+            return
+        self.core.draining = True
+        log.info("draining timeout_s=%.1f leases=%d transfers=%d", timeout_s, len(self.core.leases), len(self.core.transfers))
+        for session in self.sessions.values():
+            session.notify(Drain(timeout_s))
+        asyncio.get_running_loop().call_later(timeout_s, self.drained.set)
+
+    def evict(self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32] | None) -> tuple[int, int]:
+        """As CacheCore.evict."""
+        counts = self.core.evict(key_space_id, group_index, hashes)
+        self._run_effects()
+        return counts
+
+    def _run_effects(self) -> None:
+        for notice in self.core.take_effects():
+            for session in self.sessions.values():
+                if session.record.key_space_id == notice.key_space_id and not session.closing:
+                    session.notify(notice)
+        if self.core.draining and not len(self.core.transfers):
+            self.drained.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TIMER_S)
+            self.last_tick_s = time.monotonic()
+            self.core.expire(self.last_tick_s)
+            self._run_effects()
+
+
+def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]]) -> EngineMemory:
+    """The session's memory, checked against the block ids of a transfer."""
+    if session.closing:
+        raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
+    if session.memory is None:
+        raise HotKVError(Reason.NO_MEMORY_REGISTERED, "the session has registered no memory; send register_memory first")
+    for ids in block_ids:
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= session.memory.layout.num_blocks):
+            raise HotKVError(Reason.INVALID_FIELD, f"runs.block_ids go beyond the {session.memory.layout.num_blocks} blocks of the layout")
+    session.memory.check_whole()
+    return session.memory
+
+
+def _map_engine_memory(layout: Layout, fds: dict[str, int]) -> EngineMemory:
+    """Maps all handles with their page tables. Blocks. Takes the descriptors over."""
+    mappings: dict[str, FileMapping] = {}
+    regions: dict[str, Region] = {}
+    try:
+        for handle in layout.handles:
+            mapping = FileMapping(fds.pop(handle.handle_id), handle.base_offset_bytes + handle.num_bytes, handle.handle_id)
+            mappings[handle.handle_id] = mapping
+            if not mapping.has_holes():
+                mapping.populate()
+            regions[handle.handle_id] = Region(mapping.address + handle.base_offset_bytes, handle.num_bytes, f"memory {handle.handle_id!r}")
+    except (OSError, ValueError) as error:
+        for mapping in mappings.values():
+            mapping.close()
+        for fd in fds.values():
+            os.close(fd)
+        raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles: {error}") from error
+    return EngineMemory(layout, mappings, regions)

@@ -1,0 +1,95 @@
+"""A live session: its secret id, its memory, its transfers, and the messages waiting for it.
+
+Always true: the outbox is bounded; a session that does not read is closed, and nobody else waits for it.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout
+from hotkv_server.core.values import EvictionNotice, SessionRecord
+from hotkv_server.dataplane.engine import CopyJob
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.memory.mapping import FileMapping
+
+OUTBOX_MESSAGES = 4096
+
+
+@dataclass(slots=True)
+class EngineMemory:
+    """Registered memory of a session: its layout and, per handle, the mapping and where the memory lies in it."""
+
+    layout: Layout
+    mappings: dict[str, FileMapping]
+    regions: dict[str, Region]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.num_bytes
+
+    def check_whole(self) -> None:
+        """Raises where a file was cut short since it was mapped."""
+        for handle_id, mapping in self.mappings.items():
+            if not mapping.is_whole():
+                raise HotKVError(Reason.INVALID_LAYOUT, f"handles: the file of {handle_id!r} has been truncated; register it again")
+
+    def close(self) -> None:
+        for mapping in self.mappings.values():
+            mapping.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Notice to sessions: the server stops in so many seconds."""
+
+    deadline_s: float
+
+
+Notice = EvictionNotice | Drain
+
+
+@dataclass(slots=True, eq=False)
+class LiveSession:
+    """`secret_id` opens unary calls and the descriptor socket to its holder; `on_overflow` ends the stream."""
+
+    record: SessionRecord
+    secret_id: str
+    key_space: KeySpace
+    client_name: str
+    notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
+    jobs: dict[str, CopyJob] = field(default_factory=dict)
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    memory: EngineMemory | None = None
+    received_fds: dict[str, int] = field(default_factory=dict)
+    closing: bool = False
+    close_link: Callable[[], None] | None = None
+    on_overflow: Callable[[], None] | None = None
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return f"LiveSession({self.record.number}, {self.record.engine_id!r}, {self.record.role}, {len(self.jobs)} transfers)"
+
+    def notify(self, notice: Notice) -> None:
+        """Queues a notice; a session that has let its outbox fill is closed."""
+        try:
+            self.notices.put_nowait(notice)
+        except asyncio.QueueFull:
+            if self.on_overflow is not None:
+                self.on_overflow()
+
+    def release_memory(self) -> None:
+        """Unmaps its memory, closes descriptors that were never registered, and ends the link."""
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+        for fd in self.received_fds.values():
+            os.close(fd)
+        self.received_fds.clear()
+        if self.close_link is not None:
+            self.close_link()
+            self.close_link = None

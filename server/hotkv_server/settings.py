@@ -1,0 +1,163 @@
+"""Settings of the server: a TOML file, `HOTKV_` environment variables and flags, in rising precedence.
+
+Every setting has a unit and a default here; `deploy/hotkv.toml` shows them all. An error names the field, its value and what is allowed.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+MIB = 1 << 20
+
+
+class ArenaSettings(BaseModel, extra="forbid"):
+    """The host memory that holds the blocks."""
+
+    bytes: Annotated[ByteSize, Field(ge=16 * MIB)] = Field(ByteSize(1 << 30), description="Size of the arena, such as 64GiB.")
+    dir: Path | None = Field(
+        None, description="Directory of the arena, on tmpfs or hugetlbfs. Default: a directory under /dev/shm named after runtime_dir."
+    )
+    slab_bytes: Annotated[ByteSize, Field(ge=64 << 10)] = Field(ByteSize(4 * MIB), description="Size of one slab; a multiple of 4KiB.")
+    max_blocks: Annotated[int, Field(ge=0, le=1 << 30)] = Field(0, description="Most blocks in the index; 0 for one per 16 KiB of arena.")
+    prefault: bool = Field(True, description="Bring all memory in before ready, as huge pages where the kernel gives them.")
+
+    @field_validator("slab_bytes")
+    @classmethod
+    def _whole_pages(cls, value: ByteSize) -> ByteSize:
+        if value % 4096:
+            raise ValueError("must be a multiple of 4KiB")
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ArenaSettings":
+        if self.slab_bytes > self.bytes:
+            raise ValueError("slab_bytes must not be larger than bytes")
+        return self
+
+    @property
+    def capacity(self) -> int:
+        """Most blocks in the index."""
+        return self.max_blocks or max(1 << 16, self.bytes // (16 << 10))
+
+
+class LeaseSettings(BaseModel, extra="forbid"):
+    """Leases."""
+
+    ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(30.0, description="Lifetime of a lease that asks for none, in seconds.")
+    unadmitted_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.25, description="Most of the arena that requests which are not yet admitted may pin, as a share."
+    )
+
+
+class CopySettings(BaseModel, extra="forbid"):
+    """Copies between engines and the arena."""
+
+    threads: Annotated[int, Field(ge=0, le=256)] = Field(0, description="Copy threads; 0 for half the processors, 1 to 8.")
+
+    @property
+    def num_threads(self) -> int:
+        """Copy threads."""
+        return self.threads or min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+class HttpSettings(BaseModel, extra="forbid"):
+    """Metrics and probes over HTTP: /metrics, /livez, /readyz."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: Annotated[int, Field(ge=-1, le=65535)] = Field(9433, description="Port; 0 for any free one, -1 for none.")
+
+
+class SecuritySettings(BaseModel, extra="forbid"):
+    """Who may connect."""
+
+    socket_mode: str = Field("0660", description="Mode of the Unix sockets, octal.")
+    allowed_uids: list[int] = Field([], description="User ids besides the server's own and root's that may share memory with it.")
+    tcp_insecure: bool = Field(False, description="Serve TCP without TLS: anybody who reaches the port may use the cache.")
+
+    @field_validator("socket_mode")
+    @classmethod
+    def _octal(cls, value: str) -> str:
+        if not value.isdigit() or int(value, 8) > 0o777:
+            raise ValueError("must be an octal mode such as 0660")
+        return value
+
+
+class Settings(BaseSettings):
+    """All settings of `hotkv-server`."""
+
+    model_config = SettingsConfigDict(env_prefix="HOTKV_", env_nested_delimiter="__", extra="forbid", cli_kebab_case=True)
+
+    runtime_dir: Path = Field(Path("/run/hotkv"), description="Directory of the sockets grpc.sock and fd.sock and of the lock.")
+    tcp_address: str = Field("", description="host:port to serve gRPC on besides the Unix socket; empty for none.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description="Longest wait for work in flight at SIGTERM, in seconds.")
+    arena: ArenaSettings = Field(default_factory=lambda: ArenaSettings())  # type: ignore[call-arg]
+    leases: LeaseSettings = Field(default_factory=lambda: LeaseSettings())  # type: ignore[call-arg]
+    copy_: CopySettings = Field(default_factory=lambda: CopySettings(), alias="copy")  # type: ignore[call-arg]
+    http: HttpSettings = Field(default_factory=lambda: HttpSettings())  # type: ignore[call-arg]
+    security: SecuritySettings = Field(default_factory=lambda: SecuritySettings())  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _tcp_is_meant(self) -> "Settings":
+        if self.tcp_address and not self.security.tcp_insecure:
+            raise ValueError("tcp_address is set, but TCP has no authentication yet: set security.tcp_insecure = true if that is meant")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+    @property
+    def arena_dir(self) -> Path:
+        """Directory of arena and table."""
+        if self.arena.dir is not None:
+            return self.arena.dir
+        tag = hashlib.sha256(str(self.runtime_dir.absolute()).encode()).hexdigest()[:8]
+        return Path("/dev/shm") / f"hotkv-{tag}"
+
+    @property
+    def grpc_socket(self) -> Path:
+        return self.runtime_dir / "grpc.sock"
+
+    @property
+    def descriptor_socket(self) -> Path:
+        return self.runtime_dir / "fd.sock"
+
+
+def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Settings:
+    """Settings from all sources. Raises ValueError with one line a mistake; exits after printing help for `--help`."""
+    if config is not None and not config.is_file():
+        raise ValueError(f"--config: there is no file {config}")
+    model = type("Settings", (Settings,), {"__doc__": Settings.__doc__, "model_config": {**Settings.model_config, "toml_file": config}})
+    try:
+        cli: CliSettingsSource[list[str]] = CliSettingsSource(model, cli_prog_name=program, cli_parse_args=list(flags), cli_kebab_case=True)
+        loaded = model(_cli_settings_source=cli)
+        assert isinstance(loaded, Settings)
+        return loaded
+    except ValidationError as error:
+        raise ValueError("\n".join(_line(item["loc"], item.get("input"), item["msg"]) for item in error.errors())) from error
+
+
+def _line(location: tuple[int | str, ...], value: object, message: str) -> str:
+    name = ".".join(str(part) for part in location) or "settings"
+    shown = "" if isinstance(value, dict | BaseModel) else f" is {value!r}"
+    return f"{name}{shown}: {message.removeprefix('Value error, ')}"
+
+
+def print_error(message: str) -> None:
+    """One mistake a line, on standard error."""
+    for line in message.splitlines():
+        print(f"hotkv-server: {line}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Doubles and contract suites that ship with the server, for tests here and elsewhere."""
