@@ -1,0 +1,307 @@
+"""The client's stub module: the only one that sees protobuf. Typed values in, messages out, and back."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import hotkv
+import numpy as np
+from google.protobuf.message import Message
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout
+from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
+from numpy.typing import NDArray
+
+from hotkv_client.types import (
+    BlockRun,
+    BoolMask,
+    Evicted,
+    GroupHashes,
+    LeaseGrant,
+    LoadRun,
+    SessionConfig,
+    TransferResult,
+    TransferStatus,
+)
+
+Request = session_pb2.ConnectRequest
+Response = session_pb2.ConnectResponse
+
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
+    """Hashes joined for the wire. Raises INVALID_HASH where one has another length."""
+    if hashes and set(map(len, hashes)) != {hash_bytes}:
+        wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
+        raise HotKVError(Reason.INVALID_HASH, f"hashes[{wrong}] has {len(hashes[wrong])} bytes; this key space uses {hash_bytes}")
+    return b"".join(hashes)
+
+
+def unpack(packed: bytes, hash_bytes: int) -> list[bytes]:
+    """Joined hashes as a list."""
+    return [packed[i : i + hash_bytes] for i in range(0, len(packed), hash_bytes)]
+
+
+def _int32s(values: NDArray[np.int32]) -> bytes:
+    return np.ascontiguousarray(values, "<i4").tobytes()
+
+
+def _groups(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
+    return [cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes)) for g in groups]
+
+
+def _runs(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.BlockRun]:
+    return [
+        cache_pb2.BlockRun(
+            group_index=run.group_index,
+            hashes=pack(run.hashes, hash_bytes),
+            parent_hash=run.parent_hash,
+            depth=run.depth,
+            block_ids=_int32s(run.block_ids),
+            token_ids=_int32s(np.asarray(run.token_ids, np.int32)),
+        )
+        for run in runs
+    ]
+
+
+def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
+    """The key space on the wire."""
+    groups = [
+        layout_pb2.KvGroup(
+            group_index=index,
+            kind=layout_pb2.KvGroupKind.ValueType(int(group.kind)),
+            block_token_count=group.block_tokens,
+            window_token_count=group.window_tokens,
+            shard_byte_counts=group.shard_bytes,
+            layer_names=group.layer_names,
+        )
+        for index, group in enumerate(value.groups)
+    ]
+    return layout_pb2.KeySpace(
+        tenant=value.tenant,
+        model=value.model,
+        weights_identity=value.weights_identity,
+        dtype=value.dtype,
+        kv_dtype=value.kv_dtype,
+        hash_algorithm=value.hash_algorithm,
+        hash_seed=value.hash_seed,
+        hash_byte_count=value.hash_bytes,
+        hash_block_token_count=value.hash_block_tokens,
+        groups=groups,
+        parallel_shape=value.parallel_shape,
+        page_format=value.page_format,
+        extra=value.extra,
+    )
+
+
+def layout_message(value: Layout) -> layout_pb2.Layout:
+    """The layout on the wire."""
+    message = layout_pb2.Layout(shard_index=value.shard_index, block_count=value.num_blocks, name=value.name)
+    for handle in value.handles:
+        entry = message.handles.add(handle_id=handle.handle_id, byte_count=handle.num_bytes)
+        if handle.is_cuda:
+            entry.cuda_ipc.handle = handle.cuda_handle
+            entry.cuda_ipc.base_byte_offset = handle.base_offset_bytes
+            entry.cuda_ipc.device_uuid = handle.device_uuid
+        else:
+            entry.file_mapping.file_byte_offset = handle.base_offset_bytes
+    for tensor in value.tensors:
+        message.tensors.add(
+            group_index=tensor.group_index,
+            handle_id=tensor.handle_id,
+            base_byte_offset=tensor.base_offset_bytes,
+            block_stride_byte_count=tensor.block_stride_bytes,
+            run_byte_count=tensor.run_bytes,
+            shard_byte_offset=tensor.shard_offset_bytes,
+            layer_names=tensor.layer_names,
+            dims=[layout_pb2.StridedDim(count=count, stride_byte_count=stride) for count, stride in tensor.dims],
+        )
+    return message
+
+
+def open_session(config: SessionConfig) -> Request:
+    """First message of a stream."""
+    return Request(
+        open_session=session_pb2.OpenSession(
+            protocol_version=hotkv.PROTOCOL_VERSION,
+            engine_id=config.engine_id,
+            role=session_pb2.SessionRole.ValueType(int(config.role)),
+            key_space=key_space_message(config.key_space),
+            client_name=f"{config.client_name} {hotkv.__version__}",
+        )
+    )
+
+
+def register_memory(layout: Layout) -> Request:
+    """Declares memory."""
+    return Request(register_memory=session_pb2.RegisterMemory(layout=layout_message(layout)))
+
+
+def ping() -> Request:
+    """Asks for an empty answer."""
+    return Request(ping=session_pb2.Ping())
+
+
+def lookup(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
+    """Which blocks are ready."""
+    return Request(lookup=cache_pb2.LookupRequest(groups=_groups(groups, hash_bytes)))
+
+
+def acquire(lease_id: str, groups: Sequence[GroupHashes], ttl_s: float, hash_bytes: int) -> Request:
+    """Pins ready blocks."""
+    return Request(acquire_lease=cache_pb2.AcquireLeaseRequest(lease_id=lease_id, groups=_groups(groups, hash_bytes), ttl_ms=int(ttl_s * 1000)))
+
+
+def reserve(lease_id: str, runs: Sequence[BlockRun], ttl_s: float, hash_bytes: int) -> Request:
+    """Reserves slots."""
+    return Request(reserve_blocks=cache_pb2.ReserveBlocksRequest(lease_id=lease_id, runs=_runs(runs, hash_bytes), ttl_ms=int(ttl_s * 1000)))
+
+
+def release(lease_id: str) -> Request:
+    """Gives a lease back."""
+    return Request(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id=lease_id))
+
+
+def load(transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> Request:
+    """Copies leased blocks into engine memory."""
+    messages = [
+        cache_pb2.LoadRun(group_index=run.group_index, lease_positions=_int32s(run.lease_positions), block_ids=_int32s(run.block_ids)) for run in runs
+    ]
+    return Request(load=cache_pb2.LoadRequest(transfer_id=transfer_id, lease_id=lease_id, runs=messages, timeout_ms=int(timeout_s * 1000)))
+
+
+def store(transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, hash_bytes: int) -> Request:
+    """Copies blocks from engine memory."""
+    return Request(
+        store=cache_pb2.StoreRequest(transfer_id=transfer_id, lease_id=lease_id, runs=_runs(runs, hash_bytes), timeout_ms=int(timeout_s * 1000))
+    )
+
+
+def cancel(transfer_id: str) -> Request:
+    """Asks a transfer to end early."""
+    return Request(cancel_transfer=cache_pb2.CancelTransferRequest(transfer_id=transfer_id))
+
+
+def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
+    """Reports device cache hits."""
+    return Request(report_use=session_pb2.ReportUse(groups=_groups(groups, hash_bytes)))
+
+
+def _masks(groups: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
+    return tuple(np.frombuffer(group.flags, np.bool_) for group in groups)
+
+
+def refusal(detail: errors_pb2.ErrorDetail) -> HotKVError:
+    """The server's refusal as an exception."""
+    known = detail.reason in Reason.__members__.values()
+    return HotKVError(Reason(detail.reason) if known else Reason.INTERNAL, detail.message)
+
+
+def result(response: Response, lease_id: str = "") -> Any:
+    """The typed value of an answer. Raises HotKVError for a refusal."""
+    match response.WhichOneof("body"):
+        case "error":
+            raise refusal(response.error)
+        case "lookup":
+            return _masks(response.lookup.groups)
+        case "acquire_lease":
+            return LeaseGrant(lease_id, _masks(response.acquire_lease.groups), response.acquire_lease.ttl_ms / 1000)
+        case "reserve_blocks":
+            return tuple(np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs)
+        case "load":
+            load_end = response.load
+            return TransferResult(
+                load_end.transfer_id, TransferStatus(load_end.status), load_end.byte_count, message=load_end.message
+            )
+        case "store":
+            store_end = response.store
+            runs = tuple(np.frombuffer(run.results, np.uint8) for run in store_end.runs)
+            return TransferResult(store_end.transfer_id, TransferStatus(store_end.status), store_end.byte_count, runs, store_end.message)
+        case _:
+            return None
+
+
+def evicted(response: Response, hash_bytes: int) -> Evicted:
+    """The eviction notice of a message that carries one."""
+    groups = response.eviction_notice.groups
+    return Evicted(tuple(GroupHashes(g.group_index, unpack(g.hashes, hash_bytes)) for g in groups))
+
+
+def connect(channel: grpc.Channel, requests: Iterator[Request]) -> Any:
+    """Opens the session stream; iterate over it for responses."""
+    return session_pb2_grpc.SessionServiceStub(channel).Connect(requests)
+
+
+def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:
+    """First packet on the descriptor socket."""
+    return session_pb2.LinkRequest(session_id=session_id, handle_ids=handle_ids).SerializeToString()
+
+
+def link_sizes(packet: bytes) -> tuple[int, int]:
+    """(arena bytes, table bytes) of a link's answer. Raises HotKVError where it was refused."""
+    response = session_pb2.LinkResponse.FromString(packet)
+    if response.HasField("error"):
+        raise refusal(response.error)
+    return response.arena_byte_count, response.table_byte_count
+
+
+def as_error(error: grpc.RpcError) -> HotKVError:
+    """A failed call as a refusal, with the server's reason where it sent one."""
+    for key, value in getattr(error, "trailing_metadata", lambda: ())() or ():
+        if key == "hotkv-error-bin":
+            return refusal(errors_pb2.ErrorDetail.FromString(value))
+    code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
+    details = getattr(error, "details", lambda: str(error))()
+    reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
+    return HotKVError(reason, f"{code.name}: {details}")
+
+
+ADMIN_CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
+    "info": ("GetInfo", admin_pb2.GetInfoRequest),
+    "tiers": ("ListTiers", admin_pb2.ListTiersRequest),
+    "key_spaces": ("ListKeySpaces", admin_pb2.ListKeySpacesRequest),
+    "sessions": ("ListSessions", admin_pb2.ListSessionsRequest),
+    "blocks": ("ListBlocks", admin_pb2.ListBlocksRequest),
+    "evict": ("Evict", admin_pb2.EvictRequest),
+    "drain": ("Drain", admin_pb2.DrainRequest),
+    "explain": ("Explain", admin_pb2.ExplainRequest),
+}
+
+
+def admin_call(channel: grpc.Channel, name: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+    """One admin call; the answer as plain values, bytes as hexadecimal. Raises HotKVError."""
+    method, request = ADMIN_CALLS[name]
+    try:
+        return plain(getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request(**fields), timeout=timeout_s))
+    except grpc.RpcError as error:
+        raise as_error(error) from error
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as nested dicts and lists, with every field."""
+
+    def value(field: Any, item: Any) -> Any:
+        if field.message_type is not None:
+            return plain(item)
+        if field.enum_type is not None:
+            return field.enum_type.values_by_number[item].name if item in field.enum_type.values_by_number else item
+        return item.hex() if isinstance(item, bytes) else item
+
+    result: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        item = getattr(message, field.name)
+        repeated = field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
+        result[field.name] = [value(field, element) for element in item] if repeated else value(field, item)
+    return result

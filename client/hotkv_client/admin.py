@@ -1,0 +1,59 @@
+"""Admin calls for people and scripts: plain values in, plain values out."""
+
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from hotkv_client import _wire
+
+DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
+
+
+class AdminClient:
+    """One channel to the server. Calls block, at most `timeout_s` each, and raise HotKVError."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, timeout_s: float = 10.0) -> None:
+        self._channel = grpc.insecure_channel(target, _wire.CHANNEL_OPTIONS)
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> "AdminClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._channel.close()
+
+    def info(self) -> dict[str, Any]:
+        """Version, epoch, state, counters."""
+        return self._call("info")
+
+    def tiers(self) -> list[dict[str, Any]]:
+        """Tiers with capacity and use."""
+        return list(self._call("tiers")["tiers"])
+
+    def key_spaces(self) -> list[dict[str, Any]]:
+        """Key spaces with what they hold."""
+        return list(self._call("key_spaces")["key_spaces"])
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Live sessions."""
+        return list(self._call("sessions")["sessions"])
+
+    def blocks(self, key_space_id: int = 0, page_size: int = 0, page_token: str = "") -> dict[str, Any]:
+        """One page of blocks, with `next_page_token`."""
+        return self._call("blocks", key_space_id=key_space_id, page_size=page_size, page_token=page_token)
+
+    def evict(self, key_space_id: int = 0, group_index: int = 0, hashes: bytes = b"", *, everything: bool = False) -> dict[str, Any]:
+        """Drops the named blocks, or with `everything` all of a key space (0: of every)."""
+        return self._call("evict", key_space_id=key_space_id, group_index=group_index, hashes=hashes, all=everything)
+
+    def drain(self, timeout_s: float = 0) -> dict[str, Any]:
+        """Begins to drain; the server stops when all has ended or the time is up."""
+        return self._call("drain", timeout_ms=int(timeout_s * 1000))
+
+    def explain(self, key_space_id: int = 0, hashes: bytes = b"", token_ids: bytes = b"") -> list[dict[str, Any]]:
+        """Of each block of a prompt, would it hit, and why not. `token_ids`: packed little-endian int32."""
+        return list(self._call("explain", key_space_id=key_space_id, hashes=hashes, token_ids=token_ids)["key_spaces"])
+
+    def _call(self, name: str, **fields: Any) -> dict[str, Any]:
+        return _wire.admin_call(self._channel, name, self._timeout_s, **fields)

@@ -1,0 +1,248 @@
+"""`hotkv`: what the server holds and why a prompt missed, from the command line. Tables by default, `--json` on every command."""
+
+import argparse
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hotkv.errors import HotKVError
+from hotkv_client.admin import DEFAULT_TARGET, AdminClient
+
+Command = Callable[[AdminClient, argparse.Namespace], Any]
+MAX_TOKEN_ID = (1 << 31) - 1
+
+
+def human_bytes(count: float) -> str:
+    """1536 as 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """3725 as 1h 2m."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f}m {seconds % 60:.0f}s"
+    return f"{seconds // 3600:.0f}h {seconds % 3600 // 60:.0f}m"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as they need to be; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(header), *(len(row[i]) for row in cells), 0) if cells else len(header) for i, header in enumerate(headers)]
+    right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(headers))]
+    lines = [[h.rjust(w) if r else h.ljust(w) for h, w, r in zip(headers, widths, right, strict=True)]]
+    lines += [[c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)] for row in cells]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """State, tiers, key spaces and the hit rate."""
+    return {"info": client.info(), "tiers": client.tiers(), "key_spaces": client.key_spaces(), "sessions": client.sessions()}
+
+
+def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
+    info = answer["info"]
+    counters = {c["name"]: c["value"] for c in info["counters"]}
+    acquired, missed = counters.get("acquired_blocks_total", 0), counters.get("missed_blocks_total", 0)
+    rate = f"{acquired / (acquired + missed):.1%}" if acquired + missed else "-"
+    parts = [
+        f"hotkv-server {info['version']}  pid {info['pid']}  {info['state']}  up {human_seconds(info['uptime_s'])}  epoch {info['epoch']:x}",
+        f"sessions {len(answer['sessions'])}  stored {human_bytes(counters['stored_bytes_total'])}  loaded {human_bytes(counters['loaded_bytes_total'])}  "
+        f"leased blocks found {rate}  evicted {counters['evicted_blocks_total']:.0f}  no space {counters['no_space_blocks_total']:.0f}",
+        "",
+        table(
+            ("tier", "used", "capacity", "share", "pinned", "blocks"),
+            [
+                (
+                    t["name"],
+                    human_bytes(t["used_byte_count"]),
+                    human_bytes(t["capacity_byte_count"]),
+                    f"{t['used_byte_count'] / max(1, t['capacity_byte_count']):.1%}",
+                    human_bytes(t["pinned_byte_count"]),
+                    t["block_count"],
+                )
+                for t in answer["tiers"]
+            ],
+        ),
+        "",
+        table(
+            ("key space", "model", "dtype", "groups", "blocks", "fingerprint"),
+            [
+                (k["key_space_id"], k["key_space"]["model"], k["key_space"]["dtype"], len(k["key_space"]["groups"]), k["block_count"], k["fingerprint"][:12])
+                for k in answer["key_spaces"]
+            ],
+        ),
+    ]
+    return "\n".join(parts)
+
+
+def sessions(client: AdminClient, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Live sessions."""
+    return client.sessions()
+
+
+def show_sessions(answer: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    return table(
+        ("session", "engine", "role", "key space", "age", "leases", "transfers", "memory", "loaded", "stored", "client"),
+        [
+            (
+                s["session_number"],
+                s["engine_id"],
+                s["role"],
+                s["key_space_id"],
+                human_seconds(s["age_s"]),
+                s["lease_count"],
+                s["transfer_count"],
+                human_bytes(s["memory_byte_count"]),
+                human_bytes(s["loaded_byte_count"]),
+                human_bytes(s["stored_byte_count"]),
+                s["client_name"],
+            )
+            for s in answer
+        ],
+    )
+
+
+def blocks(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Blocks, a page at a time."""
+    return client.blocks(options.key_space, options.limit, options.page)
+
+
+def show_blocks(answer: dict[str, Any], options: argparse.Namespace) -> str:
+    rows = [
+        (
+            b["block_hash"][:16],
+            b["key_space_id"],
+            b["group_index"],
+            b["depth"],
+            b["state"],
+            human_bytes(b["byte_count"]),
+            b["pin_count"],
+            human_seconds(b["idle_s"]),
+            b["parent_hash"][:16] or "-",
+        )
+        for b in answer["blocks"]
+    ]
+    text = table(("hash", "key space", "group", "depth", "state", "size", "pins", "idle", "parent"), rows)
+    return text + (f"\nmore: --page {answer['next_page_token']}" if answer["next_page_token"] else "")
+
+
+def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Drops blocks that are not pinned."""
+    packed = b"".join(parse_hash(h) for h in options.hashes)
+    return client.evict(options.key_space, options.group, packed, everything=options.all)
+
+
+def show_evict(answer: dict[str, Any], options: argparse.Namespace) -> str:
+    return f"evicted {answer['evicted_block_count']} blocks, kept {answer['kept_block_count']} that are pinned or being written"
+
+
+def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Takes no new work and stops when all has ended."""
+    return client.drain(options.timeout)
+
+
+def show_drain(answer: dict[str, Any], options: argparse.Namespace) -> str:
+    return f"draining: {answer['lease_count']} leases held, {answer['transfer_count']} transfers in flight"
+
+
+def explain(client: AdminClient, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of each block of a prompt, would it hit, and why not."""
+    hashes, token_ids = parse_prompt(options.prompt)
+    return client.explain(options.key_space, hashes, token_ids)
+
+
+def show_explain(answer: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    if not answer:
+        return "no key space of the server can answer: no engine has connected yet, or its hash algorithm needs --hashes"
+    parts = []
+    for space in answer:
+        rows = [(b["group_index"], b["depth"], b["block_hash"][:16], b["verdict"], b["detail"]) for b in space["blocks"]]
+        parts.append(f"key space {space['key_space_id']}: {space['summary']}\n" + table(("group", "depth", "hash", "verdict", "detail"), rows))
+    return "\n\n".join(parts)
+
+
+def parse_hash(text: str) -> bytes:
+    """A block hash in hexadecimal. Raises ValueError."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no hexadecimal block hash") from error
+
+
+def parse_prompt(words: Sequence[str]) -> tuple[bytes, bytes]:
+    """(hashes, token ids) of a prompt given as numbers, hexadecimal hashes, or @FILE or - with either. Raises ValueError."""
+    items: list[str] = []
+    for word in words:
+        text = word
+        if word == "-":
+            text = sys.stdin.read()
+        elif word.startswith("@"):
+            text = Path(word[1:]).read_text()
+        items += text.replace(",", " ").replace("[", " ").replace("]", " ").split()
+    if not items:
+        raise ValueError("the prompt is empty; give token ids or block hashes")
+    if all(item.isdecimal() and int(item) <= MAX_TOKEN_ID for item in items):
+        return b"", struct.pack(f"<{len(items)}i", *map(int, items))
+    return b"".join(parse_hash(item) for item in items), b""
+
+
+COMMANDS: dict[str, tuple[Command, Callable[[Any, argparse.Namespace], str]]] = {
+    "status": (status, show_status),
+    "sessions": (sessions, show_sessions),
+    "blocks": (blocks, show_blocks),
+    "evict": (evict, show_evict),
+    "drain": (drain, show_drain),
+    "explain": (explain, show_explain),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--target", default=os.environ.get("HOTKV_TARGET", DEFAULT_TARGET), help="server (default: $HOTKV_TARGET or %(default)s)")
+    common.add_argument("--timeout-s", type=float, default=10.0, help="longest wait for an answer (default: %(default)s)")
+    common.add_argument("--json", action="store_true", help="print the answer as JSON")
+    top = argparse.ArgumentParser(prog="hotkv", description="Inspect a hotkv-server.")
+    subparsers = top.add_subparsers(dest="command", required=True)
+    made = {name: subparsers.add_parser(name, parents=[common], help=(run.__doc__ or "").rstrip(".")) for name, (run, _) in COMMANDS.items()}
+    for name in ("blocks", "evict", "explain"):
+        made[name].add_argument("--key-space", type=int, default=0, help="number of the key space (default: all)")
+    made["blocks"].add_argument("--limit", type=int, default=50, help="most blocks to list (default: %(default)s)")
+    made["blocks"].add_argument("--page", default="", help="continue a listing")
+    made["evict"].add_argument("hashes", nargs="*", help="block hashes in hexadecimal")
+    made["evict"].add_argument("--group", type=int, default=0, help="group of the hashes (default: %(default)s)")
+    made["evict"].add_argument("--all", action="store_true", help="drop everything in the key space, or in all")
+    made["drain"].add_argument("--timeout", type=float, default=0, help="seconds to wait for work in flight (default: the server's)")
+    made["explain"].add_argument("prompt", nargs="+", help="token ids, or block hashes in hexadecimal, or @FILE, or - for standard input")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0, 1 where the server refused or is absent, 2 for bad input."""
+    options = parser().parse_args(arguments)
+    run, show = COMMANDS[options.command]
+    try:
+        with AdminClient(options.target, options.timeout_s) as client:
+            answer = run(client, options)
+    except HotKVError as error:
+        print(f"hotkv: {options.target}: {error.message}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"hotkv: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(answer, indent=2) if options.json else show(answer, options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

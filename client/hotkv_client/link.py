@@ -1,0 +1,80 @@
+"""The link: a connection to the server's descriptor socket that lives as long as the session.
+
+Sends the descriptors of the engine's memory, receives read-only ones of arena and table. Its end is the proof that the server can't touch
+the engine's memory any more: the server closes it only then, and the kernel closes it when the server is dead.
+"""
+
+import mmap
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+from hotkv.table import BlockTable
+
+from hotkv_client import _wire
+from hotkv_client.types import EngineMemory
+
+SOCKET_NAME = "fd.sock"
+MAX_PACKET_BYTES = 65536
+
+
+def descriptor_socket(target: str) -> Path | None:
+    """Path of the descriptor socket beside a `unix:` target; None for targets on the network."""
+    if not target.startswith("unix:"):
+        return None
+    return Path(target.removeprefix("unix:").removeprefix("//")).parent / SOCKET_NAME
+
+
+class Link:
+    """An open link. `table`: the shared block table, mapped read-only."""
+
+    def __init__(self, path: Path, session_id: str, memory: EngineMemory | None, timeout_s: float) -> None:
+        """Raises OSError where nobody answers, HotKVError where the server refuses."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.connect(str(path))
+            handles = {} if memory is None else dict(memory.fds)
+            packet = _wire.link_request(session_id, list(handles))
+            if handles:
+                socket.send_fds(self._socket, [packet], list(handles.values()))
+            else:
+                self._socket.send(packet)
+            answer, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 2)
+            try:
+                if not answer:
+                    raise ConnectionError("the server closed the descriptor socket without an answer")
+                _, table_bytes = _wire.link_sizes(answer)
+                self.table = self._map_table(fds, table_bytes)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            self._socket.settimeout(None)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @staticmethod
+    def _map_table(fds: list[int], num_bytes: int) -> BlockTable:
+        if len(fds) != 2:
+            raise ConnectionError(f"the server sent {len(fds)} descriptors, not arena and table")
+        mapping = mmap.mmap(fds[1], num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        return BlockTable.open(np.frombuffer(mapping, np.uint8))
+
+    def wait_closed(self) -> None:
+        """Blocks until the server has closed the link or is dead."""
+        try:
+            while self._socket.recv(1):
+                pass
+        except OSError:
+            pass
+        self._socket.close()
+
+    def close(self) -> None:
+        """Closes our end."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()

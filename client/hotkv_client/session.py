@@ -1,0 +1,313 @@
+"""A session with the server: one stream, reopened with back-off whenever it breaks.
+
+Calls return futures and never block. Always true: every future is resolved; a load or store resolves only when the server can no longer touch
+the engine's memory for it, be it because it answered or because it is dead; nothing learnt from one epoch survives into another.
+"""
+
+import itertools
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv.table import BlockTable
+from numpy.typing import NDArray
+
+from hotkv_client import _wire
+from hotkv_client.link import Link, descriptor_socket
+from hotkv_client.types import BlockRun, BoolMask, EngineMemory, GroupHashes, LeaseGrant, LinkState, LoadRun, SessionConfig, TransferResult
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING = 1 << 16
+
+
+@dataclass(slots=True)
+class _Pending:
+    future: "Future[Any]"
+    lease_id: str = ""
+    is_transfer: bool = False
+
+
+@dataclass(slots=True)
+class _Connection:
+    """One life of the stream."""
+
+    channel: grpc.Channel
+    outbox: "queue.SimpleQueue[_wire.Request | None]"
+    pending: dict[int, _Pending]
+    link: Link | None = None
+    table: BlockTable | None = None
+    call: Any = None
+
+
+class Session:
+    """See the module. Thread-safe."""
+
+    def __init__(self, config: SessionConfig, memory: EngineMemory | None = None) -> None:
+        self.config = config
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._connection: _Connection | None = None
+        self._state = LinkState.ABSENT
+        self._epoch = 0
+        self._request_ids = itertools.count(1)
+        self._hash_bytes = config.key_space.hash_bytes
+        self._salts = tuple(config.key_space.group_salt(g) for g in range(len(config.key_space.groups)))
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"hotkv-session-{config.role.name.lower()}", daemon=True)
+
+    def __repr__(self) -> str:
+        connection = self._connection
+        pending = len(connection.pending) if connection else 0
+        return f"Session({self.config.target}, {self.config.role.name}, {self._state.value}, epoch={self._epoch:#x}, {pending} pending)"
+
+    # Life
+
+    def start(self) -> None:
+        """Begins to connect, in the background."""
+        self._thread.start()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Blocks until connected or the time is up; says which."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._state is LinkState.CONNECTED, timeout_s)
+
+    @property
+    def state(self) -> LinkState:
+        return self._state
+
+    @property
+    def connected(self) -> bool:
+        return self._state is LinkState.CONNECTED
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the cache last connected to; 0 before. It changes whenever the cache was lost."""
+        return self._epoch
+
+    def close(self) -> None:
+        """Ends the session; the server settles its transfers and drops its leases. Blocks until the server is done, 5 seconds at most."""
+        self._closed.set()
+        with self._lock:
+            connection = self._connection
+        if connection is not None:
+            connection.outbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+        self._set_state(LinkState.CLOSED, "closed")
+
+    # Calls
+
+    def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None:
+        """Which blocks are ready, as a hint out of the shared table; None where no table is mapped. Microseconds; no call."""
+        connection = self._connection
+        if connection is None or connection.table is None:
+            return None
+        packed = b"".join(hashes)
+        if len(packed) != len(hashes) * self._hash_bytes:
+            raise HotKVError(Reason.INVALID_HASH, f"hashes do not all have the {self._hash_bytes} bytes of this key space")
+        return connection.table.ready(packed, self._hash_bytes, self._salts[group_index])
+
+    def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]":
+        """Which blocks are ready, by a call."""
+        return self._call(lambda: _wire.lookup(groups, self._hash_bytes))
+
+    def acquire(self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0) -> "Future[LeaseGrant]":
+        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default."""
+        return self._call(lambda: _wire.acquire(lease_id, groups, ttl_s, self._hash_bytes), lease_id=lease_id)
+
+    def reserve(self, lease_id: str, runs: Sequence[BlockRun], ttl_s: float = 0) -> "Future[tuple[NDArray[np.uint8], ...]]":
+        """Reserves slots; BlockResult values a run."""
+        return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, self._hash_bytes))
+
+    def release(self, lease_id: str) -> None:
+        """Gives a lease back. Nothing to wait for; without a connection the lease is gone anyhow."""
+        self._send_only(_wire.release(lease_id))
+
+    def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> "Future[TransferResult]":
+        """Copies leased blocks into the registered memory."""
+        return self._call(lambda: _wire.load(transfer_id, lease_id, runs, timeout_s), is_transfer=True)
+
+    def store(self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float) -> "Future[TransferResult]":
+        """Copies blocks out of the registered memory and commits them. The first store under a lease id reserves; other ranks join."""
+        return self._call(lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, self._hash_bytes), is_transfer=True)
+
+    def cancel(self, transfer_id: str) -> None:
+        """Asks a transfer to end early; its future's resolving is the acknowledgement."""
+        self._send_only(_wire.cancel(transfer_id))
+
+    def report_use(self, groups: Sequence[GroupHashes]) -> None:
+        """Tells the server which blocks the engine used from its own device cache."""
+        self._send_only(_wire.report_use(groups, self._hash_bytes))
+
+    def ping(self, timeout_s: float) -> float:
+        """Seconds of a round trip. Raises HotKVError or TimeoutError."""
+        start_s = time.perf_counter()
+        self._call(_wire.ping).result(timeout_s)
+        return time.perf_counter() - start_s
+
+    def _call(self, build: Callable[[], _wire.Request], *, lease_id: str = "", is_transfer: bool = False) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            request = build()
+        except HotKVError as error:
+            future.set_exception(error)
+            return future
+        request_id = next(self._request_ids)
+        request.request_id = request_id
+        with self._lock:
+            connection = self._connection
+            if connection is not None and self._state is LinkState.CONNECTED and len(connection.pending) < MAX_PENDING:
+                connection.pending[request_id] = _Pending(future, lease_id, is_transfer)
+                connection.outbox.put(request)
+                return future
+        if connection is not None and self._state is LinkState.CONNECTED:
+            future.set_exception(HotKVError(Reason.OVERLOADED, f"{MAX_PENDING} calls are unanswered; wait for some"))
+        else:
+            future.set_exception(SessionLostError(f"no server at {self.config.target} ({self._state.value})"))
+        return future
+
+    def _send_only(self, request: _wire.Request) -> None:
+        connection = self._connection
+        if connection is not None and self._state in (LinkState.CONNECTED, LinkState.DRAINING):
+            connection.outbox.put(request)
+
+    # The session's thread
+
+    def _run(self) -> None:
+        delay_s = self.config.reconnect_initial_s
+        while not self._closed.is_set():
+            started_s = time.monotonic()
+            try:
+                reason = self._connect_and_serve()
+            except (HotKVError, OSError, ValueError) as error:
+                reason = str(error)
+            if self._closed.is_set():
+                return
+            self._set_state(LinkState.ABSENT, reason)
+            if time.monotonic() - started_s > 2 * self.config.reconnect_max_s:
+                delay_s = self.config.reconnect_initial_s
+            self._closed.wait(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, self.config.reconnect_max_s)
+
+    def _connect_and_serve(self) -> str:
+        """One life of the stream; returns why it ended."""
+        outbox: queue.SimpleQueue[_wire.Request | None] = queue.SimpleQueue()
+        connection = _Connection(grpc.insecure_channel(self.config.target, _wire.CHANNEL_OPTIONS), outbox, {})
+        try:
+            try:
+                grpc.channel_ready_future(connection.channel).result(self.config.connect_timeout_s)
+            except grpc.FutureTimeoutError:
+                return f"no server answers at {self.config.target}"
+            outbox.put(_wire.open_session(self.config))
+            connection.call = _wire.connect(connection.channel, iter(outbox.get, None))
+            watchdog = threading.Timer(self.config.connect_timeout_s, connection.call.cancel)
+            watchdog.daemon = True
+            watchdog.start()
+            try:
+                self._handshake(connection)
+            finally:
+                watchdog.cancel()
+            with self._lock:
+                self._connection = connection
+            self._set_state(LinkState.CONNECTED, f"connected to {self.config.target}")
+            if self._closed.is_set():
+                outbox.put(None)
+            for response in connection.call:
+                self._receive(connection, response)
+            return "the server closed the session"
+        except grpc.RpcError as error:
+            return str(_wire.as_error(error))
+        finally:
+            self._lose(connection)
+
+    def _handshake(self, connection: _Connection) -> None:
+        """Opens the session, links, and registers memory."""
+        opened = next(connection.call, None)
+        if opened is None or opened.WhichOneof("body") != "session_opened":
+            raise SessionLostError("the server did not open the session")
+        path = descriptor_socket(self.config.target) if opened.session_opened.has_descriptor_socket else None
+        if path is not None and (self.config.use_table or self._memory is not None):
+            connection.link = Link(path, opened.session_opened.session_id, self._memory, self.config.connect_timeout_s)
+            connection.table = connection.link.table if self.config.use_table else None
+        if self._memory is not None:
+            request = _wire.register_memory(self._memory.layout)
+            request.request_id = next(self._request_ids)
+            connection.outbox.put(request)
+            for response in connection.call:
+                if response.request_id == request.request_id:
+                    _wire.result(response)
+                    break
+        self._epoch = opened.session_opened.epoch
+
+    def _receive(self, connection: _Connection, response: _wire.Response) -> None:
+        if response.request_id == 0:
+            self._notice(response)
+            return
+        with self._lock:
+            waiting = connection.pending.pop(response.request_id, None)
+        if waiting is None:
+            return
+        try:
+            value = _wire.result(response, waiting.lease_id)
+        except HotKVError as error:
+            waiting.future.set_exception(error)
+        else:
+            waiting.future.set_result(value)
+
+    def _notice(self, response: _wire.Response) -> None:
+        match response.WhichOneof("body"):
+            case "eviction_notice":
+                if self.config.on_evicted is not None:
+                    self.config.on_evicted(_wire.evicted(response, self._hash_bytes))
+            case "drain_notice":
+                self._set_state(LinkState.DRAINING, "the server is draining")
+
+    def _lose(self, connection: _Connection) -> None:
+        """The stream has ended: fail what waits; transfers only when the server can't touch our memory any more."""
+        with self._lock:
+            if self._connection is connection:
+                self._connection = None
+            if self._state in (LinkState.CONNECTED, LinkState.DRAINING):
+                self._state = LinkState.ABSENT
+            waiting = list(connection.pending.values())
+            connection.pending.clear()
+        connection.outbox.put(None)
+        connection.channel.close()
+        lost = SessionLostError("the link to the server broke")
+        for item in waiting:
+            if not item.is_transfer:
+                item.future.set_exception(lost)
+        transfers = [item.future for item in waiting if item.is_transfer]
+        if connection.link is None:
+            for future in transfers:
+                future.set_exception(lost)
+        elif transfers:
+            threading.Thread(target=self._settle, args=(connection.link, transfers, lost), name="hotkv-settle", daemon=True).start()
+        else:
+            connection.link.close()
+
+    @staticmethod
+    def _settle(link: Link, transfers: "list[Future[Any]]", lost: SessionLostError) -> None:
+        link.wait_closed()
+        for future in transfers:
+            future.set_exception(lost)
+
+    def _set_state(self, state: LinkState, reason: str) -> None:
+        with self._changed:
+            if self._state is LinkState.CLOSED or (self._state is state and state is not LinkState.ABSENT):
+                return
+            self._state = state
+            self._changed.notify_all()
+        if self.config.on_state is not None:
+            self.config.on_state(state, reason)
