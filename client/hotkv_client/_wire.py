@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
-import hotkv
 import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
+
+import hotkv
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
-from numpy.typing import NDArray
-
 from hotkv_client.types import (
     BlockRun,
     BoolMask,
@@ -161,7 +161,9 @@ def lookup(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
 
 def acquire(lease_id: str, groups: Sequence[GroupHashes], ttl_s: float, hash_bytes: int) -> Request:
     """Pins ready blocks."""
-    return Request(acquire_lease=cache_pb2.AcquireLeaseRequest(lease_id=lease_id, groups=_groups(groups, hash_bytes), ttl_ms=int(ttl_s * 1000)))
+    return Request(
+        acquire_lease=cache_pb2.AcquireLeaseRequest(lease_id=lease_id, groups=_groups(groups, hash_bytes), ttl_ms=int(ttl_s * 1000))
+    )
 
 
 def reserve(lease_id: str, runs: Sequence[BlockRun], ttl_s: float, hash_bytes: int) -> Request:
@@ -177,7 +179,8 @@ def release(lease_id: str) -> Request:
 def load(transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> Request:
     """Copies leased blocks into engine memory."""
     messages = [
-        cache_pb2.LoadRun(group_index=run.group_index, lease_positions=_int32s(run.lease_positions), block_ids=_int32s(run.block_ids)) for run in runs
+        cache_pb2.LoadRun(group_index=run.group_index, lease_positions=_int32s(run.lease_positions), block_ids=_int32s(run.block_ids))
+        for run in runs
     ]
     return Request(load=cache_pb2.LoadRequest(transfer_id=transfer_id, lease_id=lease_id, runs=messages, timeout_ms=int(timeout_s * 1000)))
 
@@ -185,7 +188,9 @@ def load(transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: fl
 def store(transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, hash_bytes: int) -> Request:
     """Copies blocks from engine memory."""
     return Request(
-        store=cache_pb2.StoreRequest(transfer_id=transfer_id, lease_id=lease_id, runs=_runs(runs, hash_bytes), timeout_ms=int(timeout_s * 1000))
+        store=cache_pb2.StoreRequest(
+            transfer_id=transfer_id, lease_id=lease_id, runs=_runs(runs, hash_bytes), timeout_ms=int(timeout_s * 1000)
+        )
     )
 
 
@@ -205,8 +210,8 @@ def _masks(groups: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
 
 def refusal(detail: errors_pb2.ErrorDetail) -> HotKVError:
     """The server's refusal as an exception."""
-    known = detail.reason in Reason.__members__.values()
-    return HotKVError(Reason(detail.reason) if known else Reason.INTERNAL, detail.message)
+    known = int(detail.reason) in set(Reason)
+    return HotKVError(Reason(int(detail.reason)) if known else Reason.INTERNAL, detail.message)
 
 
 def result(response: Response, lease_id: str = "") -> Any:
@@ -222,9 +227,7 @@ def result(response: Response, lease_id: str = "") -> Any:
             return tuple(np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs)
         case "load":
             load_end = response.load
-            return TransferResult(
-                load_end.transfer_id, TransferStatus(load_end.status), load_end.byte_count, message=load_end.message
-            )
+            return TransferResult(load_end.transfer_id, TransferStatus(load_end.status), load_end.byte_count, message=load_end.message)
         case "store":
             store_end = response.store
             runs = tuple(np.frombuffer(run.results, np.uint8) for run in store_end.runs)
@@ -302,6 +305,6 @@ def plain(message: Message) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         item = getattr(message, field.name)
-        repeated = field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
-        result[field.name] = [value(field, element) for element in item] if repeated else value(field, item)
+        many = isinstance(item, Sequence) and not isinstance(item, str | bytes)
+        result[field.name] = [value(field, element) for element in item] if many else value(field, item)
     return result

@@ -24,8 +24,10 @@ class AdminClient:
         self._channel.close()
 
     def info(self) -> dict[str, Any]:
-        """Version, epoch, state, counters."""
-        return self._call("info")
+        """Version, epoch, state, and `counters` by name."""
+        answer = self._call("info")
+        answer["counters"] = {counter["name"]: counter["value"] for counter in answer["counters"]}
+        return answer
 
     def tiers(self) -> list[dict[str, Any]]:
         """Tiers with capacity and use."""

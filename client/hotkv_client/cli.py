@@ -46,18 +46,19 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """State, tiers, key spaces and the hit rate."""
-    return {"info": client.info(), "tiers": client.tiers(), "key_spaces": client.key_spaces(), "sessions": client.sessions()}
+    return {**client.info(), "tiers": client.tiers(), "key_spaces": client.key_spaces(), "sessions": client.sessions()}
 
 
 def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
-    info = answer["info"]
-    counters = {c["name"]: c["value"] for c in info["counters"]}
+    counters = answer["counters"]
     acquired, missed = counters.get("acquired_blocks_total", 0), counters.get("missed_blocks_total", 0)
     rate = f"{acquired / (acquired + missed):.1%}" if acquired + missed else "-"
+    moved = {name: human_bytes(counters[f"{name}_bytes_total"]) for name in ("stored", "loaded")}
     parts = [
-        f"hotkv-server {info['version']}  pid {info['pid']}  {info['state']}  up {human_seconds(info['uptime_s'])}  epoch {info['epoch']:x}",
-        f"sessions {len(answer['sessions'])}  stored {human_bytes(counters['stored_bytes_total'])}  loaded {human_bytes(counters['loaded_bytes_total'])}  "
-        f"leased blocks found {rate}  evicted {counters['evicted_blocks_total']:.0f}  no space {counters['no_space_blocks_total']:.0f}",
+        f"hotkv-server {answer['version']}  pid {answer['pid']}  {answer['state']}  "
+        f"up {human_seconds(answer['uptime_s'])}  epoch {answer['epoch']:x}",
+        f"sessions {len(answer['sessions'])}  stored {moved['stored']}  loaded {moved['loaded']}  leased blocks found {rate}  "
+        f"evicted {counters['evicted_blocks_total']:.0f}  no space {counters['no_space_blocks_total']:.0f}",
         "",
         table(
             ("tier", "used", "capacity", "share", "pinned", "blocks"),
@@ -77,7 +78,14 @@ def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
         table(
             ("key space", "model", "dtype", "groups", "blocks", "fingerprint"),
             [
-                (k["key_space_id"], k["key_space"]["model"], k["key_space"]["dtype"], len(k["key_space"]["groups"]), k["block_count"], k["fingerprint"][:12])
+                (
+                    k["key_space_id"],
+                    k["key_space"]["model"],
+                    k["key_space"]["dtype"],
+                    len(k["key_space"]["groups"]),
+                    k["block_count"],
+                    k["fingerprint"][:12],
+                )
                 for k in answer["key_spaces"]
             ],
         ),
@@ -167,7 +175,9 @@ def show_explain(answer: list[dict[str, Any]], options: argparse.Namespace) -> s
     parts = []
     for space in answer:
         rows = [(b["group_index"], b["depth"], b["block_hash"][:16], b["verdict"], b["detail"]) for b in space["blocks"]]
-        parts.append(f"key space {space['key_space_id']}: {space['summary']}\n" + table(("group", "depth", "hash", "verdict", "detail"), rows))
+        parts.append(
+            f"key space {space['key_space_id']}: {space['summary']}\n" + table(("group", "depth", "hash", "verdict", "detail"), rows)
+        )
     return "\n\n".join(parts)
 
 
@@ -209,12 +219,16 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any, argparse.Namespace], str]]] = 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--target", default=os.environ.get("HOTKV_TARGET", DEFAULT_TARGET), help="server (default: $HOTKV_TARGET or %(default)s)")
+    common.add_argument(
+        "--target", default=os.environ.get("HOTKV_TARGET", DEFAULT_TARGET), help="server (default: $HOTKV_TARGET or %(default)s)"
+    )
     common.add_argument("--timeout-s", type=float, default=10.0, help="longest wait for an answer (default: %(default)s)")
     common.add_argument("--json", action="store_true", help="print the answer as JSON")
     top = argparse.ArgumentParser(prog="hotkv", description="Inspect a hotkv-server.")
     subparsers = top.add_subparsers(dest="command", required=True)
-    made = {name: subparsers.add_parser(name, parents=[common], help=(run.__doc__ or "").rstrip(".")) for name, (run, _) in COMMANDS.items()}
+    made = {
+        name: subparsers.add_parser(name, parents=[common], help=(run.__doc__ or "").rstrip(".")) for name, (run, _) in COMMANDS.items()
+    }
     for name in ("blocks", "evict", "explain"):
         made[name].add_argument("--key-space", type=int, default=0, help="number of the key space (default: all)")
     made["blocks"].add_argument("--limit", type=int, default=50, help="most blocks to list (default: %(default)s)")

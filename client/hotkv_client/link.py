@@ -4,14 +4,15 @@ Sends the descriptors of the engine's memory, receives read-only ones of arena a
 the engine's memory any more: the server closes it only then, and the kernel closes it when the server is dead.
 """
 
+import contextlib
 import mmap
 import os
 import socket
 from pathlib import Path
 
 import numpy as np
-from hotkv.table import BlockTable
 
+from hotkv.table import BlockTable
 from hotkv_client import _wire
 from hotkv_client.types import EngineMemory
 
@@ -64,17 +65,13 @@ class Link:
 
     def wait_closed(self) -> None:
         """Blocks until the server has closed the link or is dead."""
-        try:
+        with contextlib.suppress(OSError):
             while self._socket.recv(1):
                 pass
-        except OSError:
-            pass
         self._socket.close()
 
     def close(self) -> None:
         """Closes our end."""
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._socket.close()

@@ -1,7 +1,8 @@
 """A session with the server: one stream, reopened with back-off whenever it breaks.
 
-Calls return futures and never block. Always true: every future is resolved; a load or store resolves only when the server can no longer touch
-the engine's memory for it, be it because it answered or because it is dead; nothing learnt from one epoch survives into another.
+Calls return futures and never block. Always true: every future is resolved; a load or store resolves only when the server can
+no longer touch the engine's memory for it, be it because it answered or because it is dead; nothing learnt from one epoch
+survives into another.
 """
 
 import itertools
@@ -17,10 +18,10 @@ from typing import Any
 
 import grpc
 import numpy as np
-from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv.table import BlockTable
 from numpy.typing import NDArray
 
+from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv.table import BlockTable
 from hotkv_client import _wire
 from hotkv_client.link import Link, descriptor_socket
 from hotkv_client.types import BlockRun, BoolMask, EngineMemory, GroupHashes, LeaseGrant, LinkState, LoadRun, SessionConfig, TransferResult

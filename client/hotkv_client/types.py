@@ -117,7 +117,10 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory that the server may read and write during transfers. `fds`: descriptor of each file handle of the layout, kept open by the caller."""
+    """Memory that the server may read and write during transfers.
+
+    `fds`: descriptor of each file handle of the layout, kept open by the caller.
+    """
 
     layout: Layout
     fds: Mapping[str, int]

@@ -50,7 +50,7 @@ class GroupSpec:
             raise ValueError(f"block_tokens is {self.block_tokens}; it must be positive")
         if not self.shard_bytes or min(self.shard_bytes) <= 0:
             raise ValueError(f"shard_bytes is {self.shard_bytes}; every shard needs a positive size")
-        if (self.kind in WINDOWED) != (self.window_tokens > 0):
+        if self.window_tokens < 0 or (self.kind in WINDOWED) != (self.window_tokens > 0):
             raise ValueError(f"window_tokens is {self.window_tokens}, which does not fit kind {self.kind.name}")
 
     @property

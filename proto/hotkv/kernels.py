@@ -22,6 +22,7 @@ RESERVED_FLAG = np.uint32(0x8000_0000)
 MAX_PROBE_BUCKETS = 64
 MAX_RETRIES = 1000
 PREFETCH_AHEAD = 16
+MIN_STREAMED_BYTES = 1024
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 # What readers pass may be read-only: the mapping of a client, hashes that lie in `bytes`. Writable arrays fit as well.
@@ -104,6 +105,38 @@ def copy_bytes(typingctx: Any, dst_address: Any, src_address: Any, num_bytes: An
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
+@intrinsic
+def stream_lines(typingctx: Any, dst_address: Any, src_address: Any, num_lines: Any) -> Any:
+    """Copies lines of 64 bytes past the caches (non-temporal stores); `dst_address` is a multiple of 64. Ends with no fence."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        int64, vector = ir.IntType(64), ir.VectorType(ir.IntType(64), 4)
+        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        with cgutils.for_range(builder, args[2], intp=int64) as loop:
+            offset = builder.mul(loop.index, int64(64))
+            loaded = []
+            for part in range(2):
+                source = builder.inttoptr(builder.add(builder.add(args[1], offset), int64(32 * part)), vector.as_pointer())
+                loaded.append(builder.load(source, align=1))
+            for part in range(2):
+                target = builder.inttoptr(builder.add(builder.add(args[0], offset), int64(32 * part)), vector.as_pointer())
+                builder.store(loaded[part], target, align=32).set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
+@intrinsic
+def fence(typingctx: Any) -> Any:
+    """Full fence; streamed lines are visible behind it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 @numba.njit(nogil=True, cache=True, inline="always")
 def _mix(prefix: np.uint64, salt: np.uint64) -> np.uint64:
     return (prefix ^ salt) * MULTIPLIER
@@ -151,16 +184,14 @@ def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
 def _same_key(records: Any, entry: int, hashes: Any, row: int, key_space: Any, group: Any) -> bool:
     if records[entry, 10] != key_space or (records[entry, 11] & np.uint32(0xFFFF)) != group:
         return False
+    same = True
     for word in range(8):
-        if records[entry, word] != hashes[row, word]:
-            return False
-    return True
+        same &= records[entry, word] == hashes[row, word]
+    return same
 
 
 @numba.njit(
-    types.void(
-        _READ_WORDS, _READ_WORDS, _READ_WORDS, types.uint64, types.uint32, types.uint32, types.uint32[::1], types.uint32[:, ::1]
-    ),
+    types.void(_READ_WORDS, _READ_WORDS, _READ_WORDS, types.uint64, types.uint32, types.uint32, types.uint32[::1], types.uint32[:, ::1]),
     nogil=True,
     cache=True,
 )
@@ -183,12 +214,12 @@ def find(buckets: Any, records: Any, hashes: Any, salt: Any, key_space: Any, gro
                 for way in range(WAYS):
                     word = buckets[bucket, ENTRIES + way]
                     entry = np.int64(word & ~RESERVED_FLAG)
-                    if word != 0 and buckets[bucket, TAGS + way] == tag and entry < capacity:
-                        if _same_key(records, entry, hashes, i, key_space, group):
-                            found = word
-                            if want_records:
-                                for column in range(RECORD_WORDS):
-                                    out_records[i, column] = records[entry, column]
+                    candidate = word != 0 and buckets[bucket, TAGS + way] == tag and entry < capacity
+                    if candidate and _same_key(records, entry, hashes, i, key_space, group):
+                        found = word
+                        if want_records:
+                            for column in range(RECORD_WORDS):
+                                out_records[i, column] = records[entry, column]
                 overflow = buckets[bucket, OVERFLOW]
                 if not before & np.uint32(1) and reload32(buckets, bucket, SEQ) == before:
                     break
@@ -291,8 +322,21 @@ def remove(buckets: Any, records: Any, mixed: Any, entries: Any) -> int:
     return done
 
 
-@numba.njit("void(intp, intp, int64[::1], int64[::1], int64[::1], int64, int64)", nogil=True, cache=True)
-def copy_runs(dst_base: Any, src_base: Any, dst_offsets: Any, src_offsets: Any, num_bytes: Any, start: Any, end: Any) -> None:
-    """memcpy of runs start..end between two mappings."""
+@numba.njit("void(intp, intp, int64[::1], int64[::1], int64[::1], int64, int64, boolean)", nogil=True, cache=True)
+def copy_runs(
+    dst_base: Any, src_base: Any, dst_offsets: Any, src_offsets: Any, num_bytes: Any, start: Any, end: Any, streaming: Any
+) -> None:
+    """memcpy of runs start..end between two mappings. `streaming`: past the caches, for amounts that they do not hold anyhow."""
     for i in range(start, end):
-        copy_bytes(dst_base + dst_offsets[i], src_base + src_offsets[i], num_bytes[i])
+        dst, src, count = dst_base + dst_offsets[i], src_base + src_offsets[i], num_bytes[i]
+        if streaming and count >= MIN_STREAMED_BYTES:
+            head = -dst & 63
+            lines = (count - head) >> 6
+            copy_bytes(dst, src, head)
+            stream_lines(dst + head, src + head, lines)
+            done = head + (lines << 6)
+            copy_bytes(dst + done, src + done, count - done)
+        else:
+            copy_bytes(dst, src, count)
+    if streaming:
+        fence()

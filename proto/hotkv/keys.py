@@ -48,7 +48,7 @@ class KeySpace:
         for index, group in enumerate(self.groups):
             if group.block_tokens % self.hash_block_tokens:
                 raise ValueError(
-                    f"groups[{index}].block_tokens is {group.block_tokens}, which is no multiple of hash_block_tokens {self.hash_block_tokens}"
+                    f"groups[{index}].block_tokens {group.block_tokens} is no multiple of hash_block_tokens {self.hash_block_tokens}"
                 )
             if len(group.shard_bytes) != len(self.groups[0].shard_bytes):
                 raise ValueError(f"groups[{index}].shard_bytes has another number of shards than groups[0]")

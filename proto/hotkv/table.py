@@ -112,7 +112,8 @@ class BlockTable:
     def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
         """Which blocks are ready [n], as a hint; no call, microseconds for a thousand hashes."""
         words = self.probe(packed, hash_bytes, salt)
-        return (words != 0) & (words < RESERVED_FLAG)
+        ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
+        return ready
 
     def find(self, hashes: Words, salt: int, key_space: int, group: int, *, with_records: bool = False) -> tuple[Words, Words]:
         """Entry words [n] by the whole key, and the records [n, 18] if asked for (undefined rows for misses).
@@ -197,9 +198,7 @@ def probe_twin(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words
     return out
 
 
-def find_twin(
-    buckets: Words, records: Words, hashes: Words, salt: int, key_space: int, group: int, out: Words, out_records: Words
-) -> None:
+def find_twin(buckets: Words, records: Words, hashes: Words, salt: int, key_space: int, group: int, out: Words, out_records: Words) -> None:
     """Numpy twin of `kernels.find`; rereads buckets whose sequence moved while their records were read."""
     mixed = mix(hashes, salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)

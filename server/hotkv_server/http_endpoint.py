@@ -31,7 +31,9 @@ class _NodeCollector(Collector):
         totals, levels = asyncio.run_coroutine_threadsafe(read(), self._loop).result(ANSWER_TIMEOUT_S)
         metrics: list[Metric] = []
         for name, value in totals.items():
-            metrics.append(CounterMetricFamily(f"hotkv_{name}", name.removesuffix("_total").replace("_", " ") + " since start", value=value))
+            metrics.append(
+                CounterMetricFamily(f"hotkv_{name}", name.removesuffix("_total").replace("_", " ") + " since start", value=value)
+            )
         for name, value in levels.items():
             metrics.append(GaugeMetricFamily(f"hotkv_{name}", name.replace("_", " "), value=value))
         return metrics
@@ -56,7 +58,7 @@ class HttpServer:
             def do_GET(self) -> None:
                 try:
                     status, body = self._answer(self.path.partition("?")[0])
-                except Exception as error:  # The edge of HTTP: a loop that does not answer is a failed probe.
+                except Exception as error:  # noqa: BLE001 The edge of HTTP: a loop that does not answer is a failed probe.
                     status, body = 503, f"{type(error).__name__}: the event loop does not answer\n".encode()
                 self.send_response(status)
                 self.send_header("Content-Type", CONTENT_TYPE)

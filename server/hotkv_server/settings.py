@@ -96,7 +96,9 @@ class Settings(BaseSettings):
     runtime_dir: Path = Field(Path("/run/hotkv"), description="Directory of the sockets grpc.sock and fd.sock and of the lock.")
     tcp_address: str = Field("", description="host:port to serve gRPC on besides the Unix socket; empty for none.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
-    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description="Longest wait for work in flight at SIGTERM, in seconds.")
+    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        10.0, description="Longest wait for work in flight at SIGTERM, in seconds."
+    )
     arena: ArenaSettings = Field(default_factory=lambda: ArenaSettings())  # type: ignore[call-arg]
     leases: LeaseSettings = Field(default_factory=lambda: LeaseSettings())  # type: ignore[call-arg]
     copy_: CopySettings = Field(default_factory=lambda: CopySettings(), alias="copy")  # type: ignore[call-arg]

@@ -97,7 +97,9 @@ class CacheCore:
             raise _invalid(f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} are supported")
         for index, group in enumerate(key_space.groups):
             if self.space.pool.capacity_slots(group.slot_bytes) == 0:
-                raise _invalid(f"key_space.groups[{index}]: a block of {group.slot_bytes} bytes does not fit the arena of {self.config.arena_bytes}")
+                raise _invalid(
+                    f"key_space.groups[{index}]: a block of {group.slot_bytes} bytes does not fit the arena of {self.config.arena_bytes}"
+                )
         number = len(self.key_spaces) + 1
         salts = tuple(key_space.group_salt(g) for g in range(len(key_space.groups)))
         self.key_spaces[number] = KeySpaceRecord(number, key_space, salts)
@@ -154,9 +156,13 @@ class CacheCore:
         self._check_groups(self.key_space(session.key_space_id), indices, sum(len(g.hashes) for g in groups))
         if len(set(indices)) != len(indices):
             raise _invalid("groups lists a group twice; give each group one list")
-        existing = self._existing_lease(session.engine_id, lease_id)
+        existing = self._existing_lease(session, lease_id)
         if existing is not None:
-            if not isinstance(existing, ReadLease) or [(g, len(e)) for g, e in existing.groups] != [(g.group_index, len(g.hashes)) for g in groups]:
+            if (
+                not isinstance(existing, ReadLease)
+                or existing.released
+                or [(g, len(e)) for g, e in existing.groups] != [(g.group_index, len(g.hashes)) for g in groups]
+            ):
                 raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use for another call; choose a new id")
             return Grant(tuple(entries != 0 for _, entries in existing.groups), max(0.0, existing.expires_s - now_s))
         ttl_s = self._ttl(ttl_s)
@@ -193,11 +199,13 @@ class CacheCore:
         self._end_lease(lease)
         return True
 
-    def _existing_lease(self, engine_id: str, lease_id: str) -> Lease | None:
+    def _existing_lease(self, session: SessionRecord, lease_id: str) -> Lease | None:
         """The engine's lease with this id; checks that a new one may be made where there is none."""
         if not lease_id:
             raise _invalid("lease_id is empty; choose an id that is unique in the engine")
-        lease = self.leases.get(engine_id, lease_id)
+        lease = self.leases.get(session.engine_id, lease_id)
+        if lease is not None and lease.key_space_id != session.key_space_id:
+            raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use under another key space; choose a new id")
         if lease is None:
             if self.draining:
                 raise HotKVError(Reason.DRAINING, "the server is draining and grants no new leases")
@@ -205,11 +213,13 @@ class CacheCore:
                 raise HotKVError(Reason.OVERLOADED, f"lease_id: {self.config.max_leases} leases are held; release some first")
         return lease
 
-    def _lease(self, engine_id: str, lease_id: str) -> Lease:
-        lease = self.leases.get(engine_id, lease_id)
+    def _lease(self, session: SessionRecord, lease_id: str) -> Lease:
+        lease = self.leases.get(session.engine_id, lease_id)
+        if lease is not None and lease.key_space_id != session.key_space_id:
+            raise HotKVError(Reason.FOREIGN_LEASE, f"lease_id {lease_id!r} belongs to another key space than this session")
         if lease is not None and not lease.released:
             return lease
-        if self.leases.elsewhere(engine_id, lease_id):
+        if self.leases.elsewhere(session.engine_id, lease_id):
             raise HotKVError(Reason.FOREIGN_LEASE, f"lease_id {lease_id!r} belongs to another engine")
         raise HotKVError(Reason.UNKNOWN_LEASE, f"lease_id {lease_id!r} is unknown, released or expired; acquire it again")
 
@@ -242,13 +252,13 @@ class CacheCore:
     # Write leases and transfers
 
     def reserve(self, session_number: int, lease_id: str, runs: list[Run], ttl_s: float, now_s: float) -> Reservation:
-        """Reserves slots for the blocks that are neither ready nor in flight. The first call under a lease id decides; later ones only join."""
+        """Reserves slots for blocks that are neither ready nor in flight. The first call under a lease id decides; later ones only join."""
         session = self._session(session_number)
         key_space = self.key_space(session.key_space_id)
         self._check_groups(key_space, [run.group_index for run in runs], sum(len(run.hashes) for run in runs))
         if any(run.depth < 0 or run.depth + len(run.hashes) >= 1 << 31 for run in runs):
             raise _invalid("runs.depth is negative or too large; it counts blocks from the start of the prompt")
-        lease = self._existing_lease(session.engine_id, lease_id)
+        lease = self._existing_lease(session, lease_id)
         if isinstance(lease, ReadLease):
             raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is a read lease; choose a new id")
         ttl_s = self._ttl(ttl_s)
@@ -304,7 +314,7 @@ class CacheCore:
         """Starts a load under a read lease; returns the slots to copy from."""
         session = self._session(session_number)
         self.transfers.check_new(session_number, transfer_id)
-        lease = self._lease(session.engine_id, lease_id)
+        lease = self._lease(session, lease_id)
         if not isinstance(lease, ReadLease):
             raise _invalid(f"lease_id {lease_id!r} is a write lease; a load needs a read lease")
         if self.draining:
@@ -334,6 +344,9 @@ class CacheCore:
         """Starts a store, reserving what no earlier call under the lease has; returns the slots to copy to."""
         session = self._session(session_number)
         self.transfers.check_new(session_number, transfer_id)
+        num_shards = self.key_space(session.key_space_id).num_shards
+        if not 0 <= shard_index < num_shards:
+            raise _invalid(f"shard_index is {shard_index}; this key space has {num_shards} shards")
         if self.draining:
             raise HotKVError(Reason.DRAINING, "the server is draining and starts no new transfers")
         reservation = self.reserve(session_number, lease_id, runs, ttl_s, now_s)
@@ -347,7 +360,10 @@ class CacheCore:
             masks = self.space.index.mark_written(entries, 0)
             results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
             results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
-            results[positions[np.isin(entries, busy)]] = BlockResult.IN_FLIGHT
+            # A block listed twice is copied once.
+            again = np.ones(len(entries), np.bool_)
+            again[np.unique(entries, return_index=True)[1]] = False
+            results[positions[again | np.isin(entries, busy)]] = BlockResult.IN_FLIGHT
             todo = results[positions] == BlockResult.RESERVED
             busy = np.concatenate((busy, entries[todo]))
             transfer.add_run(entries[todo], positions[todo], results)
@@ -390,7 +406,7 @@ class CacheCore:
         return transfer.results
 
     def _settle_write(self, lease: WriteLease, whole: int) -> None:
-        """Drops aborted entries once no copy can touch them, and ends the lease when every shard was seen and nothing is outstanding."""
+        """Drops aborted entries once no copy can touch them, and ends the lease when every shard was seen and none is outstanding."""
         if lease.num_copies:
             return
         aborted = lease.entries[self.space.index.mark_written(lease.entries, 0) & ABORTED_MARK != 0]
@@ -404,7 +420,7 @@ class CacheCore:
     # For operators
 
     def evict(self, key_space_id: int, group_index: int, hashes: Words | None) -> tuple[int, int]:
-        """Drops blocks that are not pinned: those named, or with `hashes` None all of a key space (0: of every). Returns (dropped, kept)."""
+        """Drops blocks that are not pinned: those named, or with `hashes` None all of a key space (0: of all). Returns (dropped, kept)."""
         if hashes is None:
             if key_space_id:
                 self.key_space(key_space_id)

@@ -76,12 +76,14 @@ class BlockIndex:
 
     def owners(self, entries: Entries) -> NDArray[np.uint32]:
         """Number of the write lease of reserved entries; meaningless for others."""
-        return self.table.records[entries, table.W_CHECK]
+        owners: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK]
+        return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds `mark` to the shard masks of reserved entries and returns the masks. The mask lies in the check value's upper half until then."""
+        """Adds `mark` to the shard masks of reserved entries and returns the masks; they lie in the check value's upper half."""
         self.table.records[entries, table.W_CHECK + 1] |= np.uint32(mark)
-        return self.table.records[entries, table.W_CHECK + 1]
+        masks: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK + 1]
+        return masks
 
     def publish(self, entries: Entries, checks: NDArray[np.uint64]) -> None:
         """Makes reserved entries ready: from here on every reader finds them."""
@@ -107,15 +109,17 @@ class BlockIndex:
 
     def offsets(self, entries: Entries) -> Int64s:
         """Slot offsets in bytes."""
-        return self.table.records[entries, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
+        offsets: Int64s = self.table.records[entries, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
+        return offsets
 
     def slot_bytes(self, entries: Entries) -> Int64s:
         """Slot sizes in bytes, rounded up to SLOT_ALIGN."""
-        return self.table.records[entries, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
+        sizes: Int64s = self.table.records[entries, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
+        return sizes
 
     def states(self) -> NDArray[np.uint32]:
         """State of every entry number: 0 free, STATE_RESERVED or STATE_READY."""
-        return self.table.records[:, table.W_GROUP_STATE] >> 16
+        return self.table.records[:, table.W_GROUP_STATE] >> np.uint32(16)
 
     def ready_entries(self, slot_bytes: int = 0, key_space_id: int = 0) -> Entries:
         """Numbers of ready entries, of one slot size or key space if given. Linear in capacity."""
@@ -130,7 +134,7 @@ class BlockIndex:
     def keys(self, entries: Entries) -> tuple[NDArray[np.uint32], NDArray[np.uint32], Words]:
         """Key space ids [n], group indices [n] and hash words [n, 8] of entries."""
         rows = self.table.records[entries]
-        return rows[:, table.W_KEY_SPACE], rows[:, table.W_GROUP_STATE] & 0xFFFF, np.ascontiguousarray(rows[:, :8])
+        return rows[:, table.W_KEY_SPACE], rows[:, table.W_GROUP_STATE] & np.uint32(0xFFFF), np.ascontiguousarray(rows[:, :8])
 
     def _mixed(self, entries: Entries) -> NDArray[np.uint64]:
         key_spaces, groups, hashes = self.keys(entries)
@@ -146,7 +150,9 @@ class BlockIndex:
         numbers = linked & ~RESERVED_FLAG
         assert len(np.unique(numbers)) == len(numbers) == self.num_entries, "entries linked twice or miscounted"
         states = self.states()
-        assert np.all(states[numbers] == np.where(linked >= RESERVED_FLAG, table.STATE_RESERVED, table.STATE_READY)), "state and flag differ"
+        assert np.all(states[numbers] == np.where(linked >= RESERVED_FLAG, table.STATE_RESERVED, table.STATE_READY)), (
+            "state and flag differ"
+        )
         free = self._free[: self._num_free]
         assert len(np.unique(free)) == len(free) and not np.isin(free, numbers).any(), "entry both free and linked"
         assert np.all(buckets[:, table.SEQ] % 2 == 0), "a bucket was left locked"

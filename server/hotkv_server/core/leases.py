@@ -33,7 +33,8 @@ class ReadLease:
     def entries(self) -> Entries:
         """All pinned entries."""
         listed = np.concatenate([entries for _, entries in self.groups]) if self.groups else np.empty(0, np.uint32)
-        return listed[listed != 0]
+        pinned: Entries = listed[listed != 0]
+        return pinned
 
 
 @dataclass(slots=True)

@@ -94,14 +94,9 @@ class Space:
         """Evicts until `num_slots` more slots of this size can be had, or nothing more may go."""
         if self._others_hold_slabs(slot_bytes):
             self._take_cold_slabs(slot_bytes, num_slots)
-            num_slots -= self._available(slot_bytes)
+            num_slots -= self.pool.available_slots(slot_bytes)
         if num_slots > 0:
             self._evict_coldest(slot_bytes, num_slots)
-
-    def _available(self, slot_bytes: int) -> int:
-        free = [s.num_slots - s.num_used for s in self.pool.stats() if s.slot_bytes == slot_bytes]
-        per_slab = max(1, self.pool.slab_bytes // slot_bytes)
-        return sum(free) + self.pool.num_free_slabs * per_slab
 
     def _evict_coldest(self, slot_bytes: int, count: int) -> None:
         victims = self.policy.victims(slot_bytes, count, lambda: self.index.ready_entries(slot_bytes), self._evictable)
@@ -123,29 +118,43 @@ class Space:
         owners = self.pool.slab_owner()
         foreign = np.flatnonzero((owners > 0) & (owners != slot_bytes) & np.isfinite(heat_s))
         foreign = foreign[np.argsort(heat_s[foreign])]
-        wanted = self.pool.slabs_for(slot_bytes, num_slots)
-        # Own blocks that would have to go instead of the k-th slab; beyond them any cold slab is better than refusing.
-        per_slab = max(1, self.pool.slab_bytes // slot_bytes)
-        rivals = np.full(wanted, np.inf)
-        at = np.arange(wanted) * per_slab
-        rivals[at < len(own)] = own[at[at < len(own)]]
-        best = foreign[:wanted]
-        chosen = best[heat_s[best] < rivals[: len(best)]]
         if slot_bytes > self.pool.slab_bytes:
-            chosen = self._contiguous(slot_bytes, foreign, heat_s)
+            chosen = self._cold_runs(slot_bytes, num_slots, foreign, heat_s, own)
+        else:
+            chosen = self._cold_slabs(slot_bytes, num_slots, foreign, heat_s, own)
         self.evict(live[np.isin(slabs, chosen)])
 
-    def _contiguous(self, slot_bytes: int, foreign: Int64s, heat_s: NDArray[np.float64]) -> Int64s:
-        """The coldest run of slabs, free or to be emptied, long enough for one slot that spans slabs."""
+    def _cold_slabs(
+        self, slot_bytes: int, num_slots: int, foreign: Int64s, heat_s: NDArray[np.float64], own: NDArray[np.float64]
+    ) -> Int64s:
+        """The coldest slabs, as long as they are colder than the own blocks that would have to go instead."""
+        wanted = self.pool.slabs_for(slot_bytes, num_slots)
+        rivals = np.full(wanted, np.inf)
+        at = np.arange(wanted) * (self.pool.slab_bytes // slot_bytes)
+        rivals[at < len(own)] = own[at[at < len(own)]]
+        best = foreign[:wanted]
+        return best[heat_s[best] < rivals[: len(best)]]
+
+    def _cold_runs(self, slot_bytes: int, num_slots: int, foreign: Int64s, heat_s: NDArray[np.float64], own: NDArray[np.float64]) -> Int64s:
+        """As `_cold_slabs` for slots that span slabs: runs of neighbours, free or to be emptied."""
         length = -(-slot_bytes // self.pool.slab_bytes)
         cost = np.full(self.pool.num_slabs, np.inf)
         cost[foreign] = heat_s[foreign]
         cost[self.pool.slab_owner() < 0] = -np.inf
-        if length > len(cost):
-            return np.empty(0, np.int64)
-        hottest = np.lib.stride_tricks.sliding_window_view(cost, length).max(axis=1)
-        start = int(np.argmin(hottest))
-        return np.arange(start, start + length) if hottest[start] < np.inf else np.empty(0, np.int64)
+        chosen: list[Int64s] = []
+        num_own = 0
+        while len(chosen) + num_own < num_slots and length <= len(cost):
+            hottest = np.lib.stride_tricks.sliding_window_view(cost, length).max(axis=1)
+            start = int(np.argmin(hottest))
+            rival = own[num_own] if num_own < len(own) else np.inf
+            if hottest[start] < rival:
+                chosen.append(np.arange(start, start + length))
+                cost[start : start + length] = np.inf
+            elif num_own < len(own):
+                num_own += 1
+            else:
+                break
+        return np.concatenate(chosen) if chosen else np.empty(0, np.int64)
 
     def _ghost_keys(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.uint64]:
         return table.mix(hashes, (key_space_id << 16 | group_index) * 0x9E37_79B9)

@@ -3,7 +3,20 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import ENTRIES, MAX_PROBE_BUCKETS, OVERFLOW, RESERVED_FLAG, SEQ, STATE_READY, TAGS, W_CHECK, W_GROUP_STATE, WAYS, Words, home_buckets
+from hotkv.table import (
+    ENTRIES,
+    MAX_PROBE_BUCKETS,
+    OVERFLOW,
+    RESERVED_FLAG,
+    SEQ,
+    STATE_READY,
+    TAGS,
+    W_CHECK,
+    W_GROUP_STATE,
+    WAYS,
+    Words,
+    home_buckets,
+)
 
 Mixed = NDArray[np.uint64]
 

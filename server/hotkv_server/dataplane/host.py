@@ -13,6 +13,8 @@ from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.dataplane.plan import CopyPlan
 
 PIECE_BYTES = 4 << 20
+STREAMED_JOB_BYTES = 8 << 20
+"""Jobs of this size are written past the caches: they would not stay there, and nothing is read only to be overwritten."""
 
 
 class HostCopyEngine:
@@ -55,16 +57,16 @@ class HostCopyEngine:
             error = ""
             if not job.cancelled:
                 try:
-                    self._copy(plan, start, end)
-                except Exception as failure:  # The edge of the effect executor: a failed copy is a failed transfer.
+                    self._copy(plan, start, end, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
+                except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
                     error = f"{type(failure).__name__}: {failure}"
             job.piece_done(error)
             del piece, job, plan
 
-    def _copy(self, plan: CopyPlan, start: int, end: int) -> None:
+    def _copy(self, plan: CopyPlan, start: int, end: int, *, streaming: bool) -> None:
         if self._kernels is not None:
             self._kernels.copy_runs(
-                plan.dst.address, plan.src.address, plan.dst_offsets, plan.src_offsets, plan.num_bytes, start, end
+                plan.dst.address, plan.src.address, plan.dst_offsets, plan.src_offsets, plan.num_bytes, start, end, streaming
             )
         else:
             copy_twin(plan, start, end)

@@ -3,6 +3,7 @@
 A plan is checked against both memories before anything moves, and neighbours that are contiguous on both sides are merged.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ class CopyPlan:
         numbers = (ends - self.num_bytes) // piece_bytes
         starts = np.flatnonzero(np.concatenate(([True], numbers[1:] != numbers[:-1]))) if len(numbers) else np.empty(0, np.int64)
         bounds = [*starts.tolist(), len(numbers)]
-        return list(zip(bounds[:-1], bounds[1:], strict=True))
+        return list(itertools.pairwise(bounds))
 
 
 def plans_for(runs: Sequence[CopyRuns], arena: Region, engine: dict[str, Region], *, to_engine: bool) -> list[CopyPlan]:

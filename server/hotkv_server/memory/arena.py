@@ -53,7 +53,7 @@ class NodeMemory:
         return memory
 
     def _prefault(self) -> None:
-        """Brings the arena in: as huge pages while that is quick, the rest as they come. A kernel that has to compact memory first is slow."""
+        """Brings the arena in: as huge pages while that is quick (a kernel that must compact memory first is not), then as it comes."""
         deadline_s = time.monotonic() + HUGE_PAGE_BUDGET_S
         whole = self.arena.num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         while self.huge_bytes < whole and time.monotonic() < deadline_s:

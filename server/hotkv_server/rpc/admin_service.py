@@ -4,17 +4,17 @@ import os
 import time
 from typing import Any
 
-import hotkv
 import numpy as np
+
+import hotkv
 from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc
-
 from hotkv_server.rpc import convert
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
 from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.stats import counters, tier
+from hotkv_server.runtime.stats import counters, gauges, tier
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 10_000
@@ -27,7 +27,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    async def GetInfo(self, request: admin_pb2.GetInfoRequest, context: Any) -> admin_pb2.GetInfoResponse:  # type: ignore[override]
+    async def GetInfo(self, request: admin_pb2.GetInfoRequest, context: Any) -> admin_pb2.GetInfoResponse:
         node = self._node
         return admin_pb2.GetInfoResponse(
             version=hotkv.__version__,
@@ -36,10 +36,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             pid=os.getpid(),
             uptime_s=time.monotonic() - node.started_s,
             state="draining" if node.core.draining else "ready",
-            counters=[admin_pb2.Counter(name=name, value=value) for name, value in counters(node).items()],
+            counters=[admin_pb2.Counter(name=name, value=value) for name, value in {**counters(node), **gauges(node)}.items()],
         )
 
-    async def ListTiers(self, request: admin_pb2.ListTiersRequest, context: Any) -> admin_pb2.ListTiersResponse:  # type: ignore[override]
+    async def ListTiers(self, request: admin_pb2.ListTiersRequest, context: Any) -> admin_pb2.ListTiersResponse:
         host = tier(self._node)
         message = admin_pb2.Tier(
             name="host",
@@ -50,13 +50,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             free_slab_count=host.num_free_slabs,
             slab_byte_count=host.slab_bytes,
             slab_classes=[
-                admin_pb2.SlabClass(slot_byte_count=c.slot_bytes, slab_count=c.num_slabs, slot_count=c.num_slots, used_slot_count=c.num_used)
+                admin_pb2.SlabClass(
+                    slot_byte_count=c.slot_bytes, slab_count=c.num_slabs, slot_count=c.num_slots, used_slot_count=c.num_used
+                )
                 for c in host.slab_classes
             ],
         )
         return admin_pb2.ListTiersResponse(tiers=[message])
 
-    async def ListKeySpaces(self, request: admin_pb2.ListKeySpacesRequest, context: Any) -> admin_pb2.ListKeySpacesResponse:  # type: ignore[override]
+    async def ListKeySpaces(self, request: admin_pb2.ListKeySpacesRequest, context: Any) -> admin_pb2.ListKeySpacesResponse:
         records = self._node.core.space.index.table.records
         ready = self._node.core.space.index.states() == table.STATE_READY
         held = np.bincount(records[ready, table.W_KEY_SPACE], minlength=len(self._node.core.key_spaces) + 1)
@@ -72,7 +74,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             ]
         )
 
-    async def ListSessions(self, request: admin_pb2.ListSessionsRequest, context: Any) -> admin_pb2.ListSessionsResponse:  # type: ignore[override]
+    async def ListSessions(self, request: admin_pb2.ListSessionsRequest, context: Any) -> admin_pb2.ListSessionsResponse:
         now_s = time.monotonic()
         held: dict[str, int] = {}
         for lease in self._node.core.leases.all():
@@ -96,7 +98,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             ]
         )
 
-    async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Any) -> admin_pb2.ListBlocksResponse:  # type: ignore[override]
+    async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Any) -> admin_pb2.ListBlocksResponse:
         async def call() -> admin_pb2.ListBlocksResponse:
             return self._list_blocks(request)
 
@@ -141,7 +143,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             parent_hash=convert.unpadded(parent[None, :8], hash_bytes) if follows else b"",
         )
 
-    async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> admin_pb2.EvictResponse:  # type: ignore[override]
+    async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> admin_pb2.EvictResponse:
         async def call() -> admin_pb2.EvictResponse:
             if request.all == bool(request.hashes):
                 raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
@@ -153,14 +155,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
         return await answer(context, call)
 
-    async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:  # type: ignore[override]
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         async def call() -> admin_pb2.DrainResponse:
             self._node.drain(convert.seconds("timeout_ms", request.timeout_ms) or DEFAULT_DRAIN_S)
             return admin_pb2.DrainResponse(lease_count=len(self._node.core.leases), transfer_count=len(self._node.core.transfers))
 
         return await answer(context, call)
 
-    async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:  # type: ignore[override]
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:
         async def call() -> admin_pb2.ExplainResponse:
             return explain(self._node, request)
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from hotkv.v1 import cache_pb2, cache_pb2_grpc
-
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import answer
 from hotkv_server.runtime.node import Node
@@ -15,46 +14,46 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    async def Lookup(self, request: cache_pb2.LookupRequest, context: Any) -> cache_pb2.LookupResponse:  # type: ignore[override]
+    async def Lookup(self, request: cache_pb2.LookupRequest, context: Any) -> cache_pb2.LookupResponse:
         async def call() -> cache_pb2.LookupResponse:
             session = self._node.session(request.session_id) if request.session_id else None
             return calls.lookup(self._node, session, request)
 
         return await answer(context, call)
 
-    async def AcquireLease(self, request: cache_pb2.AcquireLeaseRequest, context: Any) -> cache_pb2.AcquireLeaseResponse:  # type: ignore[override]
+    async def AcquireLease(self, request: cache_pb2.AcquireLeaseRequest, context: Any) -> cache_pb2.AcquireLeaseResponse:
         async def call() -> cache_pb2.AcquireLeaseResponse:
             return calls.acquire(self._node, self._node.session(request.session_id), request)
 
         return await answer(context, call)
 
-    async def ReserveBlocks(self, request: cache_pb2.ReserveBlocksRequest, context: Any) -> cache_pb2.ReserveBlocksResponse:  # type: ignore[override]
+    async def ReserveBlocks(self, request: cache_pb2.ReserveBlocksRequest, context: Any) -> cache_pb2.ReserveBlocksResponse:
         async def call() -> cache_pb2.ReserveBlocksResponse:
             return calls.reserve(self._node, self._node.session(request.session_id), request)
 
         return await answer(context, call)
 
-    async def ReleaseLease(self, request: cache_pb2.ReleaseLeaseRequest, context: Any) -> cache_pb2.ReleaseLeaseResponse:  # type: ignore[override]
+    async def ReleaseLease(self, request: cache_pb2.ReleaseLeaseRequest, context: Any) -> cache_pb2.ReleaseLeaseResponse:
         async def call() -> cache_pb2.ReleaseLeaseResponse:
             return calls.release(self._node, self._node.session(request.session_id), request)
 
         return await answer(context, call)
 
-    async def Load(self, request: cache_pb2.LoadRequest, context: Any) -> cache_pb2.LoadResponse:  # type: ignore[override]
+    async def Load(self, request: cache_pb2.LoadRequest, context: Any) -> cache_pb2.LoadResponse:
         async def call() -> cache_pb2.LoadResponse:
             end = await calls.load(self._node, self._node.session(request.session_id), request)
             return convert.load_response(request.transfer_id, end)
 
         return await answer(context, call)
 
-    async def Store(self, request: cache_pb2.StoreRequest, context: Any) -> cache_pb2.StoreResponse:  # type: ignore[override]
+    async def Store(self, request: cache_pb2.StoreRequest, context: Any) -> cache_pb2.StoreResponse:
         async def call() -> cache_pb2.StoreResponse:
             end = await calls.store(self._node, self._node.session(request.session_id), request)
             return convert.store_response(request, end)
 
         return await answer(context, call)
 
-    async def CancelTransfer(self, request: cache_pb2.CancelTransferRequest, context: Any) -> cache_pb2.CancelTransferResponse:  # type: ignore[override]
+    async def CancelTransfer(self, request: cache_pb2.CancelTransferRequest, context: Any) -> cache_pb2.CancelTransferResponse:
         async def call() -> cache_pb2.CancelTransferResponse:
             return calls.cancel(self._node, self._node.session(request.session_id), request)
 

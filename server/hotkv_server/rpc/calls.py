@@ -4,7 +4,6 @@ import asyncio
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import cache_pb2
-
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.node import Node, TransferEnd
 from hotkv_server.runtime.session import LiveSession

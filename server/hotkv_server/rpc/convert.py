@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.table import Words, hash_words
 from hotkv.v1 import cache_pb2, layout_pb2
-from numpy.typing import NDArray
-
 from hotkv_server.core.values import HashList, LoadPositions, Run
 from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.runtime.node import TransferEnd
@@ -34,7 +34,7 @@ def key_space(message: layout_pb2.KeySpace) -> KeySpace:
         for position, group in enumerate(message.groups):
             if group.group_index != position:
                 raise ValueError(f"groups[{position}].group_index is {group.group_index}; groups are listed in order")
-            if group.kind not in GroupKind.__members__.values():
+            if int(group.kind) not in set(GroupKind):
                 raise ValueError(f"groups[{position}].kind is {group.kind}, which is unknown")
             groups.append(
                 GroupSpec(

@@ -12,9 +12,9 @@ import struct
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
+
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import session_pb2
-
 from hotkv_server.rpc.errors import as_refusal, detail
 from hotkv_server.runtime.node import Node
 
@@ -24,6 +24,11 @@ MAX_DESCRIPTORS = 64
 MAX_PACKET_BYTES = 65536
 MAX_PENDING = 256
 REQUEST_TIMEOUT_S = 10.0
+
+
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class DescriptorServer:
@@ -76,7 +81,7 @@ class DescriptorServer:
 
     async def _readable(self, connection: socket.socket) -> None:
         ready = self._loop.create_future()
-        self._loop.add_reader(connection.fileno(), lambda: ready.done() or ready.set_result(None))
+        self._loop.add_reader(connection.fileno(), _resolve, ready)
         try:
             await ready
         finally:
@@ -89,7 +94,9 @@ class DescriptorServer:
         try:
             packet, fds, message_flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
             if message_flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-                raise HotKVError(Reason.TOO_LARGE, f"the packet is longer than {MAX_PACKET_BYTES} bytes or carries over {MAX_DESCRIPTORS} descriptors")
+                raise HotKVError(
+                    Reason.TOO_LARGE, f"the packet is longer than {MAX_PACKET_BYTES} bytes or carries over {MAX_DESCRIPTORS} descriptors"
+                )
             self._check_peer(connection)
             request = self._parse(packet)
             session = self._node.session(request.session_id)
@@ -99,12 +106,15 @@ class DescriptorServer:
                 raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
             session.received_fds.update(zip(request.handle_ids, fds, strict=True))
             kept.update(fds)
-            self._send(connection, session_pb2.LinkResponse(
-                arena_byte_count=self._node.memory.arena.num_bytes, table_byte_count=self._node.memory.table.geometry.file_bytes
-            ))
+            self._send(
+                connection,
+                session_pb2.LinkResponse(
+                    arena_byte_count=self._node.memory.arena.num_bytes, table_byte_count=self._node.memory.table.geometry.file_bytes
+                ),
+            )
             session.close_link = connection.close
             return True
-        except Exception as error:  # The edge of the descriptor socket: every failure is an answer.
+        except Exception as error:  # noqa: BLE001 The edge of the descriptor socket: every failure is an answer.
             refusal = as_refusal(error)
             log.warning("descriptor socket: refused a link: %s", refusal)
             try:

@@ -6,6 +6,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import errors_pb2
 
@@ -62,5 +63,5 @@ async def answer(context: Any, call: Callable[[], Awaitable[Answer]]) -> Answer:
     """Runs a unary call; the edge where exceptions become codes."""
     try:
         return await call()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 The edge of unary calls: every failure is an answer.
         await abort(context, as_refusal(error))

@@ -1,12 +1,12 @@
 """Explain: of each block of a prompt, would it hit, and if not, why."""
 
 import numpy as np
+
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import needed_blocks
 from hotkv.keys import token_block_hashes
 from hotkv.table import RESERVED_FLAG, Words
 from hotkv.v1 import admin_pb2
-
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.node import Node
 

@@ -7,8 +7,8 @@ import grpc
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, session_pb2, session_pb2_grpc
 
+from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, session_pb2, session_pb2_grpc
 from hotkv_server.rpc.admin_service import AdminService
 from hotkv_server.rpc.cache_service import CacheService
 from hotkv_server.rpc.session_service import SessionService
@@ -41,7 +41,9 @@ class RpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
             ]
         )
-        session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(node, has_descriptor_socket=has_descriptor_socket), self._server)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(
+            SessionService(node, has_descriptor_socket=has_descriptor_socket), self._server
+        )
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(node), self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(node), self._server)
         self._health = health.aio.HealthServicer()

@@ -12,7 +12,6 @@ from typing import Any
 import hotkv
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import cache_pb2, session_pb2, session_pb2_grpc
-
 from hotkv_server.core.values import EvictionNotice
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import abort, as_refusal, detail
@@ -37,7 +36,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self._node = node
         self._has_descriptor_socket = has_descriptor_socket
 
-    async def Connect(self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any) -> None:  # type: ignore[override]
+    async def Connect(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any
+    ) -> None:
         try:
             first = await asyncio.wait_for(anext(request_iterator), FIRST_MESSAGE_TIMEOUT_S)
             session = self._open(first)
@@ -108,14 +109,16 @@ class _Stream:
             notices.cancel()
             await asyncio.gather(self._reader, notices, return_exceptions=True)
         if self._overflowed:
-            await abort(self._context, HotKVError(Reason.OVERLOADED, f"the client left {OUTBOX_MESSAGES} messages unread; the session is closed"))
+            await abort(
+                self._context, HotKVError(Reason.OVERLOADED, f"the client left {OUTBOX_MESSAGES} messages unread; the session is closed")
+            )
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
         try:
             async for request in requests:
                 try:
                     response = await self._handle(request)
-                except Exception as error:  # The edge of the stream: every failure is an answer.
+                except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
                     response = session_pb2.ConnectResponse(error=detail(as_refusal(error)))
                 if response is not None and request.request_id:
                     response.request_id = request.request_id
@@ -193,5 +196,3 @@ class _Stream:
         if not done.cancelled():
             answer = convert.store_response(request.store, done.result())
             self._send(session_pb2.ConnectResponse(request_id=request.request_id, store=answer))
-
-

@@ -137,7 +137,13 @@ class Node:
         if session.memory is not None:
             session.memory.close()
         session.memory = memory
-        log.info("memory registered session=%d bytes=%d blocks=%d layout=%s", session.record.number, layout.num_bytes, layout.num_blocks, layout.name)
+        log.info(
+            "memory registered session=%d bytes=%d blocks=%d layout=%s",
+            session.record.number,
+            layout.num_bytes,
+            layout.num_blocks,
+            layout.name,
+        )
 
     # Calls
 
@@ -157,7 +163,13 @@ class Node:
         self.core.touch(session.record.number, groups, time.monotonic())
 
     def load(
-        self, session: LiveSession, transfer_id: str, lease_id: str, runs: list[LoadPositions], block_ids: list[NDArray[np.int64]], timeout_s: float
+        self,
+        session: LiveSession,
+        transfer_id: str,
+        lease_id: str,
+        runs: list[LoadPositions],
+        block_ids: list[NDArray[np.int64]],
+        timeout_s: float,
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a load. The future is done when nothing is written any more."""
         memory = _usable_memory(session, block_ids)
@@ -178,7 +190,9 @@ class Node:
         memory = _usable_memory(session, block_ids)
         for run, ids in zip(runs, block_ids, strict=True):
             if len(ids) != len(run.hashes):
-                raise HotKVError(Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a hash")
+                raise HotKVError(
+                    Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a hash"
+                )
         slots = self.core.begin_store(
             session.record.number, transfer_id, lease_id, runs, memory.layout.shard_index, max(timeout_s, 0.0) * 2, time.monotonic()
         )
@@ -218,7 +232,9 @@ class Node:
         runs = [
             copy
             for slot_run, ids in zip(slots, block_ids, strict=True)
-            for copy in memory.layout.copy_runs(slot_run.group_index, groups[slot_run.group_index], ids[slot_run.positions], slot_run.offsets)
+            for copy in memory.layout.copy_runs(
+                slot_run.group_index, groups[slot_run.group_index], ids[slot_run.positions], slot_run.offsets
+            )
         ]
         late: list[str] = []
 

@@ -26,7 +26,13 @@ def tier(node: Node) -> TierStats:
     ready = int((space.index.states() == table.STATE_READY).sum())
     pool = space.pool
     return TierStats(
-        pool.num_slabs * pool.slab_bytes, space.used_bytes(), space.pinned_bytes(), ready, pool.num_free_slabs, pool.slab_bytes, pool.stats()
+        pool.num_slabs * pool.slab_bytes,
+        space.used_bytes(),
+        space.pinned_bytes(),
+        ready,
+        pool.num_free_slabs,
+        pool.slab_bytes,
+        pool.stats(),
     )
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table, and with `--json` one JSON object last."""

@@ -1,0 +1,110 @@
+"""End to end: SmolLM2 on vLLM's CPU build, prompts of 4k tokens, three engines that take turns.
+
+`miss` has the connector and sees new prompts only; `plain` is vLLM without it, on as many new prompts; `warm` has the
+connector and sees what `miss` has just computed. Order alternates, every prompt is new, medians are taken.
+
+Prints a table; `--json` prints one JSON object last: `warm_over_cold` (time to first token, `warm` over `miss`),
+`hook_share` (time in the connector's hooks over time of engine steps, in `miss`), `miss_overhead` (whole request, `miss`
+over `plain`: median of the ratios of neighbours).
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from demo import prompts
+from demo.processes import Answer, Engine, EngineSettings, Server, ends_cleanly, prepare_model, runtime_folder
+
+TARGETS = {"warm_over_cold": 0.1, "hook_share": 0.01, "miss_overhead": 1.05}
+PROMPT_TOKENS = 4050
+ANSWER_TOKENS = 32
+ARENA = "2GiB"
+ARENA_BYTES = 2 << 30
+WARM_UPS = 2
+FIRST_SEED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One turn of each engine."""
+
+    miss: Answer
+    plain: Answer
+    warm: Answer
+
+
+def hook_share(path: Path) -> float:
+    """Seconds in hooks, of scheduler and worker together, over seconds of engine steps, as the connector wrote them when it ended."""
+    timing = json.loads(path.read_text())
+    if len(timing["sides"]) < 2:
+        raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
+    return float(timing["hook_s"]) / float(timing["step_s"])
+
+
+def measure(model: Path, folder: Path, num_rounds: int) -> tuple[list[Round], float]:
+    """Rounds, and the share of hooks in `miss`."""
+    timing = folder / "hooks.json"
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Server(folder, ARENA))
+        server.wait_ready()
+        miss = stack.enter_context(
+            Engine("miss", EngineSettings(str(model), server.target, {"hotkv.hook_timing_file": str(timing)}), folder)
+        )
+        plain = stack.enter_context(Engine("plain", EngineSettings(str(model)), folder))
+        warm = stack.enter_context(Engine("warm", EngineSettings(str(model), server.target), folder))
+        seed = FIRST_SEED
+        for engine in (miss, plain, warm):
+            engine.wait_ready()
+            for _ in range(WARM_UPS):
+                seed += 1
+                engine.generate(prompts.token_ids(model, seed, PROMPT_TOKENS), ANSWER_TOKENS)
+
+        rounds = []
+        for number in range(num_rounds):
+            prompt, other = (prompts.token_ids(model, seed + offset, PROMPT_TOKENS) for offset in (1, 2))
+            seed += 2
+            turns = [(miss, prompt), (plain, other)]
+            answers = {engine: engine.generate(tokens, ANSWER_TOKENS) for engine, tokens in (turns if number % 2 else turns[::-1])}
+            server.wait_for_stores()
+            rounds.append(Round(answers[miss], answers[plain], warm.generate(prompt, ANSWER_TOKENS)))
+            last = rounds[-1]
+            print(
+                f"round {number + 1}: TTFT {last.miss.ttft_s:.2f} s cold, {last.warm.ttft_s:.3f} s warm ({last.warm.hit_tokens} hit); "
+                f"whole request {last.miss.total_s:.2f} s, without connector {last.plain.total_s:.2f} s",
+                flush=True,
+            )
+        miss.close()
+        return rounds, hook_share(timing)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 28)) as folder:
+        rounds, share = measure(prepare_model(), folder, arguments.rounds)
+    unexpected = [number for number, one in enumerate(rounds, 1) if one.miss.hit_tokens or one.plain.hit_tokens or not one.warm.hit_tokens]
+    if unexpected:
+        print(f"rounds {unexpected} hit where they should miss, or missed where they should hit: no figures", file=sys.stderr)
+        return 1
+    figures = {
+        "warm_over_cold": statistics.median(one.warm.ttft_s for one in rounds) / statistics.median(one.miss.ttft_s for one in rounds),
+        "hook_share": share,
+        "miss_overhead": statistics.median(one.miss.total_s / one.plain.total_s for one in rounds),
+    }
+    print(f"{'figure':<20}{'median':>10}{'target':>10}")
+    for name, value in figures.items():
+        print(f"{name:<20}{value:>10.3g}{TARGETS[name]:>10g}{'' if value <= TARGETS[name] else '  missed'}")
+    if arguments.json:
+        print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""How long a lookup takes: through the shared table, on the session stream, as a unary call. `python -m bench.lookup [--json]`.
+
+A running server holds a million ready blocks of 4 KiB. Its table is read cold: before each measurement the caches are filled
+with other data, then the code (not the table) is warmed again by a lookup of hashes that nobody has. Variants are
+interleaved, every figure starts from `list[bytes]`.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import grpc
+import numpy as np
+
+from bench.report import median, parser, percentile, print_report
+from demo.processes import Server, ends_cleanly, runtime_folder
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv.v1 import cache_pb2, cache_pb2_grpc
+from hotkv_client import BlockRun, EngineMemory, GroupHashes, Role, Session, SessionConfig
+
+COUNTS = (64, 1024, 8192, 65536)
+BLOCKS = 1_000_000
+STORE_BLOCKS = 50_000
+PAGE_BYTES = 4096
+HASH_BYTES = 32
+ROUNDS = {64: 200, 1024: 200, 8192: 60, 65536: 15}
+KEY_SPACE = KeySpace("bench", "bench", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAGE_BYTES,)),), 16)
+
+
+def random_hashes(count: int) -> list[bytes]:
+    """Hashes nobody else has."""
+    data = os.urandom(count * HASH_BYTES)
+    return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
+
+
+def fill(target: str) -> tuple[Session, list[bytes]]:
+    """Stores a million blocks, all from one page of engine memory; the session and the hashes."""
+    fd = os.memfd_create("engine")
+    os.truncate(fd, PAGE_BYTES)
+    layout = Layout(0, 1, (MemoryHandle("kv", PAGE_BYTES),), (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),))
+    session = Session(SessionConfig(target, "bench", Role.WORKER, KEY_SPACE), EngineMemory(layout, {"kv": fd}))
+    session.start()
+    assert session.wait_connected(10), "no server"
+    hashes = random_hashes(BLOCKS)
+    for start in range(0, BLOCKS, STORE_BLOCKS):
+        run = BlockRun(0, hashes[start : start + STORE_BLOCKS], np.zeros(STORE_BLOCKS, np.int32))
+        result = session.store(f"fill-{start}", f"fill-{start}", [run], 60).result(60)
+        assert np.all(result.results[0] == 1), "the arena is too small for the benchmark"
+    return session, hashes
+
+
+class ColdPicks:
+    """Hash lists in random order out of a pool; taking one pushes the table out of the caches."""
+
+    def __init__(self, pool: list[bytes], seed: int) -> None:
+        self._pool = pool
+        self._random = np.random.default_rng(seed)
+        self._litter = np.zeros(96 << 20, np.uint8)
+
+    def take(self, count: int) -> list[bytes]:
+        """`count` hashes; the caches hold them, as they do when vLLM has just hashed a prompt, but not the table."""
+        chosen = [self._pool[i] for i in self._random.integers(0, len(self._pool), count)]
+        self._litter += 1
+        b"".join(chosen)
+        return chosen
+
+
+def main() -> int:
+    """Entry point."""
+    options = parser("Time lookups.").parse_args()
+    times: dict[tuple[str, int], list[float]] = {}
+    with ends_cleanly(), runtime_folder(6 << 30) as folder, Server(folder, "4GiB", "--arena.max-blocks", str(BLOCKS + 1)) as server:
+        server.wait_ready()
+        session, pool = fill(server.target)
+        hits, misses = ColdPicks(pool, 1), ColdPicks(random_hashes(200_000), 2)
+        stub = cache_pb2_grpc.CacheServiceStub(grpc.insecure_channel(server.target))
+
+        def by_table(hashes: list[bytes]) -> None:
+            assert session.probe(0, hashes) is not None, "no table"
+
+        def by_stream(hashes: list[bytes]) -> None:
+            session.lookup([GroupHashes(0, hashes)]).result(10)
+
+        def by_unary(hashes: list[bytes]) -> None:
+            groups = [cache_pb2.GroupHashes(group_index=0, hashes=b"".join(hashes))]
+            np.frombuffer(stub.Lookup(cache_pb2.LookupRequest(key_space_id=1, groups=groups)).groups[0].flags, np.bool_)
+
+        variants: dict[str, tuple[ColdPicks, Callable[[list[bytes]], None]]] = {
+            "table": (hits, by_table),
+            "table, all miss": (misses, by_table),
+            "grpc stream": (hits, by_stream),
+            "grpc unary": (hits, by_unary),
+        }
+        code_warmer = random_hashes(32)
+        for count in COUNTS:
+            for _ in range(ROUNDS[count]):
+                for name, (picks, call) in variants.items():
+                    chosen = picks.take(count)
+                    call(code_warmer)
+                    start_s = time.perf_counter()
+                    call(chosen)
+                    times.setdefault((name, count), []).append((time.perf_counter() - start_s) * 1e6)
+                times.setdefault(("grpc ping", 0), []).append(session.ping(10) * 1e6)
+        session.close()
+    rows = [(name, count or "-", round(median(values), 1), round(percentile(values, 0.9), 1)) for (name, count), values in times.items()]
+    figures: dict[str, object] = {
+        "table_us_p50": median(times["table", 1024]),
+        "grpc_us_p50": median(times["grpc stream", 1024]),
+        "grpc_unary_us_p50": median(times["grpc unary", 1024]),
+        "grpc_ping_us_p50": median(times["grpc ping", 0]),
+        "by_count": {name: {count: median(times[name, count]) for count in COUNTS} for name in variants},
+        "blocks": BLOCKS,
+    }
+    print_report(("variant", "hashes", "p50 us", "p90 us"), rows, figures, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""How fast KV moves: store and load of paged KV through the running server, beside a memcpy of the same bytes with as many threads.
+
+`python -m bench.transfer [--json]`. The model: 16 layers of 8 KV heads of 128, bfloat16, 64 MiB an operation, block sizes
+from 4 to 256 tokens, so runs of 16 KiB to 1 MiB. Every load is compared byte by byte. Variants are interleaved; every
+figure starts from the client's call.
+"""
+
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.report import median, parser, percentile, print_report
+from demo.processes import Server, ends_cleanly, runtime_folder
+from hotkv import native
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv_client import BlockResult, BlockRun, EngineMemory, GroupHashes, LoadRun, Role, Session, SessionConfig, TransferStatus
+
+LAYERS = 16
+TOKEN_BYTES = 2 * 8 * 128 * 2
+OPERATION_BYTES = 64 << 20
+BLOCK_TOKENS = (4, 16, 64, 256)
+ROUNDS = 25
+COPY_THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+class Engine:
+    """The memory of a CPU engine in a shared file, LBHNC: one contiguous page per layer and block, two operations' worth."""
+
+    def __init__(self, target: str, block_tokens: int) -> None:
+        self.page_bytes = block_tokens * TOKEN_BYTES
+        self.num_blocks = OPERATION_BYTES // (LAYERS * self.page_bytes)
+        pool = 2 * self.num_blocks
+        layer_bytes = pool * self.page_bytes
+        fd = os.memfd_create("engine")
+        os.truncate(fd, LAYERS * layer_bytes)
+        self.kv = np.frombuffer(mmap.mmap(fd, LAYERS * layer_bytes), np.uint8).reshape(LAYERS, pool, self.page_bytes)
+        self.kv[:] = np.random.default_rng(block_tokens).integers(0, 256, self.kv.shape, dtype=np.uint8)
+        tensors = tuple(PageTensor(0, "kv", i * layer_bytes, self.page_bytes, self.page_bytes, i * self.page_bytes) for i in range(LAYERS))
+        layout = Layout(0, pool, (MemoryHandle("kv", LAYERS * layer_bytes),), tensors, "LBHNC")
+        group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (LAYERS * self.page_bytes,))
+        key_space = KeySpace("bench", f"{block_tokens}", "bfloat16", (group,), block_tokens)
+        self.session = Session(SessionConfig(target, f"engine-{block_tokens}", Role.WORKER, key_space), EngineMemory(layout, {"kv": fd}))
+        self.session.start()
+        assert self.session.wait_connected(20), "no server"
+        # Scattered on both sides: sources and destinations in random order, none beside its neighbour in the prompt.
+        order = np.random.default_rng(1).permutation(pool).astype(np.int32)
+        self.sources, self.destinations = order[: self.num_blocks], order[self.num_blocks :]
+        self.positions = np.arange(self.num_blocks, dtype=np.int32)
+
+    def store(self, hashes: list[bytes], name: str) -> float:
+        """Seconds of a store of one operation."""
+        start_s = time.perf_counter()
+        result = self.session.store(name, name, [BlockRun(0, hashes, self.sources)], 30).result(30)
+        taken_s = time.perf_counter() - start_s
+        assert result.status is TransferStatus.DONE and np.all(result.results[0] == BlockResult.STORED), result
+        return taken_s
+
+    def load(self, hashes: list[bytes], name: str) -> float:
+        """Seconds of a load of one operation, lease apart; checks every byte."""
+        self.kv[:, self.destinations] = 0
+        assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), "stored blocks are missing"
+        start_s = time.perf_counter()
+        result = self.session.load(name, name, [LoadRun(0, self.positions, self.destinations)], 30).result(30)
+        taken_s = time.perf_counter() - start_s
+        assert result.status is TransferStatus.DONE, result
+        assert np.array_equal(self.kv[:, self.destinations], self.kv[:, self.sources]), "wrong bytes"
+        self.session.release(name)
+        return taken_s
+
+
+def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[[], float]:
+    """Seconds of one memcpy of the same bytes, contiguous, cut over as many threads as the server copies with."""
+    kernels = native.load("hotkv.kernels")
+    assert kernels is not None, "the benchmark needs numba"
+    bounds = np.linspace(0, dst.nbytes, COPY_THREADS + 1).astype(np.int64)
+
+    def part(i: int) -> None:
+        offsets, length = bounds[i : i + 1].copy(), np.array([bounds[i + 1] - bounds[i]])
+        kernels.copy_runs(dst.ctypes.data, src.ctypes.data, offsets, offsets, length, 0, 1, False)
+
+    def run() -> float:
+        threads = [threading.Thread(target=part, args=(i,)) for i in range(1, COPY_THREADS)]
+        start_s = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        part(0)
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start_s
+
+    return run
+
+
+def main() -> int:
+    """Entry point."""
+    options = parser("Time stores and loads.").parse_args()
+    rows, store_ratio, load_ratio, spread = [], {}, {}, {}
+    source, target = np.ones(OPERATION_BYTES, np.uint8), np.ones(OPERATION_BYTES, np.uint8)
+    memcpy = threaded_memcpy(target, source)
+    with ends_cleanly(), runtime_folder(2 << 30) as folder, Server(folder, "1GiB") as server:
+        server.wait_ready()
+        for block_tokens in BLOCK_TOKENS:
+            engine = Engine(server.target, block_tokens)
+            times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
+            for i in range(ROUNDS + 3):
+                hashes = [os.urandom(32) for _ in range(engine.num_blocks)]
+                measured = {"memcpy": memcpy(), "store": engine.store(hashes, f"s{i}"), "load": engine.load(hashes, f"l{i}")}
+                if i >= 3:
+                    for name, seconds in measured.items():
+                        times[name].append(seconds)
+            engine.session.close()
+            run_bytes = engine.page_bytes
+            ceiling_s = median(times["memcpy"])
+            store_ratio[run_bytes] = ceiling_s / median(times["store"])
+            load_ratio[run_bytes] = ceiling_s / median(times["load"])
+            spread[run_bytes] = {name: percentile(values, 0.9) / median(values) for name, values in times.items()}
+            for name, values in times.items():
+                rate = OPERATION_BYTES / median(values) / 1e9
+                rows.append(
+                    (run_bytes >> 10, name, round(rate, 2), round(ceiling_s / median(values), 2), round(spread[run_bytes][name], 2))
+                )
+    figures: dict[str, object] = {
+        "store_ratio": store_ratio,
+        "load_ratio": load_ratio,
+        "p90_over_p50": spread,
+        "copy_threads": COPY_THREADS,
+    }
+    print_report(("run KiB", "what", "GB/s", "of memcpy", "p90/p50"), rows, figures, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
