@@ -51,7 +51,8 @@ def measure(model: Path, folder: Path, num_rounds: int) -> tuple[list[Round], fl
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server(folder, ARENA))
         server.wait_ready()
-        miss = stack.enter_context(
+        miss_settings = EngineSettings(str(model), server.target, {"hotkv.hook_timing_file": str(timing)})
+        miss = stack.enter_context(Engine("miss", miss_settings, folder))
             Engine("miss", EngineSettings(str(model), server.target, {"hotkv.hook_timing_file": str(timing)}), folder)
         )
         plain = stack.enter_context(Engine("plain", EngineSettings(str(model)), folder))

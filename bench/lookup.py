@@ -15,11 +15,9 @@ import numpy as np
 
 from bench.report import median, parser, percentile, print_report
 from demo.processes import Server, ends_cleanly, runtime_folder
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.v1 import cache_pb2, cache_pb2_grpc
-from hotkv_client import BlockRun, EngineMemory, GroupHashes, Role, Session, SessionConfig
+from hotkv_client import BlockRun, GroupHashes, Session
+from hotkv_client.testing import PagedEngine
 
 COUNTS = (64, 1024, 8192, 65536)
 BLOCKS = 1_000_000
@@ -27,7 +25,6 @@ STORE_BLOCKS = 50_000
 PAGE_BYTES = 4096
 HASH_BYTES = 32
 ROUNDS = {64: 200, 1024: 200, 8192: 60, 65536: 15}
-KEY_SPACE = KeySpace("bench", "bench", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAGE_BYTES,)),), 16)
 
 
 def random_hashes(count: int) -> list[bytes]:
@@ -38,12 +35,7 @@ def random_hashes(count: int) -> list[bytes]:
 
 def fill(target: str) -> tuple[Session, list[bytes]]:
     """Stores a million blocks, all from one page of engine memory; the session and the hashes."""
-    fd = os.memfd_create("engine")
-    os.truncate(fd, PAGE_BYTES)
-    layout = Layout(0, 1, (MemoryHandle("kv", PAGE_BYTES),), (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),))
-    session = Session(SessionConfig(target, "bench", Role.WORKER, KEY_SPACE), EngineMemory(layout, {"kv": fd}))
-    session.start()
-    assert session.wait_connected(10), "no server"
+    session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=PAGE_BYTES).connect().session
     hashes = random_hashes(BLOCKS)
     for start in range(0, BLOCKS, STORE_BLOCKS):
         run = BlockRun(0, hashes[start : start + STORE_BLOCKS], np.zeros(STORE_BLOCKS, np.int32))

@@ -5,7 +5,6 @@ from 4 to 256 tokens, so runs of 16 KiB to 1 MiB. Every load is compared byte by
 figure starts from the client's call.
 """
 
-import mmap
 import os
 import sys
 import threading
@@ -18,10 +17,8 @@ from numpy.typing import NDArray
 from bench.report import median, parser, percentile, print_report
 from demo.processes import Server, ends_cleanly, runtime_folder
 from hotkv import native
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv_client import BlockResult, BlockRun, EngineMemory, GroupHashes, LoadRun, Role, Session, SessionConfig, TransferStatus
+from hotkv_client import BlockResult, BlockRun, GroupHashes, LoadRun, TransferStatus
+from hotkv_client.testing import PagedEngine
 
 LAYERS = 16
 TOKEN_BYTES = 2 * 8 * 128 * 2
@@ -31,25 +28,24 @@ ROUNDS = 25
 COPY_THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
-class Engine:
-    """The memory of a CPU engine in a shared file, LBHNC: one contiguous page per layer and block, two operations' worth."""
+class Engine(PagedEngine):
+    """An engine with blocks for two operations."""
 
     def __init__(self, target: str, block_tokens: int) -> None:
         self.page_bytes = block_tokens * TOKEN_BYTES
         self.num_blocks = OPERATION_BYTES // (LAYERS * self.page_bytes)
         pool = 2 * self.num_blocks
-        layer_bytes = pool * self.page_bytes
-        fd = os.memfd_create("engine")
-        os.truncate(fd, LAYERS * layer_bytes)
-        self.kv = np.frombuffer(mmap.mmap(fd, LAYERS * layer_bytes), np.uint8).reshape(LAYERS, pool, self.page_bytes)
+        super().__init__(
+            target,
+            layers=LAYERS,
+            num_blocks=pool,
+            page_bytes=self.page_bytes,
+            model=f"bench-{block_tokens}",
+            engine_id=f"engine-{block_tokens}",
+            block_tokens=block_tokens,
+        )
         self.kv[:] = np.random.default_rng(block_tokens).integers(0, 256, self.kv.shape, dtype=np.uint8)
-        tensors = tuple(PageTensor(0, "kv", i * layer_bytes, self.page_bytes, self.page_bytes, i * self.page_bytes) for i in range(LAYERS))
-        layout = Layout(0, pool, (MemoryHandle("kv", LAYERS * layer_bytes),), tensors, "LBHNC")
-        group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (LAYERS * self.page_bytes,))
-        key_space = KeySpace("bench", f"{block_tokens}", "bfloat16", (group,), block_tokens)
-        self.session = Session(SessionConfig(target, f"engine-{block_tokens}", Role.WORKER, key_space), EngineMemory(layout, {"kv": fd}))
-        self.session.start()
-        assert self.session.wait_connected(20), "no server"
+        self.connect()
         # Scattered on both sides: sources and destinations in random order, none beside its neighbour in the prompt.
         order = np.random.default_rng(1).permutation(pool).astype(np.int32)
         self.sources, self.destinations = order[: self.num_blocks], order[self.num_blocks :]
@@ -116,7 +112,7 @@ def main() -> int:
                 if i >= 3:
                     for name, seconds in measured.items():
                         times[name].append(seconds)
-            engine.session.close()
+            engine.close()
             run_bytes = engine.page_bytes
             ceiling_s = median(times["memcpy"])
             store_ratio[run_bytes] = ceiling_s / median(times["store"])

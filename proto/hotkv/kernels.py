@@ -37,11 +37,11 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, 
 
 @intrinsic
 def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Sequentially consistent load of array[row, column] (uint32)."""
+    """Load of array[row, column] (uint32) that no later access moves before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
-        value = builder.load_atomic(pointer, "seq_cst", 4)
+        value = builder.load_atomic(pointer, "acquire", 4)
         builder.fence("acquire")
         return value
 
@@ -55,20 +55,20 @@ def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("acquire")
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
-        return builder.load_atomic(pointer, "seq_cst", 4)
+        return builder.load_atomic(pointer, "monotonic", 4)
 
     return types.uint32(array, types.intp, types.intp), codegen
 
 
 @intrinsic
 def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> Any:
-    """Sequentially consistent store to array[row, column] (uint32) that nothing moves across."""
+    """Store to array[row, column] (uint32): earlier stores are visible before it, later ones after it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
-        builder.fence("seq_cst")
-        builder.store_atomic(args[3], pointer, "seq_cst", 4)
-        builder.fence("seq_cst")
+        builder.fence("release")
+        builder.store_atomic(args[3], pointer, "monotonic", 4)
+        builder.fence("release")
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, types.uint32), codegen

@@ -15,6 +15,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import longest_hit
 from hotkv.keys import KeySpace
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
+from hotkv_server.core.arrays import first_occurrences
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
 from hotkv_server.core.policy import Policy
 from hotkv_server.core.space import Space
@@ -286,9 +287,8 @@ class CacheCore:
         if not deciding or not len(absent):
             return results
         # A hash listed twice is reserved once; the second is in flight.
-        _, first = np.unique(run.hashes[absent], axis=0, return_index=True)
         results[absent] = BlockResult.IN_FLIGHT
-        wanted = absent[np.sort(first)]
+        wanted = absent[first_occurrences(run.hashes[absent])]
         results[wanted] = BlockResult.NO_SPACE
         slot_bytes = key_space.groups[run.group_index].slot_bytes
         # Blocks of this run that are ready stay while room is made for the rest.

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from hotkv import table
 from hotkv.table import BlockTable, Words
+from hotkv_server.core.arrays import distinct
 from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.policy import Policy
 from hotkv_server.core.slabs import SlabPool, aligned
@@ -16,6 +17,15 @@ from hotkv_server.core.values import Entries, EvictionNotice, Int64s
 
 GHOST_KEYS = 1 << 16
 """Evicted keys remembered for `explain`."""
+
+
+def _cheapest_run(cost_s: NDArray[np.float64], length: int) -> tuple[int, float]:
+    """Start and highest cost of the `length` neighbours whose highest cost is lowest; inf where there are none."""
+    if length > len(cost_s):
+        return 0, np.inf
+    highest = cost_s if length == 1 else np.lib.stride_tricks.sliding_window_view(cost_s, length).max(axis=1)
+    start = int(np.argmin(highest))
+    return start, float(highest[start])
 
 
 class Space:
@@ -57,8 +67,8 @@ class Space:
         sizes, offsets = self.index.slot_bytes(entries), self.index.offsets(entries)
         self.index.remove(entries)
         self.policy.forget(entries)
-        for size in np.unique(sizes):
-            self.pool.free(int(size), offsets[sizes == size])
+        for size in distinct(sizes):
+            self.pool.free(size, offsets[sizes == size])
 
     def evict(self, entries: Entries) -> int:
         """Removes ready entries that are not pinned, with a notice; returns how many that were."""
@@ -66,10 +76,11 @@ class Space:
         key_spaces, groups, hashes = self.index.keys(free_to_go)
         self.drop(free_to_go)
         self.evicted_blocks += len(free_to_go)
-        for key_space_id, group_index in np.unique(np.stack((key_spaces, groups)), axis=1).T:
-            mine = hashes[(key_spaces == key_space_id) & (groups == group_index)]
-            self.effects.append(EvictionNotice(int(key_space_id), int(group_index), mine))
-            self._remember(int(key_space_id), int(group_index), mine)
+        owners = key_spaces.astype(np.int64) << 16 | groups
+        for owner in distinct(owners):
+            mine = hashes[owners == owner]
+            self.effects.append(EvictionNotice(owner >> 16, owner & 0xFFFF, mine))
+            self._remember(owner >> 16, owner & 0xFFFF, mine)
         return len(free_to_go)
 
     def was_evicted(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.bool_]:
@@ -93,7 +104,9 @@ class Space:
     def _make_room(self, slot_bytes: int, num_slots: int) -> None:
         """Evicts until `num_slots` more slots of this size can be had, or nothing more may go."""
         if self._others_hold_slabs(slot_bytes):
-            self._take_cold_slabs(slot_bytes, num_slots)
+            # Again, because what is emptied is more than what was chosen where slots span slabs.
+            while self.pool.available_slots(slot_bytes) < num_slots and self._take_cold_slabs(slot_bytes, num_slots):
+                pass
             num_slots -= self.pool.available_slots(slot_bytes)
         if num_slots > 0:
             self._evict_coldest(slot_bytes, num_slots)
@@ -105,56 +118,40 @@ class Space:
     def _others_hold_slabs(self, slot_bytes: int) -> bool:
         return any(s.slot_bytes != slot_bytes for s in self.pool.stats())
 
-    def _take_cold_slabs(self, slot_bytes: int, num_slots: int) -> None:
-        """Empties slabs lent to other sizes where their hottest block is colder than what this size would evict itself."""
-        states = self.index.states()
-        live = np.flatnonzero(states).astype(np.uint32)
+    def _take_cold_slabs(self, slot_bytes: int, num_slots: int) -> int:
+        """Empties slabs lent to other sizes: where they are colder than what this size would evict itself, or it has not enough of that.
+
+        Counts slabs that are free already; returns how many blocks went.
+        """
+        live = np.flatnonzero(self.index.states()).astype(np.uint32)
         used_s = self.policy.last_used_s(live)
-        held = (states[live] == table.STATE_RESERVED) | (self.index.pins[live] > 0)
-        heat_s = np.full(self.pool.num_slabs, -np.inf)
-        slabs = self.pool.slab_of(self.index.offsets(live))
-        np.maximum.at(heat_s, slabs, np.where(held, np.inf, used_s))
-        own = np.sort(used_s[(self.index.slot_bytes(live) == slot_bytes) & ~held])
-        owners = self.pool.slab_owner()
-        foreign = np.flatnonzero((owners > 0) & (owners != slot_bytes) & np.isfinite(heat_s))
-        foreign = foreign[np.argsort(heat_s[foreign])]
-        if slot_bytes > self.pool.slab_bytes:
-            chosen = self._cold_runs(slot_bytes, num_slots, foreign, heat_s, own)
-        else:
-            chosen = self._cold_slabs(slot_bytes, num_slots, foreign, heat_s, own)
-        self.evict(live[np.isin(slabs, chosen)])
-
-    def _cold_slabs(
-        self, slot_bytes: int, num_slots: int, foreign: Int64s, heat_s: NDArray[np.float64], own: NDArray[np.float64]
-    ) -> Int64s:
-        """The coldest slabs, as long as they are colder than the own blocks that would have to go instead."""
-        wanted = self.pool.slabs_for(slot_bytes, num_slots)
-        rivals = np.full(wanted, np.inf)
-        at = np.arange(wanted) * (self.pool.slab_bytes // slot_bytes)
-        rivals[at < len(own)] = own[at[at < len(own)]]
-        best = foreign[:wanted]
-        return best[heat_s[best] < rivals[: len(best)]]
-
-    def _cold_runs(self, slot_bytes: int, num_slots: int, foreign: Int64s, heat_s: NDArray[np.float64], own: NDArray[np.float64]) -> Int64s:
-        """As `_cold_slabs` for slots that span slabs: runs of neighbours, free or to be emptied."""
-        length = -(-slot_bytes // self.pool.slab_bytes)
-        cost = np.full(self.pool.num_slabs, np.inf)
-        cost[foreign] = heat_s[foreign]
-        cost[self.pool.slab_owner() < 0] = -np.inf
-        chosen: list[Int64s] = []
-        num_own = 0
-        while len(chosen) + num_own < num_slots and length <= len(cost):
-            hottest = np.lib.stride_tricks.sliding_window_view(cost, length).max(axis=1)
-            start = int(np.argmin(hottest))
-            rival = own[num_own] if num_own < len(own) else np.inf
-            if hottest[start] < rival:
-                chosen.append(np.arange(start, start + length))
-                cost[start : start + length] = np.inf
-            elif num_own < len(own):
-                num_own += 1
-            else:
+        held = ~self._evictable(live)
+        sizes = self.index.slot_bytes(live)
+        own_s = np.sort(used_s[(sizes == slot_bytes) & ~held])
+        first = self.pool.slab_of(self.index.offsets(live))
+        last = first + (sizes - 1) // self.pool.slab_bytes
+        cost_s = self._emptying_costs(slot_bytes, first, last, np.where(held, np.inf, used_s))
+        per_run, length = max(1, self.pool.slab_bytes // slot_bytes), -(-slot_bytes // self.pool.slab_bytes)
+        chosen = np.zeros(self.pool.num_slabs, np.bool_)
+        for freed in range(0, num_slots, per_run):
+            start, hottest_s = _cheapest_run(cost_s, length)
+            # Own blocks that would go otherwise; where there are not enough of them, any slab is better than refusing.
+            enough = len(own_s) >= num_slots - freed
+            if hottest_s == np.inf or (enough and hottest_s >= own_s[min(freed, len(own_s) - 1)]):
                 break
-        return np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+            chosen[start : start + length] = True
+            cost_s[start : start + length] = np.inf
+        emptied = np.concatenate(([0], np.cumsum(chosen)))
+        return self.evict(live[emptied[last + 1] > emptied[first]])
+
+    def _emptying_costs(self, slot_bytes: int, first: Int64s, last: Int64s, heat_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Per slab, when the hottest block in it was last used; -inf for free ones, inf where it can't be emptied or is this size's own."""
+        cost_s = np.full(self.pool.num_slabs, -np.inf)
+        for step in range(int((last - first).max(initial=0)) + 1):
+            spans = first + step <= last
+            np.maximum.at(cost_s, first[spans] + step, heat_s[spans])
+        cost_s[self.pool.slab_owner() == slot_bytes] = np.inf
+        return cost_s
 
     def _ghost_keys(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.uint64]:
         return table.mix(hashes, (key_space_id << 16 | group_index) * 0x9E37_79B9)

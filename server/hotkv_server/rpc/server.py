@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, session_pb2, session_pb2_grpc
 from hotkv_server.rpc.admin_service import AdminService
 from hotkv_server.rpc.cache_service import CacheService
+from hotkv_server.rpc.interceptor import MalformedInterceptor
 from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.runtime.node import Node
 
@@ -31,6 +32,7 @@ class RpcServer:
 
     def __init__(self, node: Node, socket_path: Path, socket_mode: int, tcp_address: str, *, has_descriptor_socket: bool) -> None:
         self._server = grpc.aio.server(
+            interceptors=[MalformedInterceptor()],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -44,8 +44,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             session = self._open(first)
         except (StopAsyncIteration, asyncio.TimeoutError):
             await abort(context, HotKVError(Reason.INVALID_FIELD, "open_session is missing; send it as the first message"))
-        except HotKVError as error:
-            await abort(context, error)
+        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+            await abort(context, as_refusal(error))
         stream = _Stream(self._node, session, context)
         try:
             await stream.run(request_iterator, self._opened(first, session))
@@ -54,9 +54,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             await asyncio.shield(self._node.close_session(session))
 
     def _open(self, first: session_pb2.ConnectRequest) -> LiveSession:
-        opening = first.open_session
         if first.WhichOneof("body") != "open_session":
             raise HotKVError(Reason.INVALID_FIELD, "open_session is missing; send it as the first message")
+        opening = first.open_session
         if opening.protocol_version != hotkv.PROTOCOL_VERSION:
             raise HotKVError(
                 Reason.VERSION_MISMATCH,

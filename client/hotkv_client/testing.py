@@ -1,0 +1,57 @@
+"""Engine memory in a shared file, for tests and benchmarks that speak to a real server without vLLM."""
+
+import mmap
+import os
+from collections.abc import Callable
+
+import numpy as np
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout, MemoryHandle, PageTensor
+
+from hotkv_client.session import Session
+from hotkv_client.types import EngineMemory, Evicted, Role, SessionConfig
+
+
+class PagedEngine:
+    """A CPU engine's KV cache of one full-attention group, layout LBHNC, and its worker session.
+
+    `kv`: uint8 [layers, blocks, page bytes], shared with the server.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        layers: int = 2,
+        num_blocks: int = 64,
+        page_bytes: int = 4096,
+        model: str = "paged-engine",
+        engine_id: str = "engine",
+        block_tokens: int = 16,
+        shard_index: int = 0,
+        num_shards: int = 1,
+        on_evicted: Callable[[Evicted], None] | None = None,
+    ) -> None:
+        layer_bytes = num_blocks * page_bytes
+        self.fd = os.memfd_create("hotkv-engine")
+        os.truncate(self.fd, layers * layer_bytes)
+        self.kv = np.frombuffer(mmap.mmap(self.fd, layers * layer_bytes), np.uint8).reshape(layers, num_blocks, page_bytes)
+        tensors = tuple(PageTensor(0, "kv", i * layer_bytes, page_bytes, page_bytes, i * page_bytes) for i in range(layers))
+        self.layout = Layout(shard_index, num_blocks, (MemoryHandle("kv", layers * layer_bytes),), tensors, "LBHNC")
+        group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (layers * page_bytes,) * num_shards)
+        self.key_space = KeySpace(model, model, "bfloat16", (group,), block_tokens)
+        config = SessionConfig(target, engine_id, Role.WORKER, self.key_space, on_evicted=on_evicted, reconnect_max_s=0.5)
+        self.session = Session(config, EngineMemory(self.layout, {"kv": self.fd}))
+
+    def connect(self, timeout_s: float = 20.0) -> "PagedEngine":
+        """Starts the session and waits for it. Raises TimeoutError."""
+        self.session.start()
+        if not self.session.wait_connected(timeout_s):
+            raise TimeoutError(f"not connected within {timeout_s} s: {self.session!r}")
+        return self
+
+    def close(self) -> None:
+        """Ends the session."""
+        self.session.close()
+        os.close(self.fd)

@@ -1,0 +1,26 @@
+"""Small array questions that numpy answers slowly in the case that is usual here: all equal, or all different."""
+
+from typing import Any
+
+import numpy as np
+from hotkv.table import Words
+from numpy.typing import NDArray
+
+
+def distinct(values: NDArray[Any]) -> list[int]:
+    """The distinct values, in rising order."""
+    if not len(values):
+        return []
+    if np.all(values == values[0]):
+        return [int(values[0])]
+    return [int(value) for value in np.unique(values)]
+
+
+def first_occurrences(hashes: Words) -> NDArray[np.int64]:
+    """Rows [m] of words [n, 8] that no earlier row equals, in rising order."""
+    prefixes = hashes[:, 0].astype(np.uint64) << np.uint64(32) | hashes[:, 1]
+    prefixes.sort()
+    if not np.any(prefixes[1:] == prefixes[:-1]):
+        return np.arange(len(hashes))
+    _, first = np.unique(hashes, axis=0, return_index=True)
+    return np.sort(first)

@@ -1,0 +1,40 @@
+"""Fixtures for tests against a real server: one daemon for the folder, fresh ones where a test needs its own."""
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hotkv_client.testing import PagedEngine
+
+from demo.processes import Server, runtime_folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A server with 64 MiB that the module's tests share."""
+    with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", "--arena.slab-bytes", "256KiB") as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    """A server of the test's own, with 16 MiB."""
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
+    """Makes connected engines; closes them."""
+    with contextlib.ExitStack() as stack:
+
+        def make(target: str = server.target, **settings: object) -> PagedEngine:
+            made = PagedEngine(target, **{"engine_id": uuid.uuid4().hex, **settings}).connect()  # type: ignore[arg-type]
+            stack.callback(made.close)
+            return made
+
+        yield make

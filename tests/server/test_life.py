@@ -1,0 +1,217 @@
+"""Life and death: of engines, of the server, of both at once; hung servers; draining; start and stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv_client import BlockRun, GroupHashes, LinkState, LoadRun, TransferStatus
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+
+from demo.processes import Server, runtime_folder
+
+Make = Callable[..., PagedEngine]
+
+VICTIM = """
+import os, sys, time
+import numpy as np
+from hotkv_client import BlockRun, GroupHashes, LoadRun
+from hotkv_client.testing import PagedEngine
+engine = PagedEngine(sys.argv[1], engine_id="victim", layers=8, num_blocks=512, page_bytes=16384).connect()
+hashes = [os.urandom(32) for _ in range(256)]
+engine.session.store("s", "s", [BlockRun(0, hashes, np.arange(256, dtype=np.int32))], 20).result(20)
+engine.session.acquire("held", [GroupHashes(0, hashes)], 600).result(5)
+engine.session.reserve("reserved", [BlockRun(0, [os.urandom(32) for _ in range(8)])], 600).result(5)
+print("ready", flush=True)
+i = 0
+while True:
+    i += 1
+    engine.session.load(f"l{i}", "held", [LoadRun(0, np.arange(256, dtype=np.int32), np.arange(256, 512, dtype=np.int32))], 20)
+    time.sleep(0.01)
+"""
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came about"
+        time.sleep(0.02)
+
+
+def mapped_engine_memory(pid: int) -> int:
+    return sum("hotkv-engine" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
+    """Its session, leases, reservations, mappings and descriptors go; what it stored stays."""
+    descriptors = Path(f"/proc/{own_server.pid}/fd")
+    with AdminClient(own_server.target) as admin:
+        before = len(list(descriptors.iterdir()))
+        for _ in range(3):
+            victim = subprocess.Popen([sys.executable, "-c", VICTIM, own_server.target], stdout=subprocess.PIPE, text=True)
+            assert victim.stdout is not None
+            assert victim.stdout.readline() == "ready\n"
+            assert mapped_engine_memory(own_server.pid) == 1
+            time.sleep(0.05)
+            victim.send_signal(signal.SIGKILL)
+            killed_s = time.monotonic()
+            wait_until(lambda: not admin.sessions() and admin.info()["counters"]["leases"] == 0)
+            print(f"gone after {time.monotonic() - killed_s:.2f} s")
+            victim.wait()
+            assert mapped_engine_memory(own_server.pid) == 0
+        counters = admin.info()["counters"]
+        assert counters["transfers_in_flight"] == 0
+        assert counters["arena_pinned_bytes"] == 0
+        assert {b["state"] for b in admin.blocks(page_size=10_000)["blocks"]} == {"ready"}
+        assert admin.tiers()[0]["block_count"] > 0
+        wait_until(lambda: len(list(descriptors.iterdir())) <= before + 1)
+
+
+def restart(server: Server, folder: Path) -> Server:
+    """The same runtime directory, another process."""
+    return Server(folder, "16MiB", "--arena.slab-bytes", "64KiB")
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_killed_server_settles_transfers_and_comes_back(tmp_path: Path, kind: str) -> None:
+    """A transfer in flight fails only when the server is dead; the client reconnects by itself; blocks can be stored and hit again."""
+    with runtime_folder(64 << 20) as folder:
+        server = restart(None, folder)  # type: ignore[arg-type]
+        server.wait_ready()
+        engine = PagedEngine(server.target, layers=4, num_blocks=256, page_bytes=16384).connect()
+        engine.kv[:, :50] = np.random.default_rng(3).integers(0, 256, engine.kv[:, :50].shape, dtype=np.uint8)
+        blocks = [os.urandom(32) for _ in range(50)]
+        run, back = BlockRun(0, blocks, np.arange(50, dtype=np.int32)), LoadRun(0, np.arange(50, dtype=np.int32), np.arange(60, 110, dtype=np.int32))
+        assert engine.session.store("first", "first", [run], 20).result(20).status is TransferStatus.DONE
+        epoch = engine.session.epoch
+        futures = []
+        for i in range(50):
+            if kind == "load":
+                engine.session.acquire(f"l{i}", [GroupHashes(0, blocks)])
+                futures.append(engine.session.load(f"l{i}", f"l{i}", [back], 20))
+            else:
+                fresh = BlockRun(0, [os.urandom(32) for _ in range(50)], np.arange(50, dtype=np.int32))
+                futures.append(engine.session.store(f"s{i}", f"s{i}", [fresh], 20))
+            if i == 25:
+                os.kill(server.pid, signal.SIGKILL)
+        outcomes = {type(future.exception(20)) for future in futures}
+        assert outcomes <= {type(None), SessionLostError, HotKVError}, outcomes
+        assert SessionLostError in outcomes
+        wait_until(lambda: engine.session.state is LinkState.ABSENT)
+        assert engine.session.probe(0, blocks) is None
+        with pytest.raises(SessionLostError):
+            engine.session.acquire("x", [GroupHashes(0, blocks)]).result(5)
+        server.__exit__()
+        (folder / "run").rename(folder / "old")
+        with restart(server, folder) as again:
+            again.wait_ready()
+            assert engine.session.wait_connected(20)
+            assert engine.session.epoch != epoch
+            stored = engine.session.store("again", "again", [run], 20).result(20)
+            assert np.isin(stored.results[0], (1, 2)).all()
+            engine.session.acquire("again-l", [GroupHashes(0, blocks)]).result(5)
+            assert engine.session.load("again-l", "again-l", [back], 20).result(20).status is TransferStatus.DONE
+            assert np.array_equal(engine.kv[:, 60:110], engine.kv[:, :50])
+            engine.close()
+
+
+def test_a_hung_server_keeps_transfers_open_until_it_wakes_or_dies(own_server: Server, engine: Make) -> None:
+    one = engine(own_server.target, layers=4, num_blocks=128)
+    blocks = [os.urandom(32) for _ in range(64)]
+    os.kill(own_server.pid, signal.SIGSTOP)
+    future = one.session.store("s", "s", [BlockRun(0, blocks, np.arange(64, dtype=np.int32))], 20)
+    one.session.cancel("s")
+    time.sleep(0.3)
+    assert not future.done()
+    os.kill(own_server.pid, signal.SIGCONT)
+    assert future.result(20).status in (TransferStatus.DONE, TransferStatus.CANCELLED)
+
+
+def test_a_cancelled_store_is_not_kept(own_server: Server, engine: Make) -> None:
+    """Whatever the answer says is what is there."""
+    one = engine(own_server.target, layers=8, num_blocks=128, page_bytes=16384)
+    for i in range(30):
+        blocks = [os.urandom(32) for _ in range(100)]
+        future = one.session.store(f"c{i}", f"c{i}", [BlockRun(0, blocks, np.arange(100, dtype=np.int32))], 20)
+        one.session.cancel(f"c{i}")
+        result = future.result(20)
+        there = one.session.lookup([GroupHashes(0, blocks)]).result(5)[0]
+        assert np.array_equal(there, result.results[0] == 1)
+        assert (result.status is TransferStatus.DONE) == bool(there.any())
+
+
+def test_draining_refuses_new_work_and_stops(tmp_path: Path, engine: Make) -> None:
+    with runtime_folder(64 << 20) as folder, restart(None, folder) as server:  # type: ignore[arg-type]
+        server.wait_ready()
+        one = engine(server.target)
+        blocks = [os.urandom(32)]
+        one.session.store("s", "s", [BlockRun(0, blocks, np.zeros(1, np.int32))], 5).result(5)
+        with AdminClient(server.target) as admin:
+            admin.drain(5)
+        wait_until(lambda: one.session.state is not LinkState.CONNECTED)
+        with pytest.raises(HotKVError):
+            one.session.acquire("l", [GroupHashes(0, blocks)]).result(5)
+        wait_until(lambda: not Path(f"/proc/{server.pid}").exists() or server._child.process.poll() is not None)
+        assert server._child.process.returncode == 0
+        assert not (server.runtime_folder / "grpc.sock").exists()
+
+
+def test_a_second_server_on_one_directory_refuses(own_server: Server) -> None:
+    command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(own_server.runtime_folder), "--arena.bytes", "16MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"in use by hotkv-server with pid {own_server.pid}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "words"),
+    [
+        (["--arena.bytes", "10Gx"], {}, ["arena.bytes", "10Gx"]),
+        (["--copy.threads", "-1"], {}, ["copy.threads", "greater than or equal to 0"]),
+        ([], {"HOTKV_LOG_LEVEL": "loud"}, ["log_level", "loud", "'debug'"]),
+        (["--tcp-address", "0.0.0.0:1"], {}, ["tcp_address", "security.tcp_insecure"]),
+        (["--config", "/nowhere.toml"], {}, ["--config", "/nowhere.toml"]),
+        (["--arena.bytes", "16MiB", "--arena.slab-bytes", "32MiB"], {}, ["slab_bytes", "not be larger"]),
+    ],
+)
+def test_bad_settings_name_the_field(flags: list[str], environment: dict[str, str], words: list[str]) -> None:
+    command = [sys.executable, "-m", "hotkv_server", "run", "--check", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment})
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_settings_come_from_file_environment_and_flags(tmp_path: Path) -> None:
+    config = tmp_path / "hotkv.toml"
+    config.write_text('log_level = "warning"\n[arena]\nbytes = "2GiB"\nslab_bytes = "1MiB"\n[leases]\nttl_s = 7\n')
+    command = [sys.executable, "-m", "hotkv_server", "run", "--check", "--config", str(config), "--arena.bytes", "4GiB"]
+    environment = {**os.environ, "HOTKV_LEASES__TTL_S": "9"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    import json
+
+    shown = json.loads(done.stdout)
+    assert (shown["log_level"], shown["arena"]["bytes"], shown["arena"]["slab_bytes"], shown["leases"]["ttl_s"]) == ("warning", 4 << 30, 1 << 20, 9)
+
+
+def test_an_arena_that_does_not_fit_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(tmp_path), "--arena.bytes", "100TiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "MiB free" in done.stderr
+    assert "lower arena.bytes" in done.stderr
+
+
+def test_reason_of_an_unknown_session_is_not_found(own_server: Server, engine: Make) -> None:
+    one = engine(own_server.target)
+    one.session.close()
+    with pytest.raises(HotKVError) as caught:
+        one.session.lookup([]).result(5)
+    assert caught.value.reason is Reason.UNKNOWN_SESSION

@@ -1,0 +1,176 @@
+"""Stores and loads through a real server, byte for byte."""
+
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hotkv.errors import HotKVError, Reason
+from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+
+from demo.processes import Server
+
+Make = Callable[..., PagedEngine]
+
+
+def hashes(count: int) -> list[bytes]:
+    return [os.urandom(32) for _ in range(count)]
+
+
+def ids(*values: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    return np.array(values, np.int32)
+
+
+def store(engine: PagedEngine, blocks: list[bytes], block_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", name: str = "s") -> list[int]:
+    result = engine.session.store(name, f"lease-{name}", [BlockRun(0, blocks, block_ids)], 20).result(20)
+    return [int(value) for value in result.results[0]]
+
+
+def load(engine: PagedEngine, blocks: list[bytes], block_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", name: str = "l") -> TransferStatus:
+    grant = engine.session.acquire(f"lease-{name}", [GroupHashes(0, blocks)]).result(10)
+    assert grant.pinned[0].all()
+    result = engine.session.load(name, f"lease-{name}", [LoadRun(0, np.arange(len(blocks), dtype=np.int32), block_ids)], 20).result(20)
+    engine.session.release(f"lease-{name}")
+    return result.status
+
+
+def test_bytes_move_between_engines(engine: Make) -> None:
+    one, other = engine(), engine()
+    one.kv[:] = np.random.default_rng(1).integers(0, 256, one.kv.shape, dtype=np.uint8)
+    other.kv[:] = 0
+    blocks, sources, targets = hashes(20), np.random.permutation(64)[:20].astype(np.int32), np.random.permutation(64)[:20].astype(np.int32)
+    assert store(one, blocks, sources) == [BlockResult.STORED] * 20
+    probe = other.session.probe(0, [*blocks, *hashes(5)])
+    assert probe is not None
+    assert probe.tolist() == [True] * 20 + [False] * 5
+    assert other.session.lookup([GroupHashes(0, blocks)]).result(5)[0].all()
+    assert load(other, blocks, targets) is TransferStatus.DONE
+    assert np.array_equal(other.kv[:, targets], one.kv[:, sources])
+    untouched = np.setdiff1d(np.arange(64), targets)
+    assert not other.kv[:, untouched].any()
+
+
+def test_a_block_is_stored_once(engine: Make) -> None:
+    one, other = engine(), engine()
+    blocks = hashes(4)
+    one.kv[:, :4], other.kv[:, :4] = 1, 2
+    assert store(one, blocks, ids(0, 1, 2, 3)) == [BlockResult.STORED] * 4
+    assert store(other, blocks, ids(0, 1, 2, 3)) == [BlockResult.PRESENT] * 4
+    assert load(other, blocks, ids(10, 11, 12, 13)) is TransferStatus.DONE
+    assert (other.kv[:, 10:14] == 1).all()
+
+
+def test_key_spaces_do_not_share(engine: Make) -> None:
+    one, other = engine(model="one"), engine(model="other")
+    blocks = hashes(3)
+    assert store(one, blocks, ids(0, 1, 2)) == [BlockResult.STORED] * 3
+    probe = other.session.probe(0, blocks)
+    assert probe is not None
+    assert not probe.any()
+    assert not other.session.acquire("x", [GroupHashes(0, blocks)]).result(5).pinned[0].any()
+
+
+def test_all_ranks_make_a_block_ready(engine: Make) -> None:
+    ranks = [engine(model="tp2", engine_id="tp2", shard_index=i, num_shards=2) for i in range(2)]
+    for i, rank in enumerate(ranks):
+        rank.kv[:, :2] = 10 + i
+    blocks = hashes(2)
+    assert store(ranks[0], blocks, ids(0, 1), "tp") == [BlockResult.WRITTEN] * 2
+    probe = ranks[0].session.probe(0, blocks)
+    assert probe is not None
+    assert not probe.any()
+    assert store(ranks[1], blocks, ids(0, 1), "tp") == [BlockResult.STORED] * 2
+    for i, rank in enumerate(ranks):
+        assert load(rank, blocks, ids(5, 6), f"tp-{i}") is TransferStatus.DONE
+        assert (rank.kv[:, 5:7] == 10 + i).all()
+
+
+def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: Make) -> None:
+    """What is answered `stored` is there afterwards or was named in a notice; the newest survive; the rest is reported."""
+    gone: set[bytes] = set()
+
+    def on_evicted(notice: Evicted) -> None:
+        gone.update(h for group in notice.groups for h in group.hashes)
+
+    one = engine(own_server.target, on_evicted=on_evicted, num_blocks=64)
+    lists = [hashes(64) for _ in range(200)]  # 100 MiB into 16 MiB
+    futures = [one.session.store(f"b{i}", f"b{i}", [BlockRun(0, h, np.arange(64, dtype=np.int32))], 60) for i, h in enumerate(lists)]
+    answered = [future.result(60).results[0] for future in futures]
+    stored = {h for blocks, results in zip(lists, answered, strict=True) for h, r in zip(blocks, results, strict=True) if r == BlockResult.STORED}
+    refused = {h for blocks, results in zip(lists, answered, strict=True) for h, r in zip(blocks, results, strict=True) if r == BlockResult.NO_SPACE}
+    assert len(stored) + len(refused) == 200 * 64
+    everything = [h for blocks in lists for h in blocks]
+    present = set()
+    for start in range(0, len(everything), 8192):
+        part = everything[start : start + 8192]
+        present.update(h for h, there in zip(part, one.session.lookup([GroupHashes(0, part)]).result(10)[0], strict=True) if there)
+    one.session.ping(5)  # Notices come before the answer to a later call.
+    assert stored - gone == present
+    newest = {h for h, r in zip(lists[-1], answered[-1], strict=True) if r == BlockResult.STORED}
+    assert newest
+    assert newest <= present
+
+
+def test_a_lease_protects_from_eviction(own_server: Server, engine: Make) -> None:
+    one = engine(own_server.target)
+    kept = hashes(16)
+    one.kv[:, :16] = np.arange(16, dtype=np.uint8)[None, :, None]
+    assert store(one, kept, np.arange(16, dtype=np.int32)) == [BlockResult.STORED] * 16
+    one.session.acquire("pin", [GroupHashes(0, kept)], ttl_s=30).result(5)
+    one.kv[:, 16:] = 99
+    for i in range(100):
+        store(one, hashes(48), np.arange(16, 64, dtype=np.int32), f"push-{i}")
+    positions = np.arange(16, dtype=np.int32)
+    result = one.session.load("back", "pin", [LoadRun(0, positions, positions + 20)], 10).result(10)
+    assert result.status is TransferStatus.DONE
+    assert np.array_equal(one.kv[:, 20:36], one.kv[:, :16])
+
+
+def test_an_expired_lease_is_unknown(engine: Make) -> None:
+    one = engine()
+    blocks = hashes(2)
+    store(one, blocks, ids(0, 1))
+    one.session.acquire("short", [GroupHashes(0, blocks)], ttl_s=0.05).result(5)
+    deadline_s = time.monotonic() + 5
+    while time.monotonic() < deadline_s:
+        try:
+            one.session.load(os.urandom(4).hex(), "short", [LoadRun(0, ids(0), ids(5))], 5).result(5)
+            time.sleep(0.05)
+        except HotKVError as error:
+            assert error.reason is Reason.UNKNOWN_LEASE
+            return
+    pytest.fail("the lease never expired")
+
+
+def test_truncated_memory_is_refused(engine: Make) -> None:
+    """An engine that cuts its own file short gets a refusal; the server lives."""
+    one = engine()
+    blocks = hashes(1)
+    os.truncate(one.fd, 4096)
+    with pytest.raises(HotKVError, match="truncated"):
+        one.session.store("t", "t", [BlockRun(0, blocks, ids(0))], 5).result(5)
+    assert store(engine(), blocks, ids(0)) == [BlockResult.STORED]
+
+
+def test_admin_sees_and_evicts(own_server: Server, engine: Make) -> None:
+    one = engine(own_server.target, engine_id="seen")
+    blocks = hashes(5)
+    store(one, blocks, ids(0, 1, 2, 3, 4))
+    with AdminClient(own_server.target) as admin:
+        assert [s["engine_id"] for s in admin.sessions()] == ["seen"]
+        listed = admin.blocks(page_size=2)
+        assert len(listed["blocks"]) == 2
+        rest = admin.blocks(page_token=listed["next_page_token"])
+        chain = listed["blocks"] + rest["blocks"]
+        assert [b["block_hash"] for b in chain] == [h.hex() for h in blocks]
+        assert [b["parent_hash"] for b in chain] == ["", *(h.hex() for h in blocks[:-1])]
+        explained = admin.explain(hashes=b"".join([*blocks, *hashes(1)]))[0]
+        assert explained["hit_token_count"] == 5 * 16
+        assert explained["blocks"][-1]["verdict"] == "never stored"
+        assert admin.evict(1, 0, blocks[3])["evicted_block_count"] == 1
+        assert admin.explain(hashes=b"".join(blocks))[0]["blocks"][3]["verdict"] == "evicted"
+        assert admin.tiers()[0]["block_count"] == 4
+        assert admin.evict(everything=True)["evicted_block_count"] == 4
