@@ -8,7 +8,6 @@ Prints a table; `--json` prints one JSON object last: `warm_over_cold` (time to 
 over `plain`: median of the ratios of neighbours).
 """
 
-import argparse
 import contextlib
 import json
 import statistics
@@ -16,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.report import parser, print_report
 from demo import prompts
 from demo.processes import Answer, Engine, EngineSettings, Server, ends_cleanly, prepare_model, runtime_folder
 
@@ -53,8 +53,6 @@ def measure(model: Path, folder: Path, num_rounds: int) -> tuple[list[Round], fl
         server.wait_ready()
         miss_settings = EngineSettings(str(model), server.target, {"hotkv.hook_timing_file": str(timing)})
         miss = stack.enter_context(Engine("miss", miss_settings, folder))
-            Engine("miss", EngineSettings(str(model), server.target, {"hotkv.hook_timing_file": str(timing)}), folder)
-        )
         plain = stack.enter_context(Engine("plain", EngineSettings(str(model)), folder))
         warm = stack.enter_context(Engine("warm", EngineSettings(str(model), server.target), folder))
         seed = FIRST_SEED
@@ -84,12 +82,11 @@ def measure(model: Path, folder: Path, num_rounds: int) -> tuple[list[Round], fl
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
+    flags = parser("vLLM with hotkv against vLLM without, end to end.")
+    flags.add_argument("--rounds", type=int, default=7)
+    options = flags.parse_args()
     with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 28)) as folder:
-        rounds, share = measure(prepare_model(), folder, arguments.rounds)
+        rounds, share = measure(prepare_model(), folder, options.rounds)
     unexpected = [number for number, one in enumerate(rounds, 1) if one.miss.hit_tokens or one.plain.hit_tokens or not one.warm.hit_tokens]
     if unexpected:
         print(f"rounds {unexpected} hit where they should miss, or missed where they should hit: no figures", file=sys.stderr)
@@ -99,11 +96,8 @@ def main() -> int:
         "hook_share": share,
         "miss_overhead": statistics.median(one.miss.total_s / one.plain.total_s for one in rounds),
     }
-    print(f"{'figure':<20}{'median':>10}{'target':>10}")
-    for name, value in figures.items():
-        print(f"{name:<20}{value:>10.3g}{TARGETS[name]:>10g}{'' if value <= TARGETS[name] else '  missed'}")
-    if arguments.json:
-        print(json.dumps(figures))
+    rows = [(name, f"{value:.3g}", f"{TARGETS[name]:g}", "" if value <= TARGETS[name] else "missed") for name, value in figures.items()]
+    print_report(("figure", "median", "at most", ""), rows, {**figures}, as_json=options.json)
     return 0
 
 

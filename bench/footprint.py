@@ -5,15 +5,14 @@ Prints a table; `--json` prints one JSON object last: `ready_s` (start of the pr
 `hotkv_client`), `base_dependencies`. One start before the measured ones fills the kernel cache.
 """
 
-import argparse
 import importlib.metadata
-import json
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from bench.report import parser, print_report
 from demo.processes import Server, ends_cleanly, runtime_folder
 
 GIB = 1 << 30
@@ -50,15 +49,14 @@ def import_once() -> float:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    flags = parser("What a server and a client cost before they do anything.")
+    flags.add_argument("--repeats", type=int, default=5)
+    options = flags.parse_args()
     with ends_cleanly():
         start_once()
-        starts = [start_once() for _ in range(arguments.repeats)]
+        starts = [start_once() for _ in range(options.repeats)]
         import_once()
-        imports = [import_once() for _ in range(arguments.repeats)]
+        imports = [import_once() for _ in range(options.repeats)]
     requirements = importlib.metadata.requires("hotkv") or []
     figures = {
         "ready_s": statistics.median(ready_s for ready_s, _ in starts),
@@ -66,11 +64,8 @@ def main() -> int:
         "import_s": statistics.median(imports),
         "base_dependencies": len([name for name in requirements if "extra ==" not in name]),
     }
-    print(f"{'figure':<20}{'median':>10}{'target':>10}")
-    for name, value in figures.items():
-        print(f"{name:<20}{value:>10.3g}{TARGETS[name]:>10g}{'' if value <= TARGETS[name] else '  missed'}")
-    if arguments.json:
-        print(json.dumps(figures))
+    rows = [(name, f"{value:.3g}", f"{TARGETS[name]:g}", "" if value <= TARGETS[name] else "missed") for name, value in figures.items()]
+    print_report(("figure", "median", "at most", ""), rows, {**figures}, as_json=options.json)
     return 0
 
 

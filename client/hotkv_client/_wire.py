@@ -185,11 +185,15 @@ def load(transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: fl
     return Request(load=cache_pb2.LoadRequest(transfer_id=transfer_id, lease_id=lease_id, runs=messages, timeout_ms=int(timeout_s * 1000)))
 
 
-def store(transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, hash_bytes: int) -> Request:
+def store(transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, fence_index: int, hash_bytes: int) -> Request:
     """Copies blocks from engine memory."""
     return Request(
         store=cache_pb2.StoreRequest(
-            transfer_id=transfer_id, lease_id=lease_id, runs=_runs(runs, hash_bytes), timeout_ms=int(timeout_s * 1000)
+            transfer_id=transfer_id,
+            lease_id=lease_id,
+            runs=_runs(runs, hash_bytes),
+            timeout_ms=int(timeout_s * 1000),
+            fence_index=fence_index,
         )
     )
 

@@ -8,13 +8,13 @@ import contextlib
 import mmap
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from hotkv.table import BlockTable
 from hotkv_client import _wire
-from hotkv_client.types import EngineMemory
 
 SOCKET_NAME = "fd.sock"
 MAX_PACKET_BYTES = 65536
@@ -30,26 +30,25 @@ def descriptor_socket(target: str) -> Path | None:
 class Link:
     """An open link. `table`: the shared block table, mapped read-only."""
 
-    def __init__(self, path: Path, session_id: str, memory: EngineMemory | None, timeout_s: float) -> None:
+    def __init__(self, path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float) -> None:
         """Raises OSError where nobody answers, HotKVError where the server refuses."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(timeout_s)
             self._socket.connect(str(path))
-            handles = {} if memory is None else dict(memory.fds)
-            packet = _wire.link_request(session_id, list(handles))
-            if handles:
-                socket.send_fds(self._socket, [packet], list(handles.values()))
+            packet = _wire.link_request(session_id, list(fds))
+            if fds:
+                socket.send_fds(self._socket, [packet], list(fds.values()))
             else:
                 self._socket.send(packet)
-            answer, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 2)
+            answer, received, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 2)
             try:
                 if not answer:
                     raise ConnectionError("the server closed the descriptor socket without an answer")
                 _, table_bytes = _wire.link_sizes(answer)
-                self.table = self._map_table(fds, table_bytes)
+                self.table = self._map_table(received, table_bytes)
             finally:
-                for fd in fds:
+                for fd in received:
                     os.close(fd)
             self._socket.settimeout(None)
         except BaseException:

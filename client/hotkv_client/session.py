@@ -21,10 +21,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv.layout import FENCE_HANDLE
 from hotkv.table import BlockTable
 from hotkv_client import _wire
+from hotkv_client.fence import Fence
 from hotkv_client.link import Link, descriptor_socket
-from hotkv_client.types import BlockRun, BoolMask, EngineMemory, GroupHashes, LeaseGrant, LinkState, LoadRun, SessionConfig, TransferResult
+from hotkv_client.types import (
+    BlockRun,
+    BoolMask,
+    EngineMemory,
+    GroupHashes,
+    LeaseGrant,
+    LinkState,
+    LoadRun,
+    SessionConfig,
+    TransferResult,
+    TransferStatus,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +48,10 @@ MAX_PENDING = 1 << 16
 class _Pending:
     future: "Future[Any]"
     lease_id: str = ""
-    is_transfer: bool = False
+    transfer_id: str = ""
+    """Set for transfers."""
+    fence_index: int = 0
+    """Set for stores that can be revoked."""
 
 
 @dataclass(slots=True)
@@ -56,6 +72,7 @@ class Session:
     def __init__(self, config: SessionConfig, memory: EngineMemory | None = None) -> None:
         self.config = config
         self._memory = memory
+        self._fence = Fence() if memory is not None and memory.fds else None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._connection: _Connection | None = None
@@ -137,15 +154,33 @@ class Session:
 
     def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> "Future[TransferResult]":
         """Copies leased blocks into the registered memory."""
-        return self._call(lambda: _wire.load(transfer_id, lease_id, runs, timeout_s), is_transfer=True)
+        return self._call(lambda: _wire.load(transfer_id, lease_id, runs, timeout_s), transfer_id=transfer_id)
 
     def store(self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float) -> "Future[TransferResult]":
         """Copies blocks out of the registered memory and commits them. The first store under a lease id reserves; other ranks join."""
-        return self._call(lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, self._hash_bytes), is_transfer=True)
+        fence_index = self._fence.take() if self._fence is not None else 0
+        return self._call(
+            lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, fence_index, self._hash_bytes),
+            transfer_id=transfer_id,
+            fence_index=fence_index,
+        )
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks a transfer to end early; its future's resolving is the acknowledgement."""
+        """Ends a transfer early; its future's resolving is the acknowledgement.
+
+        A store is revoked and resolves at once, as CANCELLED and without results, whatever the server is doing: its blocks were
+        committed before, or never will be. A load resolves when the server has stopped writing.
+        """
+        revoked: Future[TransferResult] | None = None
+        with self._lock:
+            pending = self._connection.pending if self._connection is not None else {}
+            for item in pending.values():
+                if item.transfer_id == transfer_id and item.fence_index and self._fence is not None:
+                    self._fence.revoke(item.fence_index)
+                    revoked, item.future = item.future, Future()
         self._send_only(_wire.cancel(transfer_id))
+        if revoked is not None:
+            revoked.set_result(TransferResult(transfer_id, TransferStatus.CANCELLED, message="revoked by the engine"))
 
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
         """Tells the server which blocks the engine used from its own device cache."""
@@ -157,11 +192,14 @@ class Session:
         self._call(_wire.ping).result(timeout_s)
         return time.perf_counter() - start_s
 
-    def _call(self, build: Callable[[], _wire.Request], *, lease_id: str = "", is_transfer: bool = False) -> "Future[Any]":
+    def _call(
+        self, build: Callable[[], _wire.Request], *, lease_id: str = "", transfer_id: str = "", fence_index: int = 0
+    ) -> "Future[Any]":
         future: Future[Any] = Future()
         try:
             request = build()
         except HotKVError as error:
+            self._give_back(fence_index)
             future.set_exception(error)
             return future
         request_id = next(self._request_ids)
@@ -169,14 +207,19 @@ class Session:
         with self._lock:
             connection = self._connection
             if connection is not None and self._state is LinkState.CONNECTED and len(connection.pending) < MAX_PENDING:
-                connection.pending[request_id] = _Pending(future, lease_id, is_transfer)
+                connection.pending[request_id] = _Pending(future, lease_id, transfer_id, fence_index)
                 connection.outbox.put(request)
                 return future
+        self._give_back(fence_index)
         if connection is not None and self._state is LinkState.CONNECTED:
             future.set_exception(HotKVError(Reason.OVERLOADED, f"{MAX_PENDING} calls are unanswered; wait for some"))
         else:
             future.set_exception(SessionLostError(f"no server at {self.config.target} ({self._state.value})"))
         return future
+
+    def _give_back(self, fence_index: int) -> None:
+        if self._fence is not None:
+            self._fence.give_back(fence_index)
 
     def _send_only(self, request: _wire.Request) -> None:
         connection = self._connection
@@ -239,7 +282,8 @@ class Session:
             raise SessionLostError("the server did not open the session")
         path = descriptor_socket(self.config.target) if opened.session_opened.has_descriptor_socket else None
         if path is not None and (self.config.use_table or self._memory is not None):
-            connection.link = Link(path, opened.session_opened.session_id, self._memory, self.config.connect_timeout_s)
+            fds = {} if self._memory is None or self._fence is None else {**self._memory.fds, FENCE_HANDLE: self._fence.fd}
+            connection.link = Link(path, opened.session_opened.session_id, fds, self.config.connect_timeout_s)
             connection.table = connection.link.table if self.config.use_table else None
         if self._memory is not None:
             request = _wire.register_memory(self._memory.layout)
@@ -259,6 +303,7 @@ class Session:
             waiting = connection.pending.pop(response.request_id, None)
         if waiting is None:
             return
+        self._give_back(waiting.fence_index)
         try:
             value = _wire.result(response, waiting.lease_id)
         except HotKVError as error:
@@ -287,22 +332,24 @@ class Session:
         connection.channel.close()
         lost = SessionLostError("the link to the server broke")
         for item in waiting:
-            if not item.is_transfer:
+            if not item.transfer_id:
                 item.future.set_exception(lost)
-        transfers = [item.future for item in waiting if item.is_transfer]
+        transfers = [item for item in waiting if item.transfer_id]
         if connection.link is None:
-            for future in transfers:
-                future.set_exception(lost)
+            self._fail(transfers, lost)
         elif transfers:
             threading.Thread(target=self._settle, args=(connection.link, transfers, lost), name="hotkv-settle", daemon=True).start()
         else:
             connection.link.close()
 
-    @staticmethod
-    def _settle(link: Link, transfers: "list[Future[Any]]", lost: SessionLostError) -> None:
+    def _settle(self, link: Link, transfers: list[_Pending], lost: SessionLostError) -> None:
         link.wait_closed()
-        for future in transfers:
-            future.set_exception(lost)
+        self._fail(transfers, lost)
+
+    def _fail(self, transfers: list[_Pending], lost: SessionLostError) -> None:
+        for item in transfers:
+            self._give_back(item.fence_index)
+            item.future.set_exception(lost)
 
     def _set_state(self, state: LinkState, reason: str) -> None:
         with self._changed:

@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable
 
 import numpy as np
+
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
-
 from hotkv_client.session import Session
 from hotkv_client.types import EngineMemory, Evicted, Role, SessionConfig
 

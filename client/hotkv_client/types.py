@@ -98,7 +98,7 @@ class LeaseGrant:
 class TransferResult:
     """How a transfer ended. Nothing is being read or written for it any more.
 
-    `results` (stores): one uint8 array of BlockResult a run, in the order asked.
+    `results` (stores): one uint8 array of BlockResult a run, in the order asked; empty for a store that was revoked.
     """
 
     transfer_id: str

@@ -16,8 +16,14 @@ from hotkv.groups import GroupSpec
 
 Int64s = NDArray[np.int64]
 
+FENCE_HANDLE = "hotkv-fence"
+"""Handle id of the page in which an engine revokes stores; not part of a layout."""
+FENCE_WORDS = 1024
+
 MAX_RUNS_PER_PAGE = 1 << 16
 """Bound on the runs of one page, so that a hostile layout cannot exhaust memory."""
+MAX_DIMS = 8
+"""Bound on the repetitions of one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +133,8 @@ class Layout:
             raise ValueError(f"{name}.handle_id is {tensor.handle_id!r}, which is not among handles")
         if not 0 <= tensor.group_index < num_groups:
             raise ValueError(f"{name}.group_index is {tensor.group_index}; this key space has {num_groups} groups")
+        if len(tensor.dims) > MAX_DIMS:
+            raise ValueError(f"{name}.dims has {len(tensor.dims)} entries; at most {MAX_DIMS} are supported")
         numbers = (tensor.base_offset_bytes, tensor.block_stride_bytes, tensor.shard_offset_bytes)
         if min(numbers) < 0 or max(*numbers, tensor.run_bytes) >= 1 << 48:
             raise ValueError(f"{name} has a negative or absurdly large offset or stride")
@@ -134,10 +142,14 @@ class Layout:
             raise ValueError(f"{name}.run_byte_count and dims need positive counts and strides that are not negative")
         if math.prod(count for count, _ in tensor.dims) > MAX_RUNS_PER_PAGE:
             raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS_PER_PAGE} runs a page")
-        for inner, (count, stride) in enumerate(tensor.dims):
-            span = tensor.run_bytes + sum((c - 1) * s for c, s in tensor.dims[inner + 1 :])
+        # Slot order need not be memory order: by stride, each dimension must step over all that is nested in it; blocks are one more.
+        span = tensor.run_bytes
+        named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
+        named["block_stride_byte_count"] = (self.num_blocks, tensor.block_stride_bytes)
+        for field, (count, stride) in sorted(named.items(), key=lambda item: item[1][1]):
             if count > 1 and stride < span:
-                raise ValueError(f"{name}.dims[{inner}].stride_byte_count is {stride}, so its runs overlap")
+                raise ValueError(f"{name}.{field} is {stride}, so its runs overlap")
+            span += (count - 1) * stride
         page_span = tensor.run_bytes + sum((count - 1) * stride for count, stride in tensor.dims)
         end = tensor.base_offset_bytes + (self.num_blocks - 1) * tensor.block_stride_bytes + page_span
         if end > handles[tensor.handle_id].num_bytes:

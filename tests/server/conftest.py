@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hotkv_client.testing import PagedEngine
 
 from demo.processes import Server, runtime_folder
+from hotkv_client.testing import PagedEngine
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,16 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, LoadRun, _wire
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.rpc.errors import CODES
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from demo.processes import Server
 
 Make = Callable[..., PagedEngine]
 INT32 = np.int32

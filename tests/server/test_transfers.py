@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
+from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
 from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
-
-from demo.processes import Server
 
 Make = Callable[..., PagedEngine]
 
@@ -29,7 +29,9 @@ def store(engine: PagedEngine, blocks: list[bytes], block_ids: "np.ndarray[tuple
     return [int(value) for value in result.results[0]]
 
 
-def load(engine: PagedEngine, blocks: list[bytes], block_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", name: str = "l") -> TransferStatus:
+def load(
+    engine: PagedEngine, blocks: list[bytes], block_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", name: str = "l"
+) -> TransferStatus:
     grant = engine.session.acquire(f"lease-{name}", [GroupHashes(0, blocks)]).result(10)
     assert grant.pinned[0].all()
     result = engine.session.load(name, f"lease-{name}", [LoadRun(0, np.arange(len(blocks), dtype=np.int32), block_ids)], 20).result(20)
@@ -99,8 +101,15 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
     lists = [hashes(64) for _ in range(200)]  # 100 MiB into 16 MiB
     futures = [one.session.store(f"b{i}", f"b{i}", [BlockRun(0, h, np.arange(64, dtype=np.int32))], 60) for i, h in enumerate(lists)]
     answered = [future.result(60).results[0] for future in futures]
-    stored = {h for blocks, results in zip(lists, answered, strict=True) for h, r in zip(blocks, results, strict=True) if r == BlockResult.STORED}
-    refused = {h for blocks, results in zip(lists, answered, strict=True) for h, r in zip(blocks, results, strict=True) if r == BlockResult.NO_SPACE}
+    stored = {
+        h for blocks, results in zip(lists, answered, strict=True) for h, r in zip(blocks, results, strict=True) if r == BlockResult.STORED
+    }
+    refused = {
+        h
+        for blocks, results in zip(lists, answered, strict=True)
+        for h, r in zip(blocks, results, strict=True)
+        if r == BlockResult.NO_SPACE
+    }
     assert len(stored) + len(refused) == 200 * 64
     everything = [h for blocks in lists for h in blocks]
     present = set()

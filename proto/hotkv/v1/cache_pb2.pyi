@@ -498,6 +498,7 @@ class StoreRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     RUNS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    FENCE_INDEX_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session; its registered memory is the source."""
     transfer_id: builtins.str
@@ -506,6 +507,8 @@ class StoreRequest(google.protobuf.message.Message):
     """The write lease; taken on arrival where it was not reserved before. Ranks of one engine share it."""
     timeout_ms: builtins.int
     """Milliseconds after which the server gives up; zero for its default."""
+    fence_index: builtins.int
+    """Word of the session's fence that revokes this store; zero for none. The server reads it after the copy and before the commit."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
         """Blocks with their ids in engine memory."""
@@ -518,8 +521,9 @@ class StoreRequest(google.protobuf.message.Message):
         lease_id: builtins.str = ...,
         runs: collections.abc.Iterable[Global___BlockRun] | None = ...,
         timeout_ms: builtins.int = ...,
+        fence_index: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fence_index", b"fence_index", "lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
 

@@ -439,7 +439,9 @@ class LinkRequest(google.protobuf.message.Message):
     """The session, opened on the stream before."""
     @property
     def handle_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Memory handles whose descriptors are attached."""
+        """Memory handles whose descriptors are attached. `hotkv-fence` names a page of 1024 little-endian uint32 words in which the client revokes
+        stores (StoreRequest.fence_index) by writing 1: it may then overwrite the blocks at once, whatever the server is doing.
+        """
 
     def __init__(
         self,

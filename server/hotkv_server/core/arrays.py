@@ -3,8 +3,9 @@
 from typing import Any
 
 import numpy as np
-from hotkv.table import Words
 from numpy.typing import NDArray
+
+from hotkv.table import Words
 
 
 def distinct(values: NDArray[Any]) -> list[int]:

@@ -49,7 +49,7 @@ def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> 
     runs = convert.runs(request.runs, session.key_space.hash_bytes)
     block_ids = [convert.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
-    return node.store(session, request.transfer_id, request.lease_id, runs, block_ids, timeout_s)
+    return node.store(session, request.transfer_id, request.lease_id, runs, block_ids, timeout_s, request.fence_index)
 
 
 def cancel(node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest) -> cache_pb2.CancelTransferResponse:

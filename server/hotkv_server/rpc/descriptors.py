@@ -104,8 +104,9 @@ class DescriptorServer:
                 raise HotKVError(Reason.INVALID_FIELD, f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors")
             if session.close_link is not None:
                 raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
-            session.received_fds.update(zip(request.handle_ids, fds, strict=True))
-            kept.update(fds)
+            for handle_id, fd in zip(request.handle_ids, fds, strict=True):
+                kept.add(fd)
+                session.receive(handle_id, fd)
             self._send(
                 connection,
                 session_pb2.LinkResponse(

@@ -8,12 +8,14 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from hotkv.errors import HotKVError, Reason
 
+from hotkv.errors import HotKVError, Reason
 from hotkv_server.rpc.errors import abort
 
 PREFIX = "/hotkv.v1."
-MALFORMED = HotKVError(Reason.INVALID_FIELD, "the request is no message of this method; generate the client from the server's protocol version")
+MALFORMED = HotKVError(
+    Reason.INVALID_FIELD, "the request is no message of this method; generate the client from the server's protocol version"
+)
 
 
 class Malformed:

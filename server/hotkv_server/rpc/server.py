@@ -41,7 +41,7 @@ class RpcServer:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
                 ("grpc.keepalive_permit_without_calls", 1),
-            ]
+            ],
         )
         session_pb2_grpc.add_SessionServiceServicer_to_server(
             SessionService(node, has_descriptor_socket=has_descriptor_socket), self._server

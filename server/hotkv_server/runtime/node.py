@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
-from hotkv.layout import Layout
+from hotkv.layout import FENCE_WORDS, Layout
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import HashList, LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
@@ -184,10 +184,19 @@ class Node:
         return self._transfer(session, transfer_id, memory, slots, block_ids, timeout_s, finish, to_engine=True)
 
     def store(
-        self, session: LiveSession, transfer_id: str, lease_id: str, runs: list[Run], block_ids: list[NDArray[np.int64]], timeout_s: float
+        self,
+        session: LiveSession,
+        transfer_id: str,
+        lease_id: str,
+        runs: list[Run],
+        block_ids: list[NDArray[np.int64]],
+        timeout_s: float,
+        fence_index: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a store. The future is done when the blocks are committed or refused and nothing is read any more."""
         memory = _usable_memory(session, block_ids)
+        if not 0 <= fence_index < FENCE_WORDS:
+            raise HotKVError(Reason.INVALID_FIELD, f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}")
         for run, ids in zip(runs, block_ids, strict=True):
             if len(ids) != len(run.hashes):
                 raise HotKVError(
@@ -199,7 +208,8 @@ class Node:
         self._run_effects()
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
-            results = self.core.end_store(session.record.number, transfer_id, outcome is Outcome.DONE, time.monotonic())
+            kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
+            results = self.core.end_store(session.record.number, transfer_id, kept, time.monotonic())
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
             return results

@@ -8,9 +8,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
-from hotkv.layout import Layout
+from hotkv.layout import FENCE_HANDLE, FENCE_WORDS, Layout
 from hotkv_server.core.values import EvictionNotice, SessionRecord
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.dataplane.plan import Region
@@ -65,6 +67,7 @@ class LiveSession:
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: EngineMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
+    fence: FileMapping | None = None
     closing: bool = False
     close_link: Callable[[], None] | None = None
     on_overflow: Callable[[], None] | None = None
@@ -82,11 +85,29 @@ class LiveSession:
             if self.on_overflow is not None:
                 self.on_overflow()
 
+    def receive(self, handle_id: str, fd: int) -> None:
+        """Takes over a descriptor that came over the descriptor socket. Raises ValueError for a fence that is too short."""
+        if handle_id == FENCE_HANDLE and self.fence is None:
+            self.fence = FileMapping(fd, FENCE_WORDS * 4, handle_id)
+        elif handle_id in self.received_fds:
+            os.close(fd)
+        else:
+            self.received_fds[handle_id] = fd
+
+    def is_revoked(self, fence_index: int) -> bool:
+        """Whether the engine has taken its blocks back. Asked after a copy and before its commit, which so never keeps overwritten bytes."""
+        if not fence_index or self.fence is None:
+            return False
+        return not self.fence.is_whole() or bool(self.fence.array().view(np.uint32)[fence_index])
+
     def release_memory(self) -> None:
         """Unmaps its memory, closes descriptors that were never registered, and ends the link."""
         if self.memory is not None:
             self.memory.close()
             self.memory = None
+        if self.fence is not None:
+            self.fence.close()
+            self.fence = None
         for fd in self.received_fds.values():
             os.close(fd)
         self.received_fds.clear()
