@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import hotkv
@@ -64,6 +65,15 @@ def notify_systemd(state: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier:
             notifier.connect("\0" + address[1:] if address.startswith("@") else address)
             notifier.sendall(state.encode())
+
+
+async def feed_watchdog(is_healthy: Callable[[], bool]) -> None:
+    """Tells systemd's watchdog, where it asks for it, that the event loop and the copy threads are alive; a server that hangs is killed."""
+    interval_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 2e6
+    while interval_s > 0:
+        if is_healthy():
+            notify_systemd("WATCHDOG=1")
+        await asyncio.sleep(interval_s)
 
 
 def trim_memory() -> None:
@@ -129,7 +139,9 @@ async def serve(settings: Settings) -> None:
     )  # fmt: skip
     notify_systemd(f"READY=1\nSTATUS=serving on {settings.grpc_socket}")
 
+    watchdog = asyncio.create_task(feed_watchdog(copy_engine.is_alive))
     await node.drained.wait()
+    watchdog.cancel()
     notify_systemd("STOPPING=1")
     await rpc.set_serving(False)
     await rpc.stop(0.5)

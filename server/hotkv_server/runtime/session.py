@@ -95,7 +95,7 @@ class LiveSession:
             self.received_fds[handle_id] = fd
 
     def is_revoked(self, fence_index: int) -> bool:
-        """Whether the engine has taken its blocks back. Asked after a copy and before its commit, which so never keeps overwritten bytes."""
+        """Whether the engine has taken its blocks back. Asked after a copy and before its commit: none keeps overwritten bytes."""
         if not fence_index or self.fence is None:
             return False
         return not self.fence.is_whole() or bool(self.fence.array().view(np.uint32)[fence_index])
