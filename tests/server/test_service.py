@@ -1,0 +1,144 @@
+"""What people and machines use to look after a server: health, reflection, channelz, HTTP, systemd, the command line."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from demo.processes import Server
+from hotkv.keys import KeySpace
+from hotkv_client import BlockRun, cli
+from hotkv_client.testing import PagedEngine
+
+Make = Callable[..., PagedEngine]
+
+
+def test_health_reflection_and_channelz(server: Server) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "hotkv.v1.CacheService", "hotkv.v1.SessionService", "hotkv.v1.AdminService"):
+            assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == health_pb2.HealthCheckResponse.SERVING
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answer = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request])))
+        names = {service.name for service in answer.list_services_response.service}
+        assert {"hotkv.v1.CacheService", "hotkv.v1.SessionService", "hotkv.v1.AdminService", "grpc.health.v1.Health"} <= names
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="hotkv.v1.CacheService")
+        answer = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request])))
+        assert answer.file_descriptor_response.file_descriptor_proto
+        assert channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest(start_server_id=0)).server
+
+
+def http_port(server: Server) -> int:
+    found = re.search(r"http_port=(\d+)", server.log.read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def test_http(server: Server) -> None:
+    base = f"http://127.0.0.1:{http_port(server)}"
+    for path in ("/livez", "/readyz"):
+        with urllib.request.urlopen(base + path, timeout=10) as answer:
+            assert answer.read() == b"ok\n"
+    with urllib.request.urlopen(base + "/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    for name in ("hotkv_stored_blocks_total", "hotkv_evicted_blocks_total", "hotkv_arena_used_bytes", "hotkv_sessions", "process_open_fds"):
+        assert re.search(rf"^{name} [0-9.e+]+$", text, re.MULTILINE), name
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(base + "/../etc/passwd", timeout=10)
+
+
+def test_systemd_is_told(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(30)
+        environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+        command = [
+            sys.executable,
+            "-m",
+            "hotkv_server",
+            "run",
+            "--runtime-dir",
+            str(tmp_path / "run"),
+            "--arena.bytes",
+            "16MiB",
+            "--http.port",
+            "-1",
+        ]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        try:
+            assert listener.recv(4096).startswith(b"READY=1")
+            assert listener.recv(4096) == b"WATCHDOG=1"
+            process.terminate()
+            told = listener.recv(4096)
+            while told == b"WATCHDOG=1":
+                told = listener.recv(4096)
+            assert told == b"STOPPING=1"
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def test_the_command_line(server: Server, engine: Make) -> None:
+    one = engine(engine_id="cli-engine", model="cli-model")
+    tokens = list(range(16 * 3 + 5))
+    hashes = prompt_hashes(one.key_space, tokens)
+    one.session.store("s", "s", [BlockRun(0, hashes[:2], np.arange(2, dtype=np.int32))], 10).result(10)
+    assert "cli-model" in server.cli("status")
+    assert "cli-engine" in server.cli("sessions")
+    assert hashes[0].hex()[:16] in server.cli("blocks", "--limit", "1000")
+    for command in (["status"], ["sessions"], ["blocks"], ["explain", hashes[0].hex()], ["evict", "--key-space", "1", hashes[0].hex()]):
+        assert json.loads(server.cli(*command, "--json"))
+    one.session.store("again", "again", [BlockRun(0, hashes[:2], np.arange(2, dtype=np.int32))], 10).result(10)
+    space = next(k["key_space_id"] for k in server.status()["key_spaces"] if k["key_space"]["model"] == "cli-model")
+    by_tokens = server.cli("explain", "--key-space", str(space), *map(str, tokens))
+    assert f"key space {space}: 32 of 48 tokens hit" in by_tokens
+    assert "never stored" in by_tokens
+    assert "evicted 2 blocks" in server.cli("evict", "--all", "--key-space", str(space))
+    assert "evicted" in server.cli("explain", "--key-space", str(space), *map(str, tokens))
+
+
+def prompt_hashes(key_space: KeySpace, tokens: list[int]) -> list[bytes]:
+    from hotkv.keys import token_block_hashes
+
+    return token_block_hashes(tokens, key_space.hash_block_tokens, key_space.hash_algorithm, key_space.hash_seed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["evict", "zz"], 2, "'zz' is no hexadecimal block hash"),
+        (["evict"], 1, "give exactly one of them"),
+        (["explain", "@/nowhere"], 2, "/nowhere"),
+        (["blocks", "--key-space", "4000"], 1, "key_space_id 4000 is unknown"),
+        (["blocks", "--limit", "-3"], 1, "page_size"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(
+    server: Server, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, words: str
+) -> None:
+    assert cli.main([*arguments, "--target", server.target]) == status
+    assert words in capsys.readouterr().err
+
+
+def test_no_server_is_said_plainly(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["status", "--target", f"unix:{tmp_path}/grpc.sock", "--timeout-s", "2"]) == 1
+    assert "UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_the_client_is_light() -> None:
+    heavy = {"torch", "numba", "pydantic", "vllm", "llvmlite", "prometheus_client"}
+    code = f"import sys, hotkv_client; print(sorted({heavy!r} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
