@@ -95,6 +95,13 @@ def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[
     return run
 
 
+def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> None:
+    """Until the server has stopped turning its arena into huge pages, which it does for some seconds after it is ready."""
+    deadline_s, last = time.monotonic() + timeout_s, -1.0
+    while time.monotonic() < deadline_s and last != (last := server.counter("arena_huge_page_bytes")):
+        time.sleep(0.5)
+
+
 def main() -> int:
     """Entry point."""
     options = parser("Time stores and loads.").parse_args()
@@ -103,6 +110,7 @@ def main() -> int:
     memcpy = threaded_memcpy(target, source)
     with ends_cleanly(), runtime_folder(2 << 30) as folder, Server(folder, "1GiB") as server:
         server.wait_ready()
+        wait_for_huge_pages(server)
         for block_tokens in BLOCK_TOKENS:
             engine = Engine(server.target, block_tokens)
             times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}

@@ -164,7 +164,7 @@ def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int6
 
 
 def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
-    """Copies of bucket rows, each read under its lock protocol; rows that never settle come back empty."""
+    """Copies of bucket rows, each read under its lock protocol; rows that never settle come back empty, with an odd sequence number."""
     copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
     torn = np.arange(len(rows))
     for _ in range(_MAX_RETRIES):
@@ -175,6 +175,7 @@ def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
         if not len(torn):
             return copy
     copy[torn] = 0
+    copy[torn, SEQ] = 1
     return copy
 
 
@@ -221,7 +222,8 @@ def find_twin(buckets: Words, records: Words, hashes: Words, salt: int, key_spac
                 found[item] = words[item, way]
                 if len(out_records):
                     out_records[open_items[item]] = record
-        settled = buckets[rows[open_items], SEQ] == lines[:, SEQ]
+        # What never settled is a miss, and is not tried again.
+        settled = (buckets[rows[open_items], SEQ] == lines[:, SEQ]) | (lines[:, SEQ] & 1 == 1)
         out[open_items[settled]] = found[settled]
         advance = settled & (found == 0) & (lines[:, OVERFLOW] > 0)
         rows[open_items[advance]] = (rows[open_items[advance]] + 1) % len(buckets)

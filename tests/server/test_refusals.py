@@ -3,6 +3,7 @@
 import os
 import queue
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ def test_refusals_on_the_stream(server: Server, stored: tuple[PagedEngine, list[
         (session.store("a", "l", [run([1], depth=-1)], 5), Reason.INVALID_FIELD, "depth"),
         (session.store("a", "l", [run([1], parent_hash=b"short")], 5), Reason.INVALID_HASH, "parent_hash"),
         (session.store("a", "l", [run([1], hashes=[b"short"])], 5), Reason.INVALID_HASH, "hashes"),
+        (session.store("a", "l" * 300, [run([1])], 5), Reason.TOO_LARGE, "lease_id"),
+        (session.store("a" * 300, "l", [run([1])], 5), Reason.TOO_LARGE, "transfer_id"),
         (session.store("a", "", [run([1])], 5), Reason.INVALID_FIELD, "lease_id"),
         (session.store("a", "mine", [run([1])], 5), Reason.DUPLICATE_ID, "lease_id"),
         (session.acquire("mine", [GroupHashes(0, blocks[:1])]), Reason.DUPLICATE_ID, "lease_id"),
@@ -296,6 +299,29 @@ def test_messages_on_an_open_stream_may_be_anything(engine: Make) -> None:
         except HotKVError as error:
             assert error.reason is not Reason.INTERNAL, (error, request)
     assert one.session.store("s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, INT32))], 5).result(5).results[0][0] == 1
+
+
+def test_a_client_that_does_not_read_is_closed_and_nobody_else_suffers(server: Server, engine: Make) -> None:
+    one = engine()
+    requests: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
+    opening_message = _wire.open_session(one.session.config)
+    opening_message.open_session.engine_id = "never-reads"
+    requests.put(opening_message)
+    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    with grpc.insecure_channel(server.target, small_window) as channel, AdminClient(server.target) as admin:
+        stream = session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests.get, None))
+        next(stream)
+        # A read lease, and then calls whose refusal repeats its long name.
+        requests.put(session_pb2.ConnectRequest(acquire_lease=cache_pb2.AcquireLeaseRequest(lease_id="x" * 250)))
+        unheard = cache_pb2.ReserveBlocksRequest(lease_id="x" * 250)
+        for i in range(1, 40_000):
+            requests.put(session_pb2.ConnectRequest(request_id=i, reserve_blocks=unheard))
+        deadline_s = time.monotonic() + 60
+        while any(s["engine_id"] == "never-reads" for s in admin.sessions()):
+            one.session.ping(5)
+            assert time.monotonic() < deadline_s, "a client that does not read keeps its session"
+        requests.put(None)
+        stream.cancel()
 
 
 def fill(message: Any, random: np.random.Generator, level: int) -> None:

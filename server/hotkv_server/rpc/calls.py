@@ -9,6 +9,14 @@ from hotkv_server.runtime.node import Node, TransferEnd
 from hotkv_server.runtime.session import LiveSession
 
 
+def _lease_id(text: str) -> str:
+    return convert.identifier("lease_id", text)
+
+
+def _transfer_id(text: str) -> str:
+    return convert.identifier("transfer_id", text)
+
+
 def lookup(node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest) -> cache_pb2.LookupResponse:
     """Which blocks are ready; without a session the request names its key space."""
     number = request.key_space_id or (session.record.key_space_id if session else 0)
@@ -21,27 +29,34 @@ def lookup(node: Node, session: LiveSession | None, request: cache_pb2.LookupReq
 def acquire(node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest) -> cache_pb2.AcquireLeaseResponse:
     """Pins ready blocks."""
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes)
-    masks, ttl_s = node.acquire(session, request.lease_id, groups, convert.seconds("ttl_ms", request.ttl_ms))
+    masks, ttl_s = node.acquire(session, _lease_id(request.lease_id), groups, convert.seconds("ttl_ms", request.ttl_ms))
     return cache_pb2.AcquireLeaseResponse(groups=convert.flags(request.groups, masks), ttl_ms=int(ttl_s * 1000))
 
 
 def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest) -> cache_pb2.ReserveBlocksResponse:
     """Reserves slots."""
     runs = convert.runs(request.runs, session.key_space.hash_bytes)
-    values, ttl_s = node.reserve(session, request.lease_id, runs, convert.seconds("ttl_ms", request.ttl_ms))
+    values, ttl_s = node.reserve(session, _lease_id(request.lease_id), runs, convert.seconds("ttl_ms", request.ttl_ms))
     return cache_pb2.ReserveBlocksResponse(runs=convert.results(request.runs, values), ttl_ms=int(ttl_s * 1000))
 
 
 def release(node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest) -> cache_pb2.ReleaseLeaseResponse:
     """Gives a lease back."""
-    return cache_pb2.ReleaseLeaseResponse(released=node.core.release(session.record.number, request.lease_id))
+    return cache_pb2.ReleaseLeaseResponse(released=node.core.release(session.record.number, _lease_id(request.lease_id)))
 
 
 def load(node: Node, session: LiveSession, request: cache_pb2.LoadRequest) -> "asyncio.Future[TransferEnd]":
     """Starts a load."""
     positions, block_ids = convert.load_runs(request.runs)
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
-    return node.load(session, request.transfer_id, request.lease_id, positions, block_ids, timeout_s)
+    return node.load(
+        session,
+        _transfer_id(request.transfer_id),
+        _lease_id(request.lease_id),
+        positions,
+        block_ids,
+        timeout_s,
+    )
 
 
 def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> "asyncio.Future[TransferEnd]":
@@ -49,7 +64,15 @@ def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> 
     runs = convert.runs(request.runs, session.key_space.hash_bytes)
     block_ids = [convert.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
-    return node.store(session, request.transfer_id, request.lease_id, runs, block_ids, timeout_s, request.fence_index)
+    return node.store(
+        session,
+        _transfer_id(request.transfer_id),
+        _lease_id(request.lease_id),
+        runs,
+        block_ids,
+        timeout_s,
+        request.fence_index,
+    )
 
 
 def cancel(node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest) -> cache_pb2.CancelTransferResponse:

@@ -17,7 +17,7 @@ from hotkv_server.runtime.node import TransferEnd
 
 MAX_GROUPS = 256
 MAX_TENSORS = 1 << 16
-MAX_TEXT = 4096
+MAX_IDENTIFIER = 256
 STATUS: dict[Outcome, cache_pb2.TransferStatus.ValueType] = {
     Outcome.DONE: cache_pb2.TRANSFER_STATUS_DONE,
     Outcome.CANCELLED: cache_pb2.TRANSFER_STATUS_CANCELLED,
@@ -168,6 +168,13 @@ def load_runs(messages: Sequence[cache_pb2.LoadRun]) -> tuple[list[LoadPositions
         if len(run.positions) != len(ids):
             raise HotKVError(Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.positions)} lease_positions")
     return positions, block_ids
+
+
+def identifier(field: str, text: str) -> str:
+    """An id or name as it came, if it is not too long to keep and to repeat in messages."""
+    if len(text) > MAX_IDENTIFIER:
+        raise HotKVError(Reason.TOO_LARGE, f"{field} is longer than {MAX_IDENTIFIER} characters")
+    return text
 
 
 def seconds(field: str, milliseconds: int) -> float:

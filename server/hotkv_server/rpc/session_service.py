@@ -26,7 +26,7 @@ ROLES = {
     session_pb2.SESSION_ROLE_TOOL: "tool",
 }
 FIRST_MESSAGE_TIMEOUT_S = 10.0
-MAX_TEXT_BYTES = 256
+LAST_WORDS_S = 2.0
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -47,11 +47,17 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             await abort(context, as_refusal(error))
         stream = _Stream(self._node, session, context)
+        was_read = True
         try:
-            await stream.run(request_iterator, self._opened(first, session))
+            was_read = await stream.run(request_iterator, self._opened(first, session))
         finally:
             # Shielded, so that a broken stream cannot cut the settling short.
             await asyncio.shield(self._node.close_session(session))
+        if not was_read:
+            # Last, because it waits for the client to read.
+            log.warning("slow reader closed session=%d", session.record.number)
+            message = f"the client left {OUTBOX_MESSAGES} messages unread; the session is closed"
+            await abort(context, HotKVError(Reason.OVERLOADED, message))
 
     def _open(self, first: session_pb2.ConnectRequest) -> LiveSession:
         if first.WhichOneof("body") != "open_session":
@@ -65,9 +71,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             )
         if opening.role not in ROLES:
             raise HotKVError(Reason.INVALID_FIELD, f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)")
-        for name, text in (("engine_id", opening.engine_id), ("client_name", opening.client_name)):
-            if len(text.encode()) > MAX_TEXT_BYTES:
-                raise HotKVError(Reason.TOO_LARGE, f"{name} is longer than {MAX_TEXT_BYTES} bytes")
+        convert.identifier("engine_id", opening.engine_id)
+        convert.identifier("client_name", opening.client_name)
         return self._node.open_session(opening.engine_id, ROLES[opening.role], convert.key_space(opening.key_space), opening.client_name)
 
     def _opened(self, first: session_pb2.ConnectRequest, session: LiveSession) -> session_pb2.ConnectResponse:
@@ -91,56 +96,47 @@ class _Stream:
         self._node = node
         self._session = session
         self._context = context
-        self._outbox: asyncio.Queue[session_pb2.ConnectResponse | None] = asyncio.Queue(OUTBOX_MESSAGES)
-        self._overflowed = False
-        self._reader: asyncio.Task[None] | None = None
-        session.on_overflow = self._overflow
+        self._outbox: asyncio.Queue[session_pb2.ConnectResponse] = asyncio.Queue(OUTBOX_MESSAGES)
+        self._overflowed = asyncio.Event()
+        session.on_overflow = self._overflowed.set
 
-    async def run(self, requests: AsyncIterator[session_pb2.ConnectRequest], opened: session_pb2.ConnectResponse) -> None:
-        """Until the client ends the stream, does not read, or the server closes the session."""
+    async def run(self, requests: AsyncIterator[session_pb2.ConnectRequest], opened: session_pb2.ConnectResponse) -> bool:
+        """Until the client ends the stream or does not read it; False for the latter."""
         self._send(opened)
-        self._reader = asyncio.create_task(self._read(requests))
+        reader = asyncio.create_task(self._read(requests))
+        endings = {reader, asyncio.create_task(self._write()), asyncio.create_task(self._overflowed.wait())}
         notices = asyncio.create_task(self._forward_notices())
         try:
-            while (message := await self._outbox.get()) is not None:
-                await self._context.write(message)
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                # What is on its way is still sent, to a client that reads.
+                await asyncio.wait({asyncio.create_task(self._outbox.join())}, timeout=LAST_WORDS_S)
         finally:
-            self._reader.cancel()
-            notices.cancel()
-            await asyncio.gather(self._reader, notices, return_exceptions=True)
-        if self._overflowed:
-            await abort(
-                self._context, HotKVError(Reason.OVERLOADED, f"the client left {OUTBOX_MESSAGES} messages unread; the session is closed")
-            )
+            for task in (*endings, notices):
+                task.cancel()
+            await asyncio.gather(*endings, notices, return_exceptions=True)
+        return not self._overflowed.is_set()
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
-        try:
-            async for request in requests:
-                try:
-                    response = await self._handle(request)
-                except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
-                    response = session_pb2.ConnectResponse(error=detail(as_refusal(error)))
-                if response is not None and request.request_id:
-                    response.request_id = request.request_id
-                    self._send(response)
-        finally:
-            self._overflow(overflowed=False)
+        async for request in requests:
+            try:
+                response = await self._handle(request)
+            except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+                response = session_pb2.ConnectResponse(error=detail(as_refusal(error)))
+            if response is not None and request.request_id:
+                response.request_id = request.request_id
+                self._send(response)
+
+    async def _write(self) -> None:
+        while True:
+            await self._context.write(await self._outbox.get())
+            self._outbox.task_done()
 
     def _send(self, message: session_pb2.ConnectResponse) -> None:
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
-            self._overflow()
-
-    def _overflow(self, overflowed: bool = True) -> None:
-        """Ends the writer, which ends the stream."""
-        self._overflowed = self._overflowed or overflowed
-        if overflowed:
-            log.warning("slow reader closed session=%d", self._session.record.number)
-            while not self._outbox.empty():
-                self._outbox.get_nowait()
-        if not self._outbox.full():
-            self._outbox.put_nowait(None)
+            self._overflowed.set()
 
     async def _forward_notices(self) -> None:
         while True:

@@ -1,0 +1,221 @@
+"""A naive twin of the cache: dicts of what must hold, and an arena that remembers who wrote what.
+
+It does not predict which blocks a policy evicts; it learns that from the notices, and checks that each was allowed to go.
+"""
+
+import copy
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hotkv import table
+from hotkv.table import RESERVED_FLAG
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.space import Space
+from hotkv_server.core.values import BlockResult, HashList
+from tests.core.support import words_of
+
+Key = tuple[int, int, int]
+"""Key space, group, number of the hash."""
+GARBAGE: Key = (-1, -1, -1)
+NUM_HASHES = 14
+
+
+@dataclass
+class ModelLease:
+    """Read: `keys` are pinned, one per granted position. Write: `keys` are still reserved."""
+
+    write: bool
+    engine_id: str
+    lease_id: str
+    session: int
+    key_space_id: int
+    expires_s: float
+    keys: list[Key] = field(default_factory=list)
+    asked: list[tuple[int, list[int]]] = field(default_factory=list)
+    granted: list[list[bool]] = field(default_factory=list)
+    pinned_bytes: int = 0
+    admitted: bool = False
+    shards_seen: int = 0
+    copies: int = 0
+    released: bool = False
+
+
+@dataclass
+class ModelTransfer:
+    """A copy in flight: `todo` is (run, position, key, slot offset) per block."""
+
+    lease: ModelLease | None
+    shard_index: int
+    todo: list[tuple[int, int, Key, int]]
+    results: list[list[int]] = field(default_factory=list)
+
+
+class CacheModel:
+    """What must hold of a `CacheCore`; `settle` compares after each step."""
+
+    def __init__(self, core: CacheCore, slot_bytes: dict[Key, int]) -> None:
+        self.core = core
+        self.slot_bytes = slot_bytes
+        self.ready: set[Key] = set()
+        self.noticed: set[Key] = set()
+        self.written: dict[Key, int] = {}
+        self.aborted: set[Key] = set()
+        self.leases: dict[tuple[str, str], ModelLease] = {}
+        self.transfers: dict[tuple[int, str], ModelTransfer] = {}
+        self.arena: dict[tuple[int, int], Key] = {}
+        self.key_of = {(ks, group, words_of([n])[0].tobytes()): (ks, group, n) for ks, group, n in slot_bytes}
+
+    # What may be read off the model
+
+    def pins(self) -> dict[Key, int]:
+        pins: dict[Key, int] = {}
+        for lease in self.leases.values():
+            for key in [] if lease.write else lease.keys:
+                pins[key] = pins.get(key, 0) + 1
+        return pins
+
+    def owner(self, key: Key) -> ModelLease | None:
+        return next((lease for lease in self.leases.values() if lease.write and key in lease.keys), None)
+
+    def evictable(self) -> set[Key]:
+        return self.ready - set(self.pins())
+
+    def unadmitted_bytes(self) -> int:
+        return sum(lease.pinned_bytes for lease in self.leases.values() if not lease.write and not lease.admitted)
+
+    def slot(self, key: Key) -> int:
+        """Slot offset of a block that is in the index, ready or reserved."""
+        index = self.core.space.index
+        word = index.find(key[0], key[1], words_of([key[2]]))
+        return int(index.offsets(word & ~RESERVED_FLAG)[0])
+
+    # Ends of leases
+
+    def end_lease(self, lease: ModelLease) -> None:
+        lease.released = True
+        if not lease.copies:
+            for key in lease.keys if lease.write else []:
+                self.drop_reserved(key)
+            del self.leases[lease.engine_id, lease.lease_id]
+
+    def drop_reserved(self, key: Key) -> None:
+        self.written.pop(key)
+        self.aborted.discard(key)
+
+    def settle_write(self, lease: ModelLease, whole: int) -> None:
+        """The rule for a write lease after one of its copies has ended."""
+        if lease.copies:
+            return
+        for key in [key for key in lease.keys if key in self.aborted]:
+            lease.keys.remove(key)
+            self.drop_reserved(key)
+        if lease.released or (lease.shards_seen == whole and not lease.keys):
+            self.end_lease(lease)
+
+    # Comparing
+
+    def take_notices(self) -> set[Key]:
+        """Effects of the last call; what they name was ready and not pinned, and is ready no more."""
+        named = [
+            self.key_of[effect.key_space_id, effect.group_index, row.tobytes()]
+            for effect in self.core.take_effects()
+            for row in effect.hashes
+        ]
+        assert len(set(named)) == len(named), "a block was evicted twice in one call"
+        assert set(named) <= self.ready, "a notice names a block that was not stored"
+        assert not set(named) & set(self.pins()), "a pinned block was evicted"
+        self.ready -= set(named)
+        return set(named)
+
+    def settle(self) -> None:
+        """Everything the core shows equals the model: lookups, pins, reservations, leases, bytes in slots."""
+        core, index = self.core, self.core.space.index
+        core.check_invariants()
+        assert not core.space.effects, "a call left effects that nobody took"
+        pins = self.pins()
+        for ks, group in {key[:2] for key in self.slot_bytes}:
+            words = index.find(ks, group, words_of(range(NUM_HASHES)))
+            masks = core.lookup(ks, [HashList(group, words_of(range(NUM_HASHES)))])[0]
+            for number, (word, found) in enumerate(zip(words.tolist(), masks.tolist(), strict=True)):
+                key = (ks, group, number)
+                assert found == (key in self.ready), f"{key}: found={found}"
+                assert (word >= int(RESERVED_FLAG)) == (self.owner(key) is not None) == (key in self.written), key
+                if found:
+                    assert index.pins[word] == pins.get(key, 0)
+                    for shard in range(core.key_space(ks).num_shards):
+                        assert self.arena[self.slot(key), shard] == key, "the slot of a ready block holds other bytes"
+        assert sorted((lease.engine_id, lease.lease_id, lease.num_copies, lease.released) for lease in core.leases.all()) == sorted(
+            (lease.engine_id, lease.lease_id, lease.copies, lease.released) for lease in self.leases.values()
+        )
+        assert len(core.transfers) == len(self.transfers)
+        assert core._unadmitted_bytes == self.unadmitted_bytes()
+
+
+def reserve_allowed(
+    model: CacheModel, before: set[Key], lease: ModelLease | None, keys: list[Key], results: list[int], fresh: set[Key]
+) -> None:
+    """Each result of one run is one that the rules allow, given what was ready `before` the call and the `fresh` reservations."""
+    seen: set[Key] = set()
+    for key, result in zip(keys, results, strict=True):
+        if result == BlockResult.PRESENT:
+            assert key in before, "present, but was not there"
+        elif result == BlockResult.IN_FLIGHT:
+            assert key in seen or (model.owner(key) is not None and model.owner(key) is not lease), "in flight with nobody"
+        elif result == BlockResult.RESERVED:
+            assert key in fresh or (lease is not None and key in lease.keys), "reserved by somebody else"
+        else:
+            assert result == BlockResult.NO_SPACE and key not in fresh and model.owner(key) is None and key not in model.ready
+        seen.add(key)
+
+
+def snapshot(core: CacheCore) -> object:
+    """All that a call may change, as values that compare."""
+    space, index, pool = core.space, core.space.index, core.space.pool
+    classes = {
+        size: (c.num_slabs, c.free.tolist()) for size, c in pool._classes.items() if c.num_slabs or len(c.free)
+    }  # an empty class is as good as none
+    policy = {
+        name: value.tobytes() if isinstance(value, np.ndarray) else copy.deepcopy(value) for name, value in vars(space.policy).items()
+    }
+    leases = [copy.deepcopy(lease) for lease in core.leases.all()]
+    return (
+        index.table.buckets.tobytes(),
+        index.table.records.tobytes(),
+        index.pins.tobytes(),
+        index._free[: index._num_free].tobytes(),
+        classes,
+        pool._owner.tobytes(),
+        pool._used.tobytes(),
+        repr(policy),
+        repr(leases),
+        repr(core.transfers._transfers),
+        repr(sorted(core.sessions.items())),
+        repr(core.key_spaces),
+        repr(core.counters),
+        repr(space.effects),
+        (space.evicted_blocks, core._unadmitted_bytes, core.draining, core._next_session, core.leases._next_number),
+    )
+
+
+def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
+    """Raises where a refusal for space was wrong: something of this slot size, or a slab of another, could still have gone.
+
+    `untouchable`: entry numbers that had to stay during the call though nothing pins them now.
+    """
+    index, pool = space.index, space.pool
+    live = np.flatnonzero(index.states()).astype(np.uint32)
+    may_go = (index.states()[live] == table.STATE_READY) & (index.pins[live] == 0) & ~np.isin(live, list(untouchable))
+    sizes = index.slot_bytes(live)
+    assert not np.any(may_go & (sizes == slot_bytes)), "refused, though a block of the same slot size could have been evicted"
+    if len(live) == index.capacity:
+        return
+    assert pool.available_slots(slot_bytes) == 0, "refused, though there are free slots"
+    # Slabs that are free, or would be if everything in them that may go went.
+    free = np.ones(pool.num_slabs, np.bool_)
+    for entry, size, goes in zip(live, sizes.tolist(), may_go.tolist(), strict=True):
+        first = int(index.offsets(np.array([entry]))[0]) // pool.slab_bytes
+        free[first : first + -(-size // pool.slab_bytes)] &= goes
+    span = -(-slot_bytes // pool.slab_bytes)
+    gaps = "".join("." if slab else "x" for slab in free).split("x")
+    assert all(len(gap) < span for gap in gaps), "refused, though slabs lent to another size could have been taken"

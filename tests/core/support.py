@@ -1,0 +1,47 @@
+"""Small builders for the tests of the core: tables in plain memory, hashes by number, key spaces of two groups."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.table import HEADER, BlockTable, TableGeometry, Words, hash_words
+
+Int64s = NDArray[np.int64]
+
+
+def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:
+    """A table of its own memory; `num_buckets` 0 for the usual load."""
+    geometry = TableGeometry.for_capacity(capacity, 1, arena_bytes)
+    if num_buckets:
+        geometry = TableGeometry(num_buckets, capacity, 1, arena_bytes)
+    mapping = np.zeros(geometry.file_bytes, np.uint8)
+    mapping[: HEADER.size] = np.frombuffer(geometry.pack(), np.uint8)
+    return BlockTable.open(mapping)
+
+
+def hash_of(number: int, hash_bytes: int = 32) -> bytes:
+    """The block hash that the tests give to a number."""
+    return hashlib.sha256(number.to_bytes(8, "little", signed=True)).digest()[:hash_bytes]
+
+
+def words_of(numbers: Sequence[int], hash_bytes: int = 32) -> Words:
+    """Hash words [n, 8] of numbers."""
+    return hash_words(b"".join(hash_of(number, hash_bytes) for number in numbers), hash_bytes)
+
+
+def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: int = 1) -> KeySpace:
+    """Two groups, full attention and sliding window, of the given slot sizes."""
+    groups = (
+        GroupSpec(GroupKind.FULL_ATTENTION, 16, _shards(full_bytes, num_shards)),
+        GroupSpec(GroupKind.SLIDING_WINDOW, 16, _shards(window_bytes, num_shards), window_tokens=64),
+    )
+    return KeySpace(name, "revision", "bfloat16", groups, 16)
+
+
+def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
+    first = slot_bytes - (num_shards - 1)
+    return (first,) + (1,) * (num_shards - 1)

@@ -1,0 +1,157 @@
+"""Fingerprints, packed hashes, and vLLM's block hashes computed again."""
+
+import itertools
+from dataclasses import fields, replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES, KeySpace, group_hashes, hash_array, pack_hashes, token_block_hashes
+
+GROUP = GroupSpec(GroupKind.SLIDING_WINDOW, 32, (4096, 4096), 64, ("layers.0",))
+BASE = KeySpace("model", "revision", "bfloat16", (GROUP,), 16)
+
+OTHER_GROUPS = [
+    (GROUP, GROUP),
+    *[
+        (replace(GROUP, **{name: value}),)
+        for name, value in {
+            "kind": GroupKind.CHUNKED_LOCAL,
+            "block_tokens": 48,
+            "shard_bytes": (4096, 8192),
+            "window_tokens": 65,
+            "layer_names": ("layers.0", "layers.1"),
+        }.items()
+    ],
+    (replace(GROUP, shard_bytes=(8192,)),),
+]
+
+VARIANTS: dict[str, list[object]] = {
+    "model": ["other", ""],
+    "weights_identity": ["other"],
+    "dtype": ["float16"],
+    "groups": list(OTHER_GROUPS),
+    "hash_block_tokens": [8],
+    "kv_dtype": ["fp8"],
+    "hash_algorithm": ["sha256_cbor"],
+    "hash_seed": ["0"],
+    "hash_bytes": [16],
+    "parallel_shape": ["tp=2,pp=1"],
+    "page_format": ["NHC"],
+    "tenant": ["someone"],
+    "extra": [("a",), ("a", "b"), ("ab",), ("a,b",)],
+}
+
+
+def test_the_fingerprint_changes_with_every_field() -> None:
+    assert set(VARIANTS) == {f.name for f in fields(KeySpace)}, "a new field needs a variant here"
+    assert {f.name for f in fields(GroupSpec)} == {"kind", "block_tokens", "shard_bytes", "window_tokens", "layer_names"}
+    variants = [BASE] + [replace(BASE, **{name: value}) for name, values in VARIANTS.items() for value in values]
+    for one, two in itertools.combinations(variants, 2):
+        assert one.fingerprint != two.fingerprint, (one, two)
+    assert all(len(v.fingerprint) == 32 for v in variants)
+
+
+@given(model=st.text(), weights=st.text(min_size=1), tenant=st.text(), extra=st.lists(st.text()))
+def test_equal_key_spaces_have_equal_fingerprints_and_text_never_runs_together(
+    model: str, weights: str, tenant: str, extra: list[str]
+) -> None:
+    one = replace(BASE, model=model, weights_identity=weights, tenant=tenant, extra=tuple(extra))
+    assert one.fingerprint == replace(one).fingerprint
+    moved = replace(one, model=model + tenant, tenant="")
+    assert (moved.fingerprint == one.fingerprint) == (moved == one)
+
+
+def test_salts_differ_between_groups_and_key_spaces() -> None:
+    spaces = [replace(BASE, tenant=str(number), groups=(GROUP,) * 4) for number in range(20)]
+    salts = {space.group_salt(group) for space in spaces for group in range(4)}
+    assert len(salts) == 80 and all(0 <= salt < 1 << 64 for salt in salts)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hash_bytes": MIN_HASH_BYTES - 1}, "hash_bytes"),
+        ({"hash_bytes": MAX_HASH_BYTES + 1}, "hash_bytes"),
+        ({"hash_block_tokens": 0}, "hash_block_tokens"),
+        ({"hash_block_tokens": 24}, "block_tokens"),
+        ({"groups": ()}, "groups"),
+        ({"groups": (GROUP, replace(GROUP, shard_bytes=(1,)))}, r"groups\[1\].shard_bytes"),
+        ({"weights_identity": ""}, "weights_identity"),
+    ],
+)
+def test_key_spaces_that_contradict_themselves_are_refused(change: dict[str, object], field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        replace(BASE, **change)
+
+
+@given(data=st.data(), hash_bytes=st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES), count=st.integers(0, 6))
+def test_packing_there_and_back(data: st.DataObject, hash_bytes: int, count: int) -> None:
+    hashes = [data.draw(st.binary(min_size=hash_bytes, max_size=hash_bytes)) for _ in range(count)]
+    rows = hash_array(pack_hashes(hashes, hash_bytes), hash_bytes)
+    assert rows.shape == (count, hash_bytes) and [row.tobytes() for row in rows] == hashes
+
+
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), hash_bytes=st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES))
+def test_hashes_of_another_length_are_refused_and_the_first_is_named(lengths: list[int], hash_bytes: int) -> None:
+    hashes = [b"x" * length for length in lengths]
+    wrong = [number for number, length in enumerate(lengths) if length != hash_bytes]
+    if not wrong:
+        assert pack_hashes(hashes, hash_bytes) == b"".join(hashes)
+        return
+    with pytest.raises(ValueError, match=f"hash {wrong[0]} has {lengths[wrong[0]]} bytes"):
+        pack_hashes(hashes, hash_bytes)
+
+
+@given(num_bytes=st.integers(0, 200), hash_bytes=st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES))
+def test_packed_hashes_of_a_wrong_length_are_refused(num_bytes: int, hash_bytes: int) -> None:
+    if num_bytes % hash_bytes == 0:
+        assert len(hash_array(bytes(num_bytes), hash_bytes)) == num_bytes // hash_bytes
+        return
+    with pytest.raises(ValueError, match="no multiple"):
+        hash_array(bytes(num_bytes), hash_bytes)
+
+
+@given(num_hashes=st.integers(0, 40), step=st.integers(1, 6))
+def test_group_hashes_are_those_at_each_blocks_last_token(num_hashes: int, step: int) -> None:
+    hashes = [bytes([number]) for number in range(num_hashes)]
+    expected = [hashes[(block + 1) * step - 1] for block in range(num_hashes // step)]
+    assert list(group_hashes(hashes, 16, 16 * step)) == expected
+
+
+@pytest.mark.parametrize("seed", ["", "0", "some seed"])
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+def test_token_hashes_are_those_of_vllm(seed: str, block_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through vLLM's own chain: `init_none_hash`, then `hash_block_tokens` block by block."""
+    utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+    hashing = pytest.importorskip("vllm.utils.hashing")
+    monkeypatch.setattr(utils, "NONE_HASH", hashing.sha256(seed), raising=False)
+    rng = np.random.default_rng(7)
+    for num_tokens in (0, block_tokens - 1, block_tokens, 5 * block_tokens, 7 * block_tokens + block_tokens // 2):
+        tokens = rng.integers(0, 1 << 18, num_tokens).tolist()
+        expected, parent = [], None
+        for start in range(0, num_tokens - block_tokens + 1, block_tokens):
+            parent = utils.hash_block_tokens(hashing.sha256, parent, tokens[start : start + block_tokens])
+            expected.append(parent)
+        assert token_block_hashes(tokens, block_tokens, "sha256", seed) == expected
+        assert token_block_hashes(np.array(tokens, np.int32), block_tokens, "sha256", seed) == expected
+
+
+def test_token_hashes_start_where_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed that vLLM resolves from the environment is the one a key space carries."""
+    utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+    hashing = pytest.importorskip("vllm.utils.hashing")
+    for name in ("NONE_HASH", "_NONE_HASH_SEED"):
+        monkeypatch.setattr(utils, name, getattr(utils, name, None), raising=False)
+    monkeypatch.setenv("PYTHONHASHSEED", "1234")
+    utils.init_none_hash(hashing.sha256)
+    expected = utils.hash_block_tokens(hashing.sha256, None, [1, 2, 3, 4])
+    assert token_block_hashes([1, 2, 3, 4], 4, "sha256", "1234") == [expected]
+
+
+def test_algorithms_that_cannot_be_recomputed_are_refused() -> None:
+    with pytest.raises(ValueError, match="hash_algorithm 'xxhash'"):
+        token_block_hashes([1, 2, 3], 1, "xxhash", "")

@@ -1,0 +1,225 @@
+"""Layouts at random: what is stored comes back, nothing else is touched; what contradicts itself is refused by name."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from numpy.typing import NDArray
+
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.layout import MAX_DIMS, CopyRuns, Layout, MemoryHandle, PageTensor
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Groups and the layout of each rank; all ranks together fill the slots."""
+
+    groups: tuple[GroupSpec, ...]
+    layouts: tuple[Layout, ...]
+
+
+@st.composite
+def dense_tensors(draw: st.DrawFn, num_blocks: int) -> tuple[PageTensor, int]:
+    """One tensor at offset 0 of its own memory, and its size: block and inner dimensions nested in any order, with gaps or without."""
+    counts = draw(st.lists(st.integers(1, 4), max_size=3))
+    run_bytes = draw(st.integers(1, 9))
+    strides: list[int] = [0] * (len(counts) + 1)
+    span = run_bytes
+    # Innermost in memory first; number 0 is the block.
+    for axis in draw(st.permutations(range(len(counts) + 1))):
+        strides[axis] = span + draw(st.sampled_from([0, 0, 0, 3]))
+        span += ((num_blocks if axis == 0 else counts[axis - 1]) - 1) * strides[axis]
+    dims = tuple(zip(counts, strides[1:], strict=True))
+    return PageTensor(0, "", 0, strides[0], run_bytes, 0, dims), span
+
+
+@st.composite
+def rank_layouts(draw: st.DrawFn) -> Ranks:
+    """One to three groups on one to three ranks, several tensors and memories each."""
+    num_shards = draw(st.integers(1, 3))
+    num_groups = draw(st.integers(1, 3))
+    shards: list[list[int]] = [[0] * num_shards for _ in range(num_groups)]
+    layouts = []
+    for shard_index in range(num_shards):
+        num_blocks = draw(st.integers(1, 5))
+        ends = {f"memory{number}": 0 for number in range(draw(st.integers(1, 2)))}
+        tensors = []
+        for group_index in range(num_groups):
+            for _ in range(draw(st.integers(1, 3))):
+                tensor, span = draw(dense_tensors(num_blocks))
+                handle_id = draw(st.sampled_from(sorted(ends)))
+                start = ends[handle_id] + draw(st.integers(0, 5))
+                ends[handle_id] = start + span
+                at = shards[group_index][shard_index]
+                tensors.append(
+                    replace(tensor, group_index=group_index, handle_id=handle_id, base_offset_bytes=start, shard_offset_bytes=at)
+                )
+                shards[group_index][shard_index] += tensor.page_bytes
+        handles = tuple(MemoryHandle(handle_id, end + draw(st.integers(1, 4))) for handle_id, end in ends.items())
+        layouts.append(Layout(shard_index, num_blocks, handles, tuple(draw(st.permutations(tensors)))))
+    groups = tuple(GroupSpec(GroupKind.FULL_ATTENTION, 16, tuple(sizes)) for sizes in shards)
+    return Ranks(groups, tuple(layouts))
+
+
+def engine_memory(layout: Layout, seed: int) -> dict[str, Bytes]:
+    rng = np.random.default_rng(seed)
+    return {handle.handle_id: rng.integers(0, 256, handle.num_bytes, dtype=np.uint8) for handle in layout.handles}
+
+
+def copy(plan: list[CopyRuns], engine: dict[str, Bytes], arena: Bytes, *, store: bool) -> None:
+    for runs in plan:
+        memory = engine[runs.handle_id]
+        for at, slot, size in zip(runs.engine_offsets.tolist(), runs.slot_offsets.tolist(), runs.num_bytes.tolist(), strict=True):
+            assert at >= 0 and at + size <= len(memory) and slot >= 0 and slot + size <= len(arena)
+            if store:
+                arena[slot : slot + size] = memory[at : at + size]
+            else:
+                memory[at : at + size] = arena[slot : slot + size]
+
+
+def page_offsets(tensor: PageTensor, block: int) -> list[int]:
+    """Engine offsets of all bytes of a page, in slot order; by counting."""
+    indices = itertools.product(*(range(count) for count, _ in tensor.dims))
+    starts = [sum(i * stride for i, (_, stride) in zip(index, tensor.dims, strict=True)) for index in indices]
+    base = tensor.base_offset_bytes + block * tensor.block_stride_bytes
+    return [base + start + byte for start in starts for byte in range(tensor.run_bytes)]
+
+
+@settings(max_examples=150)
+@given(ranks=rank_layouts(), data=st.data())
+def test_there_and_back_is_the_identity_and_touches_nothing_else(ranks: Ranks, data: st.DataObject) -> None:
+    group_index = data.draw(st.integers(0, len(ranks.groups) - 1))
+    group = ranks.groups[group_index]
+    most = min(layout.num_blocks for layout in ranks.layouts)
+    blocks = data.draw(st.lists(st.integers(0, most - 1), unique=True, min_size=1))
+    stride = group.slot_bytes + 3
+    slots = np.array(data.draw(st.permutations(range(len(blocks)))), np.int64) * stride + 2
+    untouched = np.random.default_rng(1).integers(0, 256, len(blocks) * stride + 4, dtype=np.uint8)
+    arena = untouched.copy()
+    block_ids = np.array(blocks, np.int64)
+    shard_start = 0
+    for layout in ranks.layouts:
+        layout.validate(ranks.groups)
+        shard_bytes = group.shard_bytes[layout.shard_index]
+        before = engine_memory(layout, 2)
+        engine = {name: memory.copy() for name, memory in before.items()}
+        plan = layout.copy_runs(group_index, group, block_ids, slots)
+        assert sum(runs.total_bytes for runs in plan) == shard_bytes * len(blocks)
+        copy(plan, engine, arena, store=True)
+        assert all(np.array_equal(engine[name], before[name]) for name in before)
+        pages = {t: [page_offsets(t, block) for block in blocks] for t in layout.tensors if t.group_index == group_index}
+        for tensor, per_block in pages.items():
+            for slot, offsets in zip(slots.tolist(), per_block, strict=True):
+                at = slot + shard_start + tensor.shard_offset_bytes
+                assert arena[at : at + len(offsets)].tolist() == before[tensor.handle_id][offsets].tolist()
+        # Into other memory: the pages arrive, and every other byte is as it was.
+        expected = engine_memory(layout, 3)
+        loaded = {name: memory.copy() for name, memory in expected.items()}
+        for tensor, per_block in pages.items():
+            for offsets in per_block:
+                expected[tensor.handle_id][offsets] = before[tensor.handle_id][offsets]
+        copy(plan, loaded, arena, store=False)
+        assert all(np.array_equal(loaded[name], expected[name]) for name in loaded)
+        shard_start += shard_bytes
+    outside = np.ones(len(arena), np.bool_)
+    for slot in slots.tolist():
+        outside[slot : slot + group.slot_bytes] = False
+    assert np.array_equal(arena[outside], untouched[outside])
+
+
+@given(tensor=dense_tensors(3))
+def test_run_offsets_cover_the_page_once(tensor: tuple[PageTensor, int]) -> None:
+    offsets, run_bytes = tensor[0].run_offsets()
+    assert [at + byte for at in offsets.tolist() for byte in range(run_bytes)] == page_offsets(tensor[0], 0)
+
+
+GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (64, 64)),)
+TENSOR = PageTensor(0, "m", 0, 64, 16, 0, ((4, 16),))
+GOOD = Layout(1, 4, (MemoryHandle("m", 256),), (TENSOR,))
+CUDA = MemoryHandle("m", 256, cuda_handle=b"h" * 64, device_uuid=b"u" * 16)
+
+
+def with_tensor(**changes: object) -> Layout:
+    return replace(GOOD, tensors=(replace(TENSOR, **changes),))
+
+
+def test_the_layout_that_the_refusals_start_from_is_good() -> None:
+    GOOD.validate(GROUPS)
+    replace(GOOD, handles=(CUDA,)).validate(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "field"),
+    [
+        (replace(GOOD, handles=GOOD.handles * 2), "handles has two"),
+        (replace(GOOD, num_blocks=0), "block_count"),
+        (replace(GOOD, num_blocks=1 << 31), "block_count"),
+        (replace(GOOD, num_blocks=5), r"tensors\[0\] ends at byte 320"),
+        (replace(GOOD, shard_index=2), "shard_index"),
+        (replace(GOOD, shard_index=-1), "shard_index"),
+        (replace(GOOD, handles=(MemoryHandle("m", 0),)), r"handles\[0\]"),
+        (replace(GOOD, handles=(MemoryHandle("m", 256, -1),)), r"handles\[0\]"),
+        (replace(GOOD, handles=(replace(CUDA, cuda_handle=b"short"),)), r"handles\[0\].cuda_ipc"),
+        (replace(GOOD, handles=(replace(CUDA, device_uuid=b""),)), r"handles\[0\].cuda_ipc"),
+        (replace(GOOD, tensors=()), "group 0 fill 0 bytes"),
+        (replace(GOOD, tensors=(TENSOR, TENSOR)), "group 0 leave a gap or overlap"),
+        (with_tensor(handle_id="n"), r"tensors\[0\].handle_id"),
+        (with_tensor(group_index=1), r"tensors\[0\].group_index"),
+        (with_tensor(group_index=-1), r"tensors\[0\].group_index"),
+        (with_tensor(base_offset_bytes=-1), r"tensors\[0\] has a negative"),
+        (with_tensor(base_offset_bytes=1), r"tensors\[0\] ends at byte 257"),
+        (with_tensor(block_stride_bytes=-64), r"tensors\[0\] has a negative"),
+        (with_tensor(block_stride_bytes=1 << 48), r"tensors\[0\] has a negative or absurdly large"),
+        (with_tensor(block_stride_bytes=0), r"tensors\[0\].block_stride_byte_count is 0"),
+        (with_tensor(block_stride_bytes=48), r"tensors\[0\].block_stride_byte_count is 48"),
+        (with_tensor(run_bytes=0), r"tensors\[0\].run_byte_count"),
+        (with_tensor(dims=((0, 16),)), r"tensors\[0\].run_byte_count and dims"),
+        (with_tensor(dims=((4, -16),)), r"tensors\[0\].run_byte_count and dims"),
+        (with_tensor(dims=((4, 15),)), r"tensors\[0\].dims\[0\].stride_byte_count is 15"),
+        (with_tensor(dims=((2, 16), (2, 16))), r"tensors\[0\].dims\[\d\].stride_byte_count is 16"),
+        (with_tensor(run_bytes=1, dims=((1 << 17, 1),)), r"tensors\[0\].dims enumerate more than"),
+        (with_tensor(dims=((1, 0),) * (MAX_DIMS + 1)), r"tensors\[0\].dims has"),
+        (with_tensor(shard_offset_bytes=8), "gap or overlap at byte 0"),
+        (with_tensor(run_bytes=8, dims=((4, 16),)), "fill 32 bytes of a shard of 64"),
+    ],
+)
+def test_layouts_that_contradict_themselves_are_refused(layout: Layout, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        layout.validate(GROUPS)
+
+
+NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 70)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(data: st.DataObject) -> None:
+    """From a good layout, some fields replaced by anything that the wire can carry."""
+    tensor = TENSOR
+    for name in data.draw(
+        st.sets(st.sampled_from(["group_index", "base_offset_bytes", "block_stride_bytes", "run_bytes", "shard_offset_bytes"]))
+    ):
+        tensor = replace(tensor, **{name: data.draw(NUMBERS)})
+    if data.draw(st.booleans()):
+        tensor = replace(tensor, dims=tuple(data.draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=10))))
+    layout = replace(GOOD, tensors=(tensor,))
+    for name in data.draw(st.sets(st.sampled_from(["shard_index", "num_blocks"]))):
+        layout = replace(layout, **{name: data.draw(NUMBERS)})
+    if data.draw(st.booleans()):
+        layout = replace(layout, handles=(MemoryHandle("m", data.draw(NUMBERS), data.draw(NUMBERS)),))
+    try:
+        layout.validate(GROUPS)
+    except ValueError as error:
+        assert str(error)
+        return
+    blocks = np.array([0, layout.num_blocks - 1], np.int64)
+    for runs in layout.copy_runs(0, GROUPS[0], blocks, np.array([0, 128], np.int64)):
+        assert runs.engine_offsets.min() >= 0 and (runs.engine_offsets + runs.num_bytes).max() <= layout.num_bytes
+        assert runs.slot_offsets.min() >= 0 and (runs.slot_offsets + runs.num_bytes).max() <= 256
+    assert math.prod(count for count, _ in tensor.dims) * tensor.run_bytes == 64

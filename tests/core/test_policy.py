@@ -1,0 +1,96 @@
+"""The contract of all policies, and LRU against an OrderedDict."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hotkv_server.core.policy import LRU, Policy
+from hotkv_server.testing.policy_contract import PolicyWorld, check_leaves_go_first, check_policy
+
+
+class SmallLRU(LRU):
+    """Refills its queue often."""
+
+    MIN_QUEUE = 2
+
+
+POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU, "lru with a small queue": SmallLRU}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(seed=st.integers(0, 1 << 32))
+def test_contract(name: str, seed: int) -> None:
+    check_policy(POLICIES[name], seed=seed)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("num_blocks", [1, 2, 50])
+def test_leaves_go_first(name: str, num_blocks: int) -> None:
+    check_leaves_go_first(POLICIES[name], num_blocks)
+
+
+class LRUMachine(RuleBasedStateMachine):
+    """Without pins, LRU evicts exactly as an OrderedDict of last uses would."""
+
+    @initialize(small=st.booleans())
+    def start(self, small: bool) -> None:
+        self.world = PolicyWorld(SmallLRU if small else LRU, 40)
+        self.naive: OrderedDict[int, None] = OrderedDict()
+
+    def used(self, numbers: list[int]) -> None:
+        """Tail to head, so that the head is the last used."""
+        for number in reversed(numbers):
+            self.naive[number] = None
+            self.naive.move_to_end(number)
+
+    @rule(data=st.data(), slot_bytes=st.sampled_from([4096, 8192]), passed_s=st.sampled_from([0.0, 1e-9, 5.0, 1e7]))
+    def arrive(self, data: st.DataObject, slot_bytes: int, passed_s: float) -> None:
+        free = self.world.free_numbers()
+        numbers = data.draw(st.lists(st.sampled_from(free), unique=True, max_size=12)) if free else []
+        self.world.arrive(numbers, slot_bytes, self.world.now_s + passed_s)
+        self.used(numbers)
+
+    @precondition(lambda self: self.naive)
+    @rule(data=st.data(), passed_s=st.sampled_from([0.0, 1e-9, 5.0]))
+    def use(self, data: st.DataObject, passed_s: float) -> None:
+        numbers = data.draw(st.lists(st.sampled_from(sorted(self.naive)), unique=True, max_size=12))
+        self.world.use(numbers, self.world.now_s + passed_s)
+        self.used(numbers)
+
+    @precondition(lambda self: self.naive)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        numbers = data.draw(st.lists(st.sampled_from(sorted(self.naive)), unique=True, max_size=4))
+        self.world.leave(numbers)
+        for number in numbers:
+            del self.naive[number]
+
+    @rule(slot_bytes=st.sampled_from([0, 4096, 8192]), count=st.integers(0, 15))
+    def evict(self, slot_bytes: int, count: int) -> None:
+        expected = [n for n in self.naive if slot_bytes in (0, self.world.size_of[n])][:count]
+        assert self.world.evict(slot_bytes, count) == expected
+        for number in expected:
+            del self.naive[number]
+
+    @invariant()
+    def orders(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+            in_order = np.array(list(self.naive), np.uint32)
+            assert np.all(np.diff(self.world.policy.last_used_s(in_order)) > 0)
+
+
+TestLRUMachine = LRUMachine.TestCase
+
+
+def test_stamps_stay_apart_after_years() -> None:
+    """Three years after the clock began, blocks of one touch still have an order."""
+    policy = LRU(1000)
+    entries = np.arange(1, 1001, dtype=np.uint32)
+    policy.touch(entries, 1.0e8)
+    assert np.all(np.diff(policy.last_used_s(entries)) < 0)

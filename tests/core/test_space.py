@@ -1,0 +1,131 @@
+"""Making room: what may go goes, before anything is refused; what is pinned or reserved stays."""
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core.policy import LRU
+from hotkv_server.core.slabs import aligned
+from hotkv_server.core.space import Space
+from tests.core.cache_model import no_room_left
+from tests.core.support import make_table, words_of
+
+SLAB = 4 * SLOT_ALIGN
+SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + 1]
+
+
+class SmallLRU(LRU):
+    """Refills its queue often."""
+
+    MIN_QUEUE = 2
+
+
+class SpaceMachine(RuleBasedStateMachine):
+    """Blocks of many sizes come, are used, pinned and dropped; the arena is small."""
+
+    @initialize(num_slabs=st.integers(1, 9), capacity=st.sampled_from([5, 100]))
+    def start(self, num_slabs: int, capacity: int) -> None:
+        self.space = Space(make_table(capacity), num_slabs * SLAB, SLAB, SmallLRU(capacity))
+        self.space.index.add_key_space(1, [7])
+        self.next_block = 0
+        self.now_s = 0.0
+        self.reserved: set[int] = set()
+        self.ready: set[int] = set()
+        self.pinned: set[int] = set()
+
+    def notices(self) -> set[int]:
+        """Entries that went in the last call; their notices name as many blocks."""
+        space = self.space
+        states = space.index.states()
+        gone = {entry for entry in self.ready if states[entry] == 0}
+        assert sum(len(effect.hashes) for effect in space.effects) == len(gone)
+        space.effects = []
+        assert not gone & self.pinned, "a pinned block was evicted"
+        self.ready -= gone
+        return gone
+
+    @rule(size=st.sampled_from(SIZES), count=st.integers(0, 9), publish=st.booleans())
+    def insert(self, size: int, count: int, publish: bool) -> None:
+        hashes = words_of(range(self.next_block, self.next_block + count))
+        self.next_block += count
+        before = dict.fromkeys(self.ready)
+        entries = self.space.insert(1, 0, hashes, size, np.arange(count), 1)
+        fresh = set(entries.tolist())
+        # A number that was evicted may be one of the new ones.
+        recycled = fresh & set(before)
+        self.ready -= recycled
+        gone = sum(len(effect.hashes) for effect in self.space.effects)
+        if len(fresh) < count:
+            no_room_left(self.space, aligned(size), set())
+        states = self.space.index.states()
+        vanished = {entry for entry in self.ready if states[entry] == 0}
+        assert len(vanished) + len(recycled) == gone and not (vanished | recycled) & self.pinned
+        self.ready -= vanished
+        self.space.effects = []
+        self.reserved |= fresh
+        if publish:
+            self.publish(entries)
+
+    def publish(self, entries: np.ndarray) -> None:
+        self.now_s += 1.0
+        self.space.publish(entries, self.now_s)
+        self.reserved -= set(entries.tolist())
+        self.ready |= set(entries.tolist())
+
+    def draw(self, data: st.DataObject, entries: set[int]) -> np.ndarray:
+        return np.array(data.draw(st.lists(st.sampled_from(sorted(entries)), unique=True)), np.uint32)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def publish_some(self, data: st.DataObject) -> None:
+        self.publish(self.draw(data, self.reserved))
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        going = self.draw(data, self.reserved)
+        self.space.drop(going)
+        self.reserved -= set(going.tolist())
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        self.now_s += 1.0
+        self.space.policy.touch(self.draw(data, self.ready), self.now_s)
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        entries = self.draw(data, self.ready)
+        for entry in set(entries.tolist()) ^ (self.pinned & set(entries.tolist())):
+            self.space.index.pin(np.array([entry], np.uint32), 1)
+            self.pinned.add(entry)
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        entries = self.draw(data, self.pinned)
+        self.space.index.pin(entries, -1)
+        self.pinned -= set(entries.tolist())
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        entries = self.draw(data, self.ready)
+        free_to_go = set(entries.tolist()) - self.pinned
+        assert self.space.evict(entries) == len(free_to_go)
+        assert self.notices() == free_to_go
+
+    @invariant()
+    def settles(self) -> None:
+        self.space.check_invariants()
+        states = self.space.index.states()
+        assert {int(e) for e in np.flatnonzero(states == 1)} == self.reserved
+        assert {int(e) for e in np.flatnonzero(states == 2)} == self.ready
+        held = np.array(sorted(self.ready | self.reserved), np.uint32)
+        assert self.space.used_bytes() == int(self.space.index.slot_bytes(held).sum())
+        assert self.space.pinned_bytes() == int(self.space.index.slot_bytes(np.array(sorted(self.pinned), np.uint32)).sum())
+
+
+TestSpaceMachine = SpaceMachine.TestCase

@@ -1,0 +1,117 @@
+"""The reading process of `test_table_reader`: probes and finds in a table file until it has done its share, then prints counts as JSON.
+
+Every record says by itself whether it is whole: hash, depth, size, owner or check value all follow from the key's number and the
+record's offset word (`derived`). So does the writer's side, which imports this module.
+"""
+
+import json
+import mmap
+import sys
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import table
+from hotkv.table import RESERVED_FLAG, BlockTable, Words, hash_words
+
+Words64 = NDArray[np.uint64]
+
+HASH_BYTES = 32
+KEY_SPACE, GROUP, SALT = 3, 1, 0x5EED_5EED_5EED_5EED
+NUM_STABLE = 64
+"""Numbers 0 to 63 are ready all the time, the next `NUM_MOVING` come and go, the last `NUM_ABSENT` never come."""
+NUM_MOVING = 500
+NUM_ABSENT = 300
+BATCH = 512
+
+
+def spread(values: Words64) -> Words64:
+    """Well mixed 64-bit words out of small ones (the finisher of splitmix64)."""
+    mixed = (values + np.uint64(1)) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def packed_hashes(numbers: Words64) -> bytes:
+    """Hashes of key numbers, 32 bytes each."""
+    return np.stack([spread(numbers + np.uint64(part << 32)) for part in range(4)], axis=1).tobytes()
+
+
+def derived(numbers: Words64, offset_words: Words64) -> Words64:
+    """What depth, size, owner and check value of a record follow from."""
+    return spread((numbers << np.uint64(32)) ^ offset_words)
+
+
+@dataclass
+class Counts:
+    """What the reader did and saw. `torn`: records that contradict themselves; `wrong`: words that no truth allows."""
+
+    probes: int = 0
+    finds: int = 0
+    ready: int = 0
+    reserved: int = 0
+    misses: int = 0
+    stable_finds: int = 0
+    stable_misses: int = 0
+    torn: int = 0
+    wrong: int = 0
+    generations: int = 0
+
+
+def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
+    """Probes and finds batches of random keys."""
+    rng = np.random.default_rng(seed)
+    counts = Counts()
+    highest_generation = 0
+    for _ in range(num_batches):
+        numbers = rng.integers(0, NUM_STABLE + NUM_MOVING + NUM_ABSENT, BATCH).astype(np.uint64)
+        packed = packed_hashes(numbers)
+        absent = numbers >= NUM_STABLE + NUM_MOVING
+        stable = numbers < NUM_STABLE
+        probed = block_table.probe(packed, HASH_BYTES, SALT)
+        found, records = block_table.find(hash_words(packed, HASH_BYTES), SALT, KEY_SPACE, GROUP, with_records=True)
+        counts.probes += BATCH
+        counts.finds += BATCH
+        for words in (probed, found):
+            counts.wrong += int(np.sum(words[absent] != 0)) + int(np.sum(words[stable] >= RESERVED_FLAG))
+            counts.wrong += int(np.sum((words & ~RESERVED_FLAG) > block_table.geometry.capacity))
+            counts.stable_finds += int(np.sum(words[stable] != 0))
+            counts.stable_misses += int(np.sum(words[stable] == 0))
+        hit = found != 0
+        is_ready = hit & (found < RESERVED_FLAG)
+        counts.ready += int(is_ready.sum())
+        counts.reserved += int((hit & ~is_ready).sum())
+        counts.misses += int((~hit).sum())
+        counts.torn += int(torn(records[hit], numbers[hit], packed_hashes(numbers[hit]), is_ready[hit]).sum())
+        highest_generation = max(highest_generation, int(records[hit, table.W_GENERATION].max(initial=0)))
+    counts.generations = highest_generation
+    return counts
+
+
+def torn(records: Words, numbers: Words64, packed: bytes, ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which records [n] are not what the writer wrote for these keys in one piece."""
+    truth = derived(numbers, records[:, table.W_OFFSET].astype(np.uint64))
+    low, high = (truth & np.uint64(0xFFFF_FFFF)).astype(np.uint32), (truth >> np.uint64(32)).astype(np.uint32)
+    states = np.where(ready, table.STATE_READY, table.STATE_RESERVED)
+    whole = np.all(records[:, :8] == hash_words(packed, HASH_BYTES), axis=1)
+    whole &= (records[:, table.W_KEY_SPACE] == KEY_SPACE) & (records[:, table.W_GROUP_STATE] == (GROUP | states << 16))
+    whole &= (records[:, table.W_DEPTH] == low >> np.uint32(1)) & (records[:, table.W_SIZE] == records[:, table.W_OFFSET] % 7 + 1)
+    whole &= records[:, table.W_CHECK] == np.where(ready, low, ~low)
+    whole &= records[:, table.W_CHECK + 1] == np.where(ready, high, 0)
+    return ~whole
+
+
+def main(path: str, num_batches: int, seed: int, twin: bool) -> None:
+    """Maps the file read-only, as a client does."""
+    with open(path, "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
+    if twin:
+        block_table._kernels = None
+    print(json.dumps(asdict(read(block_table, num_batches, seed))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "twin")
