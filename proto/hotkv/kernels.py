@@ -23,6 +23,8 @@ MAX_PROBE_BUCKETS = 64
 MAX_RETRIES = 1000
 PREFETCH_AHEAD = 16
 MIN_STREAMED_BYTES = 1024
+PAGE_BYTES = 4096
+MAX_PREFETCHED_BYTES = 64 << 10
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 # What readers pass may be read-only: the mapping of a client, hashes that lie in `bytes`. Writable arrays fit as well.
@@ -74,6 +76,14 @@ def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> An
     return types.void(array, types.intp, types.intp, types.uint32), codegen
 
 
+def _emit_prefetch(builder: Any, pointer: Any) -> None:
+    """Asks the cache for the line at a byte pointer; any address is allowed."""
+    int32 = ir.IntType(32)
+    function_type = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [pointer, int32(0), int32(3), int32(1)])
+
+
 @intrinsic
 def prefetch(typingctx: Any, array: Any, row: Any) -> Any:
     """Asks the cache for the line at array[row, 0]."""
@@ -81,14 +91,21 @@ def prefetch(typingctx: Any, array: Any, row: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zero = context.get_constant(types.intp, 0)
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], zero)
-        byte_pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-        int32 = ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [byte_pointer.type, int32, int32, int32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        builder.call(function, [byte_pointer, int32(0), int32(3), int32(1)])
+        _emit_prefetch(builder, builder.bitcast(pointer, ir.IntType(8).as_pointer()))
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen
+
+
+@intrinsic
+def prefetch_address(typingctx: Any, address: Any) -> Any:
+    """Asks the cache for the line at an integer address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _emit_prefetch(builder, builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
 
 
 @intrinsic
@@ -329,6 +346,10 @@ def copy_runs(
     """memcpy of runs start..end between two mappings. `streaming`: past the caches, for amounts that they do not hold anyhow."""
     for i in range(start, end):
         dst, src, count = dst_base + dst_offsets[i], src_base + src_offsets[i], num_bytes[i]
+        if streaming and i + 1 < end:
+            # The hardware's own prefetching ends at each page; so the first lines of the next run's pages are asked for ahead.
+            for page in range(0, min(num_bytes[i + 1], MAX_PREFETCHED_BYTES), PAGE_BYTES):
+                prefetch_address(src_base + src_offsets[i + 1] + page)
         if streaming and count >= MIN_STREAMED_BYTES:
             head = -dst & 63
             lines = (count - head) >> 6

@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,8 @@ from hotkv_server.settings import Settings
 log = logging.getLogger(__name__)
 
 STALLED_LOOP_S = 5.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long the event loop may keep the interpreter from a copy thread that has just ended its piece."""
 
 
 class StartError(Exception):
@@ -129,6 +132,7 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(number, node.drain, settings.drain_timeout_s)
     if settings.arena.prefault:
         threading.Thread(target=memory.collapse_rest, name="hotkv-huge-pages", daemon=True).start()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
     trim_memory()

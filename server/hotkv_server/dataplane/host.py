@@ -12,7 +12,8 @@ from hotkv import native
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.dataplane.plan import CopyPlan
 
-PIECE_BYTES = 4 << 20
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
+"""Large enough that what surrounds a piece does not count, small enough that a cancel takes effect within a millisecond or two."""
 STREAMED_JOB_BYTES = 8 << 20
 """Jobs of this size are written past the caches: they would not stay there, and nothing is read only to be overwritten."""
 
@@ -31,7 +32,8 @@ class HostCopyEngine:
         return f"HostCopyEngine({len(self._threads)} threads, {self._queue.qsize()} pieces queued)"
 
     def submit(self, job: CopyJob) -> None:
-        pieces = [(job, plan, start, end) for plan in job.plans for start, end in plan.pieces(PIECE_BYTES)]
+        piece_bytes = min(max(job.total_bytes // len(self._threads), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+        pieces = [(job, plan, start, end) for plan in job.plans for start, end in plan.pieces(piece_bytes)]
         job.expect(len(pieces))
         for piece in pieces:
             self._queue.put(piece)

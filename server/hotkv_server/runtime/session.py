@@ -4,11 +4,11 @@ Always true: the outbox is bounded; a session that does not read is closed, and 
 """
 
 import asyncio
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
@@ -98,7 +98,7 @@ class LiveSession:
         """Whether the engine has taken its blocks back. Asked after a copy and before its commit: none keeps overwritten bytes."""
         if not fence_index or self.fence is None:
             return False
-        return not self.fence.is_whole() or bool(self.fence.array().view(np.uint32)[fence_index])
+        return not self.fence.is_whole() or ctypes.c_uint32.from_address(self.fence.address + 4 * fence_index).value != 0
 
     def release_memory(self) -> None:
         """Unmaps its memory, closes descriptors that were never registered, and ends the link."""
