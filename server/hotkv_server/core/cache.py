@@ -266,46 +266,54 @@ class CacheCore:
         deciding = lease is None
         if lease is None:
             lease = WriteLease(session.engine_id, lease_id, self.leases.next_number(), session_number, session.key_space_id, now_s + ttl_s)
-        results = tuple(self._reserve_run(lease, key_space, run, deciding, now_s) for run in runs)
+        answers = [self._reserve_run(lease, key_space, run, deciding, now_s) for run in runs]
         if deciding and (len(lease.entries) or key_space.num_shards > 1):
             self.leases.add(lease)
-        return Reservation(results, max(0.0, lease.expires_s - now_s))
+        results, entries = tuple(a[0] for a in answers), tuple(a[1] for a in answers)
+        return Reservation(results, entries, max(0.0, lease.expires_s - now_s))
 
-    def _reserve_run(self, lease: WriteLease, key_space: KeySpace, run: Run, deciding: bool, now_s: float) -> NDArray[np.uint8]:
+    def _reserve_run(
+        self, lease: WriteLease, key_space: KeySpace, run: Run, deciding: bool, now_s: float
+    ) -> tuple[NDArray[np.uint8], Entries]:
+        """BlockResult values and entry numbers of one run."""
         index = self.space.index
         words = index.find(lease.key_space_id, run.group_index, run.hashes)
         ready = self._is_ready(words)
         results = np.where(ready, BlockResult.PRESENT, BlockResult.NO_SPACE).astype(np.uint8)
         reserved = words >= RESERVED_FLAG
-        mine = reserved & (index.owners(words & ~RESERVED_FLAG) == lease.number)
-        results[reserved] = BlockResult.IN_FLIGHT
-        results[mine] = BlockResult.RESERVED
-        self.space.policy.touch(words[ready], now_s)
-        self.counters.present_blocks += int(ready.sum())
-        self.counters.in_flight_blocks += int((reserved & ~mine).sum())
+        words &= ~RESERVED_FLAG
+        if reserved.any():
+            mine = reserved & (index.owners(words) == lease.number)
+            results[reserved] = BlockResult.IN_FLIGHT
+            results[mine] = BlockResult.RESERVED
+            self.counters.in_flight_blocks += int((reserved & ~mine).sum())
+        present = words[ready]
+        if len(present):
+            self.space.policy.touch(present, now_s)
+            self.counters.present_blocks += len(present)
         absent = np.flatnonzero(words == 0)
         if not deciding or not len(absent):
-            return results
+            return results, words
         # A hash listed twice is reserved once; the second is in flight.
         results[absent] = BlockResult.IN_FLIGHT
         wanted = absent[first_occurrences(run.hashes[absent])]
         results[wanted] = BlockResult.NO_SPACE
         slot_bytes = key_space.groups[run.group_index].slot_bytes
         # Blocks of this run that are ready stay while room is made for the rest.
-        index.pin(words[ready], 1)
+        index.pin(present, 1)
         entries = self.space.insert(lease.key_space_id, run.group_index, run.hashes[wanted], slot_bytes, run.depth + wanted, lease.number)
-        index.pin(words[ready], -1)
+        index.pin(present, -1)
         words[wanted[: len(entries)]] = entries
         self._link(lease.key_space_id, run, words, wanted[: len(entries)])
         results[wanted[: len(entries)]] = BlockResult.RESERVED
         lease.entries = np.concatenate((lease.entries, entries))
         self.counters.no_space_blocks += len(wanted) - len(entries)
-        return results
+        return results, words
 
     def _link(self, key_space_id: int, run: Run, words: Entries, positions: NDArray[np.int64]) -> None:
         """Notes for new entries which entry comes before them in the chain; 0 where that block is not in the index."""
         before = np.zeros(len(words) + 1, np.uint32)
-        before[1:] = words & ~RESERVED_FLAG
+        before[1:] = words
         if run.parent is not None:
             before[0] = self.space.index.find(key_space_id, run.group_index, run.parent.reshape(1, 8))[0] & ~RESERVED_FLAG
         self.space.index.set_parents(words[positions], before[positions])
@@ -352,15 +360,17 @@ class CacheCore:
         reservation = self.reserve(session_number, lease_id, runs, ttl_s, now_s)
         lease = self.leases.get(session.engine_id, lease_id)
         transfer = StoreTransfer(session_number, transfer_id, lease if isinstance(lease, WriteLease) else None, shard_index)
-        busy = self.transfers.entries_being_written(transfer.lease, shard_index)
+        joined = transfer.lease is not None and (transfer.lease.num_copies > 0 or transfer.lease.shards_seen > 0)
+        busy = self.transfers.entries_being_written(transfer.lease, shard_index) if joined else np.empty(0, np.uint32)
         slots = []
-        for run, results in zip(runs, reservation.results, strict=True):
+        for run, results, words in zip(runs, reservation.results, reservation.entries, strict=True):
             positions = np.flatnonzero(results == BlockResult.RESERVED)
-            entries = self.space.index.find(session.key_space_id, run.group_index, run.hashes[positions]) & ~RESERVED_FLAG
-            masks = self.space.index.mark_written(entries, 0)
-            results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
-            results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
-            # A block listed twice is copied once.
+            entries = words[positions]
+            if joined:
+                masks = self.space.index.mark_written(entries, 0)
+                results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
+                results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
+            # A block that another copy writes, or that is listed twice, is copied once.
             again = np.ones(len(entries), np.bool_)
             again[np.unique(entries, return_index=True)[1]] = False
             results[positions[again | np.isin(entries, busy)]] = BlockResult.IN_FLIGHT

@@ -25,7 +25,11 @@ class Policy(Protocol):
         """Drops what is known of entries that are gone."""
 
     def victims(self, slot_bytes: int, count: int, candidates: Candidates, evictable: Evictable) -> Entries:
-        """Up to `count` evictable entries of one slot size, coldest first. `candidates` lists all ready ones; it is slow."""
+        """Up to `count` evictable entries, coldest first.
+
+        `slot_bytes`: names a queue of its own for each slot size. `evictable`: which of some entries may go, of that size.
+        `candidates`: lists all ready entries of that size; it is slow.
+        """
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
         """When entries were last used, in seconds of `now_s`; orders entries by coldness."""
@@ -72,9 +76,7 @@ class LRU:
             if not len(entries):
                 if refilled:
                     break
-                everything = candidates()
-                fresh = everything[evictable(everything)]
-                self._refill(slot_bytes, fresh[~np.isin(fresh, np.concatenate(chosen))] if chosen else fresh, count)
+                self._refill(slot_bytes, missing, candidates, evictable, chosen)
                 refilled = True
                 continue
             head, head_stamps = entries[: 2 * missing], stamps[: 2 * missing]
@@ -86,11 +88,25 @@ class LRU:
             missing -= len(good)
         return np.concatenate(chosen) if chosen else np.empty(0, np.uint32)
 
-    def _refill(self, slot_bytes: int, entries: Entries, count: int) -> None:
-        stamps = self._stamp_s[entries]
+    def _refill(self, slot_bytes: int, count: int, candidates: Candidates, evictable: Evictable, chosen: list[Entries]) -> None:
+        """Queues the coldest entries; all candidates are asked for only where the coldest of any size hold too few."""
+        entries = np.flatnonzero(self._stamp_s).astype(np.uint32)
         keep = max(self.MIN_QUEUE, 2 * count, len(entries) // self.QUEUE_SHARE)
-        if len(entries) > keep:
-            coldest = np.argpartition(stamps, keep)[:keep]
-            entries, stamps = entries[coldest], stamps[coldest]
+        found = self._eligible(self._coldest(entries, keep), evictable, chosen)
+        if len(found) < count:
+            found = self._coldest(self._eligible(candidates(), evictable, chosen), keep)
+        stamps = self._stamp_s[found]
         order = np.argsort(stamps, kind="stable")
-        self._queues[slot_bytes] = (entries[order], stamps[order])
+        self._queues[slot_bytes] = (found[order], stamps[order])
+
+    @staticmethod
+    def _eligible(entries: Entries, evictable: Evictable, chosen: list[Entries]) -> Entries:
+        """Entries that may go and are not chosen yet."""
+        found = entries[evictable(entries)]
+        return found[~np.isin(found, np.concatenate(chosen))] if chosen else found
+
+    def _coldest(self, entries: Entries, count: int) -> Entries:
+        """The `count` coldest of the entries, in no order."""
+        if len(entries) <= count:
+            return entries
+        return entries[np.argpartition(self._stamp_s[entries], count)[:count]]

@@ -96,9 +96,12 @@ class Space:
         pinned = np.flatnonzero(self.index.pins).astype(np.uint32)
         return int(self.index.slot_bytes(pinned).sum())
 
-    def _evictable(self, entries: Entries) -> NDArray[np.bool_]:
-        states = self.index.table.records[entries, table.W_GROUP_STATE] >> 16
-        evictable: NDArray[np.bool_] = (states == table.STATE_READY) & (self.index.pins[entries] == 0)
+    def _evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
+        """Which entries may go, only those of one slot size if given."""
+        records = self.index.table.records
+        evictable: NDArray[np.bool_] = (records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_READY) & (self.index.pins[entries] == 0)
+        if slot_bytes:
+            evictable &= records[entries, table.W_SIZE] == slot_bytes // table.SLOT_ALIGN
         return evictable
 
     def _make_room(self, slot_bytes: int, num_slots: int) -> None:
@@ -112,7 +115,9 @@ class Space:
             self._evict_coldest(slot_bytes, num_slots)
 
     def _evict_coldest(self, slot_bytes: int, count: int) -> None:
-        victims = self.policy.victims(slot_bytes, count, lambda: self.index.ready_entries(slot_bytes), self._evictable)
+        victims = self.policy.victims(
+            slot_bytes, count, lambda: self.index.ready_entries(slot_bytes), lambda entries: self._evictable(entries, slot_bytes)
+        )
         self.evict(victims)
 
     def _others_hold_slabs(self, slot_bytes: int) -> bool:

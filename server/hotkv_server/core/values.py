@@ -85,9 +85,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Answer to reserve: BlockResult values uint8 [n] a run in the order asked, and the lifetime."""
+    """Answer to reserve: BlockResult values uint8 [n] and entry numbers (0 for none) a run in the order asked, and the lifetime."""
 
     results: tuple[NDArray[np.uint8], ...]
+    entries: tuple[Entries, ...]
     ttl_s: float
 
 

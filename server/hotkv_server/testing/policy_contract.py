@@ -4,6 +4,7 @@
 and checks each answer. Drive it from a property test, or let `check_policy` drive it at random.
 """
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -56,7 +57,8 @@ class PolicyWorld:
         """Asks for victims of a slot size (0: of any), checks them, and lets them go. Coldest first."""
         answers = []
         for policy in (self.policy, self._twin):
-            answers.append(policy.victims(slot_bytes, count, lambda: self._candidates(slot_bytes), self._evictable).tolist())
+            evictable = functools.partial(self._evictable, slot_bytes)
+            answers.append(policy.victims(slot_bytes, count, lambda: self._candidates(slot_bytes), evictable).tolist())
         victims: list[int] = answers[0]
         eligible = {n for n, size in self.size_of.items() if slot_bytes in (0, size) and n not in self.pinned}
         assert victims == answers[1], "two policies with one history disagree"
@@ -76,8 +78,11 @@ class PolicyWorld:
     def _candidates(self, slot_bytes: int) -> Entries:
         return _entries([number for number in sorted(self.size_of) if slot_bytes in (0, self.size_of[number])])
 
-    def _evictable(self, entries: Entries) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        return np.array([number in self.size_of and number not in self.pinned for number in entries.tolist()], np.bool_)
+    def _evictable(self, slot_bytes: int, entries: Entries) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        numbers = entries.tolist()
+        return np.array(
+            [slot_bytes in (0, self.size_of.get(n, -1)) and n in self.size_of and n not in self.pinned for n in numbers], np.bool_
+        )
 
 
 def _entries(numbers: list[int]) -> Entries:
