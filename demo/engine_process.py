@@ -1,0 +1,103 @@
+"""One vLLM engine as a child process: reads one JSON request a line on stdin, answers one JSON line each on stdout.
+
+Whatever vLLM prints goes to stderr, so that stdout carries answers only. The process ends when stdin does. Its
+settings come as the one argument, JSON with the fields of `demo.processes.EngineSettings`.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from demo.processes import group_members
+
+SHUTDOWN_TIMEOUT_S = 40.0
+
+
+def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """What a user writes to give an engine the connector; None without a server."""
+    if not settings["target"]:
+        return None
+    return {
+        "kv_connector": "HotKVConnector",
+        "kv_connector_module_path": "hotkv_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"hotkv.target": settings["target"], **settings["extra_config"]},
+    }
+
+
+def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Runs one prompt, greedily, and reports times, hits and logprobs (per generated token: id to logprob)."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=5)
+    begin = time.perf_counter()
+    output = llm.generate([{"prompt_token_ids": request["token_ids"]}], params, use_tqdm=False)[0]
+    total_s = time.perf_counter() - begin
+    completion = output.outputs[0]
+    return {
+        "ttft_s": output.metrics.first_token_latency,
+        "total_s": total_s,
+        "hit_tokens": output.num_cached_tokens or 0,
+        "token_ids": list(completion.token_ids),
+        "logprobs": [{token: value.logprob for token, value in step.items()} for step in completion.logprobs],
+        "text": completion.text,
+    }
+
+
+def end_with_parent() -> None:
+    """Ends this process and those that vLLM starts once the parent is gone: the kernel can tell only the first of them."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        own = os.getpid()
+        for pid in [*(set(group_members(own)) - {own}), own]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    """Loads the model, says ready, then serves requests."""
+    settings = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    end_with_parent()
+
+    import vllm
+
+    extra: dict[str, Any] = {}
+    if config := kv_transfer_config(settings):
+        extra["kv_transfer_config"] = config
+    llm = vllm.LLM(
+        model=settings["model"],
+        max_model_len=8192,
+        enforce_eager=True,
+        disable_log_stats=False,
+        seed=0,
+        **extra,
+    )
+    print(json.dumps({"ready": True, "vllm": vllm.__version__}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["op"] == "generate":
+            reply = answer(llm, request)
+        elif request["op"] == "reset_prefix_cache":
+            reply = {"done": llm.reset_prefix_cache()}
+        else:
+            reply = {"error": f"unknown op {request['op']!r}"}
+        print(json.dumps(reply), file=answers)
+    # Its default kills the scheduler after 5 s, on a busy machine before the connector has ended.
+    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

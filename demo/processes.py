@@ -1,0 +1,324 @@
+"""A hotkv-server and vLLM engines as child processes, for demo and benchmarks.
+
+Every child leads its own process group. Leaving a `with` block ends the whole group, whatever the reason (Ctrl-C and
+SIGTERM included, once `ends_cleanly` is in place), and removes its files. Where this process is killed, its children
+notice and end too.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+STOP_DEADLINE_S = 60.0
+HURRY_DEADLINE_S = 3.0
+STORE_DEADLINE_S = 20.0
+SHM = Path("/dev/shm")
+
+
+class ChildError(RuntimeError):
+    """A child ended or didn't answer; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`target`: the server, empty for vLLM alone. `extra_config`: further settings of the connector."""
+
+    model: str
+    target: str = ""
+    extra_config: dict[str, Any] = field(default_factory=dict)
+    kv_cache_gib: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine says of one request. `logprobs`: for each generated token, token id to logprob of the likeliest five."""
+
+    ttft_s: float
+    total_s: float
+    hit_tokens: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+    text: str
+
+
+def largest_logprob_difference(one: Answer, other: Answer) -> float:
+    """Over tokens both rank among their likeliest, up to the first position where the answers part, that one included."""
+    largest = 0.0
+    for position, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
+        largest = max([largest, *(abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys())])
+        if one.token_ids[position] != other.token_ids[position]:
+            break
+    return largest
+
+
+@contextlib.contextmanager
+def ends_cleanly() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into SystemExit and SIGINT into KeyboardInterrupt, so that `with` blocks unwind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def runtime_folder(needed_bytes: int) -> Iterator[Path]:
+    """A fresh folder in shared memory where that has room, else in the temporary folder; removed at the end."""
+    roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-", dir=SHM if roomy else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def prepare_model() -> Path:
+    """The model folder, made now if need be; what transformers prints while making it is kept back unless it fails."""
+    done = subprocess.run([sys.executable, "-m", "tools.smollm2"], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        raise ChildError(f"the model could not be prepared:\n{done.stderr}")
+    return Path(done.stdout.splitlines()[-1])
+
+
+def group_members(group: int) -> list[int]:
+    """Living processes of a process group, but for Python's resource trackers: they clean up behind the others, then end."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # After the name in brackets come state, parent and process group.
+            state, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(number) == group and state != "Z" and b"resource_tracker" not in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+class Child:
+    """A child process in its own group, with its log in a file. Owned by one thread."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False) -> None:
+        self.name = name
+        self.log = log
+        pipe = subprocess.PIPE if pipes else None
+        with log.open("wb") as sink:
+            self.process: subprocess.Popen[str] = subprocess.Popen(
+                command,
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or sink,
+                stderr=sink,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, **env},
+                start_new_session=True,
+                # An engine watches its parent itself, for vLLM's own processes have to end too.
+                preexec_fn=None if pipes else _end_with_parent,
+            )
+
+    def __repr__(self) -> str:
+        return f"Child({self.name!r}, pid={self.process.pid}, returncode={self.process.poll()})"
+
+    def error(self, what: str) -> ChildError:
+        """An error that quotes the end of the log."""
+        lines = self.log.read_text(errors="replace").splitlines()[-25:]
+        return ChildError("\n".join([f"{self.name}: {what}; its log ends:", *(f"  | {line}" for line in lines)]))
+
+    def signal_group(self, number: int, deadline_s: float) -> None:
+        """Sends a signal to all members and waits until they are gone, or the deadline has passed."""
+        end_s = time.monotonic() + deadline_s
+        for pid in group_members(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        while group_members(self.process.pid) and time.monotonic() < end_s:
+            self.process.poll()
+            time.sleep(0.02)
+
+    def stop(self, hurry: bool = False) -> None:
+        """Ends the group: by the end of its input or SIGTERM, then by force. `hurry` leaves out the long wait in between."""
+        try:
+            if self.process.stdin and not hurry:
+                with contextlib.suppress(OSError):
+                    self.process.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(STOP_DEADLINE_S)
+            self.signal_group(signal.SIGTERM, HURRY_DEADLINE_S if hurry else STOP_DEADLINE_S)
+        finally:
+            self.signal_group(signal.SIGKILL, STOP_DEADLINE_S)
+            self.process.wait()
+            for stream in (self.process.stdout, self.process.stdin):
+                if stream:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+
+
+class Engine:
+    """A vLLM engine in a child process. Use in a `with` block; requests block."""
+
+    def __init__(self, name: str, settings: EngineSettings, folder: Path) -> None:
+        self.name = name
+        env = {
+            "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+            "VLLM_CPU_CI_ENV": "1",  # no warm-up over many shapes; `warm_up` does what is needed here
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "demo.engine_process", json.dumps(asdict(settings))]
+        self._child = Child(name, command, folder / f"{name.replace(' ', '-')}.log", env, pipes=True)
+        self.vllm_version = ""
+
+    def __repr__(self) -> str:
+        return f"Engine({self.name!r}, vllm={self.vllm_version or 'loading'})"
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        self._child.stop(hurry=error_type is not None)
+
+    def close(self) -> None:
+        """Ends the engine; once is enough, twice does no harm."""
+        self._child.stop()
+
+    @property
+    def log(self) -> Path:
+        """Everything vLLM and the connector printed."""
+        return self._child.log
+
+    def wait_ready(self) -> None:
+        """Blocks until the model is loaded, tens of seconds; raises ChildError where that fails."""
+        self.vllm_version = self._read()["vllm"]
+
+    def warm_up(self, token_ids: Sequence[int]) -> None:
+        """Runs a prompt nobody will ask again, so that what vLLM does only once is not measured."""
+        self.generate(token_ids, max_tokens=4)
+
+    def generate(self, token_ids: Sequence[int], max_tokens: int) -> Answer:
+        """Runs one prompt to its end."""
+        reply = self._ask({"op": "generate", "token_ids": list(token_ids), "max_tokens": max_tokens})
+        return Answer(
+            ttft_s=reply["ttft_s"],
+            total_s=reply["total_s"],
+            hit_tokens=reply["hit_tokens"],
+            token_ids=tuple(reply["token_ids"]),
+            logprobs=tuple({int(token): value for token, value in step.items()} for step in reply["logprobs"]),
+            text=reply["text"],
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Empties vLLM's own prefix cache; hotkv's stays."""
+        return bool(self._ask({"op": "reset_prefix_cache"})["done"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        stdin: IO[str] | None = self._child.process.stdin
+        assert stdin is not None
+        try:
+            print(json.dumps(request), file=stdin, flush=True)
+        except BrokenPipeError:
+            raise self._child.error("ended") from None
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        stdout = self._child.process.stdout
+        assert stdout is not None
+        line = stdout.readline()
+        if not line:
+            self._child.process.wait()
+            raise self._child.error(f"ended with {self._child.process.returncode}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+class Server:
+    """A hotkv-server in a child process with its runtime directory in `folder`. Use in a `with` block."""
+
+    def __init__(self, folder: Path, arena: str, *flags: str) -> None:
+        self.runtime_folder = folder / "run"
+        self.runtime_folder.mkdir(mode=0o700)
+        self.target = f"unix:{self.runtime_folder}/grpc.sock"
+        self.begin_s = time.monotonic()
+        command = [sys.executable, "-m", "hotkv_server.cli", "run"]
+        command += ["--runtime-dir", str(self.runtime_folder), "--arena.bytes", arena, "--http.port", "0", *flags]
+        self._child = Child("hotkv-server", command, folder / "hotkv-server.log", {})
+
+    def __repr__(self) -> str:
+        return f"Server({self.target!r}, pid={self.pid})"
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._child.stop()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.process.pid
+
+    @property
+    def log(self) -> Path:
+        """What the server logged."""
+        return self._child.log
+
+    def wait_ready(self, timeout_s: float = 60.0) -> float:
+        """Blocks until the health service says serving; seconds since start. Raises ChildError."""
+        import grpc
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        serving = health_pb2.HealthCheckResponse.SERVING
+        deadline = self.begin_s + timeout_s
+        # Each try has its own channel: a gRPC channel that failed once waits a second before it tries again.
+        while time.monotonic() < deadline and self._child.process.poll() is None:
+            with grpc.insecure_channel(self.target) as channel, contextlib.suppress(grpc.RpcError):
+                if health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0).status == serving:
+                    return time.monotonic() - self.begin_s
+            time.sleep(0.02)
+        raise self._child.error("ended early" if self._child.process.poll() is not None else f"not ready in {timeout_s:g} s")
+
+    def cli(self, *arguments: str) -> str:
+        """Output of the `hotkv` command against this server; raises ChildError."""
+        command = [sys.executable, "-m", "hotkv_client.cli", *arguments, "--target", self.target]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        if done.returncode:
+            raise ChildError(f"hotkv {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def status(self) -> dict[str, Any]:
+        """What `hotkv status --json` says."""
+        status: dict[str, Any] = json.loads(self.cli("status", "--json"))
+        return status
+
+    def counter(self, name: str) -> float:
+        """A counter of the server; raises KeyError where it has none of that name."""
+        return float(self.status()["counters"][name])
+
+    def wait_for_stores(self) -> None:
+        """Blocks until no transfer is in flight and something is stored, or the deadline passes."""
+        deadline_s = time.monotonic() + STORE_DEADLINE_S
+        while time.monotonic() < deadline_s:
+            counters = self.status()["counters"]
+            if counters["stored_bytes_total"] and not counters["transfers_in_flight"]:
+                return
+            time.sleep(0.2)

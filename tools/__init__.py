@@ -1,0 +1,1 @@
+"""Scripts for working on hotkv; none of them is installed."""

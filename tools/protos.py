@@ -1,0 +1,76 @@
+"""Generates the wire's Python code from proto/hotkv/v1/*.proto, or checks that what is committed is up to date.
+
+Runs under the interpreter of its own small environment (`make proto` and `make check` see to that): generated code must
+come from the oldest protobuf that vLLM admits, because newer code refuses to load there.
+"""
+
+import argparse
+import difflib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "proto"
+PACKAGE = Path("hotkv/v1")
+SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+
+
+def generated_files(root: Path) -> Iterator[Path]:
+    """Names of generated files below `root`, relative to it, in order."""
+    for path in sorted((root / PACKAGE).iterdir()):
+        if path.name.endswith(SUFFIXES):
+            yield path.relative_to(root)
+
+
+def generate(target: Path) -> None:
+    """Writes generated code below `target`; raises CalledProcessError where protoc refuses a file."""
+    sources = sorted(str(path.relative_to(SOURCE)) for path in (SOURCE / PACKAGE).glob("*.proto"))
+    outputs = [f"--{plugin}_out={target}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCE}", *outputs, *sources]
+    # protoc finds its mypy plugins beside the interpreter.
+    plugins = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    subprocess.run(command, check=True, cwd=SOURCE, env={**os.environ, "PATH": plugins})
+
+
+def read(path: Path) -> str:
+    """The file's text; empty where there is none."""
+    return path.read_text() if path.exists() else ""
+
+
+def stale(fresh: Path) -> list[Path]:
+    """Committed files that differ from what `fresh` holds, are missing, or have no source any more."""
+    names = sorted({*generated_files(fresh), *generated_files(SOURCE)})
+    return [name for name in names if read(fresh / name) != read(SOURCE / name)]
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if committed code is out of date")
+    check = parser.parse_args().check
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder)
+        generate(fresh)
+        changed = stale(fresh)
+        for name in changed:
+            if check:
+                lines = difflib.unified_diff(read(SOURCE / name).splitlines(), read(fresh / name).splitlines(), lineterm="", n=0)
+                print(f"{SOURCE.name}/{name} is out of date:", *list(lines)[2:8], sep="\n  ")
+            elif (fresh / name).exists():
+                (SOURCE / name).write_text(read(fresh / name))
+                print(f"wrote {SOURCE.name}/{name}")
+            else:
+                (SOURCE / name).unlink()
+                print(f"removed {SOURCE.name}/{name}")
+    if check and changed:
+        print("run `make proto` and commit what it writes")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
