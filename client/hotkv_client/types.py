@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout
+from hotkv.results import BlockResult as BlockResult
+from hotkv.results import TransferStatus as TransferStatus
 
 Int32s = NDArray[np.int32]
 BoolMask = NDArray[np.bool_]
@@ -31,26 +33,6 @@ class LinkState(enum.Enum):
     DRAINING = "draining"
     """The server takes no new leases or transfers."""
     CLOSED = "closed"
-
-
-class BlockResult(enum.IntEnum):
-    """What became of one block of a store; the numbers are those of `hotkv.v1.BlockResult`."""
-
-    STORED = 1
-    PRESENT = 2
-    WRITTEN = 3
-    RESERVED = 4
-    NO_SPACE = 5
-    IN_FLIGHT = 6
-    ABORTED = 7
-
-
-class TransferStatus(enum.IntEnum):
-    """How a transfer ended; the numbers are those of `hotkv.v1.TransferStatus`."""
-
-    DONE = 1
-    FAILED = 2
-    CANCELLED = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hotkv import table
+from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.space import Space
-from hotkv_server.core.values import BlockResult, HashList
+from hotkv_server.core.values import HashList
 from tests.core.support import words_of
 
 Key = tuple[int, int, int]

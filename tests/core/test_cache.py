@@ -11,12 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
+from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policy import LRU
 from hotkv_server.core.slabs import aligned
 from hotkv_server.core.transfers import StoreTransfer
-from hotkv_server.core.values import BlockResult, CoreConfig, HashList, LoadPositions, Run, SlotRun
+from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run, SlotRun
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, ModelTransfer, no_room_left, reserve_allowed, snapshot
 from tests.core.support import make_key_space, make_table, words_of
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
+from hotkv.groups import GroupKind
+from hotkv.results import BlockResult, TransferStatus
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
-from hotkv_client import BlockRun, GroupHashes, LoadRun, _wire
+from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, _wire
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.rpc.errors import CODES
@@ -48,6 +50,16 @@ def reason_of(error: grpc.RpcError) -> int:
 def test_every_reason_has_a_code_and_a_number() -> None:
     assert set(CODES) == set(Reason)
     assert {r.name: int(r) for r in Reason} == {n.removeprefix("ERROR_REASON_"): v for n, v in errors_pb2.ErrorReason.items() if v}
+
+
+def test_enums_have_the_numbers_of_the_wire() -> None:
+    def wire(enum: Any, prefix: str) -> dict[str, int]:
+        return {name.removeprefix(prefix): number for name, number in enum.items() if number}
+
+    assert {r.name: int(r) for r in BlockResult} == wire(cache_pb2.BlockResult, "BLOCK_RESULT_")
+    assert {s.name: int(s) for s in TransferStatus} == wire(cache_pb2.TransferStatus, "TRANSFER_STATUS_")
+    assert {k.name: int(k) for k in GroupKind} == wire(layout_pb2.KvGroupKind, "KV_GROUP_KIND_")
+    assert {r.name: int(r) for r in Role} == wire(session_pb2.SessionRole, "SESSION_ROLE_")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import longest_hit
 from hotkv.keys import KeySpace
+from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
 from hotkv_server.core.arrays import first_occurrences
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
@@ -21,7 +22,6 @@ from hotkv_server.core.policy import Policy
 from hotkv_server.core.space import Space
 from hotkv_server.core.transfers import LoadTransfer, StoreTransfer, TransferBook
 from hotkv_server.core.values import (
-    BlockResult,
     BoolMask,
     CoreConfig,
     Counters,

@@ -1,6 +1,5 @@
 """Frozen values that go into and come out of the core."""
 
-import enum
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,18 +11,6 @@ from hotkv.table import Words
 Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
 BoolMask = NDArray[np.bool_]
-
-
-class BlockResult(enum.IntEnum):
-    """What became of one block of a store; the numbers are those of `hotkv.v1.BlockResult`."""
-
-    STORED = 1
-    PRESENT = 2
-    WRITTEN = 3
-    RESERVED = 4
-    NO_SPACE = 5
-    IN_FLIGHT = 6
-    ABORTED = 7
 
 
 @dataclass(frozen=True, slots=True)
