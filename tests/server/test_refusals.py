@@ -19,7 +19,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind
 from hotkv.results import BlockResult, TransferStatus
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
-from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, _wire
+from hotkv_client import BlockRun, EngineMemory, GroupHashes, LinkState, LoadRun, Role, _wire
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.rpc.errors import CODES
@@ -245,7 +245,6 @@ LAYOUT_CHANGES: list[tuple[Callable[[layout_pb2.Layout], Any], Reason, str]] = [
     (lambda m: m.tensors.pop(), Reason.INVALID_LAYOUT, "fill"),
     (lambda m: m.handles.add(handle_id="kv", byte_count=1, file_mapping=layout_pb2.FileMapping()), Reason.INVALID_LAYOUT, "handle_id"),
     (lambda m: m.handles.add(handle_id="more", byte_count=8), Reason.INVALID_LAYOUT, "source"),
-    (lambda m: m.handles.add(handle_id="more", byte_count=8, file_mapping=layout_pb2.FileMapping()), Reason.UNKNOWN_HANDLE, "descriptor"),
     (lambda m: m.handles.add(handle_id="g", byte_count=8, cuda_ipc=layout_pb2.CudaIpc(handle=b"short")), Reason.INVALID_LAYOUT, "64"),
 ]
 
@@ -259,6 +258,24 @@ def test_refusals_of_layouts(engine: Make, number: int) -> None:
     assert (error.reason, field in error.message) == (reason, True), error
     # The memory registered before is still in use.
     assert one.session.store("s", "s", [BlockRun(0, blocks, np.zeros(1, INT32))], 5).result(5).results[0][0] == 1
+
+
+def test_memory_whose_descriptor_never_came_is_refused(server: Server) -> None:
+    one = PagedEngine(server.target, engine_id="no-descriptor")
+    one.session._memory = EngineMemory(one.layout, {})
+    states: list[tuple[LinkState, str]] = []
+    object.__setattr__(one.session.config, "on_state", lambda state, why: states.append((state, why)))
+    one.session.start()
+    assert not one.session.wait_connected(2)
+    assert states
+    assert all(state is LinkState.ABSENT and "UNKNOWN_HANDLE" in why for state, why in states)
+    one.close()
+
+
+def test_memory_is_registered_once(engine: Make) -> None:
+    one = engine()
+    assert refused(one.session._call(lambda: _wire.register_memory(one.layout))).reason is Reason.DUPLICATE_ID
+    assert one.session.store("s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, INT32))], 5).result(5).results[0][0] == 1
 
 
 def test_the_descriptor_socket_refuses(server: Server, stored: tuple[PagedEngine, list[bytes]]) -> None:

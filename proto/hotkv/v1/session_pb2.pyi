@@ -127,7 +127,7 @@ Global___SessionOpened: typing_extensions.TypeAlias = SessionOpened
 
 @typing.final
 class RegisterMemory(google.protobuf.message.Message):
-    """Declares the memory of a session. Registering again replaces it, once its transfers have ended."""
+    """Declares the memory of a session, once. Other memory takes another session."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

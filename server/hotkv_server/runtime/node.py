@@ -123,19 +123,17 @@ class Node:
         for handle in layout.handles:
             if handle.is_cuda:
                 raise HotKVError(Reason.INVALID_LAYOUT, "layout.handles.cuda_ipc: this server has no CUDA copy engine")
-            if handle.handle_id not in session.received_fds:
+            if handle.handle_id not in session.received_fds and session.memory is None:
                 raise HotKVError(
                     Reason.UNKNOWN_HANDLE, f"layout.handles: no descriptor for {handle.handle_id!r} has come over the descriptor socket"
                 )
-        if session.jobs:
-            raise HotKVError(Reason.OVERLOADED, "layout: transfers are in flight; register again when they have ended")
+        if session.memory is not None:
+            raise HotKVError(Reason.DUPLICATE_ID, "layout: the session has registered its memory; open another session for other memory")
         fds = {handle.handle_id: session.received_fds.pop(handle.handle_id) for handle in layout.handles}
         memory = await asyncio.get_running_loop().run_in_executor(None, _map_engine_memory, layout, fds)
         if session.closing:
             memory.close()
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
-        if session.memory is not None:
-            session.memory.close()
         session.memory = memory
         log.info(
             "memory registered session=%d bytes=%d blocks=%d layout=%s",
