@@ -72,7 +72,7 @@ class Session:
     def __init__(self, config: SessionConfig, memory: EngineMemory | None = None) -> None:
         self.config = config
         self._memory = memory
-        self._fence = Fence() if memory is not None and memory.fds else None
+        self._fence = Fence() if memory is not None else None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._connection: _Connection | None = None

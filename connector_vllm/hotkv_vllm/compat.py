@@ -1,0 +1,318 @@
+"""What the connector reads out of vLLM 0.32 beyond its public base classes; with `layout` the only module that does.
+
+Everything that may change with vLLM's version is here: kinds of KV cache groups, the hash seed, ISA packing, parallel shape, weights
+and config identity, newly allocated blocks. `Unsupported` means: run without the cache and say why.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size, resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind, iter_layer_specs
+
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.weights import files_identity, is_commit
+
+NULL_BLOCK = 0
+"""Id of the block that stands for 'nothing here' in block tables."""
+
+
+class Unsupported(Exception):
+    """This engine's shape or settings do not allow sharing; the engine runs as without hotkv."""
+
+
+_KINDS: dict[KVCacheSpecKind, GroupKind] = {
+    KVCacheSpecKind.FULL_ATTENTION: GroupKind.FULL_ATTENTION,
+    KVCacheSpecKind.MLA_ATTENTION: GroupKind.MLA,
+    KVCacheSpecKind.SLIDING_WINDOW: GroupKind.SLIDING_WINDOW,
+    KVCacheSpecKind.SLIDING_WINDOW_MLA: GroupKind.SLIDING_WINDOW,
+    KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION: GroupKind.CHUNKED_LOCAL,
+    KVCacheSpecKind.MAMBA: GroupKind.MAMBA,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One prefix-cacheable group as the connector sees it.
+
+    `vllm_group`: its id in vLLM; its index in hotkv is its place in the list. `states_by_handoff`: Mamba "align" mode, where only blocks
+    that vLLM hands over (`boundary_state_offloads`) hold a state that can be stored. `is_draft`: layers of a drafter, whose last block may
+    change while decoding.
+    """
+
+    vllm_group: int
+    kind: GroupKind
+    block_tokens: int
+    window_tokens: int = 0
+    states_by_handoff: bool = False
+    is_draft: bool = False
+
+
+def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+    """The groups hotkv keeps. Raises Unsupported where a hit could not restore all the engine needs."""
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise Unsupported("pipeline parallelism is not supported yet")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise Unsupported("prefill context parallelism is not supported yet")
+    groups = []
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if group_id not in kv_cache_config.prefix_cacheable_group_ids:
+            if spec.prefix_cacheable:
+                raise Unsupported(f"KV cache group {group_id} may not be transferred")
+            continue
+        groups.append(_cache_group(group_id, group, parallel.decode_context_parallel_size))
+    if not groups:
+        raise Unsupported("the model has no KV cache group that prefix caching could use")
+    return tuple(groups)
+
+
+def _cache_group(group_id: int, group: Any, dcp_size: int) -> CacheGroup:
+    spec = group.kv_cache_spec
+    kind = get_kv_cache_spec_kind(spec)
+    layers = list(iter_layer_specs(spec))
+    if kind not in _KINDS or any(type(layer).__name__ == "RSWASpec" for layer in layers):
+        raise Unsupported(f"KV cache group {group_id} is of kind {type(spec).__name__}, which is not supported")
+    first = layers[0]
+    window = 0
+    if _KINDS[kind] is GroupKind.SLIDING_WINDOW:
+        window = max(layer.sliding_window + layer.extra_retained_tokens for layer in layers)
+    elif _KINDS[kind] is GroupKind.CHUNKED_LOCAL:
+        window = first.attention_chunk_size
+    mamba_mode = getattr(first, "mamba_cache_mode", "")
+    if mamba_mode == "none":
+        raise Unsupported(f"KV cache group {group_id} keeps no states at block boundaries (mamba_cache_mode is 'none')")
+    block_tokens = resolve_dcp_kv_block_size(spec, dcp_size)
+    return CacheGroup(group_id, _KINDS[kind], block_tokens, window, mamba_mode == "align", bool(group.is_eagle_group))
+
+
+def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -> int:
+    """Hits are multiples of this: vLLM's own granularity, and whole blocks of every group."""
+    return math.lcm(kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups))
+
+
+def drops_last_block(vllm_config: Any) -> bool:
+    """True where a drafter needs the last block of every hit recomputed."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
+
+
+def preferred_layout() -> str | None:
+    """The KV cache layout to ask vLLM for: blocks outermost on CUDA, so that a block of all layers is one run; elsewhere none."""
+    from vllm.platforms import current_platform
+
+    return "BLHNC" if current_platform.is_cuda() else None
+
+
+def use_recompute_policy(vllm_config: Any) -> bool:
+    """Sets the policy for failed loads to `recompute`; must run before the scheduler reads it. True if that changed something."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy == "recompute":
+        return False
+    transfer.kv_load_failure_policy = "recompute"
+    return True
+
+
+def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) -> set[int]:
+    """Blocks that this step may write for the first time. `tokens_per_block`: per vLLM group; 0 takes all blocks of the group.
+
+    Source: `SchedulerOutput` in vLLM 0.32. Blocks of a local prefix hit are not among them.
+    """
+    fresh: set[int] = set()
+    for new in scheduler_output.scheduled_new_reqs:
+        for tokens, ids in zip(tokens_per_block, new.block_ids, strict=False):
+            fresh.update(ids[new.num_computed_tokens // tokens if tokens else 0 :])
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, computed, new_ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=False):
+        if new_ids is None:
+            continue
+        resumed = request_id in cached.resumed_req_ids
+        for tokens, ids in zip(tokens_per_block, new_ids, strict=False):
+            fresh.update(ids[computed // tokens :] if resumed and tokens else ids)
+    fresh.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
+    fresh.discard(NULL_BLOCK)
+    return fresh
+
+
+def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
+    """Tokens in a block per vLLM group, for `fresh_block_ids`; 0 for states, which need not follow token order."""
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    return tuple(
+        0 if get_kv_cache_spec_kind(g.kv_cache_spec) is KVCacheSpecKind.MAMBA else resolve_dcp_kv_block_size(g.kv_cache_spec, dcp)
+        for g in kv_cache_config.kv_cache_groups
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank's shard lies. Of ranks that hold the same KV only the first writes."""
+
+    rank: int
+    num_shards: int
+    shard_index: int
+    is_writer: bool
+
+
+def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
+    """This worker's place among the shards of a slot."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    replicas = kv_cache_config.kv_tp_replicas
+    rank = get_tensor_model_parallel_rank() if tp_size > 1 else 0
+    return RankPlace(rank, tp_size // replicas, rank // replicas, rank % replicas == 0)
+
+
+def key_space(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    config: ConnectorConfig,
+    groups: tuple[CacheGroup, ...],
+    shard_bytes: tuple[int, ...],
+    num_shards: int,
+    page_format: str,
+) -> KeySpace:
+    """All that decides the bytes of a block. `shard_bytes`: per group, of this rank; the ranks' shards are equally large.
+
+    Raises Unsupported where an identity can't be had, OSError where the weights can't be read.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    algorithm = cache.prefix_caching_hash_algo
+    hash_bytes = _hash_bytes(algorithm)
+    extra = [f"config={_config_digest(model)}", f"quantization={model.quantization}"]
+    if getattr(cache, "calculate_kv_scales", False):
+        # Scales found at run time are this engine's own.
+        extra.append(f"engine={vllm_config.kv_transfer_config.engine_id}")
+    names = [tuple(kv_cache_config.kv_cache_groups[g.vllm_group].layer_names) for g in groups]
+    return KeySpace(
+        model=Path(model.model).name if Path(model.model).exists() else model.model,
+        weights_identity=config.weights_identity or weights_identity(vllm_config),
+        dtype=str(model.dtype).removeprefix("torch."),
+        groups=tuple(
+            GroupSpec(group.kind, group.block_tokens, (size,) * num_shards, group.window_tokens, layer_names)
+            for group, size, layer_names in zip(groups, shard_bytes, names, strict=True)
+        ),
+        hash_block_tokens=kv_cache_config.hash_block_size or groups[0].block_tokens,
+        kv_dtype=str(cache.cache_dtype),
+        hash_algorithm=algorithm,
+        hash_seed=_hash_seed(algorithm),
+        hash_bytes=hash_bytes,
+        parallel_shape=f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size},dcp={parallel.decode_context_parallel_size}",
+        page_format=page_format,
+        tenant=config.tenant,
+        extra=tuple(extra),
+    )
+
+
+def _hash_bytes(algorithm: str) -> int:
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    return len(get_hash_fn_by_name(algorithm)("hotkv"))
+
+
+def _hash_seed(algorithm: str) -> str:
+    """The seed of the engine's block hashes. Raises Unsupported where it is drawn anew in every process."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    hash_function = get_hash_fn_by_name(algorithm)
+    seed: str = resolve_none_hash_seed(hash_function)
+    if seed != resolve_none_hash_seed(hash_function):
+        raise Unsupported(f"prefix_caching_hash_algo {algorithm} draws a seed per process; set PYTHONHASHSEED, or use sha256")
+    return seed
+
+
+def _config_digest(model: Any) -> str:
+    """Digest of the model's configuration (rope scaling and overrides change KV), without where it was read from."""
+    config = dict(model.hf_config.to_dict())
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def weights_identity(vllm_config: Any) -> str:
+    """Identity of the weights: commit, content digest, or (random weights) config and seed. Raises Unsupported, OSError."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "dummy":
+        return f"dummy:{_config_digest(model)}:{model.seed}"
+    path = Path(getattr(model, "model_weights", "") or model.model)
+    if not path.exists():
+        return _hub_identity(str(model.model), model.revision)
+    try:
+        return files_identity(path)
+    except ValueError as error:
+        raise Unsupported(f"{error}; set hotkv.weights_identity") from None
+
+
+def _hub_identity(repo: str, revision: Any) -> str:
+    commit = getattr(revision, "commit_hash", None) or revision
+    if commit and is_commit(str(commit)):
+        return f"hub:{repo}@{commit}"
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=["config.json"]))
+    except (ImportError, OSError, ValueError) as error:
+        raise Unsupported(f"the revision of {repo} is not known ({error}); set hotkv.weights_identity") from None
+    if not is_commit(folder.name):
+        raise Unsupported(f"the revision of {repo} is not known; set hotkv.weights_identity")
+    return f"hub:{repo}@{folder.name}"
+
+
+def packing(vllm_config: Any, kv_cache_config: Any, groups: tuple[CacheGroup, ...], device_type: str) -> str:
+    """How the engine packs K and V inside a page: attention backend, and on CPU the instruction set."""
+    parts = []
+    for group in groups:
+        names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names
+        parts.append(_backend_name(vllm_config, names))
+        spec = next(iter(iter_layer_specs(kv_cache_config.kv_cache_groups[group.vllm_group].kv_cache_spec)))
+        quant = getattr(spec, "kv_quant_mode", None)
+        if quant:
+            parts.append(f"quant={quant}")
+        if device_type == "cpu" and hasattr(spec, "head_size"):
+            parts.append(_isa(vllm_config, spec))
+    return "+".join(dict.fromkeys(parts))
+
+
+def _backend_name(vllm_config: Any, layer_names: list[str]) -> str:
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_names[0])
+    backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
+    return backend.get_name() if backend is not None else "unknown"
+
+
+def _isa(vllm_config: Any, spec: Any) -> str:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype)
+    return f"{isa}/{torch.backends.cpu.get_cpu_capability()}"
+
+
+class DeviceOrder:
+    """Says when the device has done what was queued before: at once on CPU, after an event on CUDA (never run here)."""
+
+    def __init__(self, device_type: str) -> None:
+        self._cuda = device_type == "cuda"
+
+    def mark(self) -> Any:
+        """A point in the device's queue; None where everything queued is done."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    @staticmethod
+    def passed(mark: Any) -> bool:
+        return mark is None or bool(mark.query())
+
+    @staticmethod
+    def wait(mark: Any) -> None:
+        if mark is not None:
+            mark.synchronize()

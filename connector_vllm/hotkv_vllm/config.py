@@ -1,0 +1,104 @@
+"""Settings of the connector, out of `kv_connector_extra_config`.
+
+Every setting is a key `hotkv.<name>`; keys that do not start with `hotkv.` belong to others and are ignored. A wrong setting is an
+error when the engine starts (the message names key, value and what is allowed); an absent server never is.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+PREFIX = "hotkv."
+DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
+TARGET_ENV = "HOTKV_TARGET"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """All settings.
+
+    target: `unix:/path/grpc.sock` or `host:port`; default from the environment variable HOTKV_TARGET.
+    tenant: engines of different tenants never share blocks.
+    weights_identity: replaces the identity computed from the weights; equal values promise equal weights.
+    lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it counts as a miss.
+    lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
+    load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
+    store_timeout_s: the server gives up a store that takes longer.
+    flush_timeout_s: how long a step waits for a store that reads blocks which the step overwrites, before it takes them back.
+    startup_wait_s: how long the engine's start waits for the server, so that the first request can hit.
+    max_inflight_store_mib: bytes of blocks being stored; what comes on top waits, and is dropped when its request ends.
+    max_load_retries: failed loads after which a request is not offered hits again.
+    use_table: probe the shared block table where the server offers it.
+    hook_timing_file: where to write time spent in connector hooks, as JSON, at shutdown; empty for nowhere.
+    """
+
+    target: str = DEFAULT_TARGET
+    tenant: str = ""
+    weights_identity: str = ""
+    lookup_timeout_s: float = 0.05
+    lease_ttl_s: float = 30.0
+    load_timeout_s: float = 10.0
+    store_timeout_s: float = 5.0
+    flush_timeout_s: float = 0.1
+    startup_wait_s: float = 1.0
+    max_inflight_store_mib: int = 1024
+    max_load_retries: int = 0
+    use_table: bool = True
+    hook_timing_file: str = ""
+
+    @staticmethod
+    def from_extra_config(extra: Mapping[str, Any]) -> "ConnectorConfig":
+        """Reads `kv_connector_extra_config`. Raises ConfigError."""
+        known = {f.name: f for f in fields(ConnectorConfig)}
+        values: dict[str, Any] = {"target": os.environ.get(TARGET_ENV) or DEFAULT_TARGET}
+        for key, value in extra.items():
+            if not key.startswith(PREFIX):
+                continue
+            name = key.removeprefix(PREFIX)
+            if name not in known:
+                allowed = ", ".join(PREFIX + other for other in sorted(known))
+                raise ConfigError(f"{key} = {value!r}: there is no such setting; allowed are {allowed}")
+            values[name] = _READERS[str(known[name].type)](key, value)
+        _check_target(values["target"])
+        return ConnectorConfig(**values)
+
+
+def _read_str(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{key} = {value!r}: allowed is a string")
+    return value
+
+
+def _read_bool(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} = {value!r}: allowed are true and false")
+    return value
+
+
+def _read_int(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{key} = {value!r}: allowed is a whole number that is not negative")
+    return value
+
+
+def _read_float(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 86400:
+        raise ConfigError(f"{key} = {value!r}: allowed is a number of seconds from 0 to 86400")
+    return float(value)
+
+
+_READERS = {t.__name__: read for t, read in ((str, _read_str), (bool, _read_bool), (int, _read_int), (float, _read_float))}
+_READERS |= {str(t): _READERS[t.__name__] for t in (str, bool, int, float)}
+
+
+def _check_target(target: str) -> None:
+    path = target.removeprefix("unix:")
+    host, _, port = target.rpartition(":")
+    fine = path.startswith("/") if target.startswith("unix:") else bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    if not fine:
+        raise ConfigError(f"{PREFIX}target = {target!r}: allowed are unix:/absolute/path and host:port")

@@ -1,0 +1,209 @@
+"""Where the engine's KV pages lie, read off the tensors vLLM registered, and how their memory is shown to the server.
+
+The order of a slot's pages is canonical: layers as the group names them, and inside a page the order of the engine's inner axes (that
+order is in the key space). Strides are read from the tensors, so every layout vLLM has (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC)
+and packed groups over one buffer need no case of their own.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import group_kernel_blocks
+
+from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv_vllm.compat import CacheGroup, Unsupported
+
+SHARED_MEMORY_DIR = "/dev/shm"
+Dims = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """Pages of one layer: block b's page starts at `base` + b * `block_stride` in storage `handle_id`.
+
+    `dims` and `run` as in PageTensor.
+    """
+
+    name: str
+    handle_id: str
+    base: int
+    block_stride: int
+    run: int
+    dims: Dims
+
+    @property
+    def page_bytes(self) -> int:
+        total = self.run
+        for count, _ in self.dims:
+            total *= count
+        return total
+
+
+@dataclass(slots=True)
+class EngineMemoryMap:
+    """What `describe` found: tensors per group in slot order, their bytes per block, storages by handle id."""
+
+    tensors: list[PageTensor] = field(default_factory=list)
+    shard_bytes: list[int] = field(default_factory=list)
+    storages: dict[str, torch.UntypedStorage] = field(default_factory=dict)
+    page_format: str = ""
+
+
+def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, groups: Sequence[CacheGroup]) -> EngineMemoryMap:
+    """Reads the layout off the registered tensors and checks it against vLLM's placement. Raises Unsupported."""
+    found = EngineMemoryMap()
+    formats = []
+    for index, group in enumerate(groups):
+        names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names
+        layers = [_layer_pages(name, kv_caches, kv_cache_config.num_blocks, found.storages) for name in names]
+        for layer in layers:
+            _check_placement(layer, kv_cache_config)
+        offset = 0
+        for run in _folded(layers):
+            found.tensors.append(_page_tensor(index, run, offset))
+            offset += sum(layer.page_bytes for layer in run)
+        found.shard_bytes.append(offset)
+        formats.append("/".join(dict.fromkeys(_page_format(kv_caches[name], kv_cache_config.num_blocks) for name in names)))
+    found.page_format = ";".join(formats)
+    return found
+
+
+def _layer_pages(
+    name: str, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, storages: dict[str, torch.UntypedStorage]
+) -> LayerPages:
+    if name not in kv_caches:
+        raise Unsupported(f"layer {name} registered no KV cache")
+    tensor = group_kernel_blocks(kv_caches[name], num_blocks)
+    size = tensor.element_size()
+    storage = tensor.untyped_storage()
+    handle_id = next((h for h, s in storages.items() if s.data_ptr() == storage.data_ptr()), f"kv{len(storages)}")
+    storages.setdefault(handle_id, storage)
+    axes = sorted(
+        ((count, stride * size) for count, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True) if count > 1),
+        key=lambda axis: -axis[1],
+    )
+    run = size
+    while axes and axes[-1][1] == run:
+        run *= axes.pop()[0]
+    return LayerPages(name, handle_id, tensor.storage_offset() * size, tensor.stride(0) * size, run, tuple(axes))
+
+
+def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
+    """Inner axes in physical order with their sizes, for instance `H4N32C256:2` for two-byte elements."""
+    tensor = group_kernel_blocks(tensor, num_blocks)
+    letters = "KHNC" if tensor.dim() == 5 else "HNC" if tensor.dim() == 4 else "XYZW"
+    axes = sorted(zip(tensor.stride()[1:], letters, tensor.shape[1:], strict=False), key=lambda axis: -axis[0])
+    return "".join(f"{letter}{count}" for _, letter, count in axes if count > 1) + f":{tensor.element_size()}"
+
+
+def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
+    """The tensors must lie where `kv_cache_tensors` says; else this code misreads one of them."""
+    for placed in kv_cache_config.kv_cache_tensors:
+        if layer.name in placed.layers:
+            base = placed.offset + placed.layers.index(layer.name) * placed.layer_stride
+            if (base, placed.block_stride) != (layer.base, layer.block_stride):
+                raise Unsupported(
+                    f"layer {layer.name} lies at byte {layer.base} with block stride {layer.block_stride}, "
+                    f"but vLLM's placement says {base} and {placed.block_stride}"
+                )
+            return
+    raise Unsupported(f"layer {layer.name} has no place in vLLM's kv_cache_tensors")
+
+
+def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
+    """Consecutive layers with equal pages at equal distances, so that one PageTensor covers them."""
+    runs: list[list[LayerPages]] = []
+    for layer in layers:
+        last = runs[-1] if runs else []
+        fits = bool(last) and (layer.handle_id, layer.block_stride, layer.run, layer.dims) == (
+            last[-1].handle_id,
+            last[-1].block_stride,
+            last[-1].run,
+            last[-1].dims,
+        )
+        distance = layer.base - last[-1].base if last else 0
+        span = layer.run + sum((count - 1) * stride for count, stride in layer.dims)
+        if fits and distance >= span and (len(last) == 1 or distance == last[1].base - last[0].base):
+            last.append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int) -> PageTensor:
+    first = run[0]
+    dims = first.dims
+    if len(run) > 1:
+        dims = ((len(run), run[1].base - first.base), *dims)
+    return PageTensor(
+        group_index=group_index,
+        handle_id=first.handle_id,
+        base_offset_bytes=first.base,
+        block_stride_bytes=first.block_stride,
+        run_bytes=first.run,
+        shard_offset_bytes=shard_offset,
+        dims=dims,
+        layer_names=tuple(layer.name for layer in run),
+    )
+
+
+@dataclass(slots=True)
+class ExportedMemory:
+    """Layout for the server, and descriptors of the file mappings in it; the owner closes them."""
+
+    layout: Layout
+    fds: dict[str, int]
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds = {}
+
+
+def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
+    """Makes the engine's memory readable and writable for the server. Raises Unsupported; the engine's tensors stay as they are then."""
+    handles: list[MemoryHandle] = []
+    fds: dict[str, int] = {}
+    for handle_id, storage in found.storages.items():
+        if storage.device.type == "cpu":
+            fds[handle_id] = _share_cpu(storage)
+            handles.append(MemoryHandle(handle_id, storage.nbytes()))
+        elif storage.device.type == "cuda":
+            handles.append(_cuda_handle(handle_id, storage))
+        else:
+            raise Unsupported(f"KV cache on device {storage.device.type} can't be shown to the server")
+    return ExportedMemory(Layout(shard_index, num_blocks, tuple(handles), tuple(found.tensors), name), fds)
+
+
+def _share_cpu(storage: torch.UntypedStorage) -> int:
+    """Moves a storage to an unlinked shared file in place (its views follow) and returns a descriptor of ours."""
+    share = getattr(storage, "_share_fd_cpu_", None)
+    if share is None:
+        raise Unsupported("this torch can't move a CPU tensor to shared memory")
+    if not storage.is_shared():
+        free = os.statvfs(SHARED_MEMORY_DIR)
+        if free.f_bavail * free.f_frsize < storage.nbytes() * 1.02:
+            raise Unsupported(
+                f"{SHARED_MEMORY_DIR} has {free.f_bavail * free.f_frsize >> 20} MiB left, the KV cache needs {storage.nbytes() >> 20} MiB"
+            )
+    fd, size = share()
+    if size < storage.nbytes():
+        raise Unsupported(f"the shared file has {size} bytes, the KV cache {storage.nbytes()}")
+    return os.dup(fd)
+
+
+def _cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
+    """IPC handle of the allocation and where the storage begins in it. Has never run on this project's machines.
+
+    Source: `_share_cuda_` in torch 2.x: (device, handle, bytes, offset, …); since 2.5 two bytes (version, kind) come before the handle.
+    """
+    device, handle, num_bytes, offset, *_ = storage._share_cuda_()
+    if len(handle) == 66 and handle[1:2] == b"c":
+        handle = handle[2:]
+    if len(handle) != 64:
+        raise Unsupported("CUDA memory from expandable segments can't be shown to another process; unset PYTORCH_CUDA_ALLOC_CONF")
+    uuid = torch.cuda.get_device_properties(device).uuid.bytes
+    return MemoryHandle(handle_id, num_bytes, offset, handle, uuid)

@@ -1,0 +1,75 @@
+"""The seam between connector and client: what the connector asks of a session, and how it opens one.
+
+Nothing here blocks. State changes are logged once each, never per request.
+"""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.layout import Layout
+from hotkv_client.types import BlockRun, EngineMemory, GroupHashes, LeaseGrant, LinkState, LoadRun, SessionConfig, TransferResult
+
+logger = logging.getLogger("vllm.hotkv")
+"""Below vLLM's own logger, so that its handlers and level apply."""
+
+BoolMask = NDArray[np.bool_]
+
+
+class CacheSession(Protocol):
+    """The part of `hotkv_client.Session` that the connector uses; see there for what is guaranteed."""
+
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def epoch(self) -> int: ...
+    def start(self) -> None: ...
+    def wait_connected(self, timeout_s: float) -> bool: ...
+    def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None: ...
+    def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]": ...
+    def acquire(self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0) -> "Future[LeaseGrant]": ...
+    def release(self, lease_id: str) -> None: ...
+    def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> "Future[TransferResult]": ...
+    def store(self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float) -> "Future[TransferResult]": ...
+    def cancel(self, transfer_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_session(config: SessionConfig, layout: Layout | None = None, fds: dict[str, int] | None = None) -> CacheSession:
+    """A started session; with `layout` one that registers memory."""
+    from hotkv_client.session import Session
+
+    memory = None if layout is None else EngineMemory(layout=layout, fds=fds or {})
+    session: CacheSession = Session(config, memory)
+    session.start()
+    return session
+
+
+def log_state(who: str, level: int) -> "StateLog":
+    """A callback for `SessionConfig.on_state` that writes one line per change."""
+    return StateLog(who, level)
+
+
+class StateLog:
+    """Logs changes of a session's state; says nothing where the state stays as it is."""
+
+    def __init__(self, who: str, level: int) -> None:
+        self._who = who
+        self._level = level
+        self._last: LinkState | None = None
+
+    def __call__(self, state: LinkState, why: str) -> None:
+        if state is self._last:
+            return
+        self._last = state
+        text = {
+            LinkState.CONNECTED: "the KV cache server is there",
+            LinkState.ABSENT: "no KV cache server: the engine runs without it and goes on trying",
+            LinkState.DRAINING: "the KV cache server drains and takes nothing new",
+            LinkState.CLOSED: "session closed",
+        }[state]
+        logger.log(self._level, "hotkv %s: %s (%s)", self._who, text, why)

@@ -1,0 +1,89 @@
+"""What the connector's two sides send each other through vLLM, once per step.
+
+Scheduler to worker: `HotKVMetadata`. Worker to scheduler: `HotKVWorkerMetadata`, aggregated over ranks, and once at the start
+`HotKVHandshake`. Plain values, small, picklable: hashes and ids, never KV bytes.
+"""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from hotkv.keys import KeySpace
+from hotkv_client.types import BlockRun, LoadRun
+
+
+@dataclass(slots=True)
+class LoadJob:
+    """Blocks of one request to load under a read lease."""
+
+    request_id: str
+    transfer_id: str
+    lease_id: str
+    runs: tuple[LoadRun, ...]
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class StoreJob:
+    """Blocks that are complete at the end of the step. All ranks store their shard under the same lease."""
+
+    store_id: int
+    lease_id: str
+    runs: tuple[BlockRun, ...]
+
+
+@dataclass(slots=True)
+class HotKVMetadata(KVConnectorMetadata):
+    """One step's work for a worker.
+
+    flush_stores: stores that must have ended before this step's first write. cancel_loads, abandoned_loads: request ids whose load
+    is to be cancelled, or was never begun and is to be reported as failed.
+    """
+
+    loads: tuple[LoadJob, ...] = ()
+    stores: tuple[StoreJob, ...] = ()
+    flush_stores: tuple[int, ...] = ()
+    cancel_loads: tuple[str, ...] = ()
+    abandoned_loads: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class StoreReport:
+    """How one store ended: `BlockResult` bytes per rank (empty where a rank's transfer failed as a whole)."""
+
+    results: list[bytes]
+
+
+@dataclass(slots=True)
+class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
+    """What ended since the last step. `counters` are summed over ranks."""
+
+    stores: dict[int, StoreReport] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
+        """Joins what two ranks report."""
+        if not isinstance(other, HotKVWorkerMetadata):
+            return self
+        stores = {store_id: StoreReport(list(report.results)) for store_id, report in self.stores.items()}
+        for store_id, report in other.stores.items():
+            stores.setdefault(store_id, StoreReport([])).results.extend(report.results)
+        counters = dict(self.counters)
+        for name, value in other.counters.items():
+            counters[name] = counters.get(name, 0) + value
+        return HotKVWorkerMetadata(stores, counters)
+
+    def is_empty(self) -> bool:
+        return not self.stores and not self.counters
+
+
+@dataclass(slots=True)
+class HotKVHandshake(KVConnectorHandshakeMetadata):
+    """What a rank found out when it registered its memory: the key space, or why it runs without the cache."""
+
+    key_space: KeySpace | None
+    why_off: str = ""

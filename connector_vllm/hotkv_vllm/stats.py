@@ -1,0 +1,140 @@
+"""What the connector counts, for vLLM's metrics and for the share of time spent in its hooks.
+
+Counters only go up; vLLM collects the growth since the last step. `HookClock` is written by one thread.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS: dict[str, str] = {
+    "hit_requests": "Requests that were offered tokens from hotkv.",
+    "hit_tokens": "Tokens that requests were offered from hotkv.",
+    "miss_requests": "Requests that asked hotkv and got nothing.",
+    "lookup_timeouts": "Lookups and leases not answered in time.",
+    "short_grants": "Leases that pinned less than asked.",
+    "loads": "Loads begun.",
+    "failed_loads": "Loads that failed; their requests computed their prompt.",
+    "load_bytes": "Bytes loaded.",
+    "stores": "Stores begun.",
+    "store_bytes": "Bytes stored.",
+    "stored_blocks": "Blocks that the server has committed.",
+    "present_blocks": "Blocks that the server had already.",
+    "refused_blocks": "Blocks that the server did not keep.",
+    "dropped_blocks": "Blocks not stored because too much was in flight when their request ended.",
+    "flushes": "Stores that a step had to wait for.",
+    "flush_s": "Seconds that steps waited for stores.",
+    "hook_errors": "Faults of the connector that were kept from vLLM.",
+}
+
+
+OUTSIDE_STEPS = frozenset({"register_kv_caches", "get_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "shutdown"})
+"""Hooks that run while no request waits."""
+
+
+class HotKVStats(KVConnectorStats):
+    """Growth of the counters over an interval."""
+
+    data: dict[str, Any]
+
+    def add(self, name: str, value: float = 1) -> None:
+        self.data[name] = self.data.get(name, 0) + value
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "HotKVStats":
+        for name, value in other.data.items():
+            self.add(name, value)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(value, 6) for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class HotKVPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter per name in COUNTERS, `vllm:hotkv_<name>`."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(name=f"vllm:hotkv_{name}", documentation=text, labelnames=labelnames) for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name].labels(*labels).inc(value)
+
+
+class HookClock:
+    """Seconds spent in the connector's hooks, and the number of engine steps. Start and shutdown count apart (`startup_s`).
+
+    `step_s` (worker side only): wall time of the steps, hooks included.
+    """
+
+    def __init__(self, who: str, engine_id: str) -> None:
+        self.who = who
+        self._engine_id = engine_id
+        self.hook_s = 0.0
+        self.startup_s = 0.0
+        self.longest_s = 0.0
+        self.steps = 0
+        self.step_s = 0.0
+        self.by_hook: dict[str, float] = {}
+        self._step_began_s = 0.0
+
+    def add(self, hook: str, seconds: float) -> None:
+        if hook in OUTSIDE_STEPS:
+            self.startup_s += seconds
+            return
+        self.hook_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
+        self.by_hook[hook] = self.by_hook.get(hook, 0.0) + seconds
+
+    def begin_step(self) -> None:
+        self._step_began_s = time.perf_counter()
+
+    def end_step(self) -> None:
+        self.steps += 1
+        if self._step_began_s:
+            self.step_s += time.perf_counter() - self._step_began_s
+            self._step_began_s = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "hook_s": self.hook_s,
+            "startup_s": self.startup_s,
+            "longest_s": self.longest_s,
+            "steps": self.steps,
+            "step_s": self.step_s,
+            "by_hook_s": dict(sorted(self.by_hook.items())),
+        }
+
+    def write(self, path: str) -> None:
+        """Merges this side's figures into the JSON file, next to those of the engine's other sides. Raises OSError."""
+        target = Path(path)
+        merged: dict[str, Any] = {}
+        if target.exists():
+            try:
+                merged = json.loads(target.read_text())
+            except ValueError:
+                merged = {}
+        if merged.get("engine_id") != self._engine_id:
+            merged = {"engine_id": self._engine_id, "sides": {}}
+        merged["sides"][self.who] = self.as_dict()
+        sides = merged["sides"].values()
+        merged["hook_s"] = sum(side["hook_s"] for side in sides)
+        merged["steps"] = max(side["steps"] for side in sides)
+        merged["step_s"] = max(side["step_s"] for side in sides)
+        scratch = target.with_name(f"{target.name}.{os.getpid()}")
+        scratch.write_text(json.dumps(merged, indent=1) + "\n")
+        scratch.replace(target)

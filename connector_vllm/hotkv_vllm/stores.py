@@ -1,0 +1,262 @@
+"""Which blocks to store after a step, and which stores a step has to wait for. Scheduler thread only; never blocks.
+
+What is always true: a block being stored is not written before its store has ended, because every step that may write blocks for the
+first time (new requests, growth, loads) lists the stores that read any of them, and the worker waits for those first. Block tables are
+read from vLLM at each step and never kept. A block has at most one store in flight.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotkv_client.types import BlockResult, BlockRun
+from hotkv_vllm.compat import NULL_BLOCK, CacheGroup
+from hotkv_vllm.link import CacheSession
+from hotkv_vllm.lookup import HitFinder, RequestState
+from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
+from hotkv_vllm.stats import HotKVStats
+
+
+@dataclass(slots=True)
+class StoreInFlight:
+    """A store that ranks are working at. `ranks_left`: ranks that have not reported its end."""
+
+    runs: tuple[BlockRun, ...]
+    num_bytes: int
+    ranks_left: int
+    results: list[bytes]
+
+
+class StorePlanner:
+    """Plans stores and fences."""
+
+    def __init__(
+        self,
+        session: CacheSession,
+        finder: HitFinder,
+        groups: Sequence[CacheGroup],
+        slot_bytes: Sequence[int],
+        num_ranks: int,
+        max_inflight_bytes: int,
+        stats: HotKVStats,
+        id_prefix: str,
+    ) -> None:
+        self._session = session
+        self._finder = finder
+        self._groups = tuple(groups)
+        self._slot_bytes = tuple(slot_bytes)
+        self._num_ranks = num_ranks
+        self._max_bytes = max_inflight_bytes
+        self._stats = stats
+        self._prefix = id_prefix
+        self._ids = itertools.count(1)
+        self._in_flight: dict[int, StoreInFlight] = {}
+        self._bytes = 0
+        self._reading: dict[int, int] = {}
+        self._load_targets: set[int] = set()
+        self._tails: list[tuple[BlockRun, ...]] = []
+        self._tail_blocks: set[int] = set()
+        self._smallest_block = min(group.block_tokens for group in self._groups)
+
+    def __repr__(self) -> str:
+        return f"StorePlanner(in_flight={len(self._in_flight)}, bytes={self._bytes}, blocks_read={len(self._reading)})"
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def first_check_tokens(self) -> int:
+        """Computed tokens at which a new request has its first full block."""
+        return self._smallest_block
+
+    def load_writes(self, block_ids: Iterable[int]) -> None:
+        """A load is about to write these blocks."""
+        self._load_targets.update(block_ids)
+
+    def plan(
+        self,
+        scheduled: Sequence[tuple[RequestState, int]],
+        block_ids: Callable[[str], tuple[list[int], ...] | None],
+        handoffs: dict[str, list[tuple[int, int, int]]],
+        fresh_blocks: Callable[[], set[int]],
+    ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
+        """This step's stores, and the stores in flight that it has to wait for.
+
+        `scheduled`: requests and how many tokens the step computes for each. `fresh_blocks`: blocks that the step may write for the first
+        time; asked only where something reads blocks.
+        """
+        flush = self._fences(fresh_blocks)
+        runs: list[BlockRun] = [run for tail in self._tails for run in tail]
+        self.forget()
+        planned = {int(b) for run in runs for b in run.block_ids}
+        if self._session.connected:
+            for state, num_tokens in scheduled:
+                computed = state.request.num_computed_tokens + num_tokens
+                if computed >= state.next_store_tokens:
+                    runs += self._runs_of(state, computed, block_ids, planned)
+            for request_id, entries in handoffs.items():
+                runs += self._handed_over(request_id, entries, scheduled, planned)
+        return self._job(runs), flush
+
+    def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int) -> None:
+        """A request ends: blocks whose hash became known after their last step are stored with the next one, if still unwritten then."""
+        if not self._session.connected or known_tokens < state.next_store_tokens:
+            return
+        runs = self._runs_of(state, known_tokens, lambda _: tuple(list(ids) for ids in block_ids), self._tail_blocks, last=True)
+        if runs:
+            self._tails.append(tuple(runs))
+
+    def reported(self, report: HotKVWorkerMetadata) -> None:
+        """Ranks report stores that ended."""
+        for store_id, part in report.stores.items():
+            store = self._in_flight.get(store_id)
+            if store is None:
+                continue
+            store.results += part.results
+            store.ranks_left -= len(part.results)
+            if store.ranks_left <= 0:
+                self._settle(store_id, store)
+
+    def forget(self) -> None:
+        """Drops tails that wait for the next step."""
+        self._tails.clear()
+        self._tail_blocks.clear()
+
+    def _fences(self, fresh_blocks: Callable[[], set[int]]) -> tuple[int, ...]:
+        if not self._reading and not self._tails:
+            self._load_targets.clear()
+            return ()
+        fresh = fresh_blocks() | self._load_targets
+        self._load_targets.clear()
+        self._tails = [tail for tail in self._tails if not any(int(b) in fresh for run in tail for b in run.block_ids)]
+        flush = {self._reading[block] for block in fresh if block in self._reading} if self._reading else set()
+        for store_id in flush:
+            self._unfence(store_id)
+        return tuple(sorted(flush))
+
+    def _unfence(self, store_id: int) -> None:
+        for run in self._in_flight[store_id].runs:
+            for block in run.block_ids.tolist():
+                if self._reading.get(block) == store_id:
+                    del self._reading[block]
+
+    def _runs_of(
+        self,
+        state: RequestState,
+        computed_tokens: int,
+        block_ids: Callable[[str], tuple[list[int], ...] | None],
+        planned: set[int],
+        last: bool = False,
+    ) -> list[BlockRun]:
+        """Full blocks of a request that nobody has stored, as chains of neighbours; moves the request's marks on."""
+        request = state.request
+        known = min(computed_tokens, request.num_tokens)
+        decoding = known > request.num_prompt_tokens
+        tables = None
+        runs: list[BlockRun] = []
+        next_tokens = 1 << 62
+        for index, group in enumerate(self._groups):
+            hashes = self._finder.hashes(request, index)
+            end = min(known // group.block_tokens, len(hashes))
+            if group.is_draft and decoding and not last:
+                end -= 1
+            begin = min(state.stored_blocks[index], len(hashes))
+            if end > begin and not group.states_by_handoff:
+                if self._over_bound(len(planned) * self._slot_bytes[index]):
+                    # Looked at again in the next step, when some stores may have ended.
+                    if last:
+                        self._stats.add("dropped_blocks", end - begin)
+                    return runs
+                if tables is None:
+                    tables = block_ids(request.request_id)
+                    if tables is None:
+                        return runs
+                table = tables[group.vllm_group][:end]
+                runs += self._missing(index, hashes, table, begin, min(end, len(table)), planned)
+            state.stored_blocks[index] = max(begin, end)
+            next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
+        state.next_store_tokens = next_tokens
+        return runs
+
+    def _missing(
+        self, index: int, hashes: Sequence[bytes], table: Sequence[int], begin: int, end: int, planned: set[int]
+    ) -> list[BlockRun]:
+        ids = np.asarray(table[begin:end], np.int32)
+        if not len(ids):
+            return []
+        wanted = ids != NULL_BLOCK
+        ready = self._session.probe(index, hashes[begin:end])
+        if ready is not None:
+            wanted &= ~self._finder.hidden.mask(index, hashes[begin:end], ready)
+        if self._reading or planned:
+            wanted &= np.fromiter((b not in self._reading and b not in planned for b in ids.tolist()), np.bool_, len(ids))
+        places = np.flatnonzero(wanted)
+        runs = []
+        for chain in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []:
+            first, stop = begin + int(chain[0]), begin + int(chain[-1]) + 1
+            parent = hashes[first - 1] if first else b""
+            runs.append(BlockRun(index, list(hashes[first:stop]), ids[chain], parent, first))
+            planned.update(ids[chain].tolist())
+        return runs
+
+    def _handed_over(
+        self, request_id: str, entries: Sequence[tuple[int, int, int]], scheduled: Sequence[tuple[RequestState, int]], planned: set[int]
+    ) -> list[BlockRun]:
+        """States at block boundaries that vLLM names itself (Mamba "align" mode): (group, block, boundary in tokens)."""
+        state = next((s for s, _ in scheduled if s.request.request_id == request_id), None)
+        runs: list[BlockRun] = []
+        for vllm_group, block, boundary in entries if state else ():
+            index = next((i for i, g in enumerate(self._groups) if g.vllm_group == vllm_group), -1)
+            if state is None or index < 0 or block == NULL_BLOCK or block in planned or block in self._reading:
+                continue
+            hashes, place = self._finder.hashes(state.request, index), boundary // self._groups[index].block_tokens - 1
+            if boundary % self._groups[index].block_tokens or not 0 <= place < len(hashes):
+                continue
+            parent = hashes[place - 1] if place else b""
+            runs.append(BlockRun(index, [hashes[place]], np.array([block], np.int32), parent, place))
+            planned.add(block)
+        return runs
+
+    def _over_bound(self, more_bytes: int) -> bool:
+        return bool(self._in_flight) and self._bytes + more_bytes >= self._max_bytes
+
+    def _job(self, runs: list[BlockRun]) -> tuple[StoreJob, ...]:
+        if not runs:
+            return ()
+        store_id = next(self._ids)
+        num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
+        self._in_flight[store_id] = StoreInFlight(tuple(runs), num_bytes, self._num_ranks, [])
+        self._bytes += num_bytes
+        for run in runs:
+            for block in run.block_ids.tolist():
+                self._reading[block] = store_id
+        self._stats.add("stores")
+        return (StoreJob(store_id, f"{self._prefix}-w{store_id}", tuple(runs)),)
+
+    def _settle(self, store_id: int, store: StoreInFlight) -> None:
+        self._unfence(store_id)
+        del self._in_flight[store_id]
+        self._bytes -= store.num_bytes
+        num_blocks = sum(len(run.hashes) for run in store.runs)
+        answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
+        for row, result in enumerate(store.results):
+            answers[row, : min(len(result), num_blocks)] = np.frombuffer(result, np.uint8)[:num_blocks]
+        whole = (answers <= BlockResult.WRITTEN).all(axis=0) & (answers <= BlockResult.PRESENT).any(axis=0)
+        stored = int((whole & (answers == BlockResult.STORED).any(axis=0)).sum())
+        kept = int(whole.sum())
+        for name, count in (("stored_blocks", stored), ("present_blocks", kept - stored), ("refused_blocks", num_blocks - kept)):
+            if count:
+                self._stats.add(name, count)
+        if len(self._finder.hidden):
+            hashes = ((run.group_index, block_hash) for run in store.runs for block_hash in run.hashes)
+            for (group, block_hash), good in zip(hashes, np.atleast_1d(whole).tolist(), strict=True):
+                if good:
+                    self._finder.hidden.clear(group, block_hash)
+
+
+def report_of(result_arrays: Sequence[Any]) -> StoreReport:
+    """A rank's report of one store; no arrays for a store that failed as a whole."""
+    return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in result_arrays)])

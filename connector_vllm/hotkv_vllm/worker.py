@@ -1,0 +1,314 @@
+"""The connector's worker side: shows the engine's memory to the server, and carries out each step's loads and stores.
+
+Owns the worker's session, the exported memory and all transfers of this rank. What is always true: a load is reported ended (well or
+failed) exactly once, and only after its future is resolved, so that nobody writes its blocks any more; a store that a step must wait
+for has ended, or its session is closed, before the step goes on. Nothing else here waits.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotkv.keys import KeySpace
+from hotkv_client.types import BlockResult, Role, SessionConfig, TransferResult, TransferStatus
+from hotkv_vllm import compat, link
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.layout import ExportedMemory, describe, export
+from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, LoadJob, StoreJob, StoreReport
+from hotkv_vllm.stores import report_of
+
+logger = link.logger
+
+FENCE_GRACE_S = 0.5
+"""How long after a store's deadline its end is still waited for."""
+
+
+@dataclass(slots=True)
+class ActiveLoad:
+    """A load of this rank. `answer` is None until the device has passed `after`."""
+
+    job: LoadJob
+    after: Any
+    deadline_s: float
+    answer: "Future[TransferResult] | None" = None
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class ActiveStore:
+    """A store of this rank. `answer` is None until the device has passed `after`."""
+
+    job: StoreJob
+    after: Any
+    began_s: float
+    answer: "Future[TransferResult] | None" = None
+
+
+class HotKVWorker:
+    """Worker side. Idle until `register` has found the memory exportable."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._place = compat.RankPlace(0, 1, 0, True)
+        self._loads: dict[str, ActiveLoad] = {}
+        self._stores: dict[int, ActiveStore] = {}
+        self._failed_now: set[str] = set()
+        self._report = HotKVWorkerMetadata()
+        self._server_slow = False
+        self._order = compat.DeviceOrder("cpu")
+        self._memory: ExportedMemory | None = None
+        self._session_config: SessionConfig | None = None
+        self.session: link.CacheSession | None = None
+        self.handshake = HotKVHandshake(None, "the worker registered no KV cache")
+
+    def __repr__(self) -> str:
+        return f"HotKVWorker(loads={len(self._loads)}, stores={len(self._stores)}, session={self.session})"
+
+    # ------------------------------------------------------------------------------------------------------------ start
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Exports the memory and opens the session. Where that can't be, the engine runs without hotkv and says why once."""
+        try:
+            self._register(kv_caches)
+        except (compat.Unsupported, OSError, ValueError) as error:
+            logger.warning("hotkv is off in this worker: %s", error)
+            self.handshake = HotKVHandshake(None, str(error))
+
+    def _register(self, kv_caches: Mapping[str, Any]) -> None:
+        groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
+        self._place = compat.rank_place(self._vllm_config, self._kv_cache_config)
+        found = describe(kv_caches, self._kv_cache_config, groups)
+        device_type = next(iter(found.storages.values())).device.type
+        self._order = compat.DeviceOrder(device_type)
+        page_format = f"{found.page_format};{compat.packing(self._vllm_config, self._kv_cache_config, groups, device_type)}"
+        space = compat.key_space(
+            self._vllm_config, self._kv_cache_config, self._config, groups, tuple(found.shard_bytes), self._place.num_shards, page_format
+        )
+        name = str(getattr(self._kv_cache_config, "kv_cache_layout", "") or "")
+        memory = export(found, self._kv_cache_config.num_blocks, self._place.shard_index, name)
+        try:
+            memory.layout.validate(space.groups)
+        except ValueError:
+            memory.close()
+            raise
+        self._memory = memory
+        self._open(space)
+        self.handshake = HotKVHandshake(space)
+
+    def _open(self, space: KeySpace) -> None:
+        self._session_config = SessionConfig(
+            target=self._config.target,
+            engine_id=self._engine_id,
+            role=Role.WORKER,
+            key_space=space,
+            client_name=f"hotkv-vllm worker {self._place.rank}",
+            use_table=False,
+            on_state=link.log_state(f"worker {self._place.rank}", logging.DEBUG),
+        )
+        assert self._memory is not None
+        self.session = link.open_session(self._session_config, self._memory.layout, self._memory.fds)
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def before_step(self, meta: HotKVMetadata) -> None:
+        """Waits for the stores whose source blocks this step overwrites."""
+        self._submit_waiting()
+        waiting = [store for store_id in meta.flush_stores if (store := self._stores.get(store_id)) is not None]
+        if not waiting:
+            return
+        began_s = time.monotonic()
+        for store in waiting:
+            if store.answer is None:
+                self._order.wait(store.after)
+                self._submit_store(store)
+        self._await_stores(waiting)
+        self._count("flush_s", time.monotonic() - began_s)
+
+    def _await_stores(self, waiting: list[ActiveStore]) -> None:
+        """Waits a moment, then takes the blocks back. While the server is slow there is no moment."""
+        if self._all_done(waiting, 0.0 if self._server_slow else self._config.flush_timeout_s) or self.session is None:
+            return
+        self._server_slow = True
+        for store in waiting:
+            if store.answer is not None and not store.answer.done():
+                self.session.cancel(self._transfer_id(store.job))
+        # Where the session shares a fence page with the server, a cancelled store has ended by now, whatever the server does.
+        last_s = max(store.began_s for store in waiting) + self._config.store_timeout_s + FENCE_GRACE_S
+        if not self._all_done(waiting, max(0.0, last_s - time.monotonic())):
+            logger.error("hotkv: the server did not end a store within its %.1f s; the session is closed", self._config.store_timeout_s)
+            self._reopen()
+
+    @staticmethod
+    def _all_done(waiting: Iterable[ActiveStore], timeout_s: float) -> bool:
+        answers = [store.answer for store in waiting if store.answer is not None]
+        return not wait_futures(answers, timeout_s).not_done
+
+    def _reopen(self) -> None:
+        """A new session in place of one whose server hangs. Its stores count as failed; its loads go on waiting for their end."""
+        if self.session is None or self._session_config is None or self._memory is None:
+            return
+        # Closing waits for the server; the futures of what it still copies keep to their promise without us.
+        threading.Thread(target=self.session.close, name="hotkv-close", daemon=True).start()
+        for store_id in list(self._stores):
+            self._report.stores[store_id] = StoreReport([b""])
+            del self._stores[store_id]
+        self.session = link.open_session(self._session_config, self._memory.layout, self._memory.fds)
+
+    def start_loads(self, meta: HotKVMetadata) -> None:
+        """Begins this step's loads; does not wait for them."""
+        self._failed_now.update(meta.abandoned_loads)
+        after = self._order.mark() if meta.loads else None
+        for job in meta.loads:
+            load = ActiveLoad(job, after, time.monotonic() + job.timeout_s)
+            self._loads[job.request_id] = load
+            if self._order.passed(after):
+                self._submit_load(load)
+        for request_id in meta.cancel_loads:
+            self._cancel(self._loads.get(request_id))
+
+    def save(self, meta: HotKVMetadata) -> None:
+        """Submits this step's stores; does not wait for them."""
+        self._submit_waiting()
+        after = self._order.mark() if meta.stores else None
+        for job in meta.stores:
+            if not self._place.is_writer:
+                self._report.stores[job.store_id] = _nothing_to_write(job)
+                continue
+            store = ActiveStore(job, after, time.monotonic())
+            self._stores[job.store_id] = store
+            if self._order.passed(after):
+                self._submit_store(store)
+
+    def take_results(self) -> tuple[set[str], set[str]]:
+        """Requests whose load has ended, and those of them whose load failed."""
+        finished, failed = self._failed_now, set(self._failed_now)
+        self._failed_now = set()
+        if not self._loads:
+            return finished, failed
+        self._submit_waiting()
+        now_s = time.monotonic()
+        for request_id, load in list(self._loads.items()):
+            if load.answer is None:
+                continue
+            if load.answer.done():
+                del self._loads[request_id]
+                finished.add(request_id)
+                if not self._load_went_well(load.answer):
+                    failed.add(request_id)
+            elif now_s >= load.deadline_s:
+                self._cancel(load)
+        return finished, failed
+
+    def take_report(self) -> HotKVWorkerMetadata | None:
+        """Stores that ended, and counters, since the last call."""
+        for store_id, store in list(self._stores.items()):
+            if store.answer is not None and store.answer.done():
+                del self._stores[store_id]
+                self._report.stores[store_id] = self._store_report(store.answer)
+        if self._report.is_empty():
+            return None
+        report, self._report = self._report, HotKVWorkerMetadata()
+        return report
+
+    def fail_all(self, meta: HotKVMetadata) -> None:
+        """The hook that should have begun these transfers broke: whatever was not begun has failed."""
+        self._failed_now.update(meta.abandoned_loads)
+        for job in meta.loads:
+            load = self._loads.get(job.request_id)
+            if load is None or load.job is not job:
+                self._failed_now.add(job.request_id)
+        for store in meta.stores:
+            if store.store_id not in self._stores:
+                self._report.stores.setdefault(store.store_id, StoreReport([b""]))
+
+    def shutdown(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    # -------------------------------------------------------------------------------------------------------- transfers
+
+    def _transfer_id(self, job: StoreJob) -> str:
+        return f"{job.lease_id}-k{self._place.rank}"
+
+    def _submit_waiting(self) -> None:
+        """Begins transfers whose point in the device's queue has passed (CUDA only; on CPU none wait)."""
+        for load in self._loads.values():
+            if load.answer is None and self._order.passed(load.after):
+                self._submit_load(load)
+        for store in self._stores.values():
+            if store.answer is None and self._order.passed(store.after):
+                self._submit_store(store)
+
+    def _submit_load(self, load: ActiveLoad) -> None:
+        job = load.job
+        transfer_id = f"{job.transfer_id}-k{self._place.rank}"
+        load.answer = self._begun(lambda s: s.load(transfer_id, job.lease_id, job.runs, job.timeout_s))
+
+    def _submit_store(self, store: ActiveStore) -> None:
+        job = store.job
+        transfer_id = self._transfer_id(job)
+        store.answer = self._begun(lambda s: s.store(transfer_id, job.lease_id, job.runs, self._config.store_timeout_s))
+
+    def _begun(self, begin: Any) -> "Future[TransferResult]":
+        """The transfer's future; a failed one where it could not be begun."""
+        failed: Future[TransferResult] = Future()
+        if self.session is None or not self.session.connected:
+            failed.set_exception(ConnectionError("no server"))
+            return failed
+        try:
+            begun: Future[TransferResult] = begin(self.session)
+        except Exception as error:  # noqa: BLE001 - hook edge: a transfer that was not begun has failed, whatever the cause
+            failed.set_exception(error)
+            return failed
+        return begun
+
+    def _cancel(self, load: ActiveLoad | None) -> None:
+        """Asks to end a load early; its future's end is the acknowledgement."""
+        if load is None or load.cancelled:
+            return
+        load.cancelled = True
+        if load.answer is not None and self.session is not None:
+            self.session.cancel(f"{load.job.transfer_id}-k{self._place.rank}")
+
+    def _load_went_well(self, answer: "Future[TransferResult]") -> bool:
+        if answer.cancelled() or answer.exception() is not None:
+            logger.debug("hotkv: a load failed: %s", None if answer.cancelled() else answer.exception())
+            return False
+        result = answer.result()
+        if result.status is not TransferStatus.DONE:
+            logger.debug("hotkv: a load ended %s: %s", result.status.name, result.message)
+            return False
+        self._count("load_bytes", result.num_bytes)
+        return True
+
+    def _store_report(self, answer: "Future[TransferResult]") -> StoreReport:
+        if answer.cancelled() or answer.exception() is not None:
+            logger.debug("hotkv: a store failed: %s", None if answer.cancelled() else answer.exception())
+            return StoreReport([b""])
+        result = answer.result()
+        if result.status is TransferStatus.DONE:
+            self._server_slow = False
+        self._count("store_bytes", result.num_bytes)
+        return report_of(result.results)
+
+    def _count(self, name: str, value: float) -> None:
+        self._report.counters[name] = self._report.counters.get(name, 0) + value
+
+
+def _nothing_to_write(job: StoreJob) -> StoreReport:
+    """The report of a rank that holds a copy of what another rank writes."""
+    return report_of([np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)])

@@ -1,0 +1,234 @@
+"""A double of the cache: one server state, any number of sessions, faults on demand. It really copies bytes, through the layout.
+
+Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits for `settle`); `fail_loads`,
+`fail_stores`; `grant_limit` (blocks a lease pins at most); `ack_cancels` (False: a cancel changes nothing until `settle`). `settle()`
+answers what is held; an answer held when the server dies becomes SessionLostError.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv.layout import Layout
+from hotkv_client.types import (
+    BlockResult,
+    BlockRun,
+    GroupHashes,
+    LeaseGrant,
+    LinkState,
+    LoadRun,
+    Role,
+    SessionConfig,
+    TransferResult,
+    TransferStatus,
+)
+
+Key = tuple[bytes, int, bytes]
+
+
+class FakeServer:
+    def __init__(self) -> None:
+        self.up = True
+        self.table = True
+        self.epoch = 1
+        self.hold: set[str] = set()
+        self.fail_loads = False
+        self.fail_stores = False
+        self.grant_limit = 1 << 30
+        self.blocks: dict[Key, dict[int, bytes]] = {}
+        self.leases: dict[str, list[tuple[int, list[bytes]]]] = {}
+        self.released: list[str] = []
+        self.calls: list[tuple[str, Any]] = []
+        self.held: list[tuple[str, str, Future[Any], Callable[[], Any]]] = []
+        self.sessions: list[FakeSession] = []
+        self.cancelled: list[str] = []
+        self.ack_cancels = True
+        self.why_absent = "start"
+
+    def open(self, config: SessionConfig, layout: Layout | None = None, fds: dict[str, int] | None = None) -> "FakeSession":
+        session = FakeSession(self, config, layout, fds or {})
+        self.sessions.append(session)
+        session.start()
+        return session
+
+    def count(self, kind: str) -> int:
+        return sum(1 for name, _ in self.calls if name == kind)
+
+    def ready(self, space: bytes, group: int, block_hash: bytes, num_shards: int = 1) -> bool:
+        return len(self.blocks.get((space, group, block_hash), ())) >= num_shards
+
+    def settle(self, kind: str = "") -> int:
+        """Answers held calls (of one kind); returns how many."""
+        now = [entry for entry in self.held if not kind or entry[0] == kind]
+        self.held = [entry for entry in self.held if entry not in now]
+        for _, name, future, act in now:
+            _resolve(future, act, name in self.cancelled)
+        return len(now)
+
+    def die(self, *, empty: bool = True) -> None:
+        self.up = False
+        for _, _, future, _ in self.held:
+            future.set_exception(SessionLostError("the server died"))
+        self.held.clear()
+        self.leases.clear()
+        for session in self.sessions:
+            session.tell(LinkState.ABSENT, "the server died")
+        if empty:
+            self.blocks.clear()
+            self.epoch += 1
+
+    def come_back(self) -> None:
+        self.up = True
+        for session in self.sessions:
+            session.tell(LinkState.CONNECTED, "it is back")
+
+
+def _resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:
+    try:
+        future.set_result(TransferResult("", TransferStatus.CANCELLED) if cancelled else act())
+    except HotKVError as error:
+        future.set_exception(error)
+
+
+class FakeSession:
+    def __init__(self, server: FakeServer, config: SessionConfig, layout: Layout | None, fds: dict[str, int]) -> None:
+        self.server, self.config, self.layout = server, config, layout
+        self.space = config.key_space.fingerprint
+        self.closed = False
+        self.maps = {name: np.memmap(os.fdopen(os.dup(fd), "r+b"), np.uint8, "r+") for name, fd in fds.items()}
+
+    @property
+    def connected(self) -> bool:
+        return self.server.up and not self.closed
+
+    @property
+    def epoch(self) -> int:
+        return self.server.epoch
+
+    def start(self) -> None:
+        self.tell(LinkState.CONNECTED if self.server.up else LinkState.ABSENT, self.server.why_absent)
+
+    def tell(self, state: LinkState, why: str) -> None:
+        if self.config.on_state is not None and not self.closed:
+            self.config.on_state(state, why)
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        return self.connected
+
+    def probe(self, group_index: int, hashes: Sequence[bytes]) -> Any:
+        self.server.calls.append(("probe", len(hashes)))
+        if not self.connected or not self.server.table or self.config.role is not Role.SCHEDULER:
+            return None
+        return np.array([self.server.ready(self.space, group_index, h) for h in hashes], np.bool_)
+
+    def lookup(self, groups: Sequence[GroupHashes]) -> Future[Any]:
+        def act() -> Any:
+            return tuple(np.array([self.server.ready(self.space, g.group_index, h) for h in g.hashes], np.bool_) for g in groups)
+
+        return self._call("lookup", "", groups, act)
+
+    def acquire(self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0) -> Future[Any]:
+        def act() -> Any:
+            left = self.server.grant_limit
+            pinned = []
+            for group in groups:
+                mask = np.array([self.server.ready(self.space, group.group_index, h) for h in group.hashes], np.bool_)
+                mask[max(0, left) :] = False
+                left -= len(mask)
+                pinned.append(mask)
+            self.server.leases[lease_id] = [(g.group_index, list(g.hashes)) for g in groups]
+            return LeaseGrant(lease_id, tuple(pinned), ttl_s or 30.0)
+
+        return self._call("acquire", lease_id, groups, act)
+
+    def release(self, lease_id: str) -> None:
+        self.server.released.append(lease_id)
+        self.server.leases.pop(lease_id, None)
+
+    def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> Future[Any]:
+        leased = dict(self.server.leases.get(lease_id, []))
+
+        def act() -> Any:
+            asked = [(run.group_index, leased[run.group_index][p]) for run in runs for p in run.lease_positions.tolist()] if leased else []
+            gone = any((self.space, group, block_hash) not in self.server.blocks for group, block_hash in asked)
+            if self.server.fail_loads or not leased or gone:
+                return TransferResult(transfer_id, TransferStatus.FAILED, message="told to fail")
+            num_bytes = 0
+            for run in runs:
+                for position, block in zip(run.lease_positions.tolist(), run.block_ids.tolist(), strict=True):
+                    data = self.server.blocks[(self.space, run.group_index, leased[run.group_index][position])]
+                    num_bytes += self._copy(run.group_index, block, data[self._shard()])
+            return TransferResult(transfer_id, TransferStatus.DONE, num_bytes)
+
+        return self._call("load", transfer_id, runs, act)
+
+    def store(self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float) -> Future[Any]:
+        def act() -> Any:
+            if self.server.fail_stores:
+                raise HotKVError(Reason.INTERNAL, "told to fail")
+            results, num_bytes = [], 0
+            for run in runs:
+                row = []
+                for block_hash, block in zip(run.hashes, run.block_ids.tolist(), strict=True):
+                    shards = self.server.blocks.setdefault((self.space, run.group_index, block_hash), {})
+                    row.append(BlockResult.PRESENT if shards else BlockResult.STORED)
+                    if not shards:
+                        shards[self._shard()] = self._read(run.group_index, block)
+                        num_bytes += len(shards[self._shard()])
+                results.append(np.array(row, np.uint8))
+            return TransferResult(transfer_id, TransferStatus.DONE, num_bytes, tuple(results))
+
+        return self._call("store", transfer_id, runs, act)
+
+    def cancel(self, transfer_id: str) -> None:
+        self.server.calls.append(("cancel", transfer_id))
+        self.server.cancelled.append(transfer_id)
+        if self.server.ack_cancels:
+            for entry in [e for e in self.server.held if e[1] == transfer_id]:
+                self.server.held.remove(entry)
+                _resolve(entry[2], entry[3], True)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _call(self, kind: str, name: str, what: Any, act: Callable[[], Any]) -> Future[Any]:
+        self.server.calls.append((kind, what))
+        future: Future[Any] = Future()
+        if not self.connected:
+            future.set_exception(SessionLostError("no server"))
+        elif kind in self.server.hold:
+            self.server.held.append((kind, name, future, act))
+        else:
+            _resolve(future, act, False)
+        return future
+
+    def _shard(self) -> int:
+        return self.layout.shard_index if self.layout is not None else 0
+
+    def _runs(self, group: int, block: int) -> Any:
+        assert self.layout is not None
+        spec = self.config.key_space.groups[group]
+        shard_start = sum(spec.shard_bytes[: self.layout.shard_index])
+        for runs in self.layout.copy_runs(group, spec, np.array([block], np.int64), np.array([-shard_start], np.int64)):
+            yield from zip(
+                [runs.handle_id] * len(runs.num_bytes),
+                runs.engine_offsets.tolist(),
+                runs.slot_offsets.tolist(),
+                runs.num_bytes.tolist(),
+                strict=True,
+            )
+
+    def _read(self, group: int, block: int) -> bytes:
+        data = bytearray(self.config.key_space.groups[group].shard_bytes[self._shard()])
+        for handle, engine, slot, size in self._runs(group, block):
+            data[slot : slot + size] = self.maps[handle][engine : engine + size].tobytes()
+        return bytes(data)
+
+    def _copy(self, group: int, block: int, data: bytes) -> int:
+        for handle, engine, slot, size in self._runs(group, block):
+            self.maps[handle][engine : engine + size] = np.frombuffer(data[slot : slot + size], np.uint8)
+        return len(data)

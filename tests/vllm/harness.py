@@ -1,0 +1,288 @@
+"""vLLM's real scheduler, KV cache manager and allocator round a model that is only arithmetic, so that a step takes microseconds.
+
+The "model" writes for each token a value that depends on all tokens before it, and before each step checks every value that attention
+would read. KV that is wrong, late or overwritten fails at once, wherever it came from. `Engine(pipelined=True)` schedules a step before
+the one before it has run, as asynchronous scheduling does. The order of connector hooks is that of vLLM's V1 runner (`v2=True`: V2).
+"""
+
+import functools
+import pickle
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from hotkv_vllm import link
+from hotkv_vllm.connector import HotKVConnector
+from tests.vllm.fake_session import FakeServer
+from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
+
+WINDOW = 80
+_MASK = 0x7FFF
+
+
+def full_spec() -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+
+
+def window_spec() -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=WINDOW)
+
+
+def full_model() -> dict[str, KVCacheSpec]:
+    return {f"layer.{i}": full_spec() for i in range(2)}
+
+
+def hybrid_model() -> dict[str, KVCacheSpec]:
+    """Two full and four sliding-window layers: several groups over one buffer."""
+    return {f"layer.{i}": (full_spec() if i % 3 == 0 else window_spec()) for i in range(6)}
+
+
+class Engine:
+    """One engine. `wrong` counts nothing: a wrong value raises AssertionError in `step`."""
+
+    def __init__(
+        self,
+        server: FakeServer,
+        folder: Path,
+        monkeypatch: Any,
+        *,
+        specs: dict[str, KVCacheSpec] | None = None,
+        blocks: int = 64,
+        pipelined: bool = False,
+        v2: bool = False,
+        layout: KVCacheLayout = KVCacheLayout.LBHNC,
+        max_tokens_per_step: int = 256,
+        extra: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        monkeypatch.setattr(link, "open_session", server.open)
+        self.server, self.pipelined, self.v2 = server, pipelined, v2
+        arguments = engine_args(write_model(folder), blocks=blocks, max_num_batched_tokens=max_tokens_per_step, **more)
+        arguments |= {"max_model_len": min(512, (blocks - 2) * BLOCK_TOKENS), "num_gpu_blocks_override": blocks}
+        arguments.pop("disable_log_stats")
+        extra = {"flush_timeout_s": 0.02, **(extra or {})}
+        self.vllm_config = EngineArgs(**arguments, kv_transfer_config=transfer_config(**extra)).create_engine_config()
+        self.vllm_config.cache_config.kv_cache_layout = layout.name
+        specs = specs or full_model()
+        pages = sum(spec.page_size_bytes for spec in specs.values())
+        worker_kv = get_kv_cache_configs(self.vllm_config, [specs], [4 * blocks * pages])[0]
+        kv = generate_scheduler_kv_cache_config([worker_kv])
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(kv, self.vllm_config)
+        for config in (kv, worker_kv):
+            config.num_blocks = worker_kv.num_blocks
+            config.hash_block_size = hash_block_size
+            config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(kv, self.vllm_config, block_size, hash_block_size)
+        self.vllm_config.cache_config.num_gpu_blocks = kv.num_blocks
+        self.kv_config = worker_kv
+        self.worker = HotKVConnector(self.vllm_config, KVConnectorRole.WORKER, worker_kv)
+        self.tensors = allocate_kv_cache(worker_kv, torch.device("cpu"), layout)
+        self.worker.register_kv_caches(self.tensors)
+        scheduler_class = AsyncScheduler if pipelined else Scheduler
+        self.scheduler = scheduler_class(
+            self.vllm_config, kv, StructuredOutputManager(self.vllm_config), block_size, hash_block_size, log_stats=True
+        )
+        self.connector: HotKVConnector = self.scheduler.connector
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self.hasher = get_request_block_hasher(hash_block_size, hash_function)
+        self.tokens: dict[str, list[int]] = {}
+        self.tables: dict[str, tuple[list[int], ...]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.external: dict[str, int] = {}
+        self.finished: dict[str, str] = {}
+        self.requests: dict[str, Request] = {}
+        self.queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self.preemptions = 0
+        self.counters: dict[str, float] = {}
+        self.metas: list[Any] = []
+        self.before_forward: Callable[[], None] | None = None
+
+    # ------------------------------------------------------------------------------------------------------------ driving
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1, **more: Any) -> Request:
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        request = Request(name, list(prompt), parameters, None, block_hasher=self.hasher, **more)
+        self.requests[name], self.outputs[name] = request, []
+        self.tokens.pop(name, None)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> None:
+        scheduled = self.scheduler.schedule()
+        self.queue.append((scheduled, self._execute(scheduled)))
+        while len(self.queue) > (1 if self.pipelined and scheduled.total_num_scheduled_tokens else 0):
+            self._collect()
+
+    def _collect(self) -> None:
+        scheduled, output = self.queue.popleft()
+        for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            stats = outputs.scheduler_stats.kv_connector_stats if outputs.scheduler_stats is not None else None
+            for counter, growth in (stats or {}).items():
+                self.counters[counter] = self.counters.get(counter, 0) + growth
+            for one in outputs.outputs:
+                self.outputs[one.request_id] += one.new_token_ids
+                if one.prefill_stats is not None:
+                    self.external[one.request_id] = one.prefill_stats.num_external_cached_tokens
+                if one.finish_reason is not None:
+                    self.finished[one.request_id] = str(one.finish_reason)
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Steps until nothing is left."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests() and not self.queue:
+                return
+            self.step()
+        raise AssertionError(f"not finished after {max_steps} steps: {self.scheduler.requests}")
+
+    def generate(self, name: str, prompt: Sequence[int], max_tokens: int = 1) -> tuple[list[int], int]:
+        """Output tokens, and tokens that came from hotkv."""
+        self.add(name, prompt, max_tokens)
+        self.run()
+        return self.outputs[name], self.external.get(name, 0)
+
+    def drop_local(self) -> None:
+        """Empties vLLM's own prefix cache."""
+        self.run()
+        assert self.scheduler.reset_prefix_cache()
+
+    # -------------------------------------------------------------------------------------------------------------- model
+
+    def _execute(self, scheduled: Any) -> ModelRunnerOutput:
+        scheduled = pickle.loads(pickle.dumps(scheduled))
+        meta, worker = scheduled.kv_connector_metadata, self.worker
+        self.metas.append(meta)
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+        if self.before_forward is not None:
+            self.before_forward()
+        sampled = self._forward(scheduled)
+        if self.v2:
+            worker.start_load_kv(None, scheduler_output=scheduled, request_ids=[], num_tokens=0, request_state_indices=None)
+        else:
+            worker.start_load_kv(None)
+        worker.finish_forward()
+        worker.wait_for_save()
+        results = worker.get_transfer_results(scheduled.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=pickle.loads(pickle.dumps(worker.build_connector_worker_meta())),
+        )
+        worker.clear_connector_metadata()
+        names = list(scheduled.num_scheduled_tokens)
+        return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [sampled[n] for n in names], kv_connector_output=output)
+
+    def _forward(self, scheduled: Any) -> dict[str, list[int]]:
+        for name in scheduled.finished_req_ids:
+            self.tables.pop(name, None)
+        for new in scheduled.scheduled_new_reqs:
+            self.tokens[new.req_id] = list(new.prompt_token_ids)
+            self.tables[new.req_id] = tuple(list(ids) for ids in new.block_ids)
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        for name, ids, done in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            computed[name] = done
+            if name in cached.resumed_req_ids:
+                self.preemptions += 1
+                self.tables[name] = tuple(list(group) for group in ids)
+            elif ids is not None:
+                for mine, more in zip(self.tables[name], ids, strict=True):
+                    mine += more
+        sampled: dict[str, list[int]] = {}
+        # As in a model, all KV of a layer is written before attention reads it: a request may hit blocks that another fills in this step.
+        for name, count in scheduled.num_scheduled_tokens.items():
+            self._write(name, computed[name], count)
+        for name, count in scheduled.num_scheduled_tokens.items():
+            self._check(name, computed[name])
+            tokens = self.tokens[name]
+            sampled[name] = []
+            if computed[name] + count >= len(tokens):
+                tokens.append(3 + _value(tokens)[-1] % 1000)
+                sampled[name] = [tokens[-1]]
+        return sampled
+
+    def _check(self, name: str, computed: int) -> None:
+        for group_id, group in enumerate(self.kv_config.kv_cache_groups):
+            window = getattr(group.kv_cache_spec, "sliding_window", None)
+            first = max(0, computed - (window - 1)) if window else 0
+            blocks, offsets, values = self._places(name, group_id, first, computed)
+            assert (blocks != 0).all(), f"{name}: attention would read the null block"
+            for layer in group.layer_names:
+                rows = self._cells(layer)[blocks, :, offsets, :]
+                wrong = np.flatnonzero((rows != (values ^ _layer(layer))[:, None, None]).any(axis=(1, 2)))
+                assert not len(wrong), f"{name}: wrong KV at token {first + wrong[0]} of {computed}, {layer}, blocks {np.unique(blocks)}"
+
+    def _write(self, name: str, computed: int, count: int) -> None:
+        for group_id, group in enumerate(self.kv_config.kv_cache_groups):
+            blocks, offsets, values = self._places(name, group_id, computed, computed + count)
+            for layer in group.layer_names:
+                self._cells(layer)[blocks[: len(values)], :, offsets[: len(values)], :] = (values ^ _layer(layer))[:, None, None]
+
+    def _cells(self, layer: str) -> Any:
+        """The layer's memory as it lies now, int16 [blocks, heads, tokens, cell]."""
+        return self.tensors[layer].view(torch.int16).numpy()
+
+    def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
+        """Block and offset of each token, and the value that belongs there (fewer where tokens are not known yet)."""
+        positions = np.arange(first, end)
+        table = np.array(self.tables[name][group_id])
+        values = np.array(_value(self.tokens[name])[first:end], np.int16)
+        return table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS, values
+
+
+def _layer(name: str) -> int:
+    return 1 + int(name.rpartition(".")[2])
+
+
+def _value(tokens: Sequence[int]) -> list[int]:
+    """For each token a value that depends on all before it."""
+    return list(_values(tuple(tokens)))
+
+
+@functools.lru_cache(4096)
+def _values(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    values, state = [], 7
+    for token in tokens:
+        state = (state * 31337 + token * 17 + 5) & 0x7FFFFFFF
+        values.append((state >> 8) & _MASK)
+    return tuple(values)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """A prompt; prompts of one seed are prefixes of each other."""
+    state, tokens = seed * 7919 + 13, []
+    for _ in range(length):
+        state = (state * 1103515245 + 12345) & 0x7FFFFFFF
+        tokens.append(3 + (state >> 12) % 1000)
+    return tokens

@@ -1,0 +1,131 @@
+"""Real daemons and engines as child processes of a test."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hotkv.errors import HotKVError
+from hotkv_client.admin import AdminClient
+from tests.vllm.tiny import engine_args, transfer_config
+
+HERE = Path(__file__).parent
+
+
+class Daemon:
+    """hotkv-server in `folder`; the same folder after a restart."""
+
+    def __init__(self, folder: Path, arena: str = "64MiB") -> None:
+        self.folder = folder
+        self.target = f"unix:{folder}/grpc.sock"
+        self._arena = arena
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self, timeout_s: float = 60.0) -> "Daemon":
+        arguments = ["run", "--runtime-dir", str(self.folder), "--arena.bytes", self._arena, "--http.port", "0"]
+        self.process = subprocess.Popen([sys.executable, "-m", "hotkv_server", *arguments])
+        until_s = time.monotonic() + timeout_s
+        while time.monotonic() < until_s:
+            assert self.process.poll() is None, f"hotkv-server ended with {self.process.returncode}"
+            try:
+                with AdminClient(self.target, 1.0) as admin:
+                    admin.info()
+                return self
+            except HotKVError:
+                time.sleep(0.05)
+        raise AssertionError("hotkv-server did not answer")
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(30)
+
+    def stop(self) -> None:
+        """SIGTERM, as a service manager would."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def admin(self, what: str, **arguments: Any) -> Any:
+        with AdminClient(self.target, 5.0) as client:
+            return getattr(client, what)(**arguments)
+
+
+class EngineProcess:
+    """A vLLM engine with the connector (`target` None: without)."""
+
+    def __init__(self, model: Path, log: Path, target: str | None, *, connector: dict[str, Any] | None = None, **arguments: Any) -> None:
+        settings = engine_args(model, **arguments)
+        if target is not None:
+            # Test machines are slow and shared; how long a lookup may take is not what is tested.
+            settings["kv_transfer_config"] = transfer_config(target=target, **{"lookup_timeout_s": 3.0, **(connector or {})})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        self.log_path = log
+        self._log = log.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine_driver.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment | {"VLLM_LOGGING_LEVEL": "INFO"},
+        )
+        self._send(settings)
+        self._ready: dict[str, Any] | None = None
+
+    def ready(self) -> "EngineProcess":
+        if self._ready is None:
+            self._ready = self.answer()
+        return self
+
+    def ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        self.begin(operation, **arguments)
+        return self.answer()
+
+    def begin(self, operation: str, **arguments: Any) -> None:
+        self.ready()
+        self._send({"op": operation, **arguments})
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the engine ended with {self.process.wait(30)}:\n{self.log()[-3000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        assert "error" not in answer, f"{answer['error']}\n{self.log()[-3000:]}"
+        return answer
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+        self._log.close()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self._send({"op": "stop"})
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(30)
+        self._log.close()
+
+    def _send(self, value: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(value).encode() + b"\n")
+        self.process.stdin.flush()

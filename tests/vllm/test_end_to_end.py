@@ -1,0 +1,231 @@
+"""Real vLLM, real daemon, each in a process of its own; a model with random weights."""
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.tiny import BLOCK_TOKENS, VOCAB, write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTHS = (1, 31, 33, 47, 64, 65, 95, 100, 127, 129, 200, 255, 257, 300, 333, 411, 500, 641, 777, 901)
+
+
+def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def usable(prompt: list[int]) -> int:
+    """Tokens of a prompt that a hit can cover."""
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest difference of a chosen token's log probability, up to where the texts part."""
+    worst = 0.0
+    for tokens, others, mine, theirs in zip(one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
+        worst = max([worst] + [abs(a - b) for a, b in zip(mine[: same + 1], theirs[: same + 1], strict=True)])
+    return worst
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    # A short path: a Unix socket's name has at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
+    one = Daemon(folder / "run")
+    yield one
+    one.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
+    made: list[EngineProcess] = []
+
+    def make(target: str | None, *, folder: Path = model, **settings: Any) -> EngineProcess:
+        made.append(EngineProcess(folder, tmp_path / f"engine{len(made)}.log", target, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+def settled(engine: EngineProcess) -> dict[str, float]:
+    """Counters after the stores of earlier requests were reported (with the next steps)."""
+    for _ in range(3):
+        engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
+        time.sleep(0.1)
+    totals: dict[str, float] = engine.ask("stats")["totals"]
+    return totals
+
+
+def test_parity_and_sharing_between_processes(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
+    """Cold, warm from vLLM's own prefix cache, warm from hotkv in the same and in another engine."""
+    daemon.start()
+    first, second = start(daemon.target), start(daemon.target)
+    batch = prompts(1)
+    cold = first.ask("generate", prompts=batch, max_tokens=40)
+    local = first.ask("generate", prompts=batch, max_tokens=40)
+    settled(first)
+    first.ask("reset")
+    warm = first.ask("generate", prompts=batch, max_tokens=40)
+    other = second.ask("generate", prompts=batch, max_tokens=40)
+    assert cold["cached"] == [0] * len(batch)
+    expected = [usable(p) for p in batch]
+    assert local["cached"] == expected and warm["cached"] == expected and other["cached"] == expected
+    allowed = difference(cold, local)
+    assert difference(cold, warm) <= allowed and difference(cold, other) <= allowed
+    assert warm["tokens"] == local["tokens"] and other["tokens"] == local["tokens"]
+    # Blocks that filled while decoding were stored as well: one engine's answer is the other's prompt.
+    longer = [p + t[:-1] for p, t in zip(batch, cold["tokens"], strict=True)]
+    answer = second.ask("generate", prompts=longer, max_tokens=1)
+    assert answer["cached"] == [usable(p) for p in longer]
+    totals = second.ask("stats")["totals"]
+    assert totals["hit_requests"] > 0 and "failed_loads" not in totals and "hook_errors" not in totals
+
+
+@pytest.mark.parametrize("call", ["load", "store"])
+def test_server_killed_in_the_middle(daemon: Daemon, start: Callable[..., EngineProcess], call: str) -> None:
+    daemon.start()
+    engine = start(daemon.target)
+    batch = prompts(2, (300, 333))
+    fresh = prompts(3, (310,))
+    cold = engine.ask("generate", prompts=batch, max_tokens=8)
+    settled(engine)
+    engine.ask("reset")
+    engine.ask("freeze", call=call, pid=daemon.pid)
+    engine.begin("generate", prompts=batch if call == "load" else batch + fresh, max_tokens=8)
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s and _state(daemon.pid) != "T":
+        time.sleep(0.01)
+    time.sleep(0.2)
+    daemon.kill()
+    answer = engine.answer()
+    assert answer["tokens"][:2] == cold["tokens"]
+    # The engine goes on without a server.
+    engine.ask("reset")
+    assert engine.ask("generate", prompts=batch, max_tokens=8)["tokens"] == cold["tokens"]
+    daemon.start()
+    assert engine.ask("wait", connected=True, timeout_s=20)["connected"] == [True, True]
+    engine.ask("reset")
+    engine.ask("generate", prompts=batch, max_tokens=8)
+    settled(engine)
+    engine.ask("reset")
+    again = engine.ask("generate", prompts=batch, max_tokens=8)
+    assert again["tokens"] == cold["tokens"] and again["cached"] == [usable(p) for p in batch]
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_killed_engine_leaves_nothing_behind(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
+    daemon.start()
+    engine = start(daemon.target)
+    batch = prompts(4, (300, 333, 400))
+    cold = engine.ask("generate", prompts=batch, max_tokens=8)
+    settled(engine)
+    assert len(daemon.admin("sessions")) == 2
+    engine.ask("reset")
+    engine.begin("generate", prompts=batch * 4, max_tokens=400)
+    time.sleep(0.3)
+    engine.kill()
+    until_s = time.monotonic() + 1.0
+    while daemon.admin("sessions") and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert daemon.admin("sessions") == []
+    second = start(daemon.target)
+    answer = second.ask("generate", prompts=batch, max_tokens=8)
+    assert answer["tokens"] == cold["tokens"] and answer["cached"] == [usable(p) for p in batch]
+
+
+def test_server_absent_at_the_start_then_there(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
+    engine = start(daemon.target)
+    batch = prompts(5, (300, 333))
+    cold = engine.ask("generate", prompts=batch, max_tokens=8)
+    daemon.start()
+    assert engine.ask("wait", connected=True, timeout_s=20)["connected"] == [True, True]
+    engine.ask("generate", prompts=batch, max_tokens=8)
+    settled(engine)
+    engine.ask("reset")
+    warm = engine.ask("generate", prompts=batch, max_tokens=8)
+    assert warm["tokens"] == cold["tokens"] and warm["cached"] == [usable(p) for p in batch]
+    lines = [line for line in engine.log().splitlines() if "hotkv scheduler:" in line]
+    assert len(lines) == 2, lines
+
+
+def test_hung_server_does_not_hang_the_engine(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
+    daemon.start()
+    engine = start(daemon.target, blocks=80, connector={"lookup_timeout_s": 0.2}, max_model_len=1024)
+    batch = prompts(7, (300, 333, 400, 411, 500, 511))
+    os.kill(daemon.pid, signal.SIGSTOP)
+    cold = engine.ask("generate", prompts=batch, max_tokens=8)
+    engine.ask("reset")
+    again = engine.ask("generate", prompts=batch[:2], max_tokens=8)
+    assert again["tokens"] == cold["tokens"][:2] and again["seconds"] < 30
+    os.kill(daemon.pid, signal.SIGCONT)
+    assert engine.ask("wait", connected=True, timeout_s=20)["connected"] == [True, True]
+    engine.ask("reset")
+    assert engine.ask("generate", prompts=batch, max_tokens=8)["tokens"] == cold["tokens"]
+    settled(engine)
+    engine.ask("reset")
+    warm = engine.ask("generate", prompts=batch[:2], max_tokens=8)
+    assert warm["tokens"] == cold["tokens"][:2] and warm["cached"] == [usable(p) for p in batch[:2]]
+
+
+def test_preemption_with_real_stores(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
+    daemon.start()
+    roomy = start(None)
+    batch = prompts(8, (200, 210, 220, 230))
+    expected = roomy.ask("generate", prompts=batch, max_tokens=200)
+    roomy.stop()
+    tight = start(daemon.target, blocks=34, max_model_len=512)
+    answer = tight.ask("generate", prompts=batch, max_tokens=200)
+    again = tight.ask("generate", prompts=batch, max_tokens=200)
+    assert difference(expected, answer) < 0.05 and difference(expected, again) < 0.05
+    assert "hook_errors" not in tight.ask("stats")["totals"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "block_tokens"),
+    [
+        ("gemma3", {}, BLOCK_TOKENS),
+        ("deepseek", {"block_size": 16}, 16),
+        ("lfm2", {"enable_prefix_caching": True, "mamba_cache_mode": "align"}, BLOCK_TOKENS),
+    ],
+)
+def test_other_kinds_of_groups(
+    daemon: Daemon, start: Callable[..., EngineProcess], tmp_path: Path, kind: str, settings: dict[str, Any], block_tokens: int
+) -> None:
+    """Sliding windows, latent attention, convolution states: warm is as good as cold, in another engine too."""
+    daemon.start()
+    folder = write_model(tmp_path / kind, kind)
+    settings = {"folder": folder, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024, **settings}
+    batch = prompts(9, (31, 33, 100, 257, 500, 701))
+    first = start(daemon.target, **settings)
+    cold = first.ask("generate", prompts=batch, max_tokens=40)
+    settled(first)
+    first.stop()
+    second = start(daemon.target, **settings)
+    warm = second.ask("generate", prompts=batch, max_tokens=40)
+    assert warm["tokens"] == cold["tokens"] and difference(cold, warm) < 0.02
+    assert warm["cached"] == [(len(p) - 1) // block_tokens * block_tokens for p in batch]
+    totals = second.ask("stats")["totals"]
+    assert totals["loads"] >= 4 and "failed_loads" not in totals and "hook_errors" not in totals

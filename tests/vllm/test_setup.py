@@ -1,0 +1,239 @@
+"""Settings, identities, memory export, and what turns the connector off: before any request."""
+
+import dataclasses
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotkv_vllm import compat, layout, weights
+from hotkv_vllm.config import DEFAULT_TARGET, ConfigError, ConnectorConfig
+from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
+from hotkv_vllm.stats import HotKVStats
+from tests.vllm.harness import prompt
+
+PROMPT = prompt(1, 200)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [
+        ("hotkv.target", "grpc.sock", "unix:/absolute/path and host:port"),
+        ("hotkv.target", "unix:relative", "unix:/absolute/path"),
+        ("hotkv.target", "host:99999", "host:port"),
+        ("hotkv.target", 7, "a string"),
+        ("hotkv.load_timeout_s", "soon", "seconds"),
+        ("hotkv.load_timeout_s", -1, "seconds"),
+        ("hotkv.max_load_retries", 1.5, "whole number"),
+        ("hotkv.max_load_retries", True, "whole number"),
+        ("hotkv.use_table", "yes", "true and false"),
+        ("hotkv.targt", "x", "hotkv.target"),
+    ],
+)
+def test_wrong_setting_names_key_value_and_what_is_allowed(setting: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ConnectorConfig.from_extra_config({setting: value})
+    assert setting in str(error.value) and repr(value) in str(error.value) and allowed in str(error.value)
+
+
+def test_settings_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOTKV_TARGET", raising=False)
+    assert ConnectorConfig.from_extra_config({"other": 1}).target == DEFAULT_TARGET
+    monkeypatch.setenv("HOTKV_TARGET", "node7:50051")
+    config = ConnectorConfig.from_extra_config({"hotkv.load_timeout_s": 3, "hotkv.use_table": False})
+    assert (config.target, config.load_timeout_s, config.use_table) == ("node7:50051", 3.0, False)
+
+
+def test_wrong_setting_is_an_error_at_construction_and_an_absent_server_is_not(engine: Any, server: Any) -> None:
+    with pytest.raises(ConfigError):
+        engine(extra={"target": "nonsense"})
+    server.up = False
+    assert engine().generate("a", PROMPT, 1)[1] == 0
+
+
+def test_importing_the_connector_loads_no_numba() -> None:
+    code = "import sys, hotkv_vllm.connector; sys.exit(any(m.split('.')[0] in ('numba', 'llvmlite') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0
+
+
+def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
+    pytest.importorskip("numba")
+    engine()
+    assert "hotkv.kernels" in sys.modules
+
+
+# ------------------------------------------------------------------------------------------------------------ identities
+
+
+def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
+    header, at = {}, 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
+
+
+def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
+    big = {f"t{i}": np.random.default_rng(i).bytes(3 << 20) for i in range(4)}
+    for name in ("one", "two", "tuned"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    safetensors(tmp_path / "one" / "model.safetensors", big)
+    safetensors(tmp_path / "two" / "model.safetensors", big)
+    safetensors(tmp_path / "tuned" / "model.safetensors", big | {"t2": bytes(255 - b for b in big["t2"])})
+    one, two, tuned = (weights.files_identity(tmp_path / name) for name in ("one", "two", "tuned"))
+    assert one == two != tuned
+    (tmp_path / "two" / "config.json").write_text('{"a": 1}')
+    assert weights.files_identity(tmp_path / "two") != one
+    with pytest.raises(ValueError, match="no weights files"):
+        weights.files_identity(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 9, struct.pack("<Q", 20) + b"not json at all ....", b"x" * (9 << 20)])
+def test_weights_identity_of_damaged_files(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    first = weights.files_identity(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(data + b"y")
+    assert weights.files_identity(tmp_path) != first
+
+
+def test_commits_name_weights_and_branches_do_not() -> None:
+    assert weights.is_commit("0" * 40) and not weights.is_commit("main") and not weights.is_commit("v1.0")
+
+
+def test_everything_that_changes_bytes_changes_the_key_space(engine: Any) -> None:
+    spaces = [
+        engine(**settings).connector._scheduler.session.config.key_space.fingerprint
+        for settings in (
+            {},
+            {"seed": 1},
+            {"extra": {"tenant": "blue"}},
+            {"extra": {"weights_identity": "mine"}},
+            {"hf_overrides": {"rope_theta": 20000.0}},
+            {"prefix_caching_hash_algo": "sha256_cbor"},
+        )
+    ]
+    assert len(set(spaces)) == len(spaces)
+    assert engine().connector._scheduler.session.config.key_space.fingerprint == spaces[0]
+
+
+def test_tenants_do_not_share(engine: Any) -> None:
+    engine(extra={"tenant": "blue"}).generate("a", PROMPT, 1)
+    assert engine(extra={"tenant": "red"}).generate("b", PROMPT, 1)[1] == 0
+    assert engine(extra={"tenant": "blue"}).generate("c", PROMPT, 1)[1] == 192
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_export_moves_memory_in_place_and_shares_it(engine: Any) -> None:
+    one = engine()
+    (memory,) = (one.worker._worker._memory,)
+    (fd,) = memory.fds.values()
+    tensor = one.tensors["layer.1"]
+    tensor.view(torch.int16)[5, 1, 3, :] = 1234
+    mapped = np.memmap(os.fdopen(os.dup(fd), "r+b"), np.int16, "r")
+    assert (mapped == 1234).sum() == tensor.shape[3]
+
+
+@pytest.mark.parametrize("trouble", ["no such call", "no room", "wrong place", "pipeline", "os error"])
+def test_memory_that_cannot_be_shown_turns_hotkv_off(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError("no")
+
+    match trouble:
+        case "no such call":
+            monkeypatch.setattr(layout, "getattr", lambda *_: None, raising=False)
+        case "no room":
+            monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, 9, 0, 0, 0, 0, 0, 0, 0)))
+        case "wrong place":
+            monkeypatch.setattr(layout, "_check_placement", lambda *_: (_ for _ in ()).throw(compat.Unsupported("misplaced")))
+        case "pipeline":
+            monkeypatch.setattr(compat, "cache_groups", lambda *_: (_ for _ in ()).throw(compat.Unsupported("pipeline")))
+        case "os error":
+            monkeypatch.setattr(layout, "_share_cpu", refuse)
+    one = engine()
+    answer, external = one.generate("a", PROMPT, 2)
+    assert answer and external == 0 and not server.sessions
+
+
+def test_ranks_that_disagree_turn_hotkv_off(engine: Any, server: Any) -> None:
+    one = engine()
+    space = one.worker.get_handshake_metadata().key_space
+    other = dataclasses.replace(space, dtype="float16")
+    two = engine()
+    scheduler = two.connector._scheduler
+    scheduler.session = scheduler.finder = scheduler.planner = None
+    two.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HotKVHandshake(space), (0, 1): HotKVHandshake(other)})
+    assert scheduler.session is None and two.generate("a", PROMPT, 2)[1] == 0
+
+
+def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
+    """A block counts as stored when every rank wrote its shard and one saw it complete."""
+    one = HotKVWorkerMetadata({1: StoreReport([b"\x03\x03\x02\x05"])}, {"load_bytes": 5})
+    both = one.aggregate(HotKVWorkerMetadata({1: StoreReport([b"\x01\x07\x02\x01"]), 2: StoreReport([b""])}, {"load_bytes": 7}))
+    assert both.stores[1].results == [b"\x03\x03\x02\x05", b"\x01\x07\x02\x01"] and both.counters == {"load_bytes": 12}
+    planner = engine().connector._scheduler.planner
+    planner._num_ranks = 2
+    hashes = [bytes([i]) * 32 for i in range(4)]
+    from hotkv_client.types import BlockRun
+
+    planner._job([BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))])
+    planner.reported(HotKVWorkerMetadata({1: StoreReport([b"\x03\x03\x02\x05"])}))
+    assert planner.num_in_flight == 1
+    planner.reported(HotKVWorkerMetadata({1: StoreReport([b"\x01\x07\x02\x01"])}))
+    counted = planner._stats.data
+    assert planner.num_in_flight == 0
+    assert (counted["stored_blocks"], counted["present_blocks"], counted["refused_blocks"]) == (1, 1, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------- stats
+
+
+def test_hook_times_are_written_at_shutdown(engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "hooks.json"
+    path.write_text("{ not json")
+    one = engine(extra={"hook_timing_file": str(path)})
+    one.generate("a", PROMPT, 4)
+    one.worker.shutdown()
+    one.connector.shutdown()
+    written = json.loads(path.read_text())
+    assert set(written["sides"]) == {"scheduler", "worker-0"} and written["steps"] >= 4
+    assert 0 < written["hook_s"] < 1 and "get_num_new_matched_tokens" in written["sides"]["scheduler"]["by_hook_s"]
+
+
+def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    from hotkv_vllm.connector import HotKVConnector
+
+    one, two = HotKVStats(data={"loads": 1}), HotKVConnector.build_kv_connector_stats({"loads": 2, "stores": 3})
+    assert one.aggregate(two).reduce() == {"loads": 3, "stores": 3}
+    types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    metrics = HotKVConnector.build_prom_metrics(engine().vllm_config, types, ["engine"], {0: ["0"]})
+    metrics.observe(one.data)
+    assert REGISTRY.get_sample_value("vllm:hotkv_loads_total", {"engine": "0"}) == 3
+
+
+def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
+    """Steps that neither hit nor fill a block: what every decode step pays, for many running requests."""
+    one = engine(blocks=512, max_num_seqs=64, max_tokens_per_step=2048)
+    for index in range(60):
+        one.add(f"r{index}", prompt(index, 33), 25)
+    for _ in range(4):
+        one.step()
+    one.connector.clock.by_hook.clear()
+    before, steps = one.connector.clock.hook_s + one.worker.clock.hook_s, one.connector.clock.steps
+    for _ in range(15):
+        one.step()
+    spent = (one.connector.clock.hook_s + one.worker.clock.hook_s - before) / (one.connector.clock.steps - steps)
+    print(f"{spent * 1e6:.0f} µs per step, {one.connector.clock.by_hook}")
+    assert len(one.scheduler.running) == 60 and spent < 2e-3

@@ -1,0 +1,560 @@
+"""The traps of vLLM's connector API, one test each: real scheduler and cache manager, the cache's double, faults on demand."""
+
+import logging
+import time
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import RequestStatus
+
+from hotkv_client.types import LinkState
+from tests.vllm.harness import WINDOW, full_model, hybrid_model, prompt
+from tests.vllm.tiny import BLOCK_TOKENS
+
+PROMPT = prompt(1, 200)
+
+
+def filled(engine: Any, **settings: Any) -> list[int]:
+    """Stores PROMPT's blocks through an engine; returns its answer of 4 tokens."""
+    answer, external = engine(**settings).generate("first", PROMPT, 4)
+    assert external == 0
+    return answer
+
+
+def test_second_engine_hits_what_the_first_stored(engine: Any, server: Any) -> None:
+    answer = filled(engine)
+    again, external = engine().generate("a", PROMPT, 4)
+    assert again == answer and external == 6 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 96, 100])
+def test_a_hit_leaves_a_token_to_compute(engine: Any, length: int) -> None:
+    one = engine()
+    answer, _ = one.generate("a", prompt(2, length), 3)
+    one.drop_local()
+    again, external = one.generate("b", prompt(2, length), 3)
+    assert again == answer and external == (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_blocks_that_fill_during_decode_are_stored(engine: Any, server: Any) -> None:
+    one = engine()
+    answer, _ = one.generate("a", prompt(3, 20), 80)
+    assert len(server.blocks) == 3
+    again, external = engine().generate("b", prompt(3, 20) + answer[:60], 20)
+    assert again == answer[60:] and external == 2 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_last_block_is_stored_when_its_hash_comes_late(engine: Any, server: Any, pipelined: bool) -> None:
+    """With asynchronous scheduling a block's last token is known only after the step that computed it."""
+    one = engine(pipelined=pipelined)
+    one.generate("a", prompt(3, 60), 5)
+    one.generate("b", prompt(4, 10), 1)
+    assert len(server.blocks) == 2
+
+
+def test_miss_by_hint_makes_no_call(engine: Any, server: Any) -> None:
+    one = engine()
+    one.generate("a", PROMPT, 2)
+    assert server.count("acquire") == server.count("lookup") == server.count("load") == 0
+
+
+def test_without_a_table_lookups_begin_when_the_request_arrives(engine: Any, server: Any) -> None:
+    server.table = False
+    filled(engine)
+    one = engine()
+    server.calls.clear()
+    one.add("a", PROMPT)
+    assert server.count("lookup") == 1 and server.count("acquire") == 0
+    one.run()
+    assert one.external["a"] == 192 and server.count("lookup") == 1
+
+
+def test_unanswered_lease_is_a_miss_and_given_back(engine: Any, server: Any) -> None:
+    filled(engine)
+    one = engine(extra={"lookup_timeout_s": 0.01})
+    server.hold = {"acquire"}
+    began_s = time.monotonic()
+    _, external = one.generate("a", PROMPT, 2)
+    assert external == 0 and time.monotonic() - began_s < 1
+    # While that answer is overdue nobody else waits.
+    one.drop_local()
+    calls = server.count("acquire")
+    assert one.generate("b", PROMPT, 2)[1] == 0 and server.count("acquire") == calls
+    server.settle()
+    assert not server.leases
+    one.drop_local()
+    time.sleep(0.06)
+    server.hold = set()
+    assert one.generate("c", PROMPT, 2)[1] == 192
+
+
+def test_short_grant_shrinks_the_hit(engine: Any, server: Any) -> None:
+    answer = filled(engine)
+    server.grant_limit = 2
+    again, external = engine().generate("a", PROMPT, 4)
+    assert again == answer and external == 2 * BLOCK_TOKENS
+
+
+def test_request_never_admitted_gives_its_lease_back(engine: Any, server: Any) -> None:
+    filled(engine)
+    one = engine()
+    request = one.add("a", PROMPT)
+    while one.connector.get_num_new_matched_tokens(request, 0)[0] is None:
+        pass
+    assert len(server.leases) == 1
+    one.abort("a")
+    assert not server.leases
+
+
+def test_lease_is_renewed_when_admission_takes_long(engine: Any, server: Any) -> None:
+    filled(engine)
+    one = engine(extra={"lease_ttl_s": 0.04})
+    request = one.add("a", PROMPT)
+    ask = one.connector.get_num_new_matched_tokens
+    assert ask(request, 0) == (None, False) and ask(request, 0) == (192, True)
+    first = set(server.leases)
+    time.sleep(0.03)
+    assert ask(request, 0) == (None, False) and ask(request, 0) == (192, True)
+    assert len(server.leases) == 1 and not first & set(server.leases)
+
+
+def test_skip_reading_prefix_cache_takes_nothing(engine: Any, server: Any) -> None:
+    filled(engine)
+    one = engine()
+    request = one.add("a", PROMPT)
+    request.skip_reading_prefix_cache = True
+    one.run()
+    assert one.external["a"] == 0 and server.count("acquire") == 0 and not server.leases
+
+
+def test_zero_after_a_hit_gives_the_lease_back(engine: Any, server: Any) -> None:
+    """Whatever made vLLM not use the hit, `update_state_after_alloc(…, 0)` ends the lease."""
+    filled(engine)
+    one = engine()
+    request = one.add("a", PROMPT)
+    ask = one.connector.get_num_new_matched_tokens
+    assert ask(request, 0) == (None, False) and ask(request, 0) == (192, True)
+    one.connector.update_state_after_alloc(request, None, 0)
+    assert not server.leases
+
+
+def test_requires_no_delivery_and_recomputes_failed_loads(engine: Any) -> None:
+    one = engine()
+    assert one.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert one.scheduler.recompute_kv_load_failures and not one.scheduler.requires_kv_delivery
+
+
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
+def test_failed_load_recomputes_and_ends(engine: Any, server: Any, model: Any) -> None:
+    """No livelock, and no block ids reported, which more than one group would turn into a RuntimeError."""
+    answer = filled(engine, specs=model())
+    one = engine(specs=model())
+    server.fail_loads = True
+    again, _ = one.generate("a", PROMPT, 4)
+    assert again == answer and server.count("load") == 1 and one.counters["failed_loads"] == 1
+
+
+def test_failed_keys_are_hidden_until_stored_again(engine: Any, server: Any) -> None:
+    answer = filled(engine)
+    one = engine()
+    server.fail_loads, server.hold = True, {"store"}
+    assert one.generate("a", PROMPT, 4)[0] == answer
+    hidden = one.connector._scheduler.finder.hidden
+    assert len(hidden) == 6
+    one.drop_local()
+    assert one.generate("b", PROMPT, 4)[0] == answer
+    assert server.count("load") == 1
+    # The server answers for them: present.
+    server.fail_loads, server.hold = False, set()
+    server.settle()
+    one.generate("c", prompt(5, 10))
+    assert len(hidden) == 0
+    one.drop_local()
+    assert one.generate("d", PROMPT, 4)[1] == 192
+
+
+def test_new_epoch_clears_hidden_keys(engine: Any, server: Any) -> None:
+    filled(engine)
+    one = engine()
+    server.fail_loads, server.hold = True, {"store"}
+    one.generate("a", PROMPT, 4)
+    hidden = one.connector._scheduler.finder.hidden
+    assert len(hidden) == 6
+    server.epoch += 1
+    one.generate("b", prompt(6, 40))
+    assert len(hidden) == 0
+
+
+def test_load_deadline_waits_for_the_acknowledgement(engine: Any, server: Any) -> None:
+    """Nobody tells vLLM that a load failed while the server may still write the blocks."""
+    answer = filled(engine)
+    one = engine(extra={"load_timeout_s": 0.02})
+    server.hold, server.ack_cancels = {"load"}, False
+    one.add("a", PROMPT, 4)
+    until_s = time.monotonic() + 0.2
+    while time.monotonic() < until_s:
+        one.step()
+    assert server.count("cancel") == 1 and not one.outputs["a"] and one.worker._worker._loads
+    server.settle()
+    one.run()
+    assert one.outputs["a"] == answer and one.counters["failed_loads"] == 1
+
+
+def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended(engine: Any, server: Any) -> None:
+    filled(engine)
+    one = engine()
+    free = one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    before = free()
+    server.hold, server.ack_cancels = {"load"}, False
+    one.add("a", PROMPT, 4)
+    for _ in range(4):
+        one.step()
+    one.abort("a")
+    for _ in range(3):
+        one.step()
+    assert server.count("cancel") == 1 and free() < before
+    server.settle()
+    one.run()
+    assert free() == before and not server.leases
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_abort_while_loading_stores_nothing(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+    """The blocks hold nothing yet, although vLLM counts their tokens as computed."""
+    filled(engine)
+    one = engine()
+    server.hold = {"load"}
+    if not begun:
+        monkeypatch.setattr(one.connector._scheduler.finder, "begin_load", lambda *_: None)
+    one.add("a", PROMPT, 4)
+    while one.requests["a"].status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+        scheduled = one.scheduler.schedule()
+        if one.requests["a"].status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            one.queue.append((scheduled, one._execute(scheduled)))
+            one._collect()
+    one.queue.append((scheduled, one._execute(scheduled)))
+    server.blocks.clear()
+    one.abort("a")
+    one.run()
+    assert not server.blocks
+
+
+@pytest.mark.parametrize("acknowledged", [True, False], ids=["acknowledged", "hung"])
+def test_reused_blocks_wait_for_the_store_that_reads_them(engine: Any, server: Any, acknowledged: bool) -> None:
+    """Freed by a finished request, handed to the next: the step that writes them ends the store first."""
+    one = engine(blocks=20, extra={"store_timeout_s": 0.05})
+    server.hold, server.ack_cancels = {"store"}, acknowledged
+    one.generate("a", prompt(1, 400), 2)
+    in_flight = len(server.held)
+    seen: list[tuple[int, int]] = []
+    one.before_forward = lambda: seen.append((len(one.metas[-1].flush_stores), len(one.worker._worker._stores)))
+    one.generate("b", prompt(2, 400), 2)
+    flushed = sum(count for count, _ in seen)
+    assert in_flight >= 1 and flushed >= 1 and server.count("cancel") == flushed
+    if acknowledged:
+        assert flushed == in_flight
+    else:
+        # The session that the hung store belonged to is closed; another one is opened in its place.
+        assert len(server.sessions) == 3
+    assert one.counters["flushes"] >= 1
+
+
+def test_preemption_with_stores_in_flight(engine: Any, server: Any) -> None:
+    alone = {n: engine(blocks=64).generate(n, prompt(i, 120), 120)[0] for i, n in enumerate("abc")}
+    server.blocks.clear()
+    one = engine(blocks=20)
+    server.hold = {"store"}
+    for index, name in enumerate("abc"):
+        one.add(name, prompt(index, 120), 120)
+    one.run()
+    assert one.preemptions > 0 and {n: one.outputs[n] for n in "abc"} == alone
+    server.hold = set()
+    server.settle()
+    one.generate("end", prompt(9, 40))
+    server.grant_limit = 1 << 30
+    for index, name in enumerate("abc"):
+        assert engine(blocks=64).generate(name, prompt(index, 120), 120)[0] == alone[name]
+
+
+def test_a_load_into_blocks_that_a_store_reads_waits(engine: Any, server: Any) -> None:
+    filled(engine)
+    one = engine(blocks=18)
+    server.hold, server.ack_cancels = {"store"}, True
+    one.generate("a", prompt(7, 500), 2)
+    server.calls.clear()
+    one.generate("b", PROMPT, 2)
+    order = [kind for kind, _ in server.calls if kind in ("cancel", "load")]
+    assert order[0] == "cancel" and "load" in order
+
+
+def test_stores_in_flight_are_bounded(engine: Any, server: Any) -> None:
+    one = engine(extra={"max_inflight_store_mib": 0})
+    server.hold = {"store"}
+    one.generate("a", prompt(1, 300), 1)
+    one.generate("b", prompt(2, 300), 1)
+    assert server.count("store") == 1 and one.counters["dropped_blocks"] > 0
+    server.hold = set()
+    server.settle()
+    one.generate("c", prompt(3, 300), 1)
+    assert server.count("store") > 1
+
+
+def test_refused_blocks_are_counted(engine: Any, server: Any) -> None:
+    one = engine()
+    server.fail_stores = True
+    one.generate("a", PROMPT, 1)
+    one.generate("b", prompt(3, 10), 1)
+    assert one.counters["refused_blocks"] == 6 and "stored_blocks" not in one.counters
+
+
+def test_ready_blocks_are_not_stored_again(engine: Any, server: Any) -> None:
+    filled(engine)
+    server.calls.clear()
+    one = engine()
+    one.generate("a", PROMPT, 4)
+    one.generate("b", PROMPT + prompt(8, 40), 1)
+    stored = [block_hash for kind, runs in server.calls if kind == "store" for run in runs for block_hash in run.hashes]
+    assert len(stored) == 1
+
+
+def test_window_blocks_outside_the_window_are_neither_leased_nor_loaded(engine: Any, server: Any) -> None:
+    long_prompt = prompt(1, 420)
+    answer, _ = engine(specs=hybrid_model()).generate("a", long_prompt, 4)
+    one = engine(specs=hybrid_model())
+    server.calls.clear()
+    again, external = one.generate("b", long_prompt, 4)
+    assert again == answer and external == 416
+    (leased,) = [groups for kind, groups in server.calls if kind == "acquire"]
+    (loaded,) = [runs for kind, runs in server.calls if kind == "load"]
+    sizes = sorted(len(group.hashes) for group in leased)
+    window_blocks = -(-(WINDOW - 1) // BLOCK_TOKENS)
+    assert sizes[-1] == 13 and set(sizes[:-1]) <= {window_blocks, window_blocks + 1}
+    assert sorted(len(run.block_ids) for run in loaded) == sizes
+
+
+def test_hit_needs_every_group(engine: Any, server: Any) -> None:
+    long_prompt = prompt(1, 420)
+    answer, _ = engine(specs=hybrid_model()).generate("a", long_prompt, 4)
+    one = engine(specs=hybrid_model())
+    window_group = next(i for i, spec in enumerate(one.connector._scheduler.finder.specs) if spec.window_tokens)
+    hashes = one.connector._scheduler.finder.hashes(one.add("x", long_prompt), window_group)
+    one.abort("x")
+    space = one.connector._scheduler.session.space
+    del server.blocks[space, window_group, hashes[12]]
+    again, external = one.generate("b", long_prompt, 4)
+    assert again == answer and external == 12 * BLOCK_TOKENS
+
+
+def test_lora_requests_do_not_share(engine: Any, server: Any) -> None:
+    filled(engine)
+    one = engine()
+    server.calls.clear()
+    request = one.add("a", PROMPT, 2, lora_request=LoRARequest("x", 1, "/nowhere"))
+    assert request.lora_request is not None
+    one.run()
+    assert one.external["a"] == 0 and server.count("store") == server.count("acquire") == 0
+
+
+def test_cache_salt_separates(engine: Any) -> None:
+    filled(engine)
+    one = engine()
+    one.add("a", PROMPT, 2, cache_salt="other")
+    one.run()
+    assert one.external["a"] == 0
+
+
+def test_both_runner_generations(engine: Any) -> None:
+    answer = filled(engine, v2=True)
+    again, external = engine(v2=False).generate("a", PROMPT, 4)
+    assert again == answer and external == 192
+
+
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+def test_every_layout(engine: Any, layout: KVCacheLayout) -> None:
+    answer, _ = engine(layout=layout).generate("a", PROMPT, 40)
+    again, external = engine(layout=layout).generate("b", PROMPT, 40)
+    assert again == answer and external == 192
+
+
+def test_layouts_share_exactly_where_pages_are_equal(engine: Any) -> None:
+    """Outer strides do not matter, the order inside a page does."""
+    answer, _ = engine(layout=KVCacheLayout.LBHNC).generate("a", PROMPT, 4)
+    for layout in (KVCacheLayout.BLHNC, KVCacheLayout.LHBNC, KVCacheLayout.BHLNC):
+        assert engine(layout=layout).generate("b", PROMPT, 4) == (answer, 192)
+    assert engine(layout=KVCacheLayout.LBNHC).generate("c", PROMPT, 4) == (answer, 0)
+
+
+def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(engine: Any, server: Any) -> None:
+    server.up = False
+    one = engine()
+    answer, external = one.generate("a", PROMPT, 4)
+    assert external == 0 and server.count("store") == 0
+    server.come_back()
+    one.drop_local()
+    assert one.generate("b", PROMPT, 4) == (answer, 0)
+    one.drop_local()
+    assert one.generate("c", PROMPT, 4) == (answer, 192)
+    server.die()
+    one.drop_local()
+    assert one.generate("d", PROMPT, 4) == (answer, 0)
+    server.come_back()
+    one.drop_local()
+    assert one.generate("e", PROMPT, 4) == (answer, 0)
+    one.drop_local()
+    assert one.generate("f", PROMPT, 4) == (answer, 192)
+
+
+@pytest.mark.parametrize("held", ["acquire", "load", "store"])
+def test_server_dies_in_the_middle(engine: Any, server: Any, held: str) -> None:
+    answer = filled(engine)
+    one = engine()
+    server.hold = {held}
+    one.add("a", PROMPT + [5] * 40, 1)
+    one.add("b", PROMPT, 4)
+    for _ in range(5):
+        one.step()
+    server.die(empty=False)
+    one.run()
+    assert one.outputs["b"] == answer
+    server.hold = set()
+    server.come_back()
+    one.drop_local()
+    one.generate("c", PROMPT, 4)
+    one.drop_local()
+    assert one.generate("d", PROMPT, 4) == (answer, 192)
+
+
+def test_state_changes_are_logged_once_each(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    logger = logging.getLogger("vllm.hotkv")
+    monkeypatch.setattr(logger, "log", lambda level, text, *values: lines.append(text % values) if level >= logging.INFO else None)
+    one = engine()
+    server.die()
+    for index in range(5):
+        one.generate(f"r{index}", PROMPT, 1)
+        server.sessions[-1].tell(LinkState.ABSENT, "still not")
+    server.come_back()
+    assert len(lines) == 3, lines
+
+
+def test_no_exception_reaches_vllm(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every hook of ours breaks, one after the other, and all requests are answered."""
+    answer = filled(engine)
+    hooks = {
+        "_scheduler": ["on_new_request", "match", "after_alloc", "build_meta", "update", "finished", "take_stats"],
+        "_worker": ["before_step", "start_loads", "save", "take_report"],
+    }
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("told to break")
+
+    for side, names in hooks.items():
+        for name in names:
+            one = engine()
+            owner = one.connector if side == "_scheduler" else one.worker
+            monkeypatch.setattr(getattr(owner, side), name, broken)
+            assert one.generate("a", PROMPT, 4)[0] == answer, name
+            assert owner._broken, name
+
+
+def test_broken_load_submission_fails_the_load_only(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = filled(engine)
+    one = engine()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("told to break")
+
+    monkeypatch.setattr(one.worker._worker.session, "load", broken)
+    assert one.generate("a", PROMPT, 4)[0] == answer
+    assert one.counters["failed_loads"] == 1
+
+
+def test_nothing_per_layer(engine: Any) -> None:
+    one = engine()
+    one.worker.wait_for_layer_load("layer.0")
+    one.worker.save_kv_layer("layer.0", one.tensors["layer.0"], None)
+    assert not one.worker.requires_piecewise_for_cudagraph({})
+    assert not {"wait_for_layer_load", "save_kv_layer"} & set(one.worker.clock.by_hook)
+
+
+def test_reset_of_the_connectors_cache(engine: Any, server: Any) -> None:
+    filled(engine)
+    one = engine()
+    server.fail_loads, server.hold = True, {"store"}
+    one.generate("a", PROMPT, 1)
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+    assert len(one.connector._scheduler.finder.hidden) == 0 and server.blocks
+
+
+def test_retried_hit_of_a_preempted_request(engine: Any, server: Any) -> None:
+    """A preempted request may hit what it stored itself before, answered tokens included."""
+    one = engine(blocks=64)
+    one.add("a", prompt(1, 100), 60)
+    for _ in range(50):
+        one.step()
+    time.sleep(0.06)
+    assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
+    one.run()
+    one.generate("end", prompt(9, 10))
+    assert one.outputs["a"] == engine().generate("b", prompt(1, 100), 60)[0]
+    assert one.counters["loads"] == 1 and one.preemptions == 1
+    assert one.connector._scheduler._requests == {}
+
+
+@pytest.mark.parametrize("seed_set", [True, False])
+def test_random_hash_seed_turns_sharing_off(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, seed_set: bool) -> None:
+    pytest.importorskip("xxhash")
+    if seed_set:
+        monkeypatch.setenv("PYTHONHASHSEED", "7")
+    one = engine(prefix_caching_hash_algo="xxhash")
+    one.generate("a", PROMPT, 1)
+    assert bool(server.blocks) == seed_set
+
+
+def test_blocks_reused_before_their_late_store_are_not_stored(engine: Any, server: Any) -> None:
+    """A finished request's last block is stored with the next step, unless that step hands the block to somebody else."""
+    one = engine(pipelined=True, blocks=6)
+    one.add("a", prompt(3, 60), 5)
+    one.add("b", prompt(4, 120), 1)
+    one.run()
+    answer = one.outputs["a"]
+    # The harness checks every value: had b's KV been stored under a's hash, this would load it.
+    again, external = engine().generate("c", prompt(3, 60) + answer[:4] + [9] * 10, 1)
+    assert again and external == BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("settle_at_once", [True, False])
+def test_failed_loads_do_not_block_each_other_for_memory(engine: Any, server: Any, settle_at_once: bool) -> None:
+    """Two failed loads, room for one of the requests at a time: vLLM alone would wait for ever for blocks that nobody gives back."""
+    long_prompts = {"a": prompt(1, 306), "b": prompt(2, 297)}
+    answers = {name: engine(specs=hybrid_model()).generate(name, tokens, 4)[0] for name, tokens in long_prompts.items()}
+    one = engine(specs=hybrid_model(), blocks=40, max_tokens_per_step=128)
+    server.fail_loads, server.hold = True, {"load"}
+    for name, tokens in long_prompts.items():
+        one.add(name, tokens, 4)
+    for _ in range(6):
+        one.step()
+    assert server.count("load") == 2
+    if settle_at_once:
+        server.settle()
+    else:
+        server.held[0][2].set_result(server.held.pop(0)[3]())
+        one.step()
+        one.step()
+        server.settle()
+    server.hold = set()
+    one.run()
+    assert one.outputs == answers
+
+
+def test_server_of_another_version_is_an_absent_server(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    logger = logging.getLogger("vllm.hotkv")
+    monkeypatch.setattr(logger, "log", lambda level, text, *values: lines.append(text % values) if level >= logging.INFO else None)
+    server.up, server.why_absent = False, "VERSION_MISMATCH: the server speaks version 9"
+    one = engine()
+    assert one.generate("a", PROMPT, 2)[1] == 0
+    assert len(lines) == 1 and "VERSION_MISMATCH" in lines[0]
