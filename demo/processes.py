@@ -182,6 +182,8 @@ class Engine:
         env = {
             "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
             "VLLM_CPU_CI_ENV": "1",  # no warm-up over many shapes; `warm_up` does what is needed here
+            # With a connector vLLM reserves more cores, or on two cores none at all: engines must be alike to be compared.
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
@@ -260,7 +262,8 @@ class Server:
         self.target = f"unix:{self.runtime_folder}/grpc.sock"
         self.begin_s = time.monotonic()
         command = [sys.executable, "-m", "hotkv_server.cli", "run"]
-        command += ["--runtime-dir", str(self.runtime_folder), "--arena.bytes", arena, "--http.port", "0", *flags]
+        command += ["--runtime-dir", str(self.runtime_folder), "--arena.dir", str(folder / "arena")]
+        command += ["--arena.bytes", arena, "--http.port", "0", *flags]
         self._child = Child("hotkv-server", command, folder / "hotkv-server.log", {})
 
     def __repr__(self) -> str:

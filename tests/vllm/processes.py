@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ class Daemon:
         self.folder = folder
         self.target = f"unix:{folder}/grpc.sock"
         self._arena = arena
+        shm = Path("/dev/shm")
+        self._arena_folder = (shm if os.access(shm, os.W_OK) else folder) / f"hotkv-test-{uuid.uuid4().hex[:8]}"
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -31,7 +35,8 @@ class Daemon:
         return self.process.pid
 
     def start(self, timeout_s: float = 60.0) -> "Daemon":
-        arguments = ["run", "--runtime-dir", str(self.folder), "--arena.bytes", self._arena, "--http.port", "0"]
+        arguments = ["run", "--runtime-dir", str(self.folder), "--arena.dir", str(self._arena_folder)]
+        arguments += ["--arena.bytes", self._arena, "--http.port", "0"]
         self.process = subprocess.Popen([sys.executable, "-m", "hotkv_server", *arguments])
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
@@ -58,6 +63,7 @@ class Daemon:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
                 self.kill()
+        shutil.rmtree(self._arena_folder, ignore_errors=True)
 
     def admin(self, what: str, **arguments: Any) -> Any:
         with AdminClient(self.target, 5.0) as client:

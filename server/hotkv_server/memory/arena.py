@@ -33,12 +33,13 @@ class NodeMemory:
     def create(directory: Path, arena_bytes: int, capacity: int, epoch: int, mode: int = 0o640, *, prefault: bool = True) -> "NodeMemory":
         """Makes and prefaults both files. Raises OSError, naming what to do, where memory is short."""
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
-        space = os.statvfs(directory)
         geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
         for name in (ARENA_FILE, TABLE_FILE):
             (directory / name).unlink(missing_ok=True)
+        space = os.statvfs(directory)
         free_bytes = space.f_bavail * space.f_frsize
-        if free_bytes < arena_bytes:
+        if free_bytes < arena_bytes + geometry.file_bytes:
+            _remove_if_empty(directory)
             raise OSError(
                 f"{directory} has {free_bytes >> 20} MiB free, the arena needs {arena_bytes >> 20} MiB: lower arena.bytes, "
                 "or enlarge the file system (Docker: --shm-size; Kubernetes: an emptyDir with medium Memory)"
@@ -80,5 +81,9 @@ class NodeMemory:
         """Removes the files; the memory goes when nobody maps it any more."""
         for name in (ARENA_FILE, TABLE_FILE):
             (self.directory / name).unlink(missing_ok=True)
-        if not any(self.directory.iterdir()):
-            self.directory.rmdir()
+        _remove_if_empty(self.directory)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    if not any(directory.iterdir()):
+        directory.rmdir()
