@@ -18,7 +18,7 @@ if importlib.util.find_spec("vllm") is None:
 
 @pytest.fixture
 def server() -> Any:
-    from tests.vllm.fake_session import FakeServer
+    from hotkv_client.testing import FakeServer
 
     return FakeServer()
 

@@ -35,9 +35,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from hotkv_client.testing import FakeServer
 from hotkv_vllm import link
 from hotkv_vllm.connector import HotKVConnector
-from tests.vllm.fake_session import FakeServer
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
 
 WINDOW = 80

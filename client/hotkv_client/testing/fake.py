@@ -31,6 +31,8 @@ Key = tuple[bytes, int, bytes]
 
 
 class FakeServer:
+    """What all sessions share. See the module for the knobs."""
+
     def __init__(self) -> None:
         self.up = True
         self.table = True
@@ -95,6 +97,8 @@ def _resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> No
 
 
 class FakeSession:
+    """Stands for `hotkv_client.Session`."""
+
     def __init__(self, server: FakeServer, config: SessionConfig, layout: Layout | None, fds: dict[str, int]) -> None:
         self.server, self.config, self.layout = server, config, layout
         self.space = config.key_space.fingerprint
