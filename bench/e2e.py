@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.report import parser, print_report
 from demo import prompts
-from demo.processes import Answer, Engine, EngineSettings, Server, ends_cleanly, prepare_model, runtime_folder
+from demo.processes import Answer, ChildError, Engine, EngineSettings, Server, ends_cleanly, prepare_model, runtime_folder
 
 TARGETS = {"warm_over_cold": 0.1, "hook_share": 0.01, "miss_overhead": 1.05}
 PROMPT_TOKENS = 4050
@@ -71,6 +71,9 @@ def measure(model: Path, folder: Path, num_rounds: int) -> tuple[list[Round], fl
             server.wait_for_stores()
             rounds.append(Round(answers[miss], answers[plain], warm.generate(prompt, ANSWER_TOKENS)))
             last = rounds[-1]
+            if last.miss.hit_tokens or last.plain.hit_tokens or not last.warm.hit_tokens:
+                said = "\n".join(line for line in warm.log.read_text().splitlines() if "KV Transfer metrics" in line or " hotkv " in line)
+                raise ChildError(f"round {number + 1} hits are not as meant; the warm engine said:\n{said}")
             print(
                 f"round {number + 1}: TTFT {last.miss.ttft_s:.2f} s cold, {last.warm.ttft_s:.3f} s warm ({last.warm.hit_tokens} hit); "
                 f"whole request {last.miss.total_s:.2f} s, without connector {last.plain.total_s:.2f} s",
@@ -85,11 +88,11 @@ def main() -> int:
     flags = parser("vLLM with hotkv against vLLM without, end to end.")
     flags.add_argument("--rounds", type=int, default=7)
     options = flags.parse_args()
-    with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 28)) as folder:
-        rounds, share = measure(prepare_model(), folder, options.rounds)
-    unexpected = [number for number, one in enumerate(rounds, 1) if one.miss.hit_tokens or one.plain.hit_tokens or not one.warm.hit_tokens]
-    if unexpected:
-        print(f"rounds {unexpected} hit where they should miss, or missed where they should hit: no figures", file=sys.stderr)
+    try:
+        with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 28)) as folder:
+            rounds, share = measure(prepare_model(), folder, options.rounds)
+    except ChildError as error:
+        print(error, file=sys.stderr)
         return 1
     figures = {
         "warm_over_cold": statistics.median(one.warm.ttft_s for one in rounds) / statistics.median(one.miss.ttft_s for one in rounds),

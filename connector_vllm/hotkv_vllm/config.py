@@ -40,7 +40,7 @@ class ConnectorConfig:
     target: str = DEFAULT_TARGET
     tenant: str = ""
     weights_identity: str = ""
-    lookup_timeout_s: float = 0.05
+    lookup_timeout_s: float = 0.25
     lease_ttl_s: float = 30.0
     load_timeout_s: float = 10.0
     store_timeout_s: float = 5.0
