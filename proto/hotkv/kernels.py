@@ -23,6 +23,8 @@ MAX_PROBE_BUCKETS = 64
 MAX_RETRIES = 1000
 PREFETCH_AHEAD = 16
 MIN_STREAMED_BYTES = 1024
+STREAM_AHEAD_BYTES = 2048
+"""How far ahead a streaming copy asks for its source, and for no cache but the nearest: others keep what they hold."""
 PAGE_BYTES = 4096
 MAX_PREFETCHED_BYTES = 64 << 10
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -35,6 +37,14 @@ _READ_PREFIXES = types.Array(types.uint64, 1, "A", readonly=True)
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
     struct = context.make_array(array_type)(context, builder, array)
     return cgutils.get_item_pointer(context, builder, array_type, struct, [row, column], wraparound=False)
+
+
+def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
+    """Asks for the line at a byte pointer, to be kept in all caches (3) or in as few as possible (0); any address is allowed."""
+    int32 = ir.IntType(32)
+    function_type = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [pointer, int32(0), int32(locality), int32(1)])
 
 
 @intrinsic
@@ -74,14 +84,6 @@ def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> An
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, types.uint32), codegen
-
-
-def _emit_prefetch(builder: Any, pointer: Any) -> None:
-    """Asks the cache for the line at a byte pointer; any address is allowed."""
-    int32 = ir.IntType(32)
-    function_type = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
-    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    builder.call(function, [pointer, int32(0), int32(3), int32(1)])
 
 
 @intrinsic
@@ -131,6 +133,8 @@ def stream_lines(typingctx: Any, dst_address: Any, src_address: Any, num_lines: 
         hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         with cgutils.for_range(builder, args[2], intp=int64) as loop:
             offset = builder.mul(loop.index, int64(64))
+            ahead = builder.add(builder.add(args[1], offset), int64(STREAM_AHEAD_BYTES))
+            _emit_prefetch(builder, builder.inttoptr(ahead, ir.IntType(8).as_pointer()), locality=0)
             loaded = []
             for part in range(2):
                 source = builder.inttoptr(builder.add(builder.add(args[1], offset), int64(32 * part)), vector.as_pointer())

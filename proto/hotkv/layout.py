@@ -5,6 +5,7 @@ A slot holds the shards of all ranks in order; a shard holds the pages of that r
 reads slot bytes or engine memory other than through `Layout.copy_runs`. One group or one rank is never assumed.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,6 +96,31 @@ class CopyRuns:
 
 
 @dataclass(frozen=True, slots=True)
+class _Recipe:
+    """All runs of one block in one handle, in slot order.
+
+    `bases`: engine offsets in block 0. `strides`: bytes to the next block. `shard_offsets`, `num_bytes`: place in the shard, and length.
+    """
+
+    handle_id: str
+    bases: Int64s
+    strides: Int64s
+    shard_offsets: Int64s
+    num_bytes: Int64s
+
+    @staticmethod
+    def of(tensors: Sequence[PageTensor]) -> "_Recipe":
+        parts: list[list[Int64s]] = [[], [], [], []]
+        for tensor in sorted(tensors, key=lambda t: t.shard_offset_bytes):
+            inner, run_bytes = tensor.run_offsets()
+            parts[0].append(tensor.base_offset_bytes + inner)
+            parts[1].append(np.full(len(inner), tensor.block_stride_bytes, np.int64))
+            parts[2].append(tensor.shard_offset_bytes + np.arange(len(inner), dtype=np.int64) * run_bytes)
+            parts[3].append(np.full(len(inner), run_bytes, np.int64))
+        return _Recipe(tensors[0].handle_id, *(np.concatenate(part) for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The memory of one rank. `validate` must have passed before anything is copied."""
 
@@ -103,6 +129,7 @@ class Layout:
     handles: tuple[MemoryHandle, ...]
     tensors: tuple[PageTensor, ...]
     name: str = ""
+    _recipes: dict[int, list[_Recipe]] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -166,19 +193,23 @@ class Layout:
             raise ValueError(f"tensors of group {group_index} fill {at} bytes of a shard of {shard_bytes}")
 
     def copy_runs(self, group_index: int, group: GroupSpec, block_ids: Int64s, slot_offsets: Int64s) -> list[CopyRuns]:
-        """Runs that move blocks of one group, one CopyRuns a tensor.
+        """Runs that move blocks of one group, block by block, one CopyRuns a handle.
 
         `block_ids` [n]: block ids in engine memory. `slot_offsets` [n]: where each block's slot starts in the arena.
         """
         shard_start = sum(group.shard_bytes[: self.shard_index])
         plans = []
-        for tensor in self.tensors:
-            if tensor.group_index != group_index:
-                continue
-            inner, run_bytes = tensor.run_offsets()
-            engine = tensor.base_offset_bytes + block_ids[:, None] * tensor.block_stride_bytes + inner[None, :]
-            packed = np.arange(len(inner), dtype=np.int64) * run_bytes
-            slot = slot_offsets[:, None] + (shard_start + tensor.shard_offset_bytes) + packed[None, :]
-            lengths = np.full(engine.size, run_bytes, np.int64)
-            plans.append(CopyRuns(tensor.handle_id, engine.reshape(-1), slot.reshape(-1), lengths))
+        for recipe in self._group_recipes(group_index):
+            engine = block_ids[:, None] * recipe.strides[None, :] + recipe.bases[None, :]
+            slot = slot_offsets[:, None] + (recipe.shard_offsets + shard_start)[None, :]
+            lengths = np.tile(recipe.num_bytes, len(block_ids))
+            plans.append(CopyRuns(recipe.handle_id, engine.reshape(-1), slot.reshape(-1), lengths))
         return plans
+
+    def _group_recipes(self, group_index: int) -> list[_Recipe]:
+        """Recipes of a group, one a handle; made once."""
+        if group_index not in self._recipes:
+            mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
+            handles = dict.fromkeys(tensor.handle_id for tensor in mine)
+            self._recipes[group_index] = [_Recipe.of([t for t in mine if t.handle_id == handle_id]) for handle_id in handles]
+        return self._recipes[group_index]

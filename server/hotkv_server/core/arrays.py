@@ -25,3 +25,12 @@ def first_occurrences(hashes: Words) -> NDArray[np.int64]:
         return np.arange(len(hashes))
     _, first = np.unique(hashes, axis=0, return_index=True)
     return np.sort(first)
+
+
+def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Entries that are not among `gone`; no entry is listed twice."""
+    if not len(gone):
+        return entries
+    if len(gone) == len(entries) and np.array_equal(gone, entries):
+        return entries[:0]
+    return entries[~np.isin(entries, gone)]

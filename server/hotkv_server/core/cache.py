@@ -16,7 +16,7 @@ from hotkv.groups import longest_hit
 from hotkv.keys import KeySpace
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
-from hotkv_server.core.arrays import first_occurrences
+from hotkv_server.core.arrays import first_occurrences, without
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
 from hotkv_server.core.policy import Policy
 from hotkv_server.core.space import Space
@@ -279,7 +279,8 @@ class CacheCore:
         index = self.space.index
         words = index.find(lease.key_space_id, run.group_index, run.hashes)
         ready = self._is_ready(words)
-        results = np.where(ready, BlockResult.PRESENT, BlockResult.NO_SPACE).astype(np.uint8)
+        results = np.full(len(words), BlockResult.NO_SPACE, np.uint8)
+        results[ready] = BlockResult.PRESENT
         reserved = words >= RESERVED_FLAG
         words &= ~RESERVED_FLAG
         if reserved.any():
@@ -300,9 +301,11 @@ class CacheCore:
         results[wanted] = BlockResult.NO_SPACE
         slot_bytes = key_space.groups[run.group_index].slot_bytes
         # Blocks of this run that are ready stay while room is made for the rest.
-        index.pin(present, 1)
+        if len(present):
+            index.pin(present, 1)
         entries = self.space.insert(lease.key_space_id, run.group_index, run.hashes[wanted], slot_bytes, run.depth + wanted, lease.number)
-        index.pin(present, -1)
+        if len(present):
+            index.pin(present, -1)
         words[wanted[: len(entries)]] = entries
         self._link(lease.key_space_id, run, words, wanted[: len(entries)])
         results[wanted[: len(entries)]] = BlockResult.RESERVED
@@ -370,14 +373,16 @@ class CacheCore:
                 masks = self.space.index.mark_written(entries, 0)
                 results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
                 results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
-            # A block that another copy writes, or that is listed twice, is copied once.
-            again = np.ones(len(entries), np.bool_)
-            again[np.unique(entries, return_index=True)[1]] = False
-            results[positions[again | np.isin(entries, busy)]] = BlockResult.IN_FLIGHT
-            todo = results[positions] == BlockResult.RESERVED
-            busy = np.concatenate((busy, entries[todo]))
-            transfer.add_run(entries[todo], positions[todo], results)
-            slots.append(SlotRun(run.group_index, positions[todo], self.space.index.offsets(entries[todo])))
+            if joined or len(busy):
+                # A block that another copy writes, or that is listed twice, is copied once.
+                again = np.ones(len(entries), np.bool_)
+                again[np.unique(entries, return_index=True)[1]] = False
+                results[positions[again | np.isin(entries, busy)]] = BlockResult.IN_FLIGHT
+                todo = results[positions] == BlockResult.RESERVED
+                entries, positions = entries[todo], positions[todo]
+            busy = np.concatenate((busy, entries)) if len(runs) > 1 else busy
+            transfer.add_run(entries, positions, results)
+            slots.append(SlotRun(run.group_index, positions, self.space.index.offsets(entries)))
         if transfer.lease is not None:
             transfer.lease.num_copies += 1
         self.transfers.add(transfer)
@@ -408,9 +413,10 @@ class CacheCore:
             complete = masks == whole
             results[positions] = np.where(complete, BlockResult.STORED, BlockResult.WRITTEN if succeeded else BlockResult.ABORTED)
             results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
-            self.space.publish(entries[complete], now_s)
-            self.counters.stored_blocks += int(complete.sum())
-            lease.entries = lease.entries[~np.isin(lease.entries, entries[complete])]
+            done = entries[complete]
+            self.space.publish(done, now_s)
+            self.counters.stored_blocks += len(done)
+            lease.entries = without(lease.entries, done)
         lease.shards_seen |= 1 << transfer.shard_index
         self._settle_write(lease, whole)
         return transfer.results
@@ -423,7 +429,7 @@ class CacheCore:
         if len(aborted):
             self.space.drop(aborted)
             self.counters.aborted_blocks += len(aborted)
-            lease.entries = lease.entries[~np.isin(lease.entries, aborted)]
+            lease.entries = without(lease.entries, aborted)
         if lease.released or (lease.shards_seen == whole and not len(lease.entries)):
             self._end_lease(lease)
 

@@ -81,6 +81,10 @@ class SlabPool:
         c = self._class(slot_bytes)
         return self.num_slabs // c.slabs_per_slot * c.slots_per_slab
 
+    def is_shared(self, slot_bytes: int) -> bool:
+        """Whether slabs are lent to another size than this."""
+        return any(c.num_slabs and c.slot_bytes != slot_bytes for c in self._classes.values())
+
     def slab_of(self, offsets: Int64s) -> Int64s:
         """Number of the (first) slab of each slot."""
         return offsets // self.slab_bytes

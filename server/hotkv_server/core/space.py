@@ -17,6 +17,8 @@ from hotkv_server.core.values import Entries, EvictionNotice, Int64s
 
 GHOST_KEYS = 1 << 16
 """Evicted keys remembered for `explain`."""
+REBALANCE_SHARE = 64
+"""Slot sizes are compared each time 1/64 of the arena had to be made room for."""
 
 
 def _cheapest_run(cost_s: NDArray[np.float64], length: int) -> tuple[int, float]:
@@ -39,6 +41,7 @@ class Space:
         self.effects: list[EvictionNotice] = []
         self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
         self._next_ghost = 0
+        self._pressure_bytes = 0
 
     def __repr__(self) -> str:
         return f"Space({self.index!r}, {self.pool!r})"
@@ -72,7 +75,9 @@ class Space:
 
     def evict(self, entries: Entries) -> int:
         """Removes ready entries that are not pinned, with a notice; returns how many that were."""
-        free_to_go = entries[self._evictable(entries)]
+        return self._evict_checked(entries[self._evictable(entries)])
+
+    def _evict_checked(self, free_to_go: Entries) -> int:
         key_spaces, groups, hashes = self.index.keys(free_to_go)
         self.drop(free_to_go)
         self.evicted_blocks += len(free_to_go)
@@ -106,22 +111,31 @@ class Space:
 
     def _make_room(self, slot_bytes: int, num_slots: int) -> None:
         """Evicts until `num_slots` more slots of this size can be had, or nothing more may go."""
-        if self._others_hold_slabs(slot_bytes):
-            # Again, because what is emptied is more than what was chosen where slots span slabs.
-            while self.pool.available_slots(slot_bytes) < num_slots and self._take_cold_slabs(slot_bytes, num_slots):
-                pass
-            num_slots -= self.pool.available_slots(slot_bytes)
-        if num_slots > 0:
-            self._evict_coldest(slot_bytes, num_slots)
+        shared = self.pool.is_shared(slot_bytes)
+        if shared:
+            # Comparing with other sizes looks at every entry; so it is done for a share of the arena at a time.
+            self._pressure_bytes += num_slots * slot_bytes
+            share_bytes = self.pool.num_slabs * self.pool.slab_bytes // REBALANCE_SHARE
+            if self._pressure_bytes >= share_bytes:
+                self._pressure_bytes = 0
+                self._take_until(slot_bytes, max(num_slots, share_bytes // slot_bytes))
+        short = num_slots - self.pool.available_slots(slot_bytes)
+        if short > 0:
+            self._evict_coldest(slot_bytes, short)
+        if shared:
+            self._take_until(slot_bytes, num_slots)
+
+    def _take_until(self, slot_bytes: int, num_slots: int) -> None:
+        """Takes slabs of other sizes until there is room, or none is worth taking."""
+        # Again, because what is emptied is more than what was chosen where slots span slabs.
+        while self.pool.available_slots(slot_bytes) < num_slots and self._take_cold_slabs(slot_bytes, num_slots):
+            pass
 
     def _evict_coldest(self, slot_bytes: int, count: int) -> None:
         victims = self.policy.victims(
             slot_bytes, count, lambda: self.index.ready_entries(slot_bytes), lambda entries: self._evictable(entries, slot_bytes)
         )
-        self.evict(victims)
-
-    def _others_hold_slabs(self, slot_bytes: int) -> bool:
-        return any(s.slot_bytes != slot_bytes for s in self.pool.stats())
+        self._evict_checked(victims)
 
     def _take_cold_slabs(self, slot_bytes: int, num_slots: int) -> int:
         """Empties slabs lent to other sizes: where they are colder than what this size would evict itself, or it has not enough of that.

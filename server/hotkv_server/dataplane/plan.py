@@ -63,15 +63,12 @@ class CopyPlan:
 
 
 def plans_for(runs: Sequence[CopyRuns], arena: Region, engine: dict[str, Region], *, to_engine: bool) -> list[CopyPlan]:
-    """One plan a memory handle, in either direction."""
+    """One plan for each of the runs, in either direction."""
     plans = []
-    for handle_id in dict.fromkeys(run.handle_id for run in runs):
-        mine = [run for run in runs if run.handle_id == handle_id]
-        slot = np.concatenate([run.slot_offsets for run in mine])
-        memory = np.concatenate([run.engine_offsets for run in mine])
-        num_bytes = np.concatenate([run.num_bytes for run in mine])
+    for run in runs:
+        memory = engine[run.handle_id]
         if to_engine:
-            plans.append(CopyPlan.build(engine[handle_id], arena, memory, slot, num_bytes))
+            plans.append(CopyPlan.build(memory, arena, run.engine_offsets, run.slot_offsets, run.num_bytes))
         else:
-            plans.append(CopyPlan.build(arena, engine[handle_id], slot, memory, num_bytes))
+            plans.append(CopyPlan.build(arena, memory, run.slot_offsets, run.engine_offsets, run.num_bytes))
     return plans

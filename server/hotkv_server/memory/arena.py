@@ -16,7 +16,6 @@ ARENA_FILE = "arena"
 TABLE_FILE = "table"
 HUGE_PAGE_BUDGET_S = 0.5
 """Longest time that the start spends on huge pages before it goes on without."""
-PIECE_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
@@ -54,22 +53,15 @@ class NodeMemory:
         return memory
 
     def _prefault(self) -> None:
-        """Brings the arena in: as huge pages while that is quick (a kernel that must compact memory first is not), then as it comes."""
-        deadline_s = time.monotonic() + HUGE_PAGE_BUDGET_S
-        whole = self.arena.num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        while self.huge_bytes < whole and time.monotonic() < deadline_s:
-            piece = min(PIECE_BYTES, whole - self.huge_bytes)
-            if not self.arena.collapse(self.huge_bytes, piece):
-                break
-            self.huge_bytes += piece
+        """Brings the arena in: as huge pages while that is quick, then as it comes."""
+        self.huge_bytes = self.arena.make_huge(0, HUGE_PAGE_BUDGET_S)
         if self.huge_bytes < self.arena.num_bytes:
             self.arena.populate(self.huge_bytes)
 
     def collapse_rest(self, pause_s: float = 0.01) -> None:
         """Turns the rest of the arena into huge pages, piece by piece, as far as the kernel goes along. Blocks; for a thread of its own."""
-        whole = self.arena.num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        while self.huge_bytes < whole and self.arena.collapse(self.huge_bytes, HUGE_PAGE_BYTES):
-            self.huge_bytes += HUGE_PAGE_BYTES
+        while (end := self.arena.make_huge(self.huge_bytes, pause_s, HUGE_PAGE_BYTES)) > self.huge_bytes:
+            self.huge_bytes = end
             time.sleep(pause_s)
 
     def open_read_only(self) -> tuple[int, int]:

@@ -8,12 +8,14 @@ import ctypes
 import errno
 import mmap
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 HUGE_PAGE_BYTES = 2 << 20
+COLLAPSE_BYTES = 32 << 20
 _POPULATE_WRITE = 23
 _COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -56,8 +58,11 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 class FileMapping:
     """A shared mapping of `num_bytes` of a file, from its start."""
 
-    def __init__(self, fd: int, num_bytes: int, name: str) -> None:
-        """Takes the descriptor over, also where it raises. Raises ValueError where the file is shorter than `num_bytes`."""
+    def __init__(self, fd: int, num_bytes: int, name: str, *, exclusive: bool = False) -> None:
+        """Takes the descriptor over, also where it raises. Raises ValueError where the file is shorter than `num_bytes`.
+
+        `exclusive`: nobody else writes it, so bytes may be rewritten in place.
+        """
         try:
             if os.fstat(fd).st_size < num_bytes:
                 raise ValueError(f"{name} has {os.fstat(fd).st_size} bytes, fewer than the {num_bytes} declared")
@@ -68,6 +73,7 @@ class FileMapping:
         self.fd = fd
         self.name = name
         self.num_bytes = num_bytes
+        self._exclusive = exclusive
         self._open = True
 
     def __repr__(self) -> str:
@@ -79,7 +85,7 @@ class FileMapping:
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         os.truncate(fd, num_bytes)
-        return FileMapping(fd, num_bytes, str(path))
+        return FileMapping(fd, num_bytes, str(path), exclusive=True)
 
     def array(self) -> NDArray[np.uint8]:
         """The bytes; not to be used after `close`."""
@@ -102,16 +108,26 @@ class FileMapping:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self.array()[start : start + length : mmap.PAGESIZE] += 0  # A kernel before 5.14.
+            if self._exclusive:
+                self.array()[start : start + length : mmap.PAGESIZE] += 0  # A kernel before 5.14.
 
-    def collapse(self, start: int, num_bytes: int) -> bool:
-        """Brings pages in as huge pages where the kernel gives them; False where it does not. Blocks. Both are multiples of 2 MiB."""
-        self.array()[start : start + num_bytes : HUGE_PAGE_BYTES] += 0  # The kernel collapses no range that is all holes.
-        try:
-            self._advise(_COLLAPSE, start, num_bytes)
-        except OSError:
-            return False
-        return True
+    def make_huge(self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES) -> int:
+        """Brings pages in as huge pages from `start` on, for as long as that takes no more than `budget_s` and the kernel gives them.
+
+        Returns where it ended, a multiple of 2 MiB. Blocks. A kernel that must compact memory first is slow, hence the budget.
+        """
+        deadline_s = time.monotonic() + budget_s
+        whole = self.num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        while start < whole and time.monotonic() < deadline_s:
+            length = min(piece_bytes, whole - start)
+            if self._exclusive:
+                self.array()[start : start + length : HUGE_PAGE_BYTES] += 0  # The kernel collapses no range that is all holes.
+            try:
+                self._advise(_COLLAPSE, start, length)
+            except OSError:
+                break
+            start += length
+        return start
 
     def close(self) -> None:
         """Unmaps and closes."""

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 TIMER_S = 0.2
 MAX_SESSIONS = 4096
 DEFAULT_TRANSFER_TIMEOUT_S = 30.0
+HUGE_PAGE_BUDGET_S = 1.0
+"""Longest time that registering memory spends on huge pages: copies of it, and the engine's own work on it, are faster with them."""
 
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
 """Ends a transfer in the core, given how it went and the bytes moved; returns the results a run."""
@@ -326,7 +328,7 @@ def _map_engine_memory(layout: Layout, fds: dict[str, int]) -> EngineMemory:
             mapping = FileMapping(fds.pop(handle.handle_id), handle.base_offset_bytes + handle.num_bytes, handle.handle_id)
             mappings[handle.handle_id] = mapping
             if not mapping.has_holes():
-                mapping.populate()
+                mapping.populate(mapping.make_huge(0, HUGE_PAGE_BUDGET_S))
             regions[handle.handle_id] = Region(mapping.address + handle.base_offset_bytes, handle.num_bytes, f"memory {handle.handle_id!r}")
     except (OSError, ValueError) as error:
         for mapping in mappings.values():
