@@ -222,6 +222,9 @@ def find(buckets: Any, records: Any, hashes: Any, salt: Any, key_space: Any, gro
     capacity = records.shape[0]
     want_records = out_records.shape[0] > 0
     for i in range(hashes.shape[0]):
+        if i + PREFETCH_AHEAD < hashes.shape[0]:
+            prefix = np.uint64(hashes[i + PREFETCH_AHEAD, 0]) | (np.uint64(hashes[i + PREFETCH_AHEAD, 1]) << np.uint64(32))
+            prefetch(buckets, _home(_mix(prefix, salt), num_buckets))
         prefix = np.uint64(hashes[i, 0]) | (np.uint64(hashes[i, 1]) << np.uint64(32))
         mixed = _mix(prefix, salt)
         tag = np.uint32(mixed & np.uint64(0xFFFF_FFFF))

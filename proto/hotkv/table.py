@@ -100,9 +100,11 @@ class BlockTable:
     def __repr__(self) -> str:
         return f"BlockTable(capacity={self.geometry.capacity}, buckets={self.geometry.num_buckets}, epoch={self.geometry.epoch:#x})"
 
-    def probe(self, packed: bytes, hash_bytes: int, salt: int) -> Words:
-        """Entry words [n] by tag alone: 0 for a miss, high bit for reserved. A false hit has odds below n · 2^-29."""
-        prefixes = hash_prefixes(packed, hash_bytes)
+    def probe(self, prefixes: NDArray[np.uint64], salt: int) -> Words:
+        """Entry words [n] by tag alone, from the first 8 bytes of each hash: 0 for a miss, high bit for reserved.
+
+        A false hit has odds below n · 2^-29.
+        """
         if self._kernels is None:
             return probe_twin(self.buckets, prefixes, salt)
         out = np.empty(len(prefixes), np.uint32)
@@ -111,9 +113,7 @@ class BlockTable:
 
     def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
         """Which blocks are ready [n], as a hint; no call, microseconds for a thousand hashes."""
-        words = self.probe(packed, hash_bytes, salt)
-        ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
-        return ready
+        return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
 
     def find(self, hashes: Words, salt: int, key_space: int, group: int, *, with_records: bool = False) -> tuple[Words, Words]:
         """Entry words [n] by the whole key, and the records [n, 18] if asked for (undefined rows for misses).
@@ -127,6 +127,12 @@ class BlockTable:
         else:
             self._kernels.find(self.buckets, self.records, hashes, np.uint64(salt), np.uint32(key_space), np.uint32(group), out, records)
         return out, records
+
+
+def is_ready(words: Words) -> NDArray[np.bool_]:
+    """Which entry words are those of ready blocks."""
+    ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
+    return ready
 
 
 def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv import table
-from hotkv.table import RESERVED_FLAG, BlockTable, Words, hash_words
+from hotkv.table import RESERVED_FLAG, BlockTable, Words, hash_prefixes, hash_words
 
 Words64 = NDArray[np.uint64]
 
@@ -70,7 +70,7 @@ def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
         packed = packed_hashes(numbers)
         absent = numbers >= NUM_STABLE + NUM_MOVING
         stable = numbers < NUM_STABLE
-        probed = block_table.probe(packed, HASH_BYTES, SALT)
+        probed = block_table.probe(hash_prefixes(packed, HASH_BYTES), SALT)
         found, records = block_table.find(hash_words(packed, HASH_BYTES), SALT, KEY_SPACE, GROUP, with_records=True)
         counts.probes += BATCH
         counts.finds += BATCH

@@ -132,15 +132,10 @@ class CacheCore:
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Which blocks are ready, one mask a list. A hint: nothing is pinned or touched."""
         self._check_groups(self.key_space(key_space_id), [g.group_index for g in groups], sum(len(g.hashes) for g in groups))
-        masks = [self._is_ready(self.space.index.find(key_space_id, g.group_index, g.hashes)) for g in groups]
+        masks = [table.is_ready(self.space.index.probe(key_space_id, g.group_index, g.hashes)) for g in groups]
         self.counters.lookup_blocks += sum(len(mask) for mask in masks)
         self.counters.lookup_hit_blocks += sum(int(mask.sum()) for mask in masks)
         return masks
-
-    @staticmethod
-    def _is_ready(words: Entries) -> BoolMask:
-        ready: BoolMask = (words != 0) & (words < RESERVED_FLAG)
-        return ready
 
     def touch(self, session_number: int, groups: list[HashList], now_s: float) -> None:
         """Notes that the engine used these blocks from its own device cache."""
@@ -148,7 +143,7 @@ class CacheCore:
         self._check_groups(self.key_space(session.key_space_id), [g.group_index for g in groups], sum(len(g.hashes) for g in groups))
         for g in groups:
             words = self.space.index.find(session.key_space_id, g.group_index, g.hashes)
-            self.space.policy.touch(words[self._is_ready(words)], now_s)
+            self.space.policy.touch(words[table.is_ready(words)], now_s)
 
     def acquire(self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float) -> Grant:
         """Pins the ready ones among the blocks. The same call again returns the same grant."""
@@ -172,7 +167,7 @@ class CacheCore:
         total = 0
         for g in groups:
             words = self.space.index.find(session.key_space_id, g.group_index, g.hashes)
-            entries = np.where(self._is_ready(words), words, 0).astype(np.uint32)
+            entries = np.where(table.is_ready(words), words, 0).astype(np.uint32)
             upto = total + np.cumsum(np.where(entries != 0, self.space.index.slot_bytes(entries), 0))
             entries[upto > budget] = 0
             total = int(upto[upto <= budget].max(initial=total))
@@ -278,7 +273,7 @@ class CacheCore:
         """BlockResult values and entry numbers of one run."""
         index = self.space.index
         words = index.find(lease.key_space_id, run.group_index, run.hashes)
-        ready = self._is_ready(words)
+        ready = table.is_ready(words)
         results = np.full(len(words), BlockResult.NO_SPACE, np.uint8)
         results[ready] = BlockResult.PRESENT
         reserved = words >= RESERVED_FLAG

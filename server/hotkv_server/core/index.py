@@ -48,6 +48,10 @@ class BlockIndex:
         salt = int(self._salts[key_space_id, group_index])
         return self.table.find(hashes, salt, key_space_id, group_index)[0]
 
+    def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
+        """Entry words [n] by tag alone, as readers of the table see them; faster than `find`, and a hint."""
+        return self.table.probe(hashes.view(np.uint64)[:, 0], int(self._salts[key_space_id, group_index]))
+
     def insert(
         self, key_space_id: int, group_index: int, hashes: Words, offsets: Int64s, slot_bytes: int, depths: Int64s, lease_number: int
     ) -> Entries:
