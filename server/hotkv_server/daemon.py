@@ -35,6 +35,8 @@ from hotkv_server.settings import Settings
 log = logging.getLogger(__name__)
 
 STALLED_LOOP_S = 5.0
+UNUSED_LIBRARIES = ("libllvmlite", "openblas")
+"""The compiler behind numba's cached kernels, and numpy's linear algebra."""
 SWITCH_INTERVAL_S = 0.0005
 """How long the event loop may keep the interpreter from a copy thread that has just ended its piece."""
 
@@ -80,16 +82,30 @@ async def feed_watchdog(is_healthy: Callable[[], bool]) -> None:
 
 
 def trim_memory() -> None:
-    """Gives back what only the start needed: free heap, and the code pages of the compiler that numba's cached kernels pull in."""
+    """Gives back what only the start needed: free heap, and the file pages of libraries that a server at work does not use."""
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, permissions, *_, name = line.split(maxsplit=5)
-        # Only read-only code and data that are whole copies of the file; the kernel brings back what is used again.
-        if "libllvmlite" in name and permissions == "r-xp":
-            start, end = (int(part, 16) for part in addresses.split("-"))
-            libc.madvise(start, end - start, mmap.MADV_DONTNEED)
+    for start, end in unused_library_pages(Path("/proc/self/smaps").read_text()):
+        libc.madvise(start, end - start, mmap.MADV_DONTNEED)
+
+
+def unused_library_pages(smaps: str) -> list[tuple[int, int]]:
+    """Address ranges of read-only mappings of UNUSED_LIBRARIES that are whole copies of their file.
+
+    The kernel brings back what is used again. A mapping with anonymous pages (relocated data) is left alone: those exist nowhere else.
+    """
+    ranges: list[tuple[int, int]] = []
+    candidate: tuple[int, int] | None = None
+    for line in smaps.splitlines():
+        head = line.split(maxsplit=5)
+        if "-" in head[0]:
+            named = len(head) == 6 and any(library in head[5] for library in UNUSED_LIBRARIES)
+            start, end = (int(part, 16) for part in head[0].split("-"))
+            candidate = (start, end) if named and head[1] in ("r-xp", "r--p") else None
+        elif head[0] == "Anonymous:" and candidate is not None and int(head[1]) == 0:
+            ranges.append(candidate)
+    return ranges
 
 
 async def serve(settings: Settings) -> None:

@@ -160,3 +160,21 @@ def test_the_annotated_configuration_shows_every_setting_with_its_default() -> N
     assert {name: set(value) if isinstance(value, dict) else None for name, value in written.items()} == {
         name: set(value) if isinstance(value, dict) else None for name, value in Settings().model_dump(mode="json", by_alias=True).items()
     }
+
+
+def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
+    from hotkv_server.daemon import unused_library_pages
+
+    smaps = """7f0000000000-7f0000001000 r-xp 00000000 fe:00 1   /x/libllvmlite.so
+Rss: 4 kB
+Anonymous:             0 kB
+7f0000001000-7f0000002000 r--p 00001000 fe:00 1   /x/libllvmlite.so
+Anonymous:             4 kB
+7f0000002000-7f0000003000 rw-p 00002000 fe:00 1   /x/libllvmlite.so
+Anonymous:             0 kB
+7f0000003000-7f0000004000 r-xp 00000000 fe:00 2   /x/libc.so
+Anonymous:             0 kB
+7f0000004000-7f0000005000 r--p 00000000 00:00 0
+Anonymous:             0 kB
+"""
+    assert unused_library_pages(smaps) == [(0x7F0000000000, 0x7F0000001000)]
