@@ -12,6 +12,7 @@ import contextlib
 import json
 import statistics
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ ARENA = "2GiB"
 ARENA_BYTES = 2 << 30
 WARM_UPS = 2
 FIRST_SEED = 1000
+SETTLE_S = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,12 @@ def hook_share(path: Path) -> float:
     if len(timing["sides"]) < 2:
         raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
     return float(timing["hook_s"]) / float(timing["step_s"])
+
+
+def alone(engine: Engine, tokens: list[int]) -> Answer:
+    """The engine's answer, once the threads of the engine before have stopped spinning (OpenMP's go on for 0.2 s after a step)."""
+    time.sleep(SETTLE_S)
+    return engine.generate(tokens, ANSWER_TOKENS)
 
 
 def measure(model: Path, folder: Path, num_rounds: int) -> tuple[list[Round], float]:
@@ -67,9 +75,9 @@ def measure(model: Path, folder: Path, num_rounds: int) -> tuple[list[Round], fl
             prompt, other = (prompts.token_ids(model, seed + offset, PROMPT_TOKENS) for offset in (1, 2))
             seed += 2
             turns = [(miss, prompt), (plain, other)]
-            answers = {engine: engine.generate(tokens, ANSWER_TOKENS) for engine, tokens in (turns if number % 2 else turns[::-1])}
+            answers = {engine: alone(engine, tokens) for engine, tokens in (turns if number % 2 else turns[::-1])}
             server.wait_for_stores()
-            rounds.append(Round(answers[miss], answers[plain], warm.generate(prompt, ANSWER_TOKENS)))
+            rounds.append(Round(answers[miss], answers[plain], alone(warm, prompt)))
             last = rounds[-1]
             if last.miss.hit_tokens or last.plain.hit_tokens or not last.warm.hit_tokens:
                 said = "\n".join(line for line in warm.log.read_text().splitlines() if "KV Transfer metrics" in line or " hotkv " in line)
