@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hotkv
-from hotkv_server.settings import Settings, load_settings, print_error
+
+try:
+    from hotkv_server.settings import Settings, load_settings, print_error
+except ImportError as missing:
+    sys.exit(f"hotkv-server: {missing.name} is not installed: the server needs its extra, pip install 'hotkv[server]'")
 
 USAGE_ERROR = 2
 
