@@ -155,8 +155,15 @@ def ping() -> Request:
 
 
 def lookup(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
-    """Which blocks are ready."""
-    return Request(lookup=cache_pb2.LookupRequest(groups=_groups(groups, hash_bytes)))
+    """Which blocks are ready. Only the total length of the hashes is checked: this is a hint, and it is quick."""
+    request = Request()
+    for group in groups:
+        packed = b"".join(group.hashes)
+        if len(packed) != len(group.hashes) * hash_bytes:
+            raise HotKVError(Reason.INVALID_HASH, f"hashes do not all have the {hash_bytes} bytes of this key space")
+        request.lookup.groups.add(group_index=group.group_index, hashes=packed)
+    request.lookup.SetInParent()
+    return request
 
 
 def acquire(lease_id: str, groups: Sequence[GroupHashes], ttl_s: float, hash_bytes: int) -> Request:
