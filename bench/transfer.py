@@ -25,6 +25,7 @@ LAYERS = 16
 TOKEN_BYTES = 2 * 8 * 128 * 2
 OPERATION_BYTES = 64 << 20
 BLOCK_TOKENS = (4, 16, 64, 256)
+ARENA_BYTES = 1 << 30
 ROUNDS = 25
 COPY_THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 
@@ -111,39 +112,43 @@ def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> None:
         time.sleep(0.5)
 
 
+def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict[str, list[float]]:
+    """Seconds of each operation, by name, once the arena is full: every store that is timed evicts as much as it stores."""
+    engine = Engine(target, block_tokens)
+    times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
+    for i in range(ARENA_BYTES // OPERATION_BYTES):
+        engine.store([os.urandom(32) for _ in range(engine.num_blocks)], f"fill-{i}")
+    for i in range(ROUNDS):
+        hashes = [os.urandom(32) for _ in range(engine.num_blocks)]
+        times["memcpy"].append(memcpy())
+        engine.one_block(f"warm-s{i}")
+        times["store"].append(engine.store(hashes, f"s{i}"))
+        engine.one_block(f"warm-l{i}")
+        times["load"].append(engine.load(hashes, f"l{i}"))
+    engine.close()
+    return times
+
+
 def main() -> int:
     """Entry point."""
     options = parser("Time stores and loads.").parse_args()
     rows, store_ratio, load_ratio, spread = [], {}, {}, {}
     source, target = np.ones(OPERATION_BYTES, np.uint8), np.ones(OPERATION_BYTES, np.uint8)
     memcpy = threaded_memcpy(target, source)
-    with ends_cleanly(), runtime_folder(2 << 30) as folder, Server(folder, "1GiB") as server:
-        server.wait_ready()
-        wait_for_huge_pages(server)
-        for block_tokens in BLOCK_TOKENS:
-            engine = Engine(server.target, block_tokens)
-            times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
-            for i in range(ROUNDS + 3):
-                hashes = [os.urandom(32) for _ in range(engine.num_blocks)]
-                measured = {"memcpy": memcpy()}
-                engine.one_block(f"warm-s{i}")
-                measured["store"] = engine.store(hashes, f"s{i}")
-                engine.one_block(f"warm-l{i}")
-                measured["load"] = engine.load(hashes, f"l{i}")
-                if i >= 3:
-                    for name, seconds in measured.items():
-                        times[name].append(seconds)
-            engine.close()
-            run_bytes = engine.page_bytes
-            ceiling_s = median(times["memcpy"])
-            store_ratio[run_bytes] = ceiling_s / median(times["store"])
-            load_ratio[run_bytes] = ceiling_s / median(times["load"])
-            spread[run_bytes] = {name: percentile(values, 0.9) / median(values) for name, values in times.items()}
-            for name, values in times.items():
-                rate = OPERATION_BYTES / median(values) / 1e9
-                rows.append(
-                    (run_bytes >> 10, name, round(rate, 2), round(ceiling_s / median(values), 2), round(spread[run_bytes][name], 2))
-                )
+    for block_tokens in BLOCK_TOKENS:
+        with ends_cleanly(), runtime_folder(2 * ARENA_BYTES) as folder, Server(folder, str(ARENA_BYTES)) as server:
+            server.wait_ready()
+            wait_for_huge_pages(server)
+            times = measure(server.target, block_tokens, memcpy)
+        run_bytes = block_tokens * TOKEN_BYTES
+        ceiling_s = median(times["memcpy"])
+        store_ratio[run_bytes] = ceiling_s / median(times["store"])
+        load_ratio[run_bytes] = ceiling_s / median(times["load"])
+        spread[run_bytes] = {name: percentile(values, 0.9) / median(values) for name, values in times.items()}
+        for name, values in times.items():
+            rate = OPERATION_BYTES / median(values) / 1e9
+            row = (run_bytes >> 10, name, round(rate, 2), round(ceiling_s / median(values), 2), round(spread[run_bytes][name], 2))
+            rows.append(row)
     figures: dict[str, object] = {
         "store_ratio": store_ratio,
         "load_ratio": load_ratio,

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -183,3 +184,43 @@ def test_admin_sees_and_evicts(own_server: Server, engine: Make) -> None:
         assert admin.explain(hashes=b"".join(blocks))[0]["blocks"][3]["verdict"] == "evicted"
         assert admin.tiers()[0]["block_count"] == 4
         assert admin.evict(everything=True)["evicted_block_count"] == 4
+
+
+def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing that validated can fail so; if it does, the lease is free again and the next transfer works."""
+    import asyncio
+
+    from hotkv.groups import GroupKind, GroupSpec
+    from hotkv.keys import KeySpace
+    from hotkv.layout import Layout, MemoryHandle, PageTensor
+    from hotkv.table import hash_words
+    from hotkv_server.core.cache import CacheCore
+    from hotkv_server.core.policy import LRU
+    from hotkv_server.core.values import CoreConfig, Run
+    from hotkv_server.dataplane.host import HostCopyEngine
+    from hotkv_server.memory.arena import NodeMemory
+    from hotkv_server.runtime import node as node_module
+
+    async def scenario() -> None:
+        memory = NodeMemory.create(tmp_path / "arena", 1 << 20, 64, 1, prefault=False)
+        copies = HostCopyEngine(1)
+        node = node_module.Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, copies)
+        space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
+        session = node.open_session("e", "worker", space, "test")
+        session.receive("kv", os.memfd_create("kv"))
+        os.truncate(session.received_fds["kv"], 4096)
+        await node.register_memory(session, Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)))
+        run, block_ids = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
+        with monkeypatch.context() as patch:
+            patch.setattr(node_module, "plans_for", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                node.store(session, "t", "l", [run], block_ids, 5.0)
+        node.core.check_invariants()
+        assert (len(node.core.leases), len(node.core.transfers), session.jobs) == (0, 0, {})
+        end = await node.store(session, "t", "l", [run], block_ids, 5.0)
+        assert end.results[0].tolist() == [BlockResult.STORED]
+        await node.close()
+        copies.close()
+        memory.remove()
+
+    asyncio.run(scenario())

@@ -117,8 +117,11 @@ class SlabPool:
         np.add.at(self._used, self.slab_of(taken), 1)
         return taken
 
-    def free(self, slot_bytes: int, offsets: Int64s) -> None:
-        """Gives slots back. They must be in use and of this size."""
+    def free(self, slot_bytes: int, offsets: Int64s, *, for_reuse: bool = False) -> None:
+        """Gives slots back. They must be in use and of this size.
+
+        `for_reuse`: the caller allocates as many of this size next, so emptied slabs stay with it for that moment.
+        """
         if not len(offsets):
             return
         c = self._class(slot_bytes)
@@ -127,6 +130,8 @@ class SlabPool:
         np.subtract.at(self._used, slabs, 1)
         assert np.all(self._used[slabs] >= 0), "slot freed twice"
         c.free = np.concatenate((c.free, offsets))
+        if for_reuse:
+            return
         emptied = np.unique(slabs[self._used[slabs] == 0])
         if len(emptied):
             c.free = c.free[~np.isin(self.slab_of(c.free), emptied)]

@@ -65,21 +65,21 @@ class Space:
         self.index.publish(entries, np.zeros(len(entries), np.uint64))
         self.policy.touch(entries, now_s)
 
-    def drop(self, entries: Entries) -> None:
+    def drop(self, entries: Entries, *, for_reuse: bool = False) -> None:
         """Removes entries and frees their slots, without a notice: reserved ones that will not be written."""
         sizes, offsets = self.index.slot_bytes(entries), self.index.offsets(entries)
         self.index.remove(entries)
         self.policy.forget(entries)
         for size in distinct(sizes):
-            self.pool.free(size, offsets[sizes == size])
+            self.pool.free(size, offsets[sizes == size], for_reuse=for_reuse)
 
     def evict(self, entries: Entries) -> int:
         """Removes ready entries that are not pinned, with a notice; returns how many that were."""
         return self._evict_checked(entries[self._evictable(entries)])
 
-    def _evict_checked(self, free_to_go: Entries) -> int:
+    def _evict_checked(self, free_to_go: Entries, *, for_reuse: bool = False) -> int:
         key_spaces, groups, hashes = self.index.keys(free_to_go)
-        self.drop(free_to_go)
+        self.drop(free_to_go, for_reuse=for_reuse)
         self.evicted_blocks += len(free_to_go)
         owners = key_spaces.astype(np.int64) << 16 | groups
         for owner in distinct(owners):
@@ -135,7 +135,7 @@ class Space:
         victims = self.policy.victims(
             slot_bytes, count, lambda: self.index.ready_entries(slot_bytes), lambda entries: self._evictable(entries, slot_bytes)
         )
-        self._evict_checked(victims)
+        self._evict_checked(victims, for_reuse=slot_bytes > 0)
 
     def _take_cold_slabs(self, slot_bytes: int, num_slots: int) -> int:
         """Empties slabs lent to other sizes: where they are colder than what this size would evict itself, or it has not enough of that.

@@ -205,7 +205,6 @@ class Node:
         slots = self.core.begin_store(
             session.record.number, transfer_id, lease_id, runs, memory.layout.shard_index, max(timeout_s, 0.0) * 2, time.monotonic()
         )
-        self._run_effects()
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
             kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
@@ -214,7 +213,11 @@ class Node:
             self.stored_bytes += num_bytes
             return results
 
-        return self._transfer(session, transfer_id, memory, slots, block_ids, timeout_s, finish, to_engine=False)
+        try:
+            return self._transfer(session, transfer_id, memory, slots, block_ids, timeout_s, finish, to_engine=False)
+        finally:
+            # Notices of what made room go out while the bytes move.
+            self._run_effects()
 
     def cancel(self, session: LiveSession, transfer_id: str) -> bool:
         """Asks a transfer to end early; False where it has ended."""
@@ -239,13 +242,19 @@ class Node:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TransferEnd] = loop.create_future()
         groups = session.key_space.groups
-        runs = [
-            copy
-            for slot_run, ids in zip(slots, block_ids, strict=True)
-            for copy in memory.layout.copy_runs(
-                slot_run.group_index, groups[slot_run.group_index], ids[slot_run.positions], slot_run.offsets
-            )
-        ]
+        try:
+            runs = [
+                copy
+                for slot_run, ids in zip(slots, block_ids, strict=True)
+                for copy in memory.layout.copy_runs(
+                    slot_run.group_index, groups[slot_run.group_index], ids[slot_run.positions], slot_run.offsets
+                )
+            ]
+            plans = plans_for(runs, self._arena, memory.regions, to_engine=to_engine)
+        except BaseException:
+            # The core has begun the transfer; it must not stay in its books.
+            finish(Outcome.FAILED, 0)
+            raise
         late: list[str] = []
 
         def ended(outcome: Outcome, message: str) -> None:
@@ -265,7 +274,7 @@ class Node:
         def on_done(outcome: Outcome, message: str) -> None:
             loop.call_soon_threadsafe(ended, outcome, message)
 
-        job = CopyJob(plans_for(runs, self._arena, memory.regions, to_engine=to_engine), on_done)
+        job = CopyJob(plans, on_done)
         session.jobs[transfer_id] = job
         timeout_s = timeout_s or DEFAULT_TRANSFER_TIMEOUT_S
         timer = loop.call_later(timeout_s, cancel_late)
