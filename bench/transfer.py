@@ -105,11 +105,12 @@ def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[
     return run
 
 
-def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> None:
-    """Until the server has stopped turning its arena into huge pages, which it does for some seconds after it is ready."""
+def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
+    """Until the server has stopped turning its arena into huge pages, some seconds after it is ready; the share it got."""
     deadline_s, last = time.monotonic() + timeout_s, -1.0
     while time.monotonic() < deadline_s and last != (last := server.counter("arena_huge_page_bytes")):
         time.sleep(0.5)
+    return last / ARENA_BYTES
 
 
 def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict[str, list[float]]:
@@ -138,7 +139,7 @@ def main() -> int:
     for block_tokens in BLOCK_TOKENS:
         with ends_cleanly(), runtime_folder(2 * ARENA_BYTES) as folder, Server(folder, str(ARENA_BYTES)) as server:
             server.wait_ready()
-            wait_for_huge_pages(server)
+            huge_share = wait_for_huge_pages(server)
             times = measure(server.target, block_tokens, memcpy)
         run_bytes = block_tokens * TOKEN_BYTES
         ceiling_s = median(times["memcpy"])
@@ -147,15 +148,15 @@ def main() -> int:
         spread[run_bytes] = {name: percentile(values, 0.9) / median(values) for name, values in times.items()}
         for name, values in times.items():
             rate = OPERATION_BYTES / median(values) / 1e9
-            row = (run_bytes >> 10, name, round(rate, 2), round(ceiling_s / median(values), 2), round(spread[run_bytes][name], 2))
-            rows.append(row)
+            ratio, tail = ceiling_s / median(values), spread[run_bytes][name]
+            rows.append((run_bytes >> 10, name, round(rate, 2), round(ratio, 2), round(tail, 2), round(huge_share, 2)))
     figures: dict[str, object] = {
         "store_ratio": store_ratio,
         "load_ratio": load_ratio,
         "p90_over_p50": spread,
         "copy_threads": COPY_THREADS,
     }
-    print_report(("run KiB", "what", "GB/s", "of memcpy", "p90/p50"), rows, figures, as_json=options.json)
+    print_report(("run KiB", "what", "GB/s", "of memcpy", "p90/p50", "huge"), rows, figures, as_json=options.json)
     return 0
 
 

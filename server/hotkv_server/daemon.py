@@ -154,7 +154,7 @@ async def serve(settings: Settings) -> None:
     trim_memory()
     log.info(
         "ready version=%s socket=%s arena_bytes=%d huge_bytes=%d copy_threads=%d http_port=%s kernels=%s start_s=%.2f",
-        hotkv.__version__, settings.grpc_socket, settings.arena.bytes, memory.huge_bytes, settings.copy_.num_threads,
+        hotkv.__version__, settings.grpc_socket, settings.arena.bytes, memory.arena.huge_bytes, settings.copy_.num_threads,
         http.port if http else "none", native.available(), time.monotonic() - started_s,
     )  # fmt: skip
     notify_systemd(f"READY=1\nSTATUS=serving on {settings.grpc_socket}")

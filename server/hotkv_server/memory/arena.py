@@ -20,13 +20,13 @@ HUGE_PAGE_BUDGET_S = 0.5
 
 @dataclass(slots=True)
 class NodeMemory:
-    """Arena and table of one server. `huge_bytes`: how much of the arena lies in huge pages so far."""
+    """Arena and table of one server. `arena.huge_bytes` says how much of it lies in huge pages."""
 
     directory: Path
     arena: FileMapping
     table_file: FileMapping
     table: BlockTable
-    huge_bytes: int = 0
+    _collapsed_bytes: int = 0
 
     @staticmethod
     def create(directory: Path, arena_bytes: int, capacity: int, epoch: int, mode: int = 0o640, *, prefault: bool = True) -> "NodeMemory":
@@ -54,14 +54,13 @@ class NodeMemory:
 
     def _prefault(self) -> None:
         """Brings the arena in: as huge pages while that is quick, then as it comes."""
-        self.huge_bytes = self.arena.make_huge(0, HUGE_PAGE_BUDGET_S)
-        if self.huge_bytes < self.arena.num_bytes:
-            self.arena.populate(self.huge_bytes)
+        self._collapsed_bytes = self.arena.make_huge(0, HUGE_PAGE_BUDGET_S)
+        self.arena.populate()
 
     def collapse_rest(self, pause_s: float = 0.01) -> None:
         """Turns the rest of the arena into huge pages, piece by piece, as far as the kernel goes along. Blocks; for a thread of its own."""
-        while (end := self.arena.make_huge(self.huge_bytes, pause_s, HUGE_PAGE_BYTES)) > self.huge_bytes:
-            self.huge_bytes = end
+        while (end := self.arena.make_huge(self._collapsed_bytes, pause_s, HUGE_PAGE_BYTES)) > self._collapsed_bytes:
+            self._collapsed_bytes = end
             time.sleep(pause_s)
 
     def open_read_only(self) -> tuple[int, int]:

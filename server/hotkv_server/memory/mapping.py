@@ -73,6 +73,7 @@ class FileMapping:
         self.fd = fd
         self.name = name
         self.num_bytes = num_bytes
+        self.huge_bytes = 0
         self._exclusive = exclusive
         self._open = True
 
@@ -100,34 +101,45 @@ class FileMapping:
         """True where parts of the file have no memory yet; populating would allocate it."""
         return os.fstat(self.fd).st_blocks * 512 < self.num_bytes
 
-    def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
-        """Brings pages in, with the page tables. Blocks; raises OSError where memory is short. `start` is a multiple of the page size."""
-        length = self.num_bytes - start if num_bytes is None else num_bytes
+    def populate(self) -> None:
+        """Brings every page in, with the page tables. Blocks; raises OSError where memory is short."""
         try:
-            self._advise(_POPULATE_WRITE, start, length)
+            self._advise(_POPULATE_WRITE, 0, self.num_bytes)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             if self._exclusive:
-                self.array()[start : start + length : mmap.PAGESIZE] += 0  # A kernel before 5.14.
+                self.array()[:: mmap.PAGESIZE] += 0  # A kernel before 5.14.
 
     def make_huge(self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES) -> int:
         """Brings pages in as huge pages from `start` on, for as long as that takes no more than `budget_s` and the kernel gives them.
 
-        Returns where it ended, a multiple of 2 MiB. Blocks. A kernel that must compact memory first is slow, hence the budget.
+        Returns where it ended, a multiple of 2 MiB; single pages that the kernel refused may lie before. Adds to `huge_bytes`.
+        Blocks. A kernel that must compact memory first is slow, hence the budget.
         """
         deadline_s = time.monotonic() + budget_s
         whole = self.num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         while start < whole and time.monotonic() < deadline_s:
             length = min(piece_bytes, whole - start)
-            if self._exclusive:
-                self.array()[start : start + length : HUGE_PAGE_BYTES] += 0  # The kernel collapses no range that is all holes.
-            try:
-                self._advise(_COLLAPSE, start, length)
-            except OSError:
+            got = self._collapse(start, length)
+            if got < length and length > HUGE_PAGE_BYTES:
+                # Somebody held a page for a moment: the others are had one by one.
+                got = sum(self._collapse(at, HUGE_PAGE_BYTES) for at in range(start, start + length, HUGE_PAGE_BYTES))
+            if got == 0:
                 break
+            self.huge_bytes += got
             start += length
         return start
+
+    def _collapse(self, start: int, num_bytes: int) -> int:
+        """Bytes that are huge pages now: all, or none where the kernel refused."""
+        if self._exclusive:
+            self.array()[start : start + num_bytes : HUGE_PAGE_BYTES] += 0  # The kernel collapses no range that is all holes.
+        try:
+            self._advise(_COLLAPSE, start, num_bytes)
+        except OSError:
+            return 0
+        return num_bytes
 
     def close(self) -> None:
         """Unmaps and closes."""

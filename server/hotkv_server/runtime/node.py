@@ -138,9 +138,10 @@ class Node:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
         session.memory = memory
         log.info(
-            "memory registered session=%d bytes=%d blocks=%d layout=%s",
+            "memory registered session=%d bytes=%d huge_bytes=%d blocks=%d layout=%s",
             session.record.number,
             layout.num_bytes,
+            sum(mapping.huge_bytes for mapping in memory.mappings.values()),
             layout.num_blocks,
             layout.name,
         )
@@ -337,7 +338,8 @@ def _map_engine_memory(layout: Layout, fds: dict[str, int]) -> EngineMemory:
             mapping = FileMapping(fds.pop(handle.handle_id), handle.base_offset_bytes + handle.num_bytes, handle.handle_id)
             mappings[handle.handle_id] = mapping
             if not mapping.has_holes():
-                mapping.populate(mapping.make_huge(0, HUGE_PAGE_BUDGET_S))
+                mapping.make_huge(0, HUGE_PAGE_BUDGET_S)
+                mapping.populate()
             regions[handle.handle_id] = Region(mapping.address + handle.base_offset_bytes, handle.num_bytes, f"memory {handle.handle_id!r}")
     except (OSError, ValueError) as error:
         for mapping in mappings.values():

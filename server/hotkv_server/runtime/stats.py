@@ -55,7 +55,7 @@ def gauges(node: Node) -> dict[str, float]:
         "arena_used_bytes": float(host.used_bytes),
         "arena_pinned_bytes": float(host.pinned_bytes),
         "ready_blocks": float(host.num_blocks),
-        "arena_huge_page_bytes": float(node.memory.huge_bytes),
+        "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),
         "draining": float(node.core.draining),
         "notices_queued": float(max((s.notices.qsize() for s in node.sessions.values()), default=0)),
