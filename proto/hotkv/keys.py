@@ -11,9 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hotkv.groups import GroupSpec
 
 MIN_HASH_BYTES = 8
@@ -70,22 +67,6 @@ class KeySpace:
         """64-bit salt that the block table mixes into hashes of this group."""
         digest = hashlib.sha256(self.fingerprint + group_index.to_bytes(4, "little")).digest()
         return int.from_bytes(digest[:8], "little")
-
-
-def pack_hashes(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Joins block hashes for the wire. Raises ValueError where one has another length."""
-    packed = b"".join(hashes)
-    if len(packed) != len(hashes) * hash_bytes or any(len(h) != hash_bytes for h in hashes):
-        wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
-        raise ValueError(f"hash {wrong} has {len(hashes[wrong])} bytes; this key space uses {hash_bytes}")
-    return packed
-
-
-def hash_array(packed: bytes, hash_bytes: int) -> NDArray[np.uint8]:
-    """Packed hashes as [n, hash_bytes] without a copy. Raises ValueError where the length is no multiple."""
-    if len(packed) % hash_bytes:
-        raise ValueError(f"packed hashes have {len(packed)} bytes, which is no multiple of {hash_bytes}")
-    return np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
 
 
 def group_hashes(hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int) -> Sequence[bytes]:

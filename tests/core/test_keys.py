@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES, KeySpace, group_hashes, hash_array, pack_hashes, token_block_hashes
+from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES, KeySpace, group_hashes, token_block_hashes
 
 GROUP = GroupSpec(GroupKind.SLIDING_WINDOW, 32, (4096, 4096), 64, ("layers.0",))
 BASE = KeySpace("model", "revision", "bfloat16", (GROUP,), 16)
@@ -86,33 +86,6 @@ def test_salts_differ_between_groups_and_key_spaces() -> None:
 def test_key_spaces_that_contradict_themselves_are_refused(change: dict[str, object], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         replace(BASE, **change)
-
-
-@given(data=st.data(), hash_bytes=st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES), count=st.integers(0, 6))
-def test_packing_there_and_back(data: st.DataObject, hash_bytes: int, count: int) -> None:
-    hashes = [data.draw(st.binary(min_size=hash_bytes, max_size=hash_bytes)) for _ in range(count)]
-    rows = hash_array(pack_hashes(hashes, hash_bytes), hash_bytes)
-    assert rows.shape == (count, hash_bytes) and [row.tobytes() for row in rows] == hashes
-
-
-@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), hash_bytes=st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES))
-def test_hashes_of_another_length_are_refused_and_the_first_is_named(lengths: list[int], hash_bytes: int) -> None:
-    hashes = [b"x" * length for length in lengths]
-    wrong = [number for number, length in enumerate(lengths) if length != hash_bytes]
-    if not wrong:
-        assert pack_hashes(hashes, hash_bytes) == b"".join(hashes)
-        return
-    with pytest.raises(ValueError, match=f"hash {wrong[0]} has {lengths[wrong[0]]} bytes"):
-        pack_hashes(hashes, hash_bytes)
-
-
-@given(num_bytes=st.integers(0, 200), hash_bytes=st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES))
-def test_packed_hashes_of_a_wrong_length_are_refused(num_bytes: int, hash_bytes: int) -> None:
-    if num_bytes % hash_bytes == 0:
-        assert len(hash_array(bytes(num_bytes), hash_bytes)) == num_bytes // hash_bytes
-        return
-    with pytest.raises(ValueError, match="no multiple"):
-        hash_array(bytes(num_bytes), hash_bytes)
 
 
 @given(num_hashes=st.integers(0, 40), step=st.integers(1, 6))

@@ -139,6 +139,17 @@ def test_a_lease_protects_from_eviction(own_server: Server, engine: Make) -> Non
     assert np.array_equal(one.kv[:, 20:36], one.kv[:, :16])
 
 
+def test_only_what_was_loaded_counts_as_loaded(own_server: Server, engine: Make) -> None:
+    one = engine(own_server.target)
+    blocks = hashes(4)
+    store(one, blocks, ids(0, 1, 2, 3))
+    one.session.acquire("l", [GroupHashes(0, blocks)]).result(5)
+    for i in range(3):
+        one.session.load(f"l{i}", "l", [LoadRun(0, ids(i), ids(9))], 5).result(5)
+    assert own_server.counter("loaded_blocks_total") == 3
+    assert own_server.counter("loaded_bytes_total") == 3 * 2 * 4096
+
+
 def test_an_expired_lease_is_unknown(engine: Make) -> None:
     one = engine()
     blocks = hashes(2)

@@ -341,7 +341,7 @@ class CacheCore:
             lease.admitted = True
             self._unadmitted_bytes -= lease.pinned_bytes
         lease.num_copies += 1
-        self.transfers.add(LoadTransfer(session_number, transfer_id, lease))
+        self.transfers.add(LoadTransfer(session_number, transfer_id, lease, sum(len(run.positions) for run in slots)))
         return slots
 
     def begin_store(
@@ -389,7 +389,7 @@ class CacheCore:
         assert isinstance(transfer, LoadTransfer), "a store ended as a load"
         transfer.lease.num_copies -= 1
         if succeeded:
-            self.counters.loaded_blocks += sum(int((entries != 0).sum()) for _, entries in transfer.lease.groups)
+            self.counters.loaded_blocks += transfer.num_blocks
         if transfer.lease.released:
             self._end_lease(transfer.lease)
 

@@ -102,11 +102,6 @@ class SlabPool:
         lent = np.flatnonzero(np.concatenate(([True], self._owner != _FREE, [True])))
         return len(c.free) + int(((np.diff(lent) - 1) // c.slabs_per_slot).sum())
 
-    def slabs_for(self, slot_bytes: int, num_slots: int) -> int:
-        """Slabs needed for so many more slots of this size."""
-        c = self._class(slot_bytes)
-        return -(-num_slots // c.slots_per_slab) * c.slabs_per_slot
-
     def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:
         """Takes up to `num_slots` slots; fewer where free slots and free slabs run out."""
         c = self._class(slot_bytes)

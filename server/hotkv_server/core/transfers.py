@@ -22,6 +22,7 @@ class LoadTransfer:
     session_number: int
     transfer_id: str
     lease: ReadLease
+    num_blocks: int
 
 
 @dataclass(slots=True)

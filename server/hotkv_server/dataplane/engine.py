@@ -63,5 +63,9 @@ class CopyEngine(Protocol):
     def submit(self, job: CopyJob) -> None:
         """Starts a job; its `on_done` follows."""
 
+    @property
+    def num_queued(self) -> int:
+        """Pieces not yet begun; bounded by the transfers that the core admits."""
+
     def close(self) -> None:
         """Waits for jobs in flight and stops the threads."""

@@ -51,6 +51,7 @@ def gauges(node: Node) -> dict[str, float]:
         "sessions": float(len(node.sessions)),
         "leases": float(len(node.core.leases)),
         "transfers_in_flight": float(len(node.core.transfers)),
+        "copy_pieces_queued": float(node.copy_engine.num_queued),
         "arena_capacity_bytes": float(host.capacity_bytes),
         "arena_used_bytes": float(host.used_bytes),
         "arena_pinned_bytes": float(host.pinned_bytes),

@@ -1,0 +1,44 @@
+"""Hashes packed by the client are what the server unpacks; wrong lengths are refused on either side."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
+from hotkv_client import _wire
+from hotkv_server.rpc import convert
+
+HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)
+
+
+@given(data=st.data(), hash_bytes=HASH_BYTES, count=st.integers(0, 6))
+def test_there_and_back(data: st.DataObject, hash_bytes: int, count: int) -> None:
+    hashes = [data.draw(st.binary(min_size=hash_bytes, max_size=hash_bytes)) for _ in range(count)]
+    packed = _wire.pack(hashes, hash_bytes)
+    words = convert.hashes("hashes", packed, hash_bytes)
+    assert words.shape == (count, 8)
+    assert convert.unpadded(words, hash_bytes) == packed
+    assert _wire.unpack(packed, hash_bytes) == hashes
+
+
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), hash_bytes=HASH_BYTES)
+def test_the_client_names_the_first_hash_of_another_length(lengths: list[int], hash_bytes: int) -> None:
+    hashes = [b"x" * length for length in lengths]
+    wrong = [number for number, length in enumerate(lengths) if length != hash_bytes]
+    if not wrong:
+        assert _wire.pack(hashes, hash_bytes) == b"".join(hashes)
+        return
+    with pytest.raises(HotKVError) as caught:
+        _wire.pack(hashes, hash_bytes)
+    assert caught.value.reason is Reason.INVALID_HASH
+    assert f"hashes[{wrong[0]}] has {lengths[wrong[0]]} bytes" in caught.value.message
+
+
+@given(num_bytes=st.integers(0, 200), hash_bytes=HASH_BYTES)
+def test_the_server_refuses_a_wrong_total(num_bytes: int, hash_bytes: int) -> None:
+    if num_bytes % hash_bytes == 0:
+        assert len(convert.hashes("hashes", bytes(num_bytes), hash_bytes)) == num_bytes // hash_bytes
+        return
+    with pytest.raises(HotKVError, match="no multiple"):
+        convert.hashes("hashes", bytes(num_bytes), hash_bytes)
