@@ -15,8 +15,10 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import longest_hit
 from hotkv.keys import KeySpace
 from hotkv.results import BlockResult
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
 from hotkv_server.core.arrays import first_occurrences, without
+from hotkv_server.core.holds import Holds
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
 from hotkv_server.core.policy import Policy
 from hotkv_server.core.space import Space
@@ -54,6 +56,7 @@ class CacheCore:
         self.config = config
         self.counters = Counters()
         self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy)
+        self.holds = Holds(self.space.index, int(config.held_share * config.arena_bytes))
         self.leases = LeaseBook()
         self.transfers = TransferBook()
         self.sessions: dict[int, SessionRecord] = {}
@@ -137,13 +140,19 @@ class CacheCore:
         self.counters.lookup_hit_blocks += sum(int(mask.sum()) for mask in masks)
         return masks
 
-    def touch(self, session_number: int, groups: list[HashList], now_s: float) -> None:
-        """Notes that the engine used these blocks from its own device cache."""
+    def touch(self, session_number: int, groups: list[HashList], now_s: float, retention: Retention = NO_RETENTION) -> None:
+        """Notes that the engine used these blocks from its own device cache; keeps them as `retention` asks."""
         session = self._session(session_number)
         self._check_groups(self.key_space(session.key_space_id), [g.group_index for g in groups], sum(len(g.hashes) for g in groups))
         for g in groups:
             words = self.space.index.find(session.key_space_id, g.group_index, g.hashes)
-            self.space.policy.touch(words[table.is_ready(words)], now_s)
+            self._retain(words[table.is_ready(words)], retention, now_s)
+
+    def _retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
+        """Touches ready entries, in chain order, as much and for as long as the retention says."""
+        self.space.touch(entries, now_s, retention)
+        if retention.pin:
+            self.counters.held_blocks += self.holds.hold(entries, now_s + retention.ttl_s)
 
     def acquire(self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float) -> Grant:
         """Pins the ready ones among the blocks. The same call again returns the same grant."""
@@ -179,7 +188,7 @@ class CacheCore:
         self._unadmitted_bytes += total
         self.space.index.pin(lease.entries(), 1)
         for _, entries in pinned:
-            self.space.policy.touch(entries[entries != 0], now_s)
+            self.space.touch(entries[entries != 0], now_s)
             self.counters.acquired_blocks += int((entries != 0).sum())
             self.counters.missed_blocks += int((entries == 0).sum())
         return Grant(tuple(entries != 0 for _, entries in pinned), ttl_s)
@@ -238,7 +247,8 @@ class CacheCore:
         self.leases.remove(lease)
 
     def expire(self, now_s: float) -> int:
-        """Ends leases whose time is up; those with copies in flight end with the copies. Returns how many expired."""
+        """Ends leases and holds whose time is up; leases with copies in flight end with the copies. Returns how many leases expired."""
+        self.holds.expire(now_s)
         late = [lease for lease in self.leases.expired(now_s) if not lease.released]
         for lease in late:
             self._end_lease(lease)
@@ -247,8 +257,13 @@ class CacheCore:
 
     # Write leases and transfers
 
-    def reserve(self, session_number: int, lease_id: str, runs: list[Run], ttl_s: float, now_s: float) -> Reservation:
-        """Reserves slots for blocks that are neither ready nor in flight. The first call under a lease id decides; later ones only join."""
+    def reserve(
+        self, session_number: int, lease_id: str, runs: list[Run], ttl_s: float, now_s: float, retention: Retention = NO_RETENTION
+    ) -> Reservation:
+        """Reserves slots for blocks that are neither ready nor in flight. The first call under a lease id decides; later ones only join.
+
+        `retention`: of the first call; holds for blocks that are ready at once, for others when they become so.
+        """
         session = self._session(session_number)
         key_space = self.key_space(session.key_space_id)
         self._check_groups(key_space, [run.group_index for run in runs], sum(len(run.hashes) for run in runs))
@@ -260,7 +275,9 @@ class CacheCore:
         ttl_s = self._ttl(ttl_s)
         deciding = lease is None
         if lease is None:
-            lease = WriteLease(session.engine_id, lease_id, self.leases.next_number(), session_number, session.key_space_id, now_s + ttl_s)
+            lease = WriteLease(
+                session.engine_id, lease_id, self.leases.next_number(), session_number, session.key_space_id, now_s + ttl_s, retention
+            )
         answers = [self._reserve_run(lease, key_space, run, deciding, now_s) for run in runs]
         if deciding and (len(lease.entries) or key_space.num_shards > 1):
             self.leases.add(lease)
@@ -285,7 +302,7 @@ class CacheCore:
             self.counters.in_flight_blocks += int((reserved & ~mine).sum())
         present = words[ready]
         if len(present):
-            self.space.policy.touch(present, now_s)
+            self._retain(present, lease.retention, now_s)
             self.counters.present_blocks += len(present)
         absent = np.flatnonzero(words == 0)
         if not deciding or not len(absent):
@@ -345,7 +362,15 @@ class CacheCore:
         return slots
 
     def begin_store(
-        self, session_number: int, transfer_id: str, lease_id: str, runs: list[Run], shard_index: int, ttl_s: float, now_s: float
+        self,
+        session_number: int,
+        transfer_id: str,
+        lease_id: str,
+        runs: list[Run],
+        shard_index: int,
+        ttl_s: float,
+        now_s: float,
+        retention: Retention = NO_RETENTION,
     ) -> list[SlotRun]:
         """Starts a store, reserving what no earlier call under the lease has; returns the slots to copy to."""
         session = self._session(session_number)
@@ -355,7 +380,7 @@ class CacheCore:
             raise _invalid(f"shard_index is {shard_index}; this key space has {num_shards} shards")
         if self.draining:
             raise HotKVError(Reason.DRAINING, "the server is draining and starts no new transfers")
-        reservation = self.reserve(session_number, lease_id, runs, ttl_s, now_s)
+        reservation = self.reserve(session_number, lease_id, runs, ttl_s, now_s, retention)
         lease = self.leases.get(session.engine_id, lease_id)
         transfer = StoreTransfer(session_number, transfer_id, lease if isinstance(lease, WriteLease) else None, shard_index)
         joined = transfer.lease is not None and (transfer.lease.num_copies > 0 or transfer.lease.shards_seen > 0)
@@ -409,7 +434,9 @@ class CacheCore:
             results[positions] = np.where(complete, BlockResult.STORED, BlockResult.WRITTEN if succeeded else BlockResult.ABORTED)
             results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
             done = entries[complete]
-            self.space.publish(done, now_s)
+            self.space.publish(done, now_s, lease.retention)
+            if lease.retention.pin:
+                self.counters.held_blocks += self.holds.hold(done, now_s + lease.retention.ttl_s)
             self.counters.stored_blocks += len(done)
             lease.entries = without(lease.entries, done)
         lease.shards_seen |= 1 << transfer.shard_index
@@ -468,6 +495,8 @@ class CacheCore:
             else:
                 owned.append(lease.entries)
                 assert np.all(self.space.index.owners(lease.entries) == lease.number), "a write lease owns an entry that is not its own"
+        self.holds.check_invariants()
+        np.add.at(pins, self.holds.entries(), 1)
         assert np.array_equal(pins, self.space.index.pins), "pins and read leases disagree"
         assert unadmitted == self._unadmitted_bytes, "unadmitted bytes miscounted"
         reserved = np.flatnonzero(self.space.index.states() == table.STATE_RESERVED)

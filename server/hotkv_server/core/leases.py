@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv.retention import NO_RETENTION, Retention
+
 Entries = NDArray[np.uint32]
 
 
@@ -50,6 +52,7 @@ class WriteLease:
     session_number: int
     key_space_id: int
     expires_s: float
+    retention: Retention = NO_RETENTION
     entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
     shards_seen: int = 0
     num_copies: int = 0

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv import table
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, Words
 from hotkv_server.core.arrays import distinct
 from hotkv_server.core.index import BlockIndex
@@ -60,9 +61,13 @@ class Space:
         self.pool.free(size, offsets[len(entries) :])
         return entries
 
-    def publish(self, entries: Entries, now_s: float) -> None:
-        """Makes reserved entries ready and the most recently used."""
+    def publish(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
+        """Makes reserved entries, in chain order, ready and used."""
         self.index.publish(entries, np.zeros(len(entries), np.uint64))
+        self.touch(entries, now_s, retention)
+
+    def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
+        """Notes a use of ready entries, in chain order."""
         self.policy.touch(entries, now_s)
 
     def drop(self, entries: Entries, *, for_reuse: bool = False) -> None:

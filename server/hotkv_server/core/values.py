@@ -15,7 +15,7 @@ BoolMask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """`unadmitted_share`: most of the arena that leases without a load may pin. Times in seconds."""
+    """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: that requests may ask to keep. Times in seconds."""
 
     arena_bytes: int
     slab_bytes: int
@@ -23,6 +23,7 @@ class CoreConfig:
     lease_ttl_s: float = 30.0
     max_lease_ttl_s: float = 600.0
     unadmitted_share: float = 0.25
+    held_share: float = 0.25
     max_blocks_per_call: int = 1 << 18
     max_leases: int = 60_000
 
@@ -114,6 +115,7 @@ class Counters:
     aborted_blocks: int = 0
     evicted_blocks: int = 0
     loaded_blocks: int = 0
+    held_blocks: int = 0
     expired_leases: int = 0
 
 

@@ -1,0 +1,75 @@
+"""Holds: entries that requests asked to keep for a time, pinned until it is over.
+
+Always true: an entry is held once, until the latest time anybody asked for; a held entry has exactly one pin from here; held bytes never
+exceed the budget, and what does not fit is not held. Holds belong to nobody: they outlive the session that asked.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.values import Entries
+
+
+class Holds:
+    """Held entries in rising order and their ends, seconds of `now_s`."""
+
+    def __init__(self, index: BlockIndex, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.held_bytes = 0
+        self._index = index
+        self._entries = np.empty(0, np.uint32)
+        self._until_s = np.empty(0, np.float64)
+        self._next_end_s = np.inf
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Holds({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
+
+    def hold(self, entries: Entries, until_s: float) -> int:
+        """Keeps ready entries until then; returns how many of them are held, from the first on where the budget ends."""
+        entries = entries[np.sort(np.unique(entries, return_index=True)[1])]
+        known = np.isin(entries, self._entries)
+        places = np.searchsorted(self._entries, entries[known])
+        self._until_s[places] = np.maximum(self._until_s[places], until_s)
+        fresh = entries[~known]
+        sizes = np.cumsum(self._index.slot_bytes(fresh))
+        fitting = fresh[: int(np.searchsorted(sizes, self.budget_bytes - self.held_bytes, side="right"))]
+        if len(fitting):
+            self._index.pin(fitting, 1)
+            self.held_bytes += int(sizes[len(fitting) - 1])
+            merged = np.concatenate((self._entries, fitting))
+            ends = np.concatenate((self._until_s, np.full(len(fitting), until_s)))
+            order = np.argsort(merged)
+            self._entries, self._until_s = merged[order], ends[order]
+        self._next_end_s = float(self._until_s.min(initial=np.inf))
+        return int(known.sum()) + len(fitting)
+
+    def expire(self, now_s: float) -> None:
+        """Lets go of entries whose time is over."""
+        if now_s >= self._next_end_s:
+            self._keep(self._until_s > now_s)
+
+    def let_go(self, entries: Entries) -> None:
+        """Lets go of these entries at once; those that are not held are passed over."""
+        if len(self._entries):
+            self._keep(~np.isin(self._entries, entries))
+
+    def _keep(self, kept: NDArray[np.bool_]) -> None:
+        gone = self._entries[~kept]
+        self._index.pin(gone, -1)
+        self.held_bytes -= int(self._index.slot_bytes(gone).sum())
+        self._entries, self._until_s = self._entries[kept], self._until_s[kept]
+        self._next_end_s = float(self._until_s.min(initial=np.inf))
+
+    def entries(self) -> Entries:
+        """All held entries, in rising order."""
+        return self._entries
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the books disagree."""
+        assert np.all(np.diff(self._entries.astype(np.int64)) > 0), "an entry is held twice"
+        assert self.held_bytes == int(self._index.slot_bytes(self._entries).sum()) <= self.budget_bytes, "held bytes miscounted"
+        assert np.all(self._index.pins[self._entries] > 0), "a held entry is not pinned"
