@@ -1,19 +1,27 @@
 """KV cache groups and the hit rule.
 
-A request hits n tokens only if *every* group can serve position n. What a group needs of the past is its kind's
-business (`GroupSpec.first_needed_block`); the longest common hit is a fixed point (`longest_hit`): start from the longest
-prefix, let each group shrink it to a boundary it can serve, repeat until none shrinks. Pure functions over numpy masks.
+A request hits n tokens only if *every* group can serve position n. What a group needs of the past is its kind's business
+(`GroupSpec.first_needed_block`): full attention needs everything before n, so its hits are downward closed; the other kinds need a
+range that ends at n, so theirs are not. `longest_hit` is the greatest n that all groups serve. Pure functions over numpy masks, no
+Python per block; groups in any order, specs that are equal judged once.
 """
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 BoolMask = NDArray[np.bool_]
+Int64s = NDArray[np.int64]
+Probe = Callable[[Int64s], BoolMask]
+"""Which of the blocks at some positions (int64 [k], ascending) are ready [k]."""
+
+PROBES_PER_ROUND = 32
+"""`longest_prefix` asks for so many blocks at a time: one call answers them together, and their cache misses overlap."""
+_SPREAD = np.arange(PROBES_PER_ROUND)
 
 
 class GroupKind(enum.IntEnum):
@@ -26,6 +34,8 @@ class GroupKind(enum.IntEnum):
     MAMBA = 5
 
 
+PREFIX_CLOSED = frozenset({GroupKind.FULL_ATTENTION, GroupKind.MLA})
+"""Kinds that need every block before the hit: whoever can serve n can serve all that is shorter."""
 WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 """Kinds that need `window_tokens`."""
 
@@ -34,8 +44,9 @@ WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 class GroupSpec:
     """One KV cache group.
 
-    `block_tokens`: tokens in one block. `window_tokens`: window (sliding) or chunk (chunked local); 0 for other kinds.
-    `shard_bytes`: bytes of one block in each shard; the slot holds the shards in order.
+    `block_tokens`: tokens in one block, over all ranks that share its tokens. `window_tokens`: window (sliding) or chunk (chunked
+    local); 0 for other kinds. `shard_bytes`: bytes of one block in each shard; the slot holds the shards in order. A shard is empty
+    where a pipeline stage has no layer of the group.
     Raises ValueError where the numbers contradict each other.
     """
 
@@ -48,8 +59,8 @@ class GroupSpec:
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:
             raise ValueError(f"block_tokens is {self.block_tokens}; it must be positive")
-        if not self.shard_bytes or min(self.shard_bytes) <= 0:
-            raise ValueError(f"shard_bytes is {self.shard_bytes}; every shard needs a positive size")
+        if not self.shard_bytes or min(self.shard_bytes) < 0 or sum(self.shard_bytes) == 0:
+            raise ValueError(f"shard_bytes is {self.shard_bytes}; sizes can't be negative, and one shard at least holds bytes")
         if self.window_tokens < 0 or (self.kind in WINDOWED) != (self.window_tokens > 0):
             raise ValueError(f"window_tokens is {self.window_tokens}, which does not fit kind {self.kind.name}")
 
@@ -74,24 +85,38 @@ class GroupSpec:
         """Index of the first block needed to go on at `hit_tokens`; blocks up to `hit_tokens // block_tokens` are needed."""
         return min(self.first_needed_token(hit_tokens) // self.block_tokens, hit_tokens // self.block_tokens)
 
-    def longest_servable(self, ready: BoolMask, limit_tokens: int, alignment_tokens: int) -> int:
-        """Longest hit ≤ `limit_tokens` that this group can serve, a multiple of `alignment_tokens` (itself one of `block_tokens`).
+    def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
+        """No hit of this group is longer: it ends with the prompt, or before the first missing block where every block is needed.
 
-        `ready` [blocks]: which blocks of the prompt are ready; blocks beyond its end are not.
+        `ready` [blocks]: which blocks of the prompt are ready. `blocks_after`: as in `serves`.
         """
-        hit = min(limit_tokens, len(ready) * self.block_tokens) // alignment_tokens * alignment_tokens
-        if self.kind in (GroupKind.FULL_ATTENTION, GroupKind.MLA):
-            holes = np.flatnonzero(~ready[: hit // self.block_tokens])
-            prefix_blocks = int(holes[0]) if len(holes) else hit // self.block_tokens
-            return prefix_blocks * self.block_tokens // alignment_tokens * alignment_tokens
-        # Number of holes before each block, so that a range is complete exactly when the count does not change over it.
-        holes_before = np.concatenate(([0], np.cumsum(~ready)))
-        while hit > 0:
-            first, end = self.first_needed_block(hit), hit // self.block_tokens
-            if holes_before[end] == holes_before[first]:
-                return hit
-            hit -= alignment_tokens
-        return 0
+        blocks = _leading(ready) if self.kind in PREFIX_CLOSED else len(ready)
+        return max(0, blocks - blocks_after) * self.block_tokens
+
+    def serves(self, ready: BoolMask, hit_tokens: int, blocks_after: int = 0) -> bool:
+        """Whether a hit of whole blocks, within reach, can be served. `blocks_after`: so many blocks behind the hit must be ready too."""
+        return bool(ready[self.first_needed_block(hit_tokens) : hit_tokens // self.block_tokens + blocks_after].all())
+
+    def serves_each(self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0) -> BoolMask:
+        """`serves` for the hits alignment, 2 * alignment, ... count * alignment, all of them within reach."""
+        if self.kind in PREFIX_CLOSED:
+            return np.ones(count, np.bool_)
+        step = alignment // self.block_tokens
+        # How many blocks are missing before each one: a range is complete exactly when the number at its start is that at its end.
+        missing = np.zeros(step * count + blocks_after + 1, np.int32)
+        np.cumsum(~ready[: len(missing) - 1], out=missing[1:])
+        at_end = missing[step + blocks_after :: step]
+        if self.kind is GroupKind.CHUNKED_LOCAL:
+            hits = np.arange(1, count + 1) * alignment
+            at_start = missing[hits // self.window_tokens * self.window_tokens // self.block_tokens]
+        else:
+            # A range of the same length before every hit, or all that there is.
+            past_tokens = 1 if self.kind is GroupKind.MAMBA else self.window_tokens - 1
+            span = -(-past_tokens // self.block_tokens)
+            whole = min(count, span // step)
+            at_start = np.concatenate((np.zeros(whole, np.int32), missing[(whole + 1) * step - span :: step][: count - whole]))
+        fits: BoolMask = at_end == at_start
+        return fits
 
 
 def alignment_tokens(groups: Sequence[GroupSpec]) -> int:
@@ -99,22 +124,78 @@ def alignment_tokens(groups: Sequence[GroupSpec]) -> int:
     return math.lcm(*(group.block_tokens for group in groups))
 
 
-def longest_hit(groups: Sequence[GroupSpec], ready: Sequence[BoolMask], limit_tokens: int, alignment: int = 0) -> int:
-    """Longest prefix in tokens that every group can serve: the fixed point of `GroupSpec.longest_servable`.
+def longest_hit(
+    groups: Sequence[GroupSpec],
+    ready: Sequence[BoolMask],
+    limit_tokens: int,
+    alignment: int = 0,
+    draft_groups: Collection[int] = (),
+) -> int:
+    """Longest prefix in tokens that every group can serve.
 
-    `ready`: one mask a group, one flag a block of that group. `limit_tokens`: upper bound, for instance prompt length − 1.
-    `alignment`: hits are multiples of it; 0 for the least common multiple of the block sizes.
+    `ready`: one mask a group, one flag a block of that group; blocks beyond its end are not ready. `limit_tokens`: upper bound, for
+    instance prompt length - 1. `alignment`: hits are multiples of it, itself a multiple of all block sizes; 0 for the least of those.
+    `draft_groups`: indices of groups whose KV of a token depends on the token after it (EAGLE, MTP); there the block behind the hit must
+    be ready too, which says that the token behind the hit is the same. States have no such layers. Source: EAGLE's last-block drop in
+    `HybridKVCacheCoordinator`, vLLM 0.32.
     """
-    step = alignment or alignment_tokens(groups)
-    hit = limit_tokens // step * step
-    while hit > 0:
-        shrunk = hit
-        for group, mask in zip(groups, ready, strict=True):
-            shrunk = group.longest_servable(mask, shrunk, step)
-        if shrunk == hit:
-            return hit
-        hit = shrunk
-    return 0
+    least = alignment_tokens(groups)
+    step = alignment or least
+    if step % least:
+        raise ValueError(f"alignment is {step} tokens; it must be a multiple of {least}, which all blocks divide")
+    rules = _distinct_rules(groups, ready, draft_groups)
+    count = min(limit_tokens, *(group.reach_tokens(mask, after) for group, mask, after in rules)) // step
+    if count <= 0 or all(group.serves(mask, count * step, after) for group, mask, after in rules if group.kind not in PREFIX_CLOSED):
+        return max(0, count) * step
+    fits = np.ones(count, np.bool_)
+    for group, mask, after in rules:
+        fits &= group.serves_each(mask, step, count, after)
+    last = count - 1 - int(fits[::-1].argmax())
+    return (last + 1) * step if fits[last] else 0
+
+
+def _distinct_rules(
+    groups: Sequence[GroupSpec], ready: Sequence[BoolMask], draft_groups: Collection[int]
+) -> list[tuple[GroupSpec, BoolMask, int]]:
+    """Groups that need the same of the past as one: a block counts as ready where it is in all of them; with `blocks_after` of `serves`."""
+    rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
+    for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
+        blocks_after = int(index in draft_groups and group.kind is not GroupKind.MAMBA)
+        key = (blocks_after, group.kind, group.block_tokens, group.window_tokens)
+        if key in rules:
+            other = rules[key][1]
+            shared = min(len(mask), len(other))
+            mask = mask[:shared] & other[:shared]
+        rules[key] = (group, mask, blocks_after)
+    return list(rules.values())
+
+
+def longest_prefix(probe: Probe, num_blocks: int) -> int:
+    """Leading blocks that are ready, by a few rounds of probes where residency is prefix closed: nothing is ready behind what is missing.
+
+    Answers that show otherwise make it probe every block. What is missing between two blocks that were asked for goes unseen, so the
+    result is a hint and may be too long, never too short; a lease settles it.
+    """
+    low, high = 0, num_blocks
+    while low < high:
+        # Spread over [low, high - 1], both ends among them, so a full hit and a full miss take one round.
+        asked = np.arange(low, high) if high - low <= PROBES_PER_ROUND else low + _SPREAD * (high - 1 - low) // (PROBES_PER_ROUND - 1)
+        answers = probe(asked)
+        known = _leading(answers)
+        if answers[known:].any():
+            return _leading(probe(np.arange(num_blocks)))
+        if known < len(asked):
+            high = int(asked[known])
+        low = int(asked[known - 1]) + 1 if known else high
+    return low
+
+
+def _leading(ready: BoolMask) -> int:
+    """Flags that are set before the first that is not."""
+    if not len(ready):
+        return 0
+    first = int(ready.argmin())
+    return len(ready) if ready[first] else first
 
 
 def needed_blocks(groups: Sequence[GroupSpec], hit_tokens: int) -> list[range]:
@@ -122,3 +203,32 @@ def needed_blocks(groups: Sequence[GroupSpec], hit_tokens: int) -> list[range]:
     if hit_tokens <= 0:
         return [range(0) for _ in groups]
     return [range(group.first_needed_block(hit_tokens), hit_tokens // group.block_tokens) for group in groups]
+
+
+def load_bytes(groups: Sequence[GroupSpec], hit_tokens: int, computed_tokens: int = 0) -> tuple[int, ...]:
+    """Bytes that each group loads for a hit, all shards: window blocks only, one state, never what the engine has already.
+
+    `computed_tokens`: the part of the hit that the engine holds itself.
+    """
+    return tuple(
+        len(range(max(blocks.start, computed_tokens // group.block_tokens), blocks.stop)) * group.slot_bytes
+        for group, blocks in zip(groups, needed_blocks(groups, hit_tokens), strict=True)
+    )
+
+
+def check_context_parallel(kind: GroupKind, block_tokens: int, *, is_sharded: bool, decode_ranks: int, prefill_ranks: int) -> None:
+    """Raises ValueError where a group can't be kept under context parallelism.
+
+    `is_sharded`: its tokens are dealt out over the decode ranks; `block_tokens` then counts all of them. `decode_ranks`, `prefill_ranks`:
+    sizes of the two groups of ranks (DCP, PCP). Source: what `HybridKVCacheCoordinator` and its managers assert in vLLM 0.32.
+    """
+    if decode_ranks < 1 or prefill_ranks < 1:
+        raise ValueError(f"decode_ranks is {decode_ranks} and prefill_ranks {prefill_ranks}; both must be positive")
+    if is_sharded and block_tokens % decode_ranks:
+        raise ValueError(f"block_tokens is {block_tokens}, which {decode_ranks} decode ranks can't share; give a multiple of them")
+    if kind in PREFIX_CLOSED:
+        return
+    if is_sharded and max(decode_ranks, prefill_ranks) > 1:
+        raise ValueError(f"kind {kind.name} can't have its tokens dealt out over ranks; only FULL_ATTENTION and MLA can")
+    if kind is GroupKind.MAMBA and prefill_ranks > 1:
+        raise ValueError(f"kind {kind.name} can't be used with {prefill_ranks} prefill ranks; set prefill_context_parallel_size to 1")

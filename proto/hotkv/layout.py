@@ -66,15 +66,12 @@ class PageTensor:
         """Bytes of one block in this tensor."""
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
-    def run_offsets(self) -> tuple[Int64s, int]:
-        """Offsets of the runs inside the page in engine memory [runs], and bytes of each; neighbours merged."""
+    def run_offsets(self) -> Int64s:
+        """Offsets of the runs inside the page in engine memory [runs], in slot order."""
         offsets = np.zeros(1, np.int64)
         for count, stride in self.dims:
             offsets = (offsets[:, None] + np.arange(count, dtype=np.int64)[None, :] * stride).reshape(-1)
-        run_bytes = self.run_bytes
-        if len(offsets) > 1 and np.all(np.diff(offsets) == run_bytes):
-            return offsets[:1], run_bytes * len(offsets)
-        return offsets, run_bytes
+        return offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ class CopyRuns:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """All runs of one block in one handle, in slot order.
+    """All runs of one block in one handle, in slot order; neighbours on both sides are one run, whatever tensors they come from.
 
     `bases`: engine offsets in block 0. `strides`: bytes to the next block. `shard_offsets`, `num_bytes`: place in the shard, and length.
     """
@@ -112,12 +109,15 @@ class _Recipe:
     def of(tensors: Sequence[PageTensor]) -> "_Recipe":
         parts: list[list[Int64s]] = [[], [], [], []]
         for tensor in sorted(tensors, key=lambda t: t.shard_offset_bytes):
-            inner, run_bytes = tensor.run_offsets()
+            inner = tensor.run_offsets()
             parts[0].append(tensor.base_offset_bytes + inner)
             parts[1].append(np.full(len(inner), tensor.block_stride_bytes, np.int64))
-            parts[2].append(tensor.shard_offset_bytes + np.arange(len(inner), dtype=np.int64) * run_bytes)
-            parts[3].append(np.full(len(inner), run_bytes, np.int64))
-        return _Recipe(tensors[0].handle_id, *(np.concatenate(part) for part in parts))
+            parts[2].append(tensor.shard_offset_bytes + np.arange(len(inner), dtype=np.int64) * tensor.run_bytes)
+            parts[3].append(np.full(len(inner), tensor.run_bytes, np.int64))
+        bases, strides, shard_offsets, num_bytes = (np.concatenate(part) for part in parts)
+        follows = (bases[1:] == bases[:-1] + num_bytes[:-1]) & (shard_offsets[1:] == shard_offsets[:-1] + num_bytes[:-1])
+        starts = np.flatnonzero(np.concatenate(([True], ~(follows & (strides[1:] == strides[:-1])))))
+        return _Recipe(tensors[0].handle_id, bases[starts], strides[starts], shard_offsets[starts], np.add.reduceat(num_bytes, starts))
 
 
 @dataclass(frozen=True, slots=True)

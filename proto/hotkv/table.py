@@ -32,6 +32,8 @@ WAYS: Final = 7
 RECORD_WORDS: Final = 18
 STATE_RESERVED: Final = 1
 STATE_READY: Final = 2
+STATE_DETACHED: Final = 3
+"""In no bucket, so that nobody finds it; its slot is still being read."""
 RESERVED_FLAG: Final = np.uint32(0x8000_0000)
 TARGET_LOAD: Final = 0.7
 MAX_PROBE_BUCKETS: Final = 64

@@ -5,6 +5,7 @@ It does not predict which blocks a policy evicts; it learns that from the notice
 
 import copy
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from hotkv import table
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.holds import Holds
+from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import HashList
 from tests.core.support import words_of
@@ -24,7 +27,7 @@ NUM_HASHES = 14
 
 @dataclass
 class ModelLease:
-    """Read: `keys` are pinned, one per granted position. Write: `keys` are still reserved."""
+    """Read: `keys` are pinned, one per granted position, unless they were flushed. Write: `keys` are still reserved."""
 
     write: bool
     engine_id: str
@@ -114,6 +117,18 @@ class CacheModel:
         if lease.released or (lease.shards_seen == whole and not lease.keys):
             self.end_lease(lease)
 
+    def flush(self, key_space_id: int, whole: int) -> int:
+        """Nothing of the key space is found any more, and nothing that is reserved will be; read leases keep slots without keys."""
+        for lease in [lease for lease in self.leases.values() if lease.key_space_id == key_space_id]:
+            if lease.write:
+                self.aborted |= set(lease.keys)
+                self.settle_write(lease, whole)
+            else:
+                lease.keys = []
+        gone = {key for key in self.ready if key[0] == key_space_id}
+        assert self.take_notices() == gone
+        return len(gone)
+
     # Comparing
 
     def take_notices(self) -> set[Key]:
@@ -170,15 +185,23 @@ def reserve_allowed(
         seen.add(key)
 
 
+def values(thing: object) -> object:
+    """What an object of ours holds, as values that compare."""
+    if isinstance(thing, np.ndarray):
+        return thing.tobytes()
+    if isinstance(thing, dict):
+        return {key: values(value) for key, value in thing.items()}
+    if type(thing).__module__.startswith("hotkv_server.core.policies") or isinstance(thing, Holds):
+        return {name: values(value) for name, value in vars(thing).items()}
+    return None if callable(thing) or isinstance(thing, BlockIndex | ModuleType) else copy.deepcopy(thing)
+
+
 def snapshot(core: CacheCore) -> object:
     """All that a call may change, as values that compare."""
     space, index, pool = core.space, core.space.index, core.space.pool
     classes = {
         size: (c.num_slabs, c.free.tolist()) for size, c in pool._classes.items() if c.num_slabs or len(c.free)
     }  # an empty class is as good as none
-    policy = {
-        name: value.tobytes() if isinstance(value, np.ndarray) else copy.deepcopy(value) for name, value in vars(space.policy).items()
-    }
     leases = [copy.deepcopy(lease) for lease in core.leases.all()]
     return (
         index.table.buckets.tobytes(),
@@ -188,7 +211,8 @@ def snapshot(core: CacheCore) -> object:
         classes,
         pool._owner.tobytes(),
         pool._used.tobytes(),
-        repr(policy),
+        values(space.policy),
+        values(core.holds),
         repr(leases),
         repr(core.transfers._transfers),
         repr(sorted(core.sessions.items())),

@@ -12,7 +12,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policy import LRU
+from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.slabs import aligned
 from hotkv_server.core.transfers import StoreTransfer
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run, SlotRun
@@ -30,12 +30,6 @@ TTLS = st.sampled_from([0.0, 3.0, 40.0])
 T = TypeVar("T")
 
 
-class SmallLRU(LRU):
-    """Refills its queue often."""
-
-    MIN_QUEUE = 2
-
-
 class CacheMachine(RuleBasedStateMachine):
     """Three engines on two key spaces share one small arena. Rules call the core and change the model; `settles` compares."""
 
@@ -47,12 +41,13 @@ class CacheMachine(RuleBasedStateMachine):
         capacity=st.sampled_from([7, 60]),
         share=st.sampled_from([0.25, 1.0]),
         twins=st.booleans(),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
-    def start(self, num_shards: int, sizes: tuple[int, int], capacity: int, share: float, twins: bool) -> None:
+    def start(self, num_shards: int, sizes: tuple[int, int], capacity: int, share: float, twins: bool, policy: str) -> None:
         config = CoreConfig(
             NUM_SLABS * SLAB, SLAB, capacity, lease_ttl_s=10.0, unadmitted_share=share, max_blocks_per_call=MAX_BLOCKS, max_leases=8
         )
-        self.core = CacheCore(config, make_table(capacity), SmallLRU(capacity))
+        self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
         if twins:
             self.core.space.index._kernels = None
             self.core.space.index.table._kernels = None
@@ -433,6 +428,13 @@ class CacheMachine(RuleBasedStateMachine):
         going = named & self.model.evictable()
         assert answer == (len(going), len(named - going))
         assert self.model.take_notices() == going
+
+    @rule(ks=st.integers(0, 3))
+    def flush(self, ks: int) -> None:
+        reasons = self.refusal((ks not in self.core.key_spaces, Reason.UNKNOWN_KEY_SPACE))
+        count = self.call(lambda: self.core.flush(ks), *reasons)
+        if count is not None:
+            assert count == self.model.flush(ks, self.whole)
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), numbers=NUMBERS, group=st.integers(0, 1))

@@ -12,7 +12,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policy import LRU
+from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import NUM_HASHES, snapshot
 from tests.core.support import make_key_space, make_table, words_of

@@ -1,11 +1,30 @@
-"""The hit rule against a twin that goes token by token."""
+"""The hit rule against a twin that goes token by token; finding a prefix by few probes; bytes of a load."""
+
+import math
+from collections import Counter
+from contextlib import nullcontext
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from numpy.typing import NDArray
 
-from hotkv.groups import WINDOWED, BoolMask, GroupKind, GroupSpec, alignment_tokens, longest_hit, needed_blocks
+from hotkv.groups import (
+    PREFIX_CLOSED,
+    PROBES_PER_ROUND,
+    WINDOWED,
+    BoolMask,
+    GroupKind,
+    GroupSpec,
+    Int64s,
+    alignment_tokens,
+    check_context_parallel,
+    load_bytes,
+    longest_hit,
+    longest_prefix,
+    needed_blocks,
+)
 
 MAX_TOKENS = 96
 
@@ -48,28 +67,79 @@ def blocks_twin(group: GroupSpec, hit_tokens: int) -> list[int]:
     return sorted({token // group.block_tokens for token in needed_tokens(group, hit_tokens)}) if hit_tokens else []
 
 
-def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int) -> bool:
-    return all(block < len(ready) and bool(ready[block]) for block in blocks_twin(group, hit_tokens))
-
-
-def in_reach(group: GroupSpec, ready: BoolMask, hit_tokens: int) -> bool:
+def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int, is_draft: bool) -> bool:
     """A prompt has no hits beyond its last block, even for a group that needs nothing of its past."""
-    return hit_tokens <= len(ready) * group.block_tokens
+    needed = blocks_twin(group, hit_tokens)
+    if is_draft and group.kind is not GroupKind.MAMBA:
+        needed = [*needed, hit_tokens // group.block_tokens]
+    return hit_tokens <= len(ready) * group.block_tokens and all(block < len(ready) and bool(ready[block]) for block in needed)
 
 
-def longest_hit_twin(groups: list[GroupSpec], ready: list[BoolMask], limit_tokens: int, step: int) -> int:
+def longest_hit_twin(groups: list[GroupSpec], ready: list[BoolMask], limit_tokens: int, step: int, drafts: set[int]) -> int:
     for hit in range(limit_tokens // step * step, 0, -step):
-        if all(in_reach(g, mask, hit) and servable(g, mask, hit) for g, mask in zip(groups, ready, strict=True)):
+        if all(servable(g, mask, hit, i in drafts) for i, (g, mask) in enumerate(zip(groups, ready, strict=True))):
             return hit
     return 0
 
 
 @settings(max_examples=600)
-@given(prompt=prompts(), multiple=st.integers(0, 3))
-def test_longest_hit_equals_its_twin(prompt: tuple[list[GroupSpec], list[BoolMask], int], multiple: int) -> None:
+@given(prompt=prompts(), multiple=st.integers(0, 3), drafts=st.just(set[int]()) | st.sets(st.integers(0, 5)))
+def test_longest_hit_equals_its_twin(prompt: tuple[list[GroupSpec], list[BoolMask], int], multiple: int, drafts: set[int]) -> None:
     groups, ready, limit_tokens = prompt
     lcm = alignment_tokens(groups)
-    assert longest_hit(groups, ready, limit_tokens, multiple * lcm) == longest_hit_twin(groups, ready, limit_tokens, max(1, multiple) * lcm)
+    expected = longest_hit_twin(groups, ready, limit_tokens, max(1, multiple) * lcm, drafts)
+    assert longest_hit(groups, ready, limit_tokens, multiple * lcm, drafts) == expected
+
+
+NUM_MODELS, NUM_PROMPTS = 1650, 64
+"""Together more than 100,000 cases."""
+BLOCK_SIZES = [(1, 2, 4), (2, 4, 8, 16), (3, 6), (4,), (1, 2, 3, 6), (8, 16)]
+
+
+def random_model(rng: np.random.Generator) -> list[GroupSpec]:
+    """One to six groups; some alike, and windows of a token up to more than the prompt."""
+    sizes = BLOCK_SIZES[rng.integers(len(BLOCK_SIZES))]
+    groups = []
+    for _ in range(rng.integers(1, 7)):
+        kind = GroupKind(int(rng.integers(1, 6)))
+        window_tokens = int(rng.choice([1, 2, 5, 16, 24, 33, 120])) if kind in WINDOWED else 0
+        groups.append(GroupSpec(kind, int(rng.choice(sizes)), (1,), window_tokens))
+    return [*groups, groups[0]] if len(groups) < 6 and rng.random() < 0.3 else groups
+
+
+def random_masks(rng: np.random.Generator, groups: list[GroupSpec]) -> list[NDArray[np.bool_]]:
+    """Per group [prompts, blocks]: prompts that end early, holes anywhere, few or many of them."""
+    masks = []
+    density = rng.choice([0.02, 0.1, 0.3, 0.6], (NUM_PROMPTS, 1))
+    for group in groups:
+        num_blocks = int(rng.integers(MAX_TOKENS // 2, MAX_TOKENS + 1)) // group.block_tokens
+        spare = 0.1 if group.kind in PREFIX_CLOSED else 1.0
+        masks.append(rng.random((NUM_PROMPTS, num_blocks)) >= density * spare)
+    return masks
+
+
+def longest_hits_twin(groups: list[GroupSpec], masks: list[NDArray[np.bool_]], limit_tokens: int, step: int) -> list[int]:
+    """As `longest_hit_twin`, for many prompts at once: every boundary is tried, each by the tokens that its groups need."""
+    hits = np.zeros(NUM_PROMPTS, np.int64)
+    end = min(limit_tokens, *(mask.shape[1] * group.block_tokens for group, mask in zip(groups, masks, strict=True)))
+    for hit in range(step, end + 1, step):
+        served = [mask[:, blocks_twin(group, hit)].all(axis=1) for group, mask in zip(groups, masks, strict=True)]
+        hits[np.logical_and.reduce(served)] = hit
+    return [int(hit) for hit in hits]
+
+
+def test_longest_hit_equals_its_twin_in_more_than_a_hundred_thousand_cases() -> None:
+    rng = np.random.default_rng(2026)
+    seen: Counter[str] = Counter()
+    for _ in range(NUM_MODELS):
+        groups = random_model(rng)
+        masks = random_masks(rng, groups)
+        step = alignment_tokens(groups) * int(rng.choice([1, 1, 1, 2]))
+        limit_tokens = int(rng.integers(MAX_TOKENS // 2, MAX_TOKENS + 5))
+        found = [longest_hit(groups, [mask[prompt] for mask in masks], limit_tokens, step) for prompt in range(NUM_PROMPTS)]
+        assert found == longest_hits_twin(groups, masks, limit_tokens, step), (groups, step, limit_tokens)
+        seen.update("none" if hit == 0 else "all" if hit + step > limit_tokens else "part" for hit in found)
+    assert sum(seen.values()) >= 100_000 and min(seen["none"], seen["part"], seen["all"]) > 10_000, seen
 
 
 @settings(max_examples=300)
@@ -104,7 +174,7 @@ def test_more_ready_blocks_never_shorten_a_hit(prompt: tuple[list[GroupSpec], li
         (GroupKind.FULL_ATTENTION, 0, (1,), 0, "block_tokens"),
         (GroupKind.FULL_ATTENTION, -16, (1,), 0, "block_tokens"),
         (GroupKind.MAMBA, 16, (), 0, "shard_bytes"),
-        (GroupKind.MAMBA, 16, (4096, 0), 0, "shard_bytes"),
+        (GroupKind.MAMBA, 16, (0, 0), 0, "shard_bytes"),
         (GroupKind.MLA, 16, (-1,), 0, "shard_bytes"),
         (GroupKind.MLA, 16, (1,), 8, "window_tokens"),
         (GroupKind.SLIDING_WINDOW, 16, (1,), 0, "window_tokens"),
@@ -117,3 +187,110 @@ def test_groups_that_contradict_themselves_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=field):
         GroupSpec(kind, block_tokens, shard_bytes, window_tokens)
+
+
+def test_an_alignment_that_blocks_do_not_divide_is_refused() -> None:
+    groups = [GroupSpec(GroupKind.FULL_ATTENTION, 16, (1,)), GroupSpec(GroupKind.MAMBA, 24, (1,))]
+    with pytest.raises(ValueError, match="alignment is 64 tokens; it must be a multiple of 48"):
+        longest_hit(groups, [np.ones(9, np.bool_), np.ones(6, np.bool_)], 144, 64)
+
+
+class Residency:
+    """Answers probes from a mask and counts the calls and blocks asked for."""
+
+    def __init__(self, ready: BoolMask) -> None:
+        self.ready = ready
+        self.calls = 0
+        self.num_asked = 0
+
+    def __call__(self, positions: Int64s) -> BoolMask:
+        self.calls += 1
+        self.num_asked += len(positions)
+        answer: BoolMask = self.ready[positions]
+        return answer
+
+
+def leading(ready: BoolMask) -> int:
+    return int(np.concatenate((ready, [False])).argmin())
+
+
+@settings(max_examples=300)
+@given(num_blocks=st.integers(0, 10_000), data=st.data())
+def test_a_closed_prefix_is_found_exactly_by_few_probes(num_blocks: int, data: st.DataObject) -> None:
+    residency = Residency(np.arange(num_blocks) < data.draw(st.integers(0, num_blocks)))
+    assert longest_prefix(residency, num_blocks) == leading(residency.ready)
+    rounds = math.ceil(math.log(max(2, num_blocks), PROBES_PER_ROUND - 1)) + 1
+    assert residency.calls <= rounds and residency.num_asked <= rounds * PROBES_PER_ROUND
+
+
+@settings(max_examples=300)
+@given(num_blocks=st.integers(1, 600), holes=st.sets(st.integers(0, 599), max_size=4), tail=st.booleans())
+def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(num_blocks: int, holes: set[int], tail: bool) -> None:
+    ready = np.ones(num_blocks, np.bool_)
+    ready[[hole for hole in holes if hole < num_blocks]] = False
+    ready[num_blocks // 2 :] &= tail
+    residency = Residency(ready)
+    found = longest_prefix(residency, num_blocks)
+    assert leading(ready) <= found <= num_blocks
+    assert found == 0 or ready[found - 1]
+    assert found == num_blocks or not ready[found]
+    if num_blocks <= PROBES_PER_ROUND:
+        assert found == leading(ready)
+
+
+def test_answers_that_contradict_a_closed_prefix_make_it_look_at_every_block() -> None:
+    """A wide hole with ready blocks behind it is seen, and so the narrow one before it is found."""
+    ready = np.ones(8192, np.bool_)
+    ready[100:130] = ready[400:900] = False
+    residency = Residency(ready)
+    assert longest_prefix(residency, 8192) == 100
+    assert residency.calls == 2 and residency.num_asked == PROBES_PER_ROUND + 8192
+
+
+def test_full_hits_and_misses_take_one_round_of_probes() -> None:
+    for ready in (np.ones(8192, np.bool_), np.zeros(8192, np.bool_)):
+        residency = Residency(ready)
+        assert longest_prefix(residency, 8192) == int(ready.sum())
+        assert residency.calls == 1 and residency.num_asked == PROBES_PER_ROUND
+
+
+@given(prompt=prompts(), computed=st.integers(0, MAX_TOKENS))
+def test_load_bytes_count_the_blocks_that_are_needed_and_not_computed(
+    prompt: tuple[list[GroupSpec], list[BoolMask], int], computed: int
+) -> None:
+    groups, ready, limit_tokens = prompt
+    hit = longest_hit(groups, ready, limit_tokens)
+    needed = [[block for block in blocks_twin(group, hit) if (block + 1) * group.block_tokens > computed] for group in groups]
+    assert load_bytes(groups, hit, computed) == tuple(4096 * len(blocks) for blocks in needed)
+
+
+def test_windows_save_most_of_a_long_load() -> None:
+    """32k tokens, window 1024 in five of six layers; a state is one block however long the prompt."""
+    full = GroupSpec(GroupKind.FULL_ATTENTION, 16, (8192,))
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, 16, (8192,), 1024)
+    moved, dense = sum(load_bytes([full, *[window] * 5], 32768)), sum(load_bytes([full] * 6, 32768))
+    assert moved / dense == (2048 + 5 * 64) / (6 * 2048) < 0.2
+    assert load_bytes([GroupSpec(GroupKind.MAMBA, 16, (4096, 4096))], 32768) == (8192,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_tokens", "is_sharded", "decode_ranks", "prefill_ranks", "error"),
+    [
+        (GroupKind.FULL_ATTENTION, 32, True, 2, 1, ""),
+        (GroupKind.MLA, 64, True, 4, 2, ""),
+        (GroupKind.MAMBA, 16, False, 2, 1, ""),
+        (GroupKind.SLIDING_WINDOW, 16, False, 2, 2, ""),
+        (GroupKind.SLIDING_WINDOW, 16, True, 1, 1, ""),
+        (GroupKind.SLIDING_WINDOW, 16, True, 2, 1, "kind SLIDING_WINDOW"),
+        (GroupKind.CHUNKED_LOCAL, 16, True, 1, 2, "kind CHUNKED_LOCAL"),
+        (GroupKind.MAMBA, 16, False, 1, 2, "kind MAMBA"),
+        (GroupKind.FULL_ATTENTION, 16, True, 3, 1, "block_tokens is 16"),
+        (GroupKind.FULL_ATTENTION, 16, True, 0, 1, "decode_ranks is 0"),
+        (GroupKind.FULL_ATTENTION, 16, True, 1, -1, "prefill_ranks -1"),
+    ],
+)
+def test_groups_that_ranks_cannot_share_are_refused(
+    kind: GroupKind, block_tokens: int, is_sharded: bool, decode_ranks: int, prefill_ranks: int, error: str
+) -> None:
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        check_context_parallel(kind, block_tokens, is_sharded=is_sharded, decode_ranks=decode_ranks, prefill_ranks=prefill_ranks)

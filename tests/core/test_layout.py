@@ -135,8 +135,7 @@ def test_there_and_back_is_the_identity_and_touches_nothing_else(ranks: Ranks, d
 
 @given(tensor=dense_tensors(3))
 def test_run_offsets_cover_the_page_once(tensor: tuple[PageTensor, int]) -> None:
-    offsets, run_bytes = tensor[0].run_offsets()
-    assert [at + byte for at in offsets.tolist() for byte in range(run_bytes)] == page_offsets(tensor[0], 0)
+    assert [at + byte for at in tensor[0].run_offsets().tolist() for byte in range(tensor[0].run_bytes)] == page_offsets(tensor[0], 0)
 
 
 GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (64, 64)),)

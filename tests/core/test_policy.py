@@ -1,33 +1,40 @@
 """The contract of all policies, and LRU against an OrderedDict."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv_server.core.policy import LRU, Policy
+from hotkv import native
+from hotkv_server.core.policies import LRU, POLICIES, queue
 from hotkv_server.testing.policy_contract import PolicyWorld, check_leaves_go_first, check_policy
 
 
-class SmallLRU(LRU):
-    """Refills its queue often."""
-
-    MIN_QUEUE = 2
-
-
-POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU, "lru with a small queue": SmallLRU}
+@pytest.fixture(params=["kernels", "twins"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "twins":
+        monkeypatch.setattr(native, "load", lambda name: None)
 
 
+@pytest.fixture(params=["large queues", "small queues"])
+def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "small queues":
+        monkeypatch.setattr(queue, "MIN_QUEUED", 2)
+        monkeypatch.setattr(queue, "SWEEP_ENTRIES", 17)
+
+
+@pytest.mark.usefixtures("kernels", "queues")
 @pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32))
 def test_contract(name: str, seed: int) -> None:
     check_policy(POLICIES[name], seed=seed)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("num_blocks", [1, 2, 50])
 def test_leaves_go_first(name: str, num_blocks: int) -> None:
@@ -37,9 +44,9 @@ def test_leaves_go_first(name: str, num_blocks: int) -> None:
 class LRUMachine(RuleBasedStateMachine):
     """Without pins, LRU evicts exactly as an OrderedDict of last uses would."""
 
-    @initialize(small=st.booleans())
-    def start(self, small: bool) -> None:
-        self.world = PolicyWorld(SmallLRU if small else LRU, 40)
+    @initialize()
+    def start(self) -> None:
+        self.world = PolicyWorld(LRU, 40)
         self.naive: OrderedDict[int, None] = OrderedDict()
 
     def used(self, numbers: list[int]) -> None:
@@ -92,5 +99,5 @@ def test_stamps_stay_apart_after_years() -> None:
     """Three years after the clock began, blocks of one touch still have an order."""
     policy = LRU(1000)
     entries = np.arange(1, 1001, dtype=np.uint32)
-    policy.touch(entries, 1.0e8)
+    policy.admit(entries, entries.astype(np.uint64), 1.0e8)
     assert np.all(np.diff(policy.last_used_s(entries)) < 0)

@@ -1,6 +1,7 @@
 """Slots are never shared, slabs go back at once, a pool rebuilt from its slots is the pool that was."""
 
 import itertools
+import math
 
 import hypothesis.strategies as st
 import numpy as np
@@ -46,6 +47,21 @@ class NaivePool:
         gaps = "".join("." if owner == -1 else "x" for owner in owners).split("x")
         return sum(len(gap) // span for gap in gaps)
 
+    def figures(self, sizes: set[int]) -> tuple[int, int, int, int]:
+        """Lent, idle, tail and stranded bytes, slab by slab; `sizes` are those ever asked for."""
+        owners = self.owners()
+        idle = tail = 0
+        for slab, size in enumerate(owners):
+            used = sum(slot_size for offset, slot_size in self.used if offset // SLAB == slab and slot_size <= SLAB)
+            if 0 < size <= SLAB:
+                idle += SLAB // size * size - used
+                tail += SLAB - SLAB // size * size
+        tail += sum(-(-size // SLAB) * SLAB - size for _, size in self.used if size > SLAB)
+        widest = max((-(-size // SLAB) for size in sizes), default=1)
+        gaps = "".join("." if owner == -1 else "x" for owner in owners).split("x")
+        stranded = sum(len(gap) % widest for gap in gaps)
+        return sum(owner != -1 for owner in owners) * SLAB, idle, tail, stranded * SLAB
+
 
 class SlabMachine(RuleBasedStateMachine):
     """Allocates, frees and rebuilds; after each step the pool agrees with `NaivePool`."""
@@ -54,9 +70,11 @@ class SlabMachine(RuleBasedStateMachine):
     def start(self, num_slabs: int, rest: int) -> None:
         self.pool = SlabPool(num_slabs * SLAB + rest, SLAB)
         self.naive = NaivePool(num_slabs)
+        self.asked: set[int] = set()
 
     @rule(size=st.sampled_from(SIZES), count=st.integers(0, 12))
     def allocate(self, size: int, count: int) -> None:
+        self.asked.add(aligned(size))
         room = self.naive.room(aligned(size))
         assert self.pool.available_slots(size) == room
         offsets = self.pool.allocate(size, count)
@@ -83,6 +101,7 @@ class SlabMachine(RuleBasedStateMachine):
         assert rebuilt.stats() == self.pool.stats()
         assert np.array_equal(rebuilt.slab_owner(), self.pool.slab_owner())
         self.pool = rebuilt
+        self.asked = {size for _, size in self.naive.used}
 
     @invariant()
     def agrees(self) -> None:
@@ -94,6 +113,12 @@ class SlabMachine(RuleBasedStateMachine):
         assert self.pool.num_free_slabs == self.naive.owners().count(-1)
         by_size = {size: sum(slot_size == size for _, slot_size in slots) for size in {size for _, size in slots}}
         assert {row.slot_bytes: row.num_used for row in self.pool.stats()} == by_size
+        figures = self.pool.figures()
+        expected = self.naive.figures(self.asked)
+        assert (figures.lent_bytes, figures.idle_bytes, figures.tail_bytes, figures.stranded_bytes) == expected
+        assert 0 <= figures.fragmentation_ratio < 1 and 0 <= figures.imbalance_ratio < 1
+        assert math.isclose(sum(of_arena for _, of_arena, _ in figures.shares) * figures.arena_bytes, figures.lent_bytes)
+        assert not figures.shares or math.isclose(sum(of_used for _, _, of_used in figures.shares), 1)
 
 
 TestSlabMachine = SlabMachine.TestCase
@@ -138,3 +163,22 @@ def test_freeing_with_another_size_or_twice_is_caught() -> None:
 def test_sizes_that_make_no_pool_are_refused(arena_bytes: int, slab_bytes: int) -> None:
     with pytest.raises(ValueError, match="_bytes is"):
         SlabPool(arena_bytes, slab_bytes)
+
+
+def test_figures_of_a_pool() -> None:
+    """Two sizes: one fills its slab, of the other one slot of two is free. Then a size that needs two slabs side by side."""
+    pool = SlabPool(8 * SLAB, SLAB)
+    assert pool.figures().fragmentation_ratio == pool.figures().imbalance_ratio == 0
+    pool.allocate(SLAB, 1)
+    assert (pool.figures().fragmentation_ratio, pool.figures().imbalance_ratio) == (0, 0)
+    pool.allocate(SLAB // 4 + 1, 1)
+    figures = pool.figures()
+    assert (figures.lent_bytes, figures.idle_bytes, figures.tail_bytes) == (2 * SLAB, SLAB // 2, 0)
+    assert figures.fragmentation_ratio == 0.25
+    assert figures.shares == ((SLAB // 2, 1 / 8, 1 / 3), (SLAB, 1 / 8, 2 / 3))
+    assert math.isclose(figures.imbalance_ratio, 1 / 2 - 1 / 3)
+    lent = pool.allocate(SLAB, 6)
+    pool.free(SLAB, lent[::2])
+    assert pool.figures().stranded_bytes == 0
+    assert pool.available_slots(2 * SLAB) == 0
+    assert pool.figures().stranded_bytes == 3 * SLAB

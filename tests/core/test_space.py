@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.policy import LRU
+from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.slabs import aligned
 from hotkv_server.core.space import Space
 from tests.core.cache_model import no_room_left
@@ -15,18 +15,12 @@ SLAB = 4 * SLOT_ALIGN
 SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + 1]
 
 
-class SmallLRU(LRU):
-    """Refills its queue often."""
-
-    MIN_QUEUE = 2
-
-
 class SpaceMachine(RuleBasedStateMachine):
     """Blocks of many sizes come, are used, pinned and dropped; the arena is small."""
 
-    @initialize(num_slabs=st.integers(1, 9), capacity=st.sampled_from([5, 100]))
-    def start(self, num_slabs: int, capacity: int) -> None:
-        self.space = Space(make_table(capacity), num_slabs * SLAB, SLAB, SmallLRU(capacity))
+    @initialize(num_slabs=st.integers(1, 9), capacity=st.sampled_from([5, 100]), policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, num_slabs: int, capacity: int, policy: str) -> None:
+        self.space = Space(make_table(capacity), num_slabs * SLAB, SLAB, POLICIES[policy](capacity))
         self.space.index.add_key_space(1, [7])
         self.next_block = 0
         self.now_s = 0.0
@@ -92,7 +86,7 @@ class SpaceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
         self.now_s += 1.0
-        self.space.policy.touch(self.draw(data, self.ready), self.now_s)
+        self.space.touch(self.draw(data, self.ready), self.now_s)
 
     @precondition(lambda self: self.ready)
     @rule(data=st.data())

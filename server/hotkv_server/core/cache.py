@@ -3,8 +3,8 @@
 Every method is a decision: it checks its arguments, changes the books and returns a result; what others must be told is in
 `take_effects`. A call that raises has changed nothing. No clock, no I/O, no locks: one owner calls it, with `now_s`.
 
-Always true: an acknowledged block is found by the very next lookup; a pinned slot is never evicted; a lease that ends during a
-copy keeps its slots until the copy ends; a block becomes ready only when every shard is written.
+Always true: an acknowledged block is found by the very next lookup; a pinned slot is never evicted, and when its block is flushed it
+stays as it is; a lease that ends during a copy keeps its slots until the copy ends; a block becomes ready only when every shard is written.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from hotkv.table import RESERVED_FLAG, BlockTable, Words
 from hotkv_server.core.arrays import first_occurrences, without
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
-from hotkv_server.core.policy import Policy
+from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.space import Space
 from hotkv_server.core.transfers import LoadTransfer, StoreTransfer, TransferBook
 from hotkv_server.core.values import (
@@ -239,6 +239,7 @@ class CacheCore:
             return
         if isinstance(lease, ReadLease):
             self.space.index.pin(lease.entries(), -1)
+            self.space.reap(lease.entries())
             if not lease.admitted:
                 self._unadmitted_bytes -= lease.pinned_bytes
         else:
@@ -469,6 +470,23 @@ class CacheCore:
             entries = np.unique(words[words != 0] & ~RESERVED_FLAG)
         dropped = self.space.evict(entries)
         return dropped, len(entries) - dropped
+
+    def flush(self, key_space_id: int) -> int:
+        """Forgets all blocks of a key space; returns how many were ready. The very next lookup finds none of them.
+
+        Also pinned ones: what a lease was promised can still be loaded under it, by nobody else. What is reserved or being written at
+        this moment never becomes ready.
+        """
+        whole = (1 << self.key_space(key_space_id).num_shards) - 1
+        for lease in self.leases.all():
+            if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id:
+                self.space.index.mark_written(lease.entries, ABORTED_MARK)
+                self._settle_write(lease, whole)
+        entries = self.space.index.ready_entries(key_space_id=key_space_id)
+        self.holds.let_go(entries)
+        self.space.flush(entries)
+        self.counters.flushed_blocks += len(entries)
+        return len(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
         """What must be told since the last call."""

@@ -1,7 +1,7 @@
 """The block index: the one writer of the shared block table, and what the server alone knows of each entry.
 
-Always true: an entry number is free, reserved or ready; a key has at most one entry; only ready entries can be found by
-readers. Entries are rows of arrays, never Python objects. Nothing here evicts or allocates slots.
+Always true: an entry number is free, reserved, ready or detached; a key has at most one entry that is reserved or ready; only ready
+entries can be found by readers. Entries are rows of arrays, never Python objects. Nothing here evicts or allocates slots.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ class BlockIndex:
 
     @property
     def num_entries(self) -> int:
-        """Reserved and ready entries."""
+        """Entries that are not free."""
         return self.capacity - self._num_free
 
     def add_key_space(self, key_space_id: int, salts: list[int]) -> None:
@@ -92,16 +92,34 @@ class BlockIndex:
     def publish(self, entries: Entries, checks: NDArray[np.uint64]) -> None:
         """Makes reserved entries ready: from here on every reader finds them."""
         module = self._kernels or twins
-        done = int(module.publish(self.table.buckets, self.table.records, self._mixed(entries), entries, checks))
+        done = int(module.publish(self.table.buckets, self.table.records, self.mixed(entries), entries, checks))
         assert done == len(entries), "published an entry that is not in the table"
 
     def remove(self, entries: Entries) -> None:
         """Drops entries, reserved or ready; their numbers are free again."""
+        self._unlink(entries)
+        self._release(entries)
+
+    def detach(self, entries: Entries) -> None:
+        """Takes ready entries out of the table; their numbers and slots stay taken until `remove_detached`."""
+        groups = self.table.records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF)
+        self._unlink(entries)
+        self.table.records[entries, table.W_GROUP_STATE] = groups | np.uint32(table.STATE_DETACHED << 16)
+
+    def remove_detached(self, entries: Entries) -> None:
+        """Drops detached entries; their numbers are free again."""
+        assert np.all(self.states()[entries] == table.STATE_DETACHED), "dropped an entry that is in the table"
+        self.table.records[entries, table.W_GROUP_STATE] = 0
+        self._release(entries)
+
+    def _unlink(self, entries: Entries) -> None:
         module = self._kernels or twins
-        done = int(module.remove(self.table.buckets, self.table.records, self._mixed(entries), entries))
+        done = int(module.remove(self.table.buckets, self.table.records, self.mixed(entries), entries))
         assert done == len(entries), "removed an entry that is not in the table"
-        self._free[self._num_free : self._num_free + done] = entries
-        self._num_free += done
+
+    def _release(self, entries: Entries) -> None:
+        self._free[self._num_free : self._num_free + len(entries)] = entries
+        self._num_free += len(entries)
 
     def pin(self, entries: Entries, change: int) -> None:
         """Adds `change` (1 or -1) to the pins of entries; an entry listed twice counts twice."""
@@ -122,7 +140,7 @@ class BlockIndex:
         return sizes
 
     def states(self) -> NDArray[np.uint32]:
-        """State of every entry number: 0 free, STATE_RESERVED or STATE_READY."""
+        """State of every entry number: 0 free, STATE_RESERVED, STATE_READY or STATE_DETACHED."""
         return self.table.records[:, table.W_GROUP_STATE] >> np.uint32(16)
 
     def ready_entries(self, slot_bytes: int = 0, key_space_id: int = 0) -> Entries:
@@ -140,7 +158,8 @@ class BlockIndex:
         rows = self.table.records[entries]
         return rows[:, table.W_KEY_SPACE], rows[:, table.W_GROUP_STATE] & np.uint32(0xFFFF), np.ascontiguousarray(rows[:, :8])
 
-    def _mixed(self, entries: Entries) -> NDArray[np.uint64]:
+    def mixed(self, entries: Entries) -> NDArray[np.uint64]:
+        """Keys of entries as 64 bits [n]: the hash mixed with key space and group, as the table does."""
         key_spaces, groups, hashes = self.keys(entries)
         prefixes = hashes[:, 0].astype(np.uint64) | (hashes[:, 1].astype(np.uint64) << np.uint64(32))
         mixed: NDArray[np.uint64] = table.mix_prefixes(prefixes ^ self._salts[key_spaces, groups], 0)
@@ -152,8 +171,10 @@ class BlockIndex:
         words = buckets[:, table.ENTRIES :].reshape(-1)
         linked = words[words != 0]
         numbers = linked & ~RESERVED_FLAG
-        assert len(np.unique(numbers)) == len(numbers) == self.num_entries, "entries linked twice or miscounted"
         states = self.states()
+        detached = np.flatnonzero(states == table.STATE_DETACHED)
+        assert len(np.unique(numbers)) == len(numbers) == self.num_entries - len(detached), "entries linked twice or miscounted"
+        assert np.all(self.pins[detached] > 0), "a detached entry that nobody reads was kept"
         assert np.all(states[numbers] == np.where(linked >= RESERVED_FLAG, table.STATE_RESERVED, table.STATE_READY)), (
             "state and flag differ"
         )
@@ -161,7 +182,7 @@ class BlockIndex:
         assert len(np.unique(free)) == len(free) and not np.isin(free, numbers).any(), "entry both free and linked"
         assert np.all(buckets[:, table.SEQ] % 2 == 0), "a bucket was left locked"
         assert np.all(self.pins[free] == 0), "a free entry is pinned"
-        mixed = self._mixed(numbers)
+        mixed = self.mixed(numbers)
         homes = table.home_buckets(mixed, len(buckets))
         at = np.flatnonzero(words != 0) // table.WAYS
         distance = (at - homes) % len(buckets)

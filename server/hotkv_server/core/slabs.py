@@ -32,6 +32,37 @@ class SlabClassStats:
     num_used: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """How well the arena is divided.
+
+    `lent_bytes`: slabs lent to some slot size. `idle_bytes`: free slots in them. `tail_bytes`: what in them no slot covers, because slot
+    sizes don't divide slabs. `stranded_bytes`: free slabs that don't lie together as the widest slot size known needs them; 0 where no
+    slot spans slabs. `shares`: (slot size, its slabs / all slabs, its used bytes / all used bytes) of each size that has slabs.
+    """
+
+    arena_bytes: int
+    lent_bytes: int
+    idle_bytes: int
+    tail_bytes: int
+    stranded_bytes: int
+    shares: tuple[tuple[int, float, float], ...]
+
+    @property
+    def fragmentation_ratio(self) -> float:
+        """(idle + tail) / lent: lent memory that holds nothing. 0 where nothing is lent."""
+        return (self.idle_bytes + self.tail_bytes) / self.lent_bytes if self.lent_bytes else 0.0
+
+    @property
+    def imbalance_ratio(self) -> float:
+        """½ Σ |share of lent slabs - share of used bytes| over slot sizes: lent memory that lies with other sizes than those that use it.
+
+        0 where every size has slabs in proportion to its bytes; below 1.
+        """
+        lent_share = sum(of_arena for _, of_arena, _ in self.shares)
+        return sum(abs(of_arena / lent_share - of_used) for _, of_arena, of_used in self.shares) / 2
+
+
 class _SlabClass:
     """Slots of one size; `free` holds the offsets of free slots, the last is handed out first."""
 
@@ -76,6 +107,27 @@ class SlabPool:
         slots = c.num_slabs // c.slabs_per_slot * c.slots_per_slab
         return SlabClassStats(c.slot_bytes, c.num_slabs, slots, slots - len(c.free))
 
+    def figures(self) -> PoolFigures:
+        """How well the arena is divided, over all slot sizes."""
+        rows = self.stats()
+        used = sum(row.num_used * row.slot_bytes for row in rows)
+        idle = sum((row.num_slots - row.num_used) * row.slot_bytes for row in rows)
+        lent = sum(row.num_slabs for row in rows) * self.slab_bytes
+        widest = max((c.slabs_per_slot for c in self._classes.values()), default=1)
+        return PoolFigures(
+            self.num_slabs * self.slab_bytes,
+            lent,
+            idle,
+            lent - idle - used,
+            int((self._free_runs() % widest).sum()) * self.slab_bytes,
+            tuple((r.slot_bytes, r.num_slabs / self.num_slabs, r.num_used * r.slot_bytes / max(1, used)) for r in rows),
+        )
+
+    def _free_runs(self) -> Int64s:
+        """Lengths of the gaps between lent slabs, in slabs; some are 0."""
+        lent = np.flatnonzero(np.concatenate(([True], self._owner != _FREE, [True])))
+        return np.diff(lent) - 1
+
     def capacity_slots(self, slot_bytes: int) -> int:
         """Slots of this size that the whole arena could hold."""
         c = self._class(slot_bytes)
@@ -98,9 +150,7 @@ class SlabPool:
         c = self._class(slot_bytes)
         if c.slabs_per_slot == 1:
             return len(c.free) + self.num_free_slabs * c.slots_per_slab
-        # Lengths of the runs of free slabs, from the distances between the lent ones.
-        lent = np.flatnonzero(np.concatenate(([True], self._owner != _FREE, [True])))
-        return len(c.free) + int(((np.diff(lent) - 1) // c.slabs_per_slot).sum())
+        return len(c.free) + int((self._free_runs() // c.slabs_per_slot).sum())
 
     def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:
         """Takes up to `num_slots` slots; fewer where free slots and free slabs run out."""

@@ -12,23 +12,37 @@ from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, Words
 from hotkv_server.core.arrays import distinct
 from hotkv_server.core.index import BlockIndex
-from hotkv_server.core.policy import Policy
+from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.slabs import SlabPool, aligned
 from hotkv_server.core.values import Entries, EvictionNotice, Int64s
 
 GHOST_KEYS = 1 << 16
 """Evicted keys remembered for `explain`."""
 REBALANCE_SHARE = 64
-"""Slot sizes are compared each time 1/64 of the arena had to be made room for."""
+"""A slot size is compared with the others each time room for 1/64 of the arena had to be made for it; one that grows, more often."""
+HOT_SHARE = 0.25
+"""Of the blocks in a slab that is taken, most that may be hotter than what its taker would evict itself. A few hot blocks in every slab
+must not hold all of them; what is hot comes back, and then lies together."""
 
 
-def _cheapest_run(cost_s: NDArray[np.float64], length: int) -> tuple[int, float]:
+def _cheapest_run(cost: NDArray[np.float64], length: int) -> tuple[int, float]:
     """Start and highest cost of the `length` neighbours whose highest cost is lowest; inf where there are none."""
-    if length > len(cost_s):
+    if length > len(cost):
         return 0, np.inf
-    highest = cost_s if length == 1 else np.lib.stride_tricks.sliding_window_view(cost_s, length).max(axis=1)
+    highest = cost if length == 1 else np.lib.stride_tricks.sliding_window_view(cost, length).max(axis=1)
     start = int(np.argmin(highest))
     return start, float(highest[start])
+
+
+def _choose_runs(cost: NDArray[np.float64], length: int, limits: NDArray[np.float64], chosen: NDArray[np.bool_]) -> int:
+    """Marks the cheapest runs one by one, the i-th while it costs less than `limits[i]`; returns how many. Their `cost` becomes inf."""
+    for number, limit in enumerate(limits.tolist()):
+        start, highest = _cheapest_run(cost, length)
+        if not highest < limit:
+            return number
+        chosen[start : start + length] = True
+        cost[start : start + length] = np.inf
+    return len(limits)
 
 
 class Space:
@@ -42,7 +56,8 @@ class Space:
         self.effects: list[EvictionNotice] = []
         self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
         self._next_ghost = 0
-        self._pressure_bytes = 0
+        # Per slot size, what room was made for since it was compared with the others; sizes unknown, and those that grow, are due.
+        self._pressure_bytes: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"Space({self.index!r}, {self.pool!r})"
@@ -64,17 +79,17 @@ class Space:
     def publish(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
         """Makes reserved entries, in chain order, ready and used."""
         self.index.publish(entries, np.zeros(len(entries), np.uint64))
-        self.touch(entries, now_s, retention)
+        self.policy.admit(entries, self.index.mixed(entries), now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
         """Notes a use of ready entries, in chain order."""
-        self.policy.touch(entries, now_s)
+        self.policy.touch(entries, self.index.mixed(entries), now_s, retention)
 
-    def drop(self, entries: Entries, *, for_reuse: bool = False) -> None:
+    def drop(self, entries: Entries, *, evicted: bool = False, for_reuse: bool = False) -> None:
         """Removes entries and frees their slots, without a notice: reserved ones that will not be written."""
         sizes, offsets = self.index.slot_bytes(entries), self.index.offsets(entries)
+        self.policy.forget(entries, self.index.mixed(entries), evicted=evicted)
         self.index.remove(entries)
-        self.policy.forget(entries)
         for size in distinct(sizes):
             self.pool.free(size, offsets[sizes == size], for_reuse=for_reuse)
 
@@ -82,16 +97,39 @@ class Space:
         """Removes ready entries that are not pinned, with a notice; returns how many that were."""
         return self._evict_checked(entries[self._evictable(entries)])
 
+    def flush(self, entries: Entries) -> None:
+        """Removes ready entries, with a notice. Pinned ones can't be found any more and keep their slots until they are reaped."""
+        self._give_notice(entries)
+        is_pinned = self.index.pins[entries] > 0
+        self.drop(entries[~is_pinned])
+        pinned = entries[is_pinned]
+        self.policy.forget(pinned, self.index.mixed(pinned), evicted=False)
+        self.index.detach(pinned)
+
+    def reap(self, entries: Entries) -> None:
+        """Frees the slots of those among the entries that are detached and not pinned any more."""
+        detached = self.index.table.records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_DETACHED
+        if detached.any():
+            gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
+            sizes, offsets = self.index.slot_bytes(gone), self.index.offsets(gone)
+            self.index.remove_detached(gone)
+            for size in distinct(sizes):
+                self.pool.free(size, offsets[sizes == size])
+
     def _evict_checked(self, free_to_go: Entries, *, for_reuse: bool = False) -> int:
-        key_spaces, groups, hashes = self.index.keys(free_to_go)
-        self.drop(free_to_go, for_reuse=for_reuse)
+        self._give_notice(free_to_go)
+        self.drop(free_to_go, evicted=True, for_reuse=for_reuse)
         self.evicted_blocks += len(free_to_go)
+        return len(free_to_go)
+
+    def _give_notice(self, going: Entries) -> None:
+        """Tells the sessions, and remembers, what is about to go."""
+        key_spaces, groups, hashes = self.index.keys(going)
         owners = key_spaces.astype(np.int64) << 16 | groups
         for owner in distinct(owners):
             mine = hashes[owners == owner]
             self.effects.append(EvictionNotice(owner >> 16, owner & 0xFFFF, mine))
             self._remember(owner >> 16, owner & 0xFFFF, mine)
-        return len(free_to_go)
 
     def was_evicted(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.bool_]:
         """Which keys [n] are among the last evicted."""
@@ -119,11 +157,13 @@ class Space:
         shared = self.pool.is_shared(slot_bytes)
         if shared:
             # Comparing with other sizes looks at every entry; so it is done for a share of the arena at a time.
-            self._pressure_bytes += num_slots * slot_bytes
             share_bytes = self.pool.num_slabs * self.pool.slab_bytes // REBALANCE_SHARE
-            if self._pressure_bytes >= share_bytes:
-                self._pressure_bytes = 0
-                self._take_until(slot_bytes, max(num_slots, share_bytes // slot_bytes))
+            pressure_bytes = self._pressure_bytes.get(slot_bytes, share_bytes) + num_slots * slot_bytes
+            if pressure_bytes >= share_bytes:
+                wanted = max(num_slots, share_bytes // slot_bytes)
+                self._take_until(slot_bytes, wanted)
+                pressure_bytes = share_bytes if self.pool.available_slots(slot_bytes) >= wanted else 0
+            self._pressure_bytes[slot_bytes] = pressure_bytes
         short = num_slots - self.pool.available_slots(slot_bytes)
         if short > 0:
             self._evict_coldest(slot_bytes, short)
@@ -137,45 +177,50 @@ class Space:
             pass
 
     def _evict_coldest(self, slot_bytes: int, count: int) -> None:
-        victims = self.policy.victims(
-            slot_bytes, count, lambda: self.index.ready_entries(slot_bytes), lambda entries: self._evictable(entries, slot_bytes)
-        )
+        victims = self.policy.victims(slot_bytes, count, lambda entries: self._evictable(entries, slot_bytes))
         self._evict_checked(victims, for_reuse=slot_bytes > 0)
 
     def _take_cold_slabs(self, slot_bytes: int, num_slots: int) -> int:
         """Empties slabs lent to other sizes: where they are colder than what this size would evict itself, or it has not enough of that.
 
+        First slabs that are wholly colder, then those that are but for `HOT_SHARE` of their blocks.
         Counts slabs that are free already; returns how many blocks went.
         """
         live = np.flatnonzero(self.index.states()).astype(np.uint32)
-        used_s = self.policy.last_used_s(live)
-        held = ~self._evictable(live)
         sizes = self.index.slot_bytes(live)
-        own_s = np.sort(used_s[(sizes == slot_bytes) & ~held])
+        evictable = self._evictable(live)
+        heat = np.where(evictable, self.policy.heat(live), np.inf)
+        own = np.sort(heat[(sizes == slot_bytes) & evictable])
         first = self.pool.slab_of(self.index.offsets(live))
         last = first + (sizes - 1) // self.pool.slab_bytes
-        cost_s = self._emptying_costs(slot_bytes, first, last, np.where(held, np.inf, used_s))
-        per_run, length = max(1, self.pool.slab_bytes // slot_bytes), -(-slot_bytes // self.pool.slab_bytes)
+        cost = self._emptying_costs(slot_bytes, first, last, heat)
         chosen = np.zeros(self.pool.num_slabs, np.bool_)
-        for freed in range(0, num_slots, per_run):
-            start, hottest_s = _cheapest_run(cost_s, length)
-            # Own blocks that would go otherwise; where there are not enough of them, any slab is better than refusing.
-            enough = len(own_s) >= num_slots - freed
-            if hottest_s == np.inf or (enough and hottest_s >= own_s[min(freed, len(own_s) - 1)]):
-                break
-            chosen[start : start + length] = True
-            cost_s[start : start + length] = np.inf
+        per_run, length = max(1, self.pool.slab_bytes // slot_bytes), -(-slot_bytes // self.pool.slab_bytes)
+        # Against own blocks that would go otherwise; where there are not enough of them, any slab is better than refusing.
+        spared = np.arange(0, num_slots, per_run)
+        limits = np.where(len(own) >= num_slots - spared, np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))], np.inf)
+        num_runs = _choose_runs(cost, length, limits, chosen)
+        if num_runs < len(limits) and len(own):
+            hot, blocks = self._blocks_in(first, last, heat >= own[0]), self._blocks_in(first, last, heat > -np.inf)
+            cost = np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
+            _choose_runs(cost, length, np.full(len(limits) - num_runs, np.inf), chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
         return self.evict(live[emptied[last + 1] > emptied[first]])
 
-    def _emptying_costs(self, slot_bytes: int, first: Int64s, last: Int64s, heat_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Per slab, when the hottest block in it was last used; -inf for free ones, inf where it can't be emptied or is this size's own."""
-        cost_s = np.full(self.pool.num_slabs, -np.inf)
+    def _blocks_in(self, first: Int64s, last: Int64s, counted: NDArray[np.bool_]) -> Int64s:
+        """Per slab, how many of the counted blocks lie in it, wholly or in part."""
+        starts, ends = (np.bincount(at[counted] + after, minlength=self.pool.num_slabs + 1) for at, after in ((first, 0), (last, 1)))
+        blocks: Int64s = np.cumsum(starts - ends)[:-1]
+        return blocks
+
+    def _emptying_costs(self, slot_bytes: int, first: Int64s, last: Int64s, heat: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Per slab, the heat of the hottest block in it; -inf for free ones, inf where it can't be emptied or is this size's own."""
+        cost = np.full(self.pool.num_slabs, -np.inf)
         for step in range(int((last - first).max(initial=0)) + 1):
             spans = first + step <= last
-            np.maximum.at(cost_s, first[spans] + step, heat_s[spans])
-        cost_s[self.pool.slab_owner() == slot_bytes] = np.inf
-        return cost_s
+            np.maximum.at(cost, first[spans] + step, heat[spans])
+        cost[self.pool.slab_owner() == slot_bytes] = np.inf
+        return cost
 
     def _ghost_keys(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.uint64]:
         return table.mix(hashes, (key_space_id << 16 | group_index) * 0x9E37_79B9)

@@ -116,6 +116,7 @@ class Counters:
     evicted_blocks: int = 0
     loaded_blocks: int = 0
     held_blocks: int = 0
+    flushed_blocks: int = 0
     expired_leases: int = 0
 
 

@@ -5,11 +5,13 @@ and checks each answer. Drive it from a property test, or let `check_policy` dri
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 
-from hotkv_server.core.policy import Entries, Policy
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core.policies.protocol import Entries, Keys, Policy
 
 MakePolicy = Callable[[int], Policy]
 """Makes a policy for entry numbers 1 to the given capacity."""
@@ -23,60 +25,79 @@ class PolicyWorld:
         self.policy = make_policy(capacity)
         self.now_s = 0.0
         self.size_of: dict[int, int] = {}
+        self.key_of: dict[int, int] = {}
         self.pinned: set[int] = set()
         self._twin = make_policy(capacity)
+        self._fresh_keys = itertools.count(1)
+        self._gone: list[int] = []
 
     def free_numbers(self) -> list[int]:
         """Entry numbers that are not in use; the last one freed may be the first one used anew."""
         return [number for number in range(1, self.capacity + 1) if number not in self.size_of]
 
-    def arrive(self, numbers: list[int], slot_bytes: int, now_s: float) -> None:
-        """Blocks of one chain become ready."""
+    def arrive(
+        self, numbers: list[int], slot_bytes: int, now_s: float, *, come_back: bool = False, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Blocks of one chain become ready; with `come_back` those that went last, as far as there are any."""
         assert not set(numbers) & set(self.size_of)
         self.size_of |= dict.fromkeys(numbers, slot_bytes)
-        self.use(numbers, now_s)
+        for number in numbers:
+            self.key_of[number] = self._gone.pop() if come_back and self._gone else next(self._fresh_keys) * 0x9E37_79B9_7F4A_7C15 % (1 << 64)
+        self._tell("admit", numbers, now_s, retention)
 
-    def use(self, numbers: list[int], now_s: float) -> None:
+    def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
         """A touch, in chain order."""
+        self._tell("touch", numbers, now_s, retention)
+
+    def refresh(self, numbers: list[int], now_s: float) -> None:
+        """Blocks after these, in chain order, came in."""
         assert now_s >= self.now_s
         self.now_s = now_s
         for policy in (self.policy, self._twin):
-            entries = _entries(numbers)
-            policy.touch(entries, now_s)
-            assert entries.tolist() == numbers, "touch changed its argument"
+            policy.refresh(_entries(numbers), now_s)
 
-    def leave(self, numbers: list[int]) -> None:
-        """Blocks go for another reason than eviction."""
+    def _tell(self, what: str, numbers: list[int], now_s: float, retention: Retention) -> None:
+        assert now_s >= self.now_s
+        self.now_s = now_s
+        for policy in (self.policy, self._twin):
+            entries, keys = _entries(numbers), self._keys(numbers)
+            getattr(policy, what)(entries, keys, now_s, retention)
+            assert entries.tolist() == numbers and np.array_equal(keys, self._keys(numbers)), f"{what} changed its arguments"
+
+    def leave(self, numbers: list[int], *, evicted: bool = False) -> None:
+        """Blocks go."""
+        for policy in (self.policy, self._twin):
+            policy.forget(_entries(numbers), self._keys(numbers), evicted=evicted)
         for number in numbers:
             del self.size_of[number]
             self.pinned.discard(number)
-        for policy in (self.policy, self._twin):
-            policy.forget(_entries(numbers))
+            self._gone.append(self.key_of.pop(number))
+
+    def _keys(self, numbers: list[int]) -> Keys:
+        return np.array([self.key_of[number] for number in numbers], np.uint64)
 
     def evict(self, slot_bytes: int, count: int) -> list[int]:
         """Asks for victims of a slot size (0: of any), checks them, and lets them go. Coldest first."""
         answers = []
         for policy in (self.policy, self._twin):
             evictable = functools.partial(self._evictable, slot_bytes)
-            answers.append(policy.victims(slot_bytes, count, lambda: self._candidates(slot_bytes), evictable).tolist())
+            answers.append(policy.victims(slot_bytes, count, evictable).tolist())
         victims: list[int] = answers[0]
         eligible = {n for n, size in self.size_of.items() if slot_bytes in (0, size) and n not in self.pinned}
         assert victims == answers[1], "two policies with one history disagree"
         assert len(set(victims)) == len(victims), "a victim is named twice"
         assert set(victims) <= eligible, "a victim is pinned, gone or of another size"
         assert len(victims) == min(count, len(eligible)), "fewer victims than could be had, or more than asked for"
-        self.leave(victims)
+        self.leave(victims, evicted=True)
         return victims
 
     def check(self) -> None:
-        """Raises AssertionError where `last_used_s` can't order entries."""
+        """Raises AssertionError where heat can't order entries, or a policy's own books disagree."""
         entries = _entries(sorted(self.size_of))
-        used_s = self.policy.last_used_s(entries)
-        assert used_s.shape == entries.shape and used_s.dtype == np.float64
-        assert np.isfinite(used_s).all()
-
-    def _candidates(self, slot_bytes: int) -> Entries:
-        return _entries([number for number in sorted(self.size_of) if slot_bytes in (0, self.size_of[number])])
+        for figures in (self.policy.heat(entries), self.policy.last_used_s(entries)):
+            assert figures.shape == entries.shape and figures.dtype == np.float64
+            assert np.isfinite(figures).all()
+        self.policy.check_invariants()
 
     def _evictable(self, slot_bytes: int, entries: Entries) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         numbers = entries.tolist()
@@ -94,19 +115,22 @@ def check_policy(make_policy: MakePolicy, *, seed: int, num_steps: int = 300, ca
     rng = np.random.default_rng(seed)
     world = PolicyWorld(make_policy, capacity)
     for _ in range(num_steps):
-        now_s = world.now_s + float(rng.choice([0.0, 1e-9, 1.0, 1e6]))
+        now_s = world.now_s + float(rng.choice([0.0, 1e-9, 1.0, 90.0, 1e6], p=[0.3, 0.2, 0.2, 0.2, 0.1]))
         in_use = sorted(world.size_of)
         some = [int(n) for n in rng.permutation(in_use)[: rng.integers(0, 12)]] if in_use else []
-        match int(rng.integers(0, 6)):
+        retention = NO_RETENTION if rng.random() < 0.8 else Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 5.0, 1e4])))
+        match int(rng.integers(0, 7)):
             case 0 | 1:
                 fresh = [int(n) for n in rng.permutation(world.free_numbers())[: rng.integers(0, 16)]]
-                world.arrive(fresh, int(rng.choice([4096, 8192])), now_s)
+                world.arrive(fresh, int(rng.choice([4096, 8192])), now_s, come_back=bool(rng.integers(0, 2)), retention=retention)
             case 2:
-                world.use(some, now_s)
+                world.use(some, now_s, retention)
             case 3:
                 world.evict(int(rng.choice([0, 4096, 8192])), int(rng.integers(0, 20)))
             case 4:
                 world.pinned ^= set(some)
+            case 5:
+                world.refresh(some, now_s)
             case _:
                 world.leave(some[:3])
         world.check()

@@ -1,0 +1,128 @@
+"""The duel: which of several ways to weigh frequency against recency would hit most, found out while serving.
+
+Each contender is a setting of the hotness formula. For a small sample of keys a shadow cache per contender, scaled down as the sample is,
+keeps track of what it would hold; every epoch the one with the most hits, older epochs counting less, becomes the index's setting.
+Shadows hold keys and no bytes. Source of the sampling: Waldspurger et al., "Cache modeling and optimization using miniature
+simulations", USENIX ATC 2017.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import native
+from hotkv_server.core.policies import twins
+from hotkv_server.core.policies.protocol import Keys
+
+EPOCH_S = 60.0
+KEEP = 0.5
+"""What an epoch's hits count for one epoch later."""
+MARGIN = 1.01
+"""By how much a contender must win to take over."""
+SAMPLE_SHARE = 1 / 32
+MIN_SHADOW_BLOCKS = 128
+MAX_SHADOW_BLOCKS = 4096
+WAYS = 8
+KEYS_PER_BLOCK = 8
+"""Keys that the sample remembers for each block of a shadow: what the shadows hold, and ghosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """heat = recency · (time of last use) + half_life_s · (log2 of the decayed number of uses), in seconds.
+
+    Small half-lives order by recency, large ones by frequency. With recency -1 frequency decides and, of equals, the older stay: what a
+    loop larger than the cache needs.
+    """
+
+    half_life_s: float
+    recency: float = 1.0
+
+
+CONTENDERS = (Contender(120.0), Contender(1.0), Contender(30.0), Contender(300.0), Contender(900.0), Contender(10_000.0, -1.0))
+
+
+class Duel:
+    """Shadow caches of all contenders over one sample. The first contender holds until another has won."""
+
+    def __init__(self, capacity: int, memory_s: float, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
+        self.contenders = contenders
+        self.current = 0
+        self.share = min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / max(1, capacity)), MAX_SHADOW_BLOCKS / max(1, capacity))
+        num_buckets = max(8, -(-int(KEYS_PER_BLOCK * capacity * self.share) // WAYS))
+        leaves = 1 << (num_buckets * WAYS - 1).bit_length()
+        self._threshold = round(self.share * (1 << 32))
+        self._memory_s = memory_s
+        self._half_lives_s = np.array([c.half_life_s for c in contenders])
+        self._recencies = np.array([c.recency for c in contenders])
+        self._keys = np.zeros((num_buckets, WAYS), np.uint64)
+        self._used_s = np.zeros((num_buckets, WAYS), np.float64)
+        self._uses = np.zeros((num_buckets, WAYS), np.float64)
+        self._holders = np.zeros((num_buckets, WAYS), np.uint8)
+        self._trees = np.full((len(contenders), 2 * leaves), np.inf)
+        self._held = np.zeros(len(contenders), np.int64)
+        self._hits = np.zeros(len(contenders), np.int64)
+        self._scores = np.zeros(len(contenders))
+        self._epoch_ends_s = -np.inf
+        self._kernels = native.load("hotkv_server.core.policies.kernels") or twins
+
+    def __repr__(self) -> str:
+        return f"Duel({self.contenders[self.current]}, sample of {self.share:.2g}, scores={self._scores.round(1).tolist()})"
+
+    @property
+    def winner(self) -> Contender:
+        return self.contenders[self.current]
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """Hits of each contender, older epochs counting less."""
+        return self._scores
+
+    def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
+        """Blocks of a chain were asked for, hit or not, while the cache held `num_resident` blocks. True where the winner changed."""
+        limit = max(1, round(num_resident * self.share))
+        self._kernels.observe(
+            self._keys,
+            self._used_s,
+            self._uses,
+            self._holders,
+            self._trees,
+            self._held,
+            self._hits,
+            self._half_lives_s,
+            self._recencies,
+            keys,
+            self._threshold,
+            limit,
+            now_s,
+            self._memory_s,
+        )
+        if now_s < self._epoch_ends_s:
+            return False
+        return self._end_epoch(now_s)
+
+    def _end_epoch(self, now_s: float) -> bool:
+        started = self._epoch_ends_s > -np.inf
+        self._epoch_ends_s = now_s + EPOCH_S
+        if not started:
+            return False
+        self._scores = KEEP * self._scores + self._hits
+        self._hits[:] = 0
+        best = int(np.argmax(self._scores))
+        if self._scores[best] <= MARGIN * self._scores[self.current]:
+            return False
+        self.current = best
+        return True
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where holders, counts and trees disagree."""
+        holders = self._holders.reshape(-1)
+        leaves = self._trees.shape[1] // 2
+        for number in range(len(self.contenders)):
+            held = holders >> number & 1 == 1
+            tree = self._trees[number]
+            assert int(held.sum()) == self._held[number], "held keys miscounted"
+            assert np.array_equal(np.isfinite(tree[leaves : leaves + len(held)]), held), "a held key has no leaf, or a leaf no key"
+            inner = np.arange(1, leaves)
+            assert np.array_equal(tree[inner], np.minimum(tree[2 * inner], tree[2 * inner + 1])), "a node is not the least of its children"

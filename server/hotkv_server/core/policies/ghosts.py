@@ -1,0 +1,64 @@
+"""Ghosts: what is remembered of blocks that were evicted.
+
+A table of fixed size over 64-bit keys; each ghost carries 64 bits that its policy chooses. Always true: a key has at most one ghost; the
+oldest go first. Chains of blocks become ghosts together and should be forgotten together, for a block that is forgotten alone breaks its
+chain; so the table has twice the room, and few buckets are ever full before a ghost's time is over. Two keys of one bucket whose tags
+are equal are taken for each other: one in 2^32, and it costs a wrong guess of heat.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import native
+from hotkv_server.core.policies import twins
+from hotkv_server.core.policies.protocol import Keys
+
+WAYS = 8
+ROOM = 2
+"""Places for each ghost."""
+Values = NDArray[np.uint64]
+
+
+class GhostTable:
+    """The last `num_ghosts` that came. `tags` [buckets, WAYS] 0 for none, `values` and `ages` alike; an age is the number of its coming."""
+
+    def __init__(self, num_ghosts: int) -> None:
+        buckets = max(1, -(-ROOM * num_ghosts // WAYS))
+        self.num_ghosts = num_ghosts
+        self.tags = np.zeros((buckets, WAYS), np.uint32)
+        self.values = np.zeros((buckets, WAYS), np.uint64)
+        self._ages = np.zeros((buckets, WAYS), np.uint32)
+        self._next_age = 1
+        self._kernels = native.load("hotkv_server.core.policies.kernels") or twins
+
+    def __len__(self) -> int:
+        return int((self.tags != 0).sum())
+
+    def __repr__(self) -> str:
+        return f"GhostTable({len(self)}/{self.tags.size} ghosts)"
+
+    def remember(self, keys: Keys, values: Values) -> Values:
+        """Adds ghosts, in order; returns the values of those that went for them."""
+        if self._next_age + len(keys) >= 1 << 32:
+            self._forget_all()
+        gone = np.zeros(len(keys), np.uint64)
+        num_gone = int(self._kernels.remember(self.tags, self.values, self._ages, keys, values, self._next_age, gone))
+        self._next_age += len(keys)
+        return gone[:num_gone]
+
+    def take(self, keys: Keys) -> tuple[NDArray[np.bool_], Values]:
+        """Which keys [n] had a ghost, and its value; those ghosts are gone."""
+        found, values = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.uint64)
+        self._kernels.take(self.tags, self.values, self._ages, keys, self._next_age - self.num_ghosts, found, values)
+        return found, values
+
+    def _forget_all(self) -> None:
+        """Every four thousand million ghosts the ages start anew."""
+        self.tags[:], self._ages[:] = 0, 0
+        self._next_age = 1
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where a tag stands twice in a bucket."""
+        for bucket in self.tags:
+            tags = bucket[bucket != 0]
+            assert len(np.unique(tags)) == len(tags), "a key has two ghosts"

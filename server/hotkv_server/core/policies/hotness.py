@@ -1,0 +1,102 @@
+"""Hotness: recency plus what frequency is worth.
+
+Per entry the time of its last use t and c = log2 of its uses, each decayed by half every `MEMORY_S`; heat = ±t + H·c, so one doubling of
+uses is worth H seconds of recency. H, and whether recency counts for or against, is what the duel chooses; t and c do not depend
+on it, so a change holds at once. Ghosts keep t and c of evicted blocks, four for each block of the capacity.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import native
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core.policies import twins
+from hotkv_server.core.policies.duel import Duel
+from hotkv_server.core.policies.ghosts import GhostTable
+from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
+from hotkv_server.core.policies.queue import ColdQueue
+
+MEMORY_S = 900.0
+TICKS_PER_S = 64
+"""Resolution of t; 32 bits of it are two years."""
+GHOSTS_PER_BLOCK = 4
+DEPTH_STEP = 4e-6
+"""Each block of a chain has this much less in c than the one before it: of equals the leaf goes first."""
+
+
+class Hotness:
+    """See the module. `_used` uint32 [capacity + 1]: ticks since the first use, 0 for entries it does not know; `_uses` float32: c."""
+
+    def __init__(self, capacity: int) -> None:
+        self._state = np.zeros(capacity + 1, np.uint64)
+        halves = self._state.view(np.uint32).reshape(-1, 2)
+        self._used = halves[:, 0]
+        self._uses = halves.view(np.float32)[:, 1]
+        self._ghosts = GhostTable(GHOSTS_PER_BLOCK * capacity)
+        self._queues: dict[int, ColdQueue] = {}
+        self._first_s = np.inf
+        self._num_known = 0
+        self.duel = Duel(capacity, MEMORY_S)
+        self._kernels = native.load("hotkv_server.core.policies.kernels") or twins
+
+    def __repr__(self) -> str:
+        return f"Hotness({self._num_known} entries, {self._ghosts!r}, {self.duel!r})"
+
+    def admit(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+        if not len(entries):
+            return
+        _, remembered = self._ghosts.take(keys)
+        self._state[entries] = remembered
+        self._num_known += len(entries)
+        self._use(entries, keys, now_s, retention)
+
+    def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+        if len(entries):
+            self._use(entries, keys, now_s, retention)
+
+    def _use(self, entries: Entries, keys: Keys, now_s: float, retention: Retention) -> None:
+        if self._first_s == np.inf:
+            self._first_s = now_s - 1.0
+        now, until = self._ticks(now_s), self._ticks(now_s + retention.ttl_s)
+        self._kernels.use(self._used, self._uses, entries, now, until, retention.priority, MEMORY_S * TICKS_PER_S, DEPTH_STEP)
+        if self.duel.observe(keys, now_s, self._num_known):
+            for queue in self._queues.values():
+                queue.clear()
+
+    def refresh(self, entries: Entries, now_s: float) -> None:
+        if len(entries):
+            now = self._ticks(now_s)
+            self._kernels.use(self._used, self._uses, entries, now, now, -np.inf, MEMORY_S * TICKS_PER_S, DEPTH_STEP)
+
+    def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
+        known = self._used[entries] != 0
+        self._num_known -= int(known.sum())
+        if evicted:
+            self._ghosts.remember(keys[known], self._state[entries[known]])
+        self._state[entries] = 0
+
+    def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        if slot_bytes not in self._queues:
+            self._queues[slot_bytes] = ColdQueue(self._state, self._members, self.heat)
+        return self._queues[slot_bytes].take(count, evictable)
+
+    def heat(self, entries: Entries) -> NDArray[np.float64]:
+        winner = self.duel.winner
+        heat = self._uses[entries].astype(np.float64) * winner.half_life_s
+        heat += self._used[entries] * (winner.recency / TICKS_PER_S)
+        return heat
+
+    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
+        return self._used[entries] / TICKS_PER_S + self._first_s
+
+    def _members(self, first: int, stop: int) -> Entries:
+        return (np.flatnonzero(self._used[first:stop]) + first).astype(np.uint32)
+
+    def _ticks(self, now_s: float) -> int:
+        return max(1, min(int((now_s - self._first_s) * TICKS_PER_S), 0xFFFF_FFFF))
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where counts disagree."""
+        assert self._num_known == int((self._used != 0).sum()), "known entries miscounted"
+        self._ghosts.check_invariants()
+        self.duel.check_invariants()

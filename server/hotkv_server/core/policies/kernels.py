@@ -1,0 +1,186 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Numba kernels of the policies. Import through `hotkv.native.load`; `twins` has the same functions in numpy."""
+
+from typing import Any
+
+import numba
+import numpy as np
+
+MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
+WAYS = 8
+LOW_HALF = np.uint64(0xFFFF_FFFF)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _spread(key: Any) -> Any:
+    """Key with all its bits mixed: the high half chooses a bucket, the low half is tag and sample."""
+    mixed = (key ^ (key >> np.uint64(31))) * MULTIPLIER
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _bucket(mixed: Any, num_buckets: int) -> int:
+    return np.int64(((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32))
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _tag(mixed: Any) -> Any:
+    return np.uint32(mixed & LOW_HALF) | np.uint32(1)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _log2_of_sum(a: Any, b: Any) -> Any:
+    """log2(2^a + 2^b); `a` is finite."""
+    top, bottom = max(a, b), min(a, b)
+    return top + np.log2(1.0 + 2.0 ** (bottom - top))
+
+
+@numba.njit("void(uint32[:], float32[:], uint32[::1], int64, int64, float64, float64, float64)", nogil=True, cache=True)
+def use(used: Any, uses: Any, entries: Any, now: Any, until: Any, weight_log2: Any, memory: Any, depth_step: Any) -> None:
+    """One use of each entry: c = log2(2^(c - age/memory) + 2^weight), less a step for its depth; times in ticks.
+
+    A block is used at least as often as those after it in the chain, whatever was forgotten of it. A weight of -inf is no use: known
+    entries count as in use from here on, others are left alone.
+    """
+    least = -np.inf
+    for i in range(entries.shape[0] - 1, -1, -1):
+        entry = entries[i]
+        if used[entry] == 0:
+            if weight_log2 == -np.inf:
+                continue
+            count = weight_log2
+        else:
+            age = max(0.0, np.float64(now) - np.float64(used[entry]))
+            count = _log2_of_sum(np.float64(uses[entry]) - age / memory, weight_log2)
+        least = max(count, least)
+        uses[entry] = np.float32(least - depth_step * i)
+        used[entry] = max(used[entry], np.uint32(until))
+
+
+@numba.njit("int64(uint32[:, ::1], uint64[:, ::1], uint32[:, ::1], uint64[::1], uint64[::1], int64, uint64[::1])", nogil=True, cache=True)
+def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any) -> int:
+    """Adds ghosts in order, in the place of the oldest where their bucket is full; returns how many went, their values in `gone`."""
+    num_gone = 0
+    for i in range(keys.shape[0]):
+        mixed = _spread(keys[i])
+        bucket, tag = _bucket(mixed, tags.shape[0]), _tag(mixed)
+        place = 0
+        for way in range(WAYS):
+            if tags[bucket, way] == tag:
+                place = way
+                break
+            # The first free way comes before the oldest used one: free ways have age 0.
+            if ages[bucket, way] < ages[bucket, place]:
+                place = way
+        if tags[bucket, place] != 0:
+            gone[num_gone] = values[bucket, place]
+            num_gone += 1
+        tags[bucket, place] = tag
+        values[bucket, place] = new_values[i]
+        ages[bucket, place] = np.uint32(next_age + i)
+    return num_gone
+
+
+@numba.njit("void(uint32[:, ::1], uint64[:, ::1], uint32[:, ::1], uint64[::1], int64, boolean[::1], uint64[::1])", nogil=True, cache=True)
+def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
+    """Removes the ghosts of keys; `found` and `out` say which there were, none older than `oldest`, and their values."""
+    for i in range(keys.shape[0]):
+        mixed = _spread(keys[i])
+        bucket, tag = _bucket(mixed, tags.shape[0]), _tag(mixed)
+        for way in range(WAYS):
+            if tags[bucket, way] == tag:
+                if np.int64(ages[bucket, way]) >= oldest:
+                    found[i] = True
+                    out[i] = values[bucket, way]
+                    tags[bucket, way] = np.uint32(0)
+                    ages[bucket, way] = np.uint32(0)
+                break
+
+
+@numba.njit(nogil=True, cache=True)
+def _set_leaf(tree: Any, leaf: Any, value: Any) -> None:
+    node = (tree.shape[0] >> 1) + leaf
+    tree[node] = value
+    node >>= 1
+    while node >= 1:
+        least = min(tree[2 * node], tree[2 * node + 1])
+        if tree[node] == least:
+            break
+        tree[node] = least
+        node >>= 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _least_leaf(tree: Any) -> int:
+    leaves = tree.shape[0] >> 1
+    node = 1
+    while node < leaves:
+        node = 2 * node if tree[2 * node] <= tree[2 * node + 1] else 2 * node + 1
+    return node - leaves
+
+
+@numba.njit(
+    "void(uint64[:, ::1], float64[:, ::1], float64[:, ::1], uint8[:, ::1], float64[:, ::1], int64[::1], int64[::1], float64[::1],"
+    " float64[::1], uint64[::1], int64, int64, float64, float64)",
+    nogil=True,
+    cache=True,
+)
+def observe(
+    keys: Any,
+    used_s: Any,
+    uses: Any,
+    holders: Any,
+    trees: Any,
+    held: Any,
+    hits: Any,
+    half_lives_s: Any,
+    recencies: Any,
+    asked: Any,
+    threshold: Any,
+    limit: Any,
+    now_s: Any,
+    memory_s: Any,
+) -> None:
+    """One use of each sampled key among `asked`, tail to head, in every shadow cache; a shadow holds at most `limit` keys."""
+    num_contenders = half_lives_s.shape[0]
+    for i in range(asked.shape[0] - 1, -1, -1):
+        mixed = _spread(asked[i])
+        if np.int64(mixed & LOW_HALF) >= threshold:
+            continue
+        key = asked[i] | np.uint64(1)
+        bucket = _bucket(mixed, keys.shape[0])
+        place, known = 0, False
+        for way in range(WAYS):
+            if keys[bucket, way] == key:
+                place, known = way, True
+                break
+            # Free ways first, then ghosts, then what shadows hold; the oldest of each.
+            rank = (keys[bucket, way] != 0) + (holders[bucket, way] != 0)
+            least = (keys[bucket, place] != 0) + (holders[bucket, place] != 0)
+            if rank < least or (rank == least and used_s[bucket, way] < used_s[bucket, place]):
+                place = way
+        leaf = bucket * WAYS + place
+        if known:
+            count = _log2_of_sum(uses[bucket, place] - max(0.0, now_s - used_s[bucket, place]) / memory_s, 0.0)
+        else:
+            count = 0.0
+            for c in range(num_contenders):
+                if holders[bucket, place] >> c & 1:
+                    _set_leaf(trees[c], leaf, np.inf)
+                    held[c] -= 1
+            holders[bucket, place] = np.uint8(0)
+            keys[bucket, place] = key
+        uses[bucket, place], used_s[bucket, place] = count, now_s
+        for c in range(num_contenders):
+            if holders[bucket, place] >> c & 1:
+                hits[c] += 1
+            else:
+                while held[c] >= limit:
+                    victim = _least_leaf(trees[c])
+                    holders[victim // WAYS, victim % WAYS] &= ~np.uint8(1 << c)
+                    _set_leaf(trees[c], victim, np.inf)
+                    held[c] -= 1
+                holders[bucket, place] |= np.uint8(1 << c)
+                held[c] += 1
+            # The depth breaks ties, as in the index.
+            _set_leaf(trees[c], leaf, recencies[c] * now_s + half_lives_s[c] * (count - 4e-6 * i))

@@ -1,0 +1,75 @@
+"""Least recently used: by time stamps in an array."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
+from hotkv_server.core.policies.queue import ColdQueue
+
+STEP_S = 1e-7
+"""Between the stamps of two blocks of one touch; above the spacing of float64 near 1e8 seconds."""
+
+
+class Stamps:
+    """A time stamp an entry, 0 for none; strictly rising from use to use, and from the tail of a chain to its head."""
+
+    def __init__(self, capacity: int) -> None:
+        self.stamp_s = np.zeros(capacity + 1, np.float64)
+        self._latest_s = 0.0
+
+    @property
+    def state(self) -> NDArray[np.uint64]:
+        """The stamps' bits."""
+        return self.stamp_s.view(np.uint64)
+
+    def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:
+        """Stamps entries in chain order as used until `ttl_s` after now; a stamp never falls."""
+        start_s = max(now_s, self._latest_s)
+        stamps = start_s + np.arange(len(entries), 0, -1) * STEP_S
+        self._latest_s = start_s + (len(entries) + 1) * STEP_S
+        self.stamp_s[entries] = np.maximum(self.stamp_s[entries], stamps + ttl_s)
+
+    def clear(self, entries: Entries) -> None:
+        self.stamp_s[entries] = 0.0
+
+    def members(self, first: int, stop: int) -> Entries:
+        """Stamped entries in a range of numbers."""
+        return (np.flatnonzero(self.stamp_s[first:stop]) + first).astype(np.uint32)
+
+
+class LRU:
+    """The least recently used goes first. Priorities mean nothing here; a time to live counts as use until then."""
+
+    def __init__(self, capacity: int) -> None:
+        self._stamps = Stamps(capacity)
+        self._queues: dict[int, ColdQueue] = {}
+
+    def __repr__(self) -> str:
+        return f"LRU(queued={sum(len(q) for q in self._queues.values())})"
+
+    def admit(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+        self._stamps.use(entries, now_s, retention.ttl_s)
+
+    def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+        self._stamps.use(entries, now_s, retention.ttl_s)
+
+    def refresh(self, entries: Entries, now_s: float) -> None:
+        self._stamps.use(entries, now_s)
+
+    def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
+        self._stamps.clear(entries)
+
+    def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        if slot_bytes not in self._queues:
+            self._queues[slot_bytes] = ColdQueue(self._stamps.state, self._stamps.members, self.heat)
+        return self._queues[slot_bytes].take(count, evictable)
+
+    def heat(self, entries: Entries) -> NDArray[np.float64]:
+        return self._stamps.stamp_s[entries]
+
+    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
+        return self._stamps.stamp_s[entries]
+
+    def check_invariants(self) -> None:
+        """Nothing here can disagree."""

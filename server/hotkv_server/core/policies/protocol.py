@@ -1,0 +1,49 @@
+"""What an eviction policy is: an order of coldness over ready entries.
+
+A policy never decides whether an entry may be evicted (pins do) and never touches the index. Entries of one call are in chain order,
+each at most once; the head of a chain is the hotter, so that leaves go first. Keys are 64-bit and outlive entry numbers: by them a
+policy knows a block that comes back. No clock: `now_s` is passed in and never goes back.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.retention import NO_RETENTION, Retention
+
+Entries = NDArray[np.uint32]
+Keys = NDArray[np.uint64]
+Evictable = Callable[[Entries], NDArray[np.bool_]]
+
+
+class Policy(Protocol):
+    """Order of eviction over entry numbers. `keys` uint64 [n] belong to `entries` uint32 [n]."""
+
+    def admit(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+        """Blocks became ready: a miss of each that is now answered."""
+
+    def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+        """Notes a use of ready entries."""
+
+    def refresh(self, entries: Entries, now_s: float) -> None:
+        """Blocks that come after these in their chain came in: these count as in use, which is no use of them."""
+
+    def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
+        """Entries are gone, `evicted` to make room or dropped for another reason; those never admitted are passed over."""
+
+    def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        """Up to `count` evictable entries, coldest first; as many as there are.
+
+        `slot_bytes`: names a queue of its own for each slot size. `evictable`: which of some entries may go, of that size.
+        """
+
+    def heat(self, entries: Entries) -> NDArray[np.float64]:
+        """Orders entries by coldness across slot sizes: the lowest goes first. Finite."""
+
+    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
+        """When entries were last used, in seconds of `now_s`."""
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where books disagree. Linear in capacity."""

@@ -1,0 +1,105 @@
+"""Victims in rising order of heat, without keeping all entries in order.
+
+A refill looks at entries by number from where the last one stopped, until it has seen enough of them, and queues the coldest share,
+sorted; a victim costs amortised constant work and no refill stalls the loop. What was used since it was queued has another state and
+is passed over, so a touch writes only its entry's state. Where all entries fit one refill the order is exact.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_server.core.policies.protocol import Entries, Evictable
+
+SHARE = 16
+"""A refill queues the coldest 1/16 of what it has seen."""
+MIN_QUEUED = 64
+SWEEP_ENTRIES = 1 << 17
+"""Entry numbers looked at in one go."""
+
+Heat = Callable[[Entries], NDArray[np.float64]]
+Members = Callable[[int, int], Entries]
+
+
+class ColdQueue:
+    """One queue over the entries that `members(first, stop)` lists. `state` [capacity + 1]: changes whenever an entry is used or goes."""
+
+    def __init__(self, state: NDArray[np.uint64], members: Members, heat: Heat) -> None:
+        self._state = state
+        self._members = members
+        self._heat = heat
+        self._hand = 0
+        self._entries: Entries = np.empty(0, np.uint32)
+        self._states = np.empty(0, np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forgets the order: heat means something else from here on."""
+        self._entries, self._states = self._entries[:0], self._states[:0]
+
+    def take(self, count: int, evictable: Evictable) -> Entries:
+        """The coldest evictable entries, at most `count`; what is pinned is passed over until the next refill."""
+        chosen: list[Entries] = []
+        missing, refilled = count, False
+        while missing > 0:
+            if not len(self._entries):
+                if refilled:
+                    break
+                self._refill(missing, evictable, chosen)
+                refilled = True
+                continue
+            head = self._entries[: 2 * missing]
+            good = head[(self._state[head] == self._states[: len(head)]) & evictable(head)][:missing]
+            # Only what was looked at and passed over, or taken, leaves the queue.
+            used = len(head) if len(good) < missing else int(np.flatnonzero(head == good[-1])[0]) + 1
+            self._entries, self._states = self._entries[used:], self._states[used:]
+            chosen.append(good)
+            missing -= len(good)
+        if len(chosen) == 1:
+            return chosen[0]
+        return np.concatenate(chosen) if chosen else np.empty(0, np.uint32)
+
+    def _refill(self, count: int, evictable: Evictable, chosen: list[Entries]) -> None:
+        end = len(self._state)
+        parts: list[Entries] = []
+        num_seen, walked = 0, 0
+        while walked < end and num_seen < SHARE * count:
+            stop = min(self._hand + SWEEP_ENTRIES, end)
+            seen, found = self._coldest_of(self._members(self._hand, stop), count, evictable)
+            parts.append(found)
+            num_seen += seen
+            walked += stop - self._hand
+            self._hand = stop if stop < end else 0
+        entries = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        if chosen:
+            entries = entries[~np.isin(entries, np.concatenate(chosen))]
+        entries, heat = self._coldest(entries, _kept(num_seen, count))
+        self._entries = entries[np.argsort(heat, kind="stable")]
+        self._states = self._state[self._entries]
+
+    def _coldest_of(self, entries: Entries, count: int, evictable: Evictable) -> tuple[int, Entries]:
+        """How many entries were compared, and the coldest of them that may go."""
+        keep = _kept(len(entries), count)
+        if len(entries) > 4 * keep:
+            # Whether the warmer ones may go matters only where the colder ones may not.
+            coldest, _ = self._coldest(entries, 2 * keep)
+            found = coldest[evictable(coldest)]
+            if len(found) >= keep:
+                return len(entries), found
+        found = entries[evictable(entries)]
+        return len(found), found
+
+    def _coldest(self, entries: Entries, count: int) -> tuple[Entries, NDArray[np.float64]]:
+        """The `count` coldest of the entries and their heat, in no order."""
+        heat = self._heat(entries)
+        if len(entries) <= count:
+            return entries, heat
+        places = np.argpartition(heat, count)[:count]
+        return entries[places], heat[places]
+
+
+def _kept(num_seen: int, count: int) -> int:
+    return max(MIN_QUEUED, count, num_seen // SHARE)

@@ -1,0 +1,119 @@
+"""Numpy twins of `kernels`: same arguments, same results."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
+WAYS = 8
+DEPTH_STEP = 4e-6
+
+
+def _spread(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mixed: NDArray[np.uint64] = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+def _buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int64]:
+    return (((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)).astype(np.int64)
+
+
+def _tags(mixed: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    return mixed.astype(np.uint32) | np.uint32(1)
+
+
+def use(used: Any, uses: Any, entries: Any, now: int, until: int, weight_log2: float, memory: float, depth_step: float) -> None:
+    """Twin of `kernels.use`; no entry is listed twice."""
+    if weight_log2 == -np.inf:
+        entries = entries[used[entries] != 0]
+    before = used[entries]
+    age = np.maximum(0.0, now - before.astype(np.float64))
+    count = np.logaddexp2(uses[entries].astype(np.float64) - age / memory, weight_log2)
+    count[before == 0] = weight_log2
+    uses[entries] = np.maximum.accumulate(count[::-1])[::-1] - depth_step * np.arange(len(entries))
+    used[entries] = np.maximum(before, np.uint32(until))
+
+
+def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: int, gone: Any) -> int:
+    """Twin of `kernels.remember`."""
+    mixed = _spread(keys)
+    num_gone = 0
+    for i, (bucket, tag) in enumerate(zip(_buckets(mixed, len(tags)).tolist(), _tags(mixed).tolist(), strict=True)):
+        same = np.flatnonzero(tags[bucket] == tag)
+        way = int(same[0]) if len(same) else int(np.argmin(ages[bucket]))
+        if tags[bucket, way]:
+            gone[num_gone] = values[bucket, way]
+            num_gone += 1
+        tags[bucket, way], values[bucket, way], ages[bucket, way] = tag, new_values[i], next_age + i
+    return num_gone
+
+
+def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: int, found: Any, out: Any) -> None:
+    """Twin of `kernels.take`; no key is listed twice."""
+    mixed = _spread(keys)
+    buckets, wanted = _buckets(mixed, len(tags)), _tags(mixed)
+    same = (tags[buckets] == wanted[:, None]) & (ages[buckets] >= oldest)
+    hit = same.any(axis=1)
+    buckets, ways = buckets[hit], same[hit].argmax(axis=1)
+    found[hit] = True
+    out[hit] = values[buckets, ways]
+    tags[buckets, ways] = 0
+    ages[buckets, ways] = 0
+
+
+def _set_leaf(tree: NDArray[np.float64], leaf: int, value: float) -> None:
+    node = len(tree) // 2 + leaf
+    tree[node] = value
+    while node > 1:
+        node >>= 1
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+
+
+def observe(
+    keys: Any,
+    used_s: Any,
+    uses: Any,
+    holders: Any,
+    trees: Any,
+    held: Any,
+    hits: Any,
+    half_lives_s: Any,
+    recencies: Any,
+    asked: Any,
+    threshold: int,
+    limit: int,
+    now_s: float,
+    memory_s: float,
+) -> None:
+    """Twin of `kernels.observe`."""
+    mixed = _spread(asked)
+    buckets = _buckets(mixed, len(keys))
+    leaves = trees.shape[1] // 2
+    for i in np.flatnonzero((mixed & np.uint64(0xFFFF_FFFF)) < threshold)[::-1].tolist():
+        key, bucket = asked[i] | np.uint64(1), int(buckets[i])
+        same = np.flatnonzero(keys[bucket] == key)
+        ranks = (keys[bucket] != 0).astype(int) + (holders[bucket] != 0)
+        place = int(same[0]) if len(same) else int(np.lexsort((used_s[bucket], ranks))[0])
+        leaf = bucket * WAYS + place
+        count = 0.0
+        if len(same):
+            count = float(np.logaddexp2(uses[bucket, place] - max(0.0, now_s - used_s[bucket, place]) / memory_s, 0.0))
+        else:
+            for c in np.flatnonzero(holders[bucket, place] >> np.arange(len(held)) & 1).tolist():
+                _set_leaf(trees[c], leaf, np.inf)
+                held[c] -= 1
+            holders[bucket, place], keys[bucket, place] = 0, key
+        uses[bucket, place], used_s[bucket, place] = count, now_s
+        for c in range(len(held)):
+            if holders[bucket, place] >> c & 1:
+                hits[c] += 1
+            else:
+                while held[c] >= limit:
+                    victim = int(np.argmin(trees[c][leaves:]))
+                    holders[victim // WAYS, victim % WAYS] &= 0xFF ^ (1 << c)
+                    _set_leaf(trees[c], victim, np.inf)
+                    held[c] -= 1
+                holders[bucket, place] |= 1 << c
+                held[c] += 1
+            _set_leaf(trees[c], leaf, recencies[c] * now_s + half_lives_s[c] * (count - DEPTH_STEP * i))
