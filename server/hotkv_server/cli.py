@@ -1,4 +1,4 @@
-"""`hotkv-server`: run the server, or check its configuration."""
+"""`hotkv-server`: run the server, check its configuration, or simulate a cache over a trace."""
 
 import argparse
 import asyncio
@@ -8,41 +8,45 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hotkv
-
-try:
-    from hotkv_server.settings import Settings, load_settings, print_error
-except ImportError as missing:
-    sys.exit(f"hotkv-server: {missing.name} is not installed: the server needs its extra, pip install 'hotkv[server]'")
+from hotkv_server.simulate import command as simulation
 
 USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 where it could not start, 2 for bad settings."""
-    parser = argparse.ArgumentParser(
-        prog="hotkv-server",
-        description="KV cache server for vLLM.",
-        epilog="Every other flag is a setting: `hotkv-server run --help-settings` lists them.",
-    )
+    """Entry point; returns the exit status: 0, 1 where it could not start, 2 for bad settings or input."""
+    parser = argparse.ArgumentParser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument("--version", action="version", version=f"hotkv-server {hotkv.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="run the server", add_help=True)
+    run = commands.add_parser(
+        "run", help="run the server", epilog="Every other flag is a setting: `hotkv-server run --help-settings` lists them."
+    )
     run.add_argument("--config", type=Path, help="TOML file with settings")
     run.add_argument("--check", action="store_true", help="check the settings, print them as JSON, and exit")
     run.add_argument("--help-settings", action="store_true", help="list all settings and exit")
+    simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
+    simulation.add_arguments(simulate)
     known, flags = parser.parse_known_args(arguments)
+    if known.command == "run":
+        return _run(known, flags)
+    if flags:
+        simulate.error(f"unknown arguments: {' '.join(flags)}")
+    return simulation.run(known)
+
+
+def _run(options: argparse.Namespace, flags: list[str]) -> int:
     try:
-        settings = load_settings(known.config, ["--help"] if known.help_settings else flags, "hotkv-server run")
+        from hotkv_server.settings import load_settings, print_error
+    except ImportError as missing:
+        sys.exit(f"hotkv-server: {missing.name} is not installed: the server needs its extra, pip install 'hotkv[server]'")
+    try:
+        settings = load_settings(options.config, ["--help"] if options.help_settings else flags, "hotkv-server run")
     except ValueError as error:
         print_error(str(error))
         return USAGE_ERROR
-    if known.check:
+    if options.check:
         print(settings.model_dump_json(indent=2, by_alias=True))
         return 0
-    return _run(settings)
-
-
-def _run(settings: Settings) -> int:
     from hotkv_server.daemon import StartError, serve
 
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)

@@ -1,0 +1,1 @@
+"""The simulator: traces of requests, replayed through the core with trace time."""

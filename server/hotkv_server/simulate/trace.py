@@ -1,0 +1,177 @@
+"""Traces in Mooncake's format, as arrays.
+
+A file has one JSON object a line: `timestamp` (ms) and `hash_ids`, the ids of the request's blocks in chain order; an id stands for
+a block and all before it, in the whole file. Other fields are not read. Files may be gzipped.
+
+Always true of a `Trace`: requests are in order of time; within a request a block is listed once; ids count from 0 without gaps.
+"""
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.table import Words
+
+Int64s = NDArray[np.int64]
+
+GZIP_MAGIC = b"\x1f\x8b"
+MIN_ID, MAX_ID = -(1 << 63), (1 << 64) - 1
+W_ID = 2
+"""Column of a block's hash words that holds its id, so that an evicted hash names its block."""
+
+Request = tuple[float, Sequence[int]]
+"""Time in seconds and block ids in chain order."""
+
+
+class TraceError(ValueError):
+    """A trace that can't be read; the message names the line, the field and the fix."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Requests [R] over blocks [B], each request's blocks one after the other.
+
+    `times_s` [R]: from the first request on. `starts` [R + 1]: where each request's blocks begin in `blocks`.
+    `blocks` [B]: ids. `positions` [B]: where in its request each block came first. `lengths` [R]: blocks a request had, repeated
+    ones counted. `hashes` [B, 8]: words as the index takes them. `num_late`: requests that came before an earlier line's.
+    """
+
+    name: str
+    times_s: NDArray[np.float64]
+    starts: Int64s
+    blocks: Int64s
+    positions: Int64s
+    lengths: Int64s
+    hashes: Words
+    num_unique_blocks: int
+    num_late: int
+
+    def __repr__(self) -> str:
+        return f"Trace({self.name}: {self.num_requests} requests, {self.num_accesses} accesses to {self.num_unique_blocks} blocks)"
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.times_s)
+
+    @property
+    def num_accesses(self) -> int:
+        """Block accesses of all requests, repeated ones counted."""
+        return int(self.lengths.sum())
+
+    def capacity_blocks(self, percent: float) -> int:
+        """That share of the unique blocks; at least one."""
+        return max(1, int(self.num_unique_blocks * percent / 100))
+
+    def prefix_lengths(self, hit: NDArray[np.bool_]) -> Int64s:
+        """Blocks [R] before the first one of each request that is no hit. `hit`: [B]."""
+        position = np.where(hit, len(hit), np.arange(len(hit)))
+        first_miss = np.minimum.reduceat(position, self.starts[:-1])
+        lengths: Int64s = np.minimum(first_miss, self.starts[1:]) - self.starts[:-1]
+        return lengths
+
+    def hit_blocks(self, prefix: Int64s) -> int:
+        """Accesses that are served by these prefixes [R] of each request's distinct blocks."""
+        end = self.starts[:-1] + prefix
+        whole = end == self.starts[1:]
+        served = np.where(whole, self.lengths, self.positions[np.where(whole, 0, end)])
+        return int(served.sum())
+
+
+def make_trace(name: str, requests: Iterable[Request]) -> Trace:
+    """A trace of these requests. Raises TraceError where no request has a block."""
+    kept = [(time_s, ids) for time_s, ids in requests if len(ids)]
+    if not kept:
+        raise TraceError(f"{name}: no request has a block; give a trace whose hash_ids are not all empty")
+    raw_s = np.array([time_s for time_s, _ in kept], np.float64)
+    order = np.argsort(raw_s, kind="stable")
+    number: dict[int, int] = {}
+    blocks: list[int] = []
+    positions: list[int] = []
+    starts = [0]
+    for row in order:
+        ids = kept[row][1]
+        first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True)) if len(set(ids)) != len(ids) else None
+        listed = ids if first is None else sorted(first, key=first.__getitem__)
+        blocks += [number.setdefault(block, len(number)) for block in listed]
+        positions += range(len(ids)) if first is None else sorted(first.values())
+        starts.append(len(blocks))
+    block_ids = np.array(blocks, np.int64)
+    return Trace(
+        name,
+        raw_s[order] - raw_s.min(),
+        np.array(starts, np.int64),
+        block_ids,
+        np.array(positions, np.int64),
+        np.array([len(kept[row][1]) for row in order], np.int64),
+        hash_words(block_ids),
+        len(number),
+        int((raw_s < np.maximum.accumulate(raw_s)).sum()),
+    )
+
+
+def hash_words(blocks: Int64s) -> Words:
+    """Hash words [B, 8] of ids: first the 64 bits that the index and the policies take for random, then the id."""
+    words = np.zeros((len(blocks), 8), np.uint32)
+    mixed = blocks.astype(np.uint64) + np.uint64(1)
+    # The finalizer of splitmix64 (Steele, Lea, Flood 2014): one to one, so distinct ids keep distinct prefixes.
+    mixed *= np.uint64(0x9E37_79B9_7F4A_7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    mixed ^= mixed >> np.uint64(31)
+    words[:, 0] = mixed & np.uint64(0xFFFF_FFFF)
+    words[:, 1] = mixed >> np.uint64(32)
+    words[:, W_ID] = blocks
+    return words
+
+
+def load_trace(path: Path) -> Trace:
+    """Reads a trace file, gzipped or not. Raises TraceError where a line is wrong, OSError where it can't be read."""
+    requests: list[Request] = []
+    number = 0
+    with _opened(path) as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    requests.append(_request(line, f"{path}: line {number}"))
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise TraceError(f"{path}: line {number + 1}: the gzip data is damaged ({error}); compress the file anew") from error
+    return make_trace(str(path), requests)
+
+
+def _opened(path: Path) -> BinaryIO:
+    with path.open("rb") as file:
+        zipped = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+    return gzip.open(path, "rb") if zipped else path.open("rb")  # type: ignore[return-value]
+
+
+def _request(line: bytes, where: str) -> Request:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"{where}: not JSON ({error}); each line is one object with timestamp and hash_ids") from error
+    if not isinstance(fields, dict):
+        raise TraceError(f"{where}: a JSON {type(fields).__name__}; each line is one object with timestamp and hash_ids")
+    timestamp_ms, ids = fields.get("timestamp"), fields.get("hash_ids")
+    if isinstance(timestamp_ms, bool) or not isinstance(timestamp_ms, int | float) or not math.isfinite(timestamp_ms):
+        raise TraceError(f"{where}: timestamp is {_shown(fields, 'timestamp')}; give the time of the request as a number of milliseconds")
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+        raise TraceError(f"{where}: hash_ids is {_shown(fields, 'hash_ids')}; give a list of whole numbers, one a block")
+    if ids and not (min(ids) >= MIN_ID and max(ids) <= MAX_ID):
+        raise TraceError(f"{where}: hash_ids has a number of more than 64 bits; give ids from {MIN_ID} to {MAX_ID}")
+    return timestamp_ms / 1000, ids
+
+
+def _shown(fields: dict[str, object], name: str) -> str:
+    """A field's value for a message, cut short."""
+    if name not in fields:
+        return "missing"
+    text = json.dumps(fields[name])
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,79 @@
+"""Replaying through the core gives what dicts give, over one tier and over two."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.simulate.bounds import unbounded
+from hotkv_server.simulate.replay import OneTier, Tier, TwoTiers, replay, replay_two_tiers
+from hotkv_server.simulate.trace import make_trace
+from tests.simulate.naive import any_requests, chained_requests, lru_hits, two_tier_hits
+from tests.simulate.traces import MAKERS, Requests
+
+LRU = POLICIES["lru"]
+
+
+@given(requests=st.one_of(chained_requests(), any_requests()), capacity=st.integers(1, 25))
+def test_lru_is_lru(requests: Requests, capacity: int) -> None:
+    trace = make_trace("t", requests)
+    assert trace.hit_blocks(replay(trace, capacity, LRU).prefix) == lru_hits(requests, capacity)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("percent", [2.0, 20.0])
+def test_lru_is_lru_on_traffic(maker: str, percent: float) -> None:
+    requests = MAKERS[maker](5, 300)
+    trace = make_trace(maker, requests)
+    capacity = trace.capacity_blocks(percent)
+    assert trace.hit_blocks(replay(trace, capacity, LRU).prefix) == lru_hits(requests, capacity)
+
+
+@given(
+    requests=st.one_of(chained_requests(), any_requests()),
+    capacity=st.integers(1, 12),
+    second_capacity=st.integers(1, 20),
+    gated=st.booleans(),
+)
+def test_two_tiers_of_lru(requests: Requests, capacity: int, second_capacity: int, gated: bool) -> None:
+    trace = make_trace("t", requests)
+    done = replay_two_tiers(trace, capacity, second_capacity, LRU, gated=gated)
+    found = trace.hit_blocks(done.prefix), done.num_second_tier_hits, done.num_second_tier_writes
+    assert found == two_tier_hits(requests, capacity, second_capacity, 2 if gated else 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(requests=chained_requests(), capacity=st.integers(1, 12))
+def test_an_endless_second_tier_loses_nothing(policy: str, requests: Requests, capacity: int) -> None:
+    """Where all fits in the second tier, and a request in the first, both together are as good as a cache without end."""
+    capacity = max(capacity, *(len(ids) for _, ids in requests))
+    trace = make_trace("t", requests)
+    done = replay_two_tiers(trace, capacity, trace.num_unique_blocks, POLICIES[policy], gated=False)
+    assert done.prefix.tolist() == unbounded(trace).tolist()
+    assert done.num_second_tier_writes <= trace.num_unique_blocks, "a block was written twice though it never went"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(requests=chained_requests(), capacity=st.integers(1, 12), gated=st.booleans())
+def test_tiers_stay_consistent(policy: str, requests: Requests, capacity: int, gated: bool) -> None:
+    """After every request the core's invariants hold, and all of it that fits is there for the next one."""
+    trace = make_trace("t", requests)
+    one = OneTier(Tier(capacity, POLICIES[policy]))
+    two = TwoTiers(Tier(capacity, POLICIES[policy]), Tier(capacity, POLICIES[policy]), trace.num_unique_blocks, gated=gated)
+    for start, end, now_s in zip(trace.starts, trace.starts[1:], trace.times_s, strict=False):
+        hashes = trace.hashes[start:end]
+        one.serve(hashes, float(now_s))
+        two.serve(hashes, float(now_s))
+        for tier in (one.tier, two.first, two.second):
+            tier.space.check_invariants()
+            assert not tier.space.effects and not tier.space.index.pins.any()
+        held = int(np.count_nonzero(one.tier.find(hashes)))
+        assert held == min(len(hashes), capacity)
+
+
+def test_progress_adds_up() -> None:
+    trace = make_trace("t", MAKERS["zipf_trees"](1, 1203))
+    steps: list[int] = []
+    replay(trace, 50, LRU, steps.append)
+    assert sum(steps) == trace.num_requests and len(steps) > 1

@@ -1,0 +1,115 @@
+"""Reading traces: what is tolerated, what is refused and how, and the arithmetic of prefixes."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hotkv_server.simulate.trace import W_ID, TraceError, load_trace, make_trace
+from tests.simulate.naive import any_requests, distinct, prefix_length
+from tests.simulate.traces import MAKERS, Requests
+
+GOOD = '{"timestamp": 5, "input_length": 1024, "output_length": 3, "hash_ids": [7, 8], "turn": 1}'
+
+
+def test_blank_lines_and_other_fields(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'\n{GOOD}\n\n  \n{{"timestamp": 2005.5, "hash_ids": [7, 9, 10]}}')
+    trace = load_trace(path)
+    assert trace.name == str(path)
+    assert trace.times_s.tolist() == [0.0, 2.0005]
+    assert (trace.blocks.tolist(), trace.starts.tolist()) == ([0, 1, 0, 2, 3], [0, 2, 5])
+    assert (trace.num_unique_blocks, trace.num_accesses, trace.num_late) == (4, 5, 0)
+
+
+def test_gzipped_whatever_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(gzip.compress(GOOD.encode()))
+    assert load_trace(path).num_accesses == 2
+
+
+def test_damaged_gzip(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    whole = gzip.compress("".join(f'{{"timestamp": {i}, "hash_ids": [{i * i}]}}\n' for i in range(2000)).encode())
+    middle = len(whole) // 2
+    for damaged in (whole[:-20], whole[:middle] + bytes(64) + whole[middle + 64 :], whole[:-8] + bytes(8)):
+        path.write_bytes(damaged)
+        with pytest.raises(TraceError, match=r"line \d+: the gzip data is damaged|line \d+: not JSON"):
+            load_trace(path)
+
+
+def test_late_requests_are_sorted_and_equal_times_keep_their_order() -> None:
+    trace = make_trace("t", [(2.0, [1]), (1.0, [2]), (2.0, [3]), (1.5, [4])])
+    assert trace.times_s.tolist() == [0.0, 0.5, 1.0, 1.0]
+    assert trace.num_late == 2
+    assert trace.hashes[:, W_ID].tolist() == trace.blocks.tolist() == [0, 1, 2, 3]
+
+
+def test_ids_may_be_any_64_bits() -> None:
+    ids = [-1, (1 << 64) - 1, -(1 << 63), 0, 1 << 63]
+    trace = make_trace("t", [(0.0, ids)])
+    assert trace.num_unique_blocks == len(ids)
+    assert len(np.unique(trace.hashes[:, :2], axis=0)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1, 2]", "line 2: a JSON list; each line is one object"),
+        ('{"hash_ids": [1]}', "line 2: timestamp is missing; give the time"),
+        ('{"timestamp": "1", "hash_ids": [1]}', 'line 2: timestamp is "1"; give the time'),
+        ('{"timestamp": true, "hash_ids": [1]}', "line 2: timestamp is true; give the time"),
+        ('{"timestamp": NaN, "hash_ids": [1]}', "line 2: timestamp is NaN; give the time"),
+        ('{"timestamp": 1}', "line 2: hash_ids is missing; give a list"),
+        ('{"timestamp": 1, "hash_ids": 3}', "line 2: hash_ids is 3; give a list"),
+        ('{"timestamp": 1, "hash_ids": [1, 2.5]}', r"line 2: hash_ids is \[1, 2.5\]; give a list of whole numbers"),
+        ('{"timestamp": 1, "hash_ids": [true]}', "line 2: hash_ids is"),
+        ('{"timestamp": 1, "hash_ids": [18446744073709551616]}', "line 2: hash_ids has a number of more than 64 bits"),
+        (b"\xff\xfe", "line 2: not JSON"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: str | bytes, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(GOOD.encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()))
+    with pytest.raises(TraceError, match=message) as caught:
+        load_trace(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", '{"timestamp": 1, "hash_ids": []}'])
+def test_nothing_to_replay(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceError, match="no request has a block"):
+        load_trace(path)
+
+
+@given(requests=any_requests())
+def test_prefixes_count_every_access(requests: Requests) -> None:
+    """Whatever is held: the accesses before the first miss, repeated ones too."""
+    trace = make_trace("t", requests)
+    in_order = [ids for _, ids in sorted(requests, key=lambda request: request[0]) if ids]
+    assert trace.lengths.tolist() == [len(ids) for ids in in_order]
+    numbers = {block: number for number, block in enumerate(distinct([block for ids in in_order for block in ids]))}
+    assert trace.blocks.tolist() == [numbers[block] for ids in in_order for block in distinct(ids)]
+    held = {block for block, number in numbers.items() if number % 3}
+    prefix = trace.prefix_lengths(trace.blocks % 3 != 0)
+    assert prefix.tolist() == [prefix_length(distinct(ids), held) for ids in in_order]
+    assert trace.hit_blocks(prefix) == sum(prefix_length(ids, held) for ids in in_order)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_made_up_traffic_is_chained(name: str) -> None:
+    """An id is always behind the same one, comes once in a request, and the same seed gives the same requests."""
+    requests = MAKERS[name](3, 200)
+    before: dict[int, int] = {}
+    for _, ids in requests:
+        assert len(set(ids)) == len(ids)
+        for parent, block in zip([-1, *ids], ids, strict=False):
+            assert before.setdefault(block, parent) == parent
+    assert [time_s for time_s, _ in requests] == sorted(time_s for time_s, _ in requests)
+    assert json.dumps(requests) == json.dumps(MAKERS[name](3, 200))

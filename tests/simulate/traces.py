@@ -1,0 +1,159 @@
+"""Traffic of many kinds, made up: each maker gives requests (time in seconds, block ids) whose ids stand for a block and all before it.
+
+Seeded, so that the same arguments give the same requests. `num_requests` scales a trace without changing its character.
+"""
+
+import heapq
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+Requests = list[tuple[float, list[int]]]
+
+
+class Chains:
+    """Ids by content: `extend` gives the ids of a chain of contents behind an id, the same ones for the same chain."""
+
+    ROOT = -1
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[int, object], int] = {}
+        self._unique = 0
+
+    def extend(self, parent: int, contents: Sequence[object]) -> list[int]:
+        chain = []
+        for content in contents:
+            parent = self._ids.setdefault((parent, content), len(self._ids))
+            chain.append(parent)
+        return chain
+
+    def chain(self, contents: Sequence[object]) -> list[int]:
+        return self.extend(self.ROOT, contents)
+
+    def fresh(self, num_blocks: int) -> list[object]:
+        """Contents that nothing else has."""
+        self._unique += num_blocks
+        return [("only once", self._unique - i) for i in range(num_blocks)]
+
+
+def _zipf(rng: np.random.Generator, num_items: int, exponent: float, size: int) -> list[int]:
+    weights = 1 / np.arange(1, num_items + 1) ** exponent
+    return [int(item) for item in rng.choice(num_items, size=size, p=weights / weights.sum())]
+
+
+def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
+    """Walks down trees whose branches are popular by Zipf's law, then a few blocks of their own."""
+    rng, chains = np.random.default_rng(seed), Chains()
+    requests: Requests = []
+    for number in range(num_requests):
+        path = _zipf(rng, 60, 1.1, 1) + _zipf(rng, 12, 1.2, int(rng.integers(1, 9)))
+        contents = [(branch, part) for branch in path for part in range(3)]
+        requests.append((number * 0.4, chains.chain(contents + chains.fresh(int(rng.integers(0, 6))))))
+    return requests
+
+
+def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.0) -> Requests:
+    """Agents whose context grows with every call of a tool, with pauses of very different lengths; many at once, each ends one day."""
+    rng, chains = np.random.default_rng(seed), Chains()
+    requests: Requests = []
+    events: list[tuple[float, int]] = []
+    contexts: dict[int, list[object]] = {}
+    for agent in range(40):
+        heapq.heappush(events, (float(rng.exponential(60.0)), agent))
+    next_agent = 40
+    while len(requests) < num_requests:
+        now_s, agent = heapq.heappop(events)
+        context = contexts.setdefault(agent, [("system prompt", agent % 4, part) for part in range(12)])
+        context += chains.fresh(int(rng.integers(1, 6)))
+        requests.append((now_s, chains.chain(context)))
+        if len(context) > 90 or rng.random() < 0.03:
+            del contexts[agent]
+            heapq.heappush(events, (now_s + float(rng.exponential(30.0)), next_agent))
+            next_agent += 1
+        else:
+            heapq.heappush(events, (now_s + float(rng.lognormal(np.log(pause_s), 1.0)), agent))
+    return requests
+
+
+def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
+    """A small popular set, while batch jobs read one long document after the other, each once."""
+    rng, chains = np.random.default_rng(seed), Chains()
+    requests: Requests = []
+    popular = _zipf(rng, 30, 0.8, num_requests)
+    for number in range(num_requests):
+        scanning = (number // 300) % 2 == 1 and rng.random() < 0.7
+        contents = chains.fresh(40) if scanning else [("popular", popular[number], part) for part in range(15)] + chains.fresh(2)
+        requests.append((number * 0.5, chains.chain(contents)))
+    return requests
+
+
+def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> Requests:
+    """The same documents over and over in the same order, more than fit; behind each a question of its own."""
+    chains = Chains()
+    requests: Requests = []
+    for number in range(num_requests):
+        document = [("document", number % num_documents, part) for part in range(20)]
+        requests.append((number * 0.5, chains.chain(document + chains.fresh(1))))
+    return requests
+
+
+def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
+    """Short bursts of requests with one long system prompt and tails of their own, some at once; prompts come back after long silences."""
+    rng, chains = np.random.default_rng(seed), Chains()
+    requests: Requests = []
+    start_s = 0.0
+    while len(requests) < num_requests:
+        prompt = _zipf(rng, 150, 0.5, 1)[0]
+        now_s = start_s
+        for _ in range(int(rng.integers(2, 12))):
+            contents = [("prompt", prompt, part) for part in range(30)]
+            requests.append((now_s, chains.chain(contents + chains.fresh(int(rng.integers(1, 12))))))
+            now_s += float(rng.exponential(2.0))
+        start_s += float(rng.exponential(6.0))
+    return sorted(requests, key=lambda request: request[0])[:num_requests]
+
+
+def drift(seed: int = 0, num_requests: int = 3000) -> Requests:
+    """Popularity by Zipf's law over documents that grow old: every few minutes the whole ranking moves on."""
+    rng, chains = np.random.default_rng(seed), Chains()
+    requests: Requests = []
+    ranks = _zipf(rng, 80, 1.0, num_requests)
+    for number in range(num_requests):
+        document = ranks[number] + number // 60
+        contents = [("document", document, part) for part in range(8 + document % 17)]
+        requests.append((number * 0.5, chains.chain(contents + chains.fresh(2))))
+    return requests
+
+
+def mixture(seed: int = 0, num_requests: int = 3000) -> Requests:
+    """Agents, trees, a scan and a loop at once, on one clock."""
+    share = num_requests // 4
+    parts = [maker(seed, share) for maker in (agent_sessions, zipf_trees, scans, loops)]
+    merged: Requests = []
+    for part, requests in enumerate(parts):
+        length_s = requests[-1][0] or 1.0
+        merged += [(time_s / length_s * 1200.0, [block * len(parts) + part for block in ids]) for time_s, ids in requests]
+    return sorted(merged, key=lambda request: request[0])
+
+
+MAKERS: dict[str, Callable[[int, int], Requests]] = {
+    "zipf_trees": zipf_trees,
+    "agent_sessions": agent_sessions,
+    "scans": scans,
+    "loops": loops,
+    "bursts": bursts,
+    "drift": drift,
+    "mixture": mixture,
+}
+
+
+def write_trace(path: Path, requests: Requests) -> Path:
+    """A file in Mooncake's format."""
+    lines = (
+        json.dumps({"timestamp": round(time_s * 1000), "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids})
+        for time_s, ids in requests
+    )
+    path.write_text("\n".join(lines) + "\n")
+    return path
