@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the block table, and the machine operations that numpy lacks. Import through `hotkv.native.load`.
+"""Numba kernels that read the block table, and the machine operations that numpy lacks. Import through `hotkv.native.load`.
 
 Bucket and record words are those of `hotkv.table`. The lock protocol of a bucket: the one writer makes its sequence
 number odd, changes bucket and record, makes it even; a reader takes what it read only if the number was even and is
@@ -30,7 +30,7 @@ MAX_PREFETCHED_BYTES = 64 << 10
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 # What readers pass may be read-only: the mapping of a client, hashes that lie in `bytes`. Writable arrays fit as well.
-_READ_WORDS = types.Array(types.uint32, 2, "C", readonly=True)
+READ_WORDS = types.Array(types.uint32, 2, "C", readonly=True)
 _READ_PREFIXES = types.Array(types.uint64, 1, "A", readonly=True)
 
 
@@ -159,28 +159,28 @@ def fence(typingctx: Any) -> Any:
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _mix(prefix: np.uint64, salt: np.uint64) -> np.uint64:
+def mix(prefix: np.uint64, salt: np.uint64) -> np.uint64:
     return (prefix ^ salt) * MULTIPLIER
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _home(mixed: np.uint64, num_buckets: int) -> int:
+def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     return np.int64(((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32))
 
 
-@numba.njit(types.void(_READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True)
+@numba.njit(types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True)
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
     """Entry words by tag alone, 0 where there is none."""
     num_buckets = buckets.shape[0]
     count = prefixes.shape[0]
     for i in range(min(PREFETCH_AHEAD, count)):
-        prefetch(buckets, _home(_mix(prefixes[i], salt), num_buckets))
+        prefetch(buckets, home_bucket(mix(prefixes[i], salt), num_buckets))
     for i in range(count):
         if i + PREFETCH_AHEAD < count:
-            prefetch(buckets, _home(_mix(prefixes[i + PREFETCH_AHEAD], salt), num_buckets))
-        mixed = _mix(prefixes[i], salt)
+            prefetch(buckets, home_bucket(mix(prefixes[i + PREFETCH_AHEAD], salt), num_buckets))
+        mixed = mix(prefixes[i], salt)
         tag = np.uint32(mixed & np.uint64(0xFFFF_FFFF))
-        bucket = _home(mixed, num_buckets)
+        bucket = home_bucket(mixed, num_buckets)
         found = np.uint32(0)
         for _ in range(MAX_PROBE_BUCKETS):
             overflow = np.uint32(0)
@@ -212,7 +212,7 @@ def _same_key(records: Any, entry: int, hashes: Any, row: int, key_space: Any, g
 
 
 @numba.njit(
-    types.void(_READ_WORDS, _READ_WORDS, _READ_WORDS, types.uint64, types.uint32, types.uint32, types.uint32[::1], types.uint32[:, ::1]),
+    types.void(READ_WORDS, READ_WORDS, READ_WORDS, types.uint64, types.uint32, types.uint32, types.uint32[::1], types.uint32[:, ::1]),
     nogil=True,
     cache=True,
 )
@@ -224,11 +224,11 @@ def find(buckets: Any, records: Any, hashes: Any, salt: Any, key_space: Any, gro
     for i in range(hashes.shape[0]):
         if i + PREFETCH_AHEAD < hashes.shape[0]:
             prefix = np.uint64(hashes[i + PREFETCH_AHEAD, 0]) | (np.uint64(hashes[i + PREFETCH_AHEAD, 1]) << np.uint64(32))
-            prefetch(buckets, _home(_mix(prefix, salt), num_buckets))
+            prefetch(buckets, home_bucket(mix(prefix, salt), num_buckets))
         prefix = np.uint64(hashes[i, 0]) | (np.uint64(hashes[i, 1]) << np.uint64(32))
-        mixed = _mix(prefix, salt)
+        mixed = mix(prefix, salt)
         tag = np.uint32(mixed & np.uint64(0xFFFF_FFFF))
-        bucket = _home(mixed, num_buckets)
+        bucket = home_bucket(mixed, num_buckets)
         found = np.uint32(0)
         for _ in range(MAX_PROBE_BUCKETS):
             overflow = np.uint32(0)
@@ -253,97 +253,6 @@ def find(buckets: Any, records: Any, hashes: Any, salt: Any, key_space: Any, gro
                 break
             bucket = bucket + 1 if bucket + 1 < num_buckets else 0
         out[i] = found
-
-
-@numba.njit("int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint32[:, ::1])", nogil=True, cache=True)
-def insert(buckets: Any, records: Any, mixed: Any, entries: Any, new_records: Any) -> int:
-    """Writes records and links reserved entries; returns how many fitted, from the first on. Keys must not be in the table."""
-    num_buckets = buckets.shape[0]
-    for i in range(mixed.shape[0]):
-        home = _home(mixed[i], num_buckets)
-        bucket, distance, way = home, 0, -1
-        while distance < MAX_PROBE_BUCKETS:
-            for w in range(WAYS):
-                if buckets[bucket, ENTRIES + w] == 0:
-                    way = w
-                    break
-            if way >= 0:
-                break
-            bucket = bucket + 1 if bucket + 1 < num_buckets else 0
-            distance += 1
-        if way < 0:
-            return i
-        for d in range(distance):
-            passed = (home + d) % num_buckets
-            seq = buckets[passed, SEQ]
-            store32(buckets, passed, SEQ, seq + np.uint32(1))
-            buckets[passed, OVERFLOW] += np.uint32(1)
-            store32(buckets, passed, SEQ, seq + np.uint32(2))
-        seq = buckets[bucket, SEQ]
-        store32(buckets, bucket, SEQ, seq + np.uint32(1))
-        for column in range(RECORD_WORDS):
-            records[entries[i], column] = new_records[i, column]
-        buckets[bucket, TAGS + way] = np.uint32(mixed[i] & np.uint64(0xFFFF_FFFF))
-        buckets[bucket, ENTRIES + way] = entries[i] | RESERVED_FLAG
-        store32(buckets, bucket, SEQ, seq + np.uint32(2))
-    return mixed.shape[0]
-
-
-@numba.njit(nogil=True, cache=True, inline="always")
-def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
-    num_buckets = buckets.shape[0]
-    bucket = _home(mixed, num_buckets)
-    for distance in range(MAX_PROBE_BUCKETS):
-        for way in range(WAYS):
-            if (buckets[bucket, ENTRIES + way] & ~RESERVED_FLAG) == entry:
-                return bucket, way, distance
-        bucket = bucket + 1 if bucket + 1 < num_buckets else 0
-    return -1, -1, -1
-
-
-@numba.njit("int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint64[::1])", nogil=True, cache=True)
-def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries ready, with their check values; returns how many were found."""
-    done = 0
-    for i in range(mixed.shape[0]):
-        bucket, way, _ = _locate(buckets, mixed[i], entries[i])
-        if bucket < 0:
-            continue
-        seq = buckets[bucket, SEQ]
-        store32(buckets, bucket, SEQ, seq + np.uint32(1))
-        records[entries[i], 8] = np.uint32(checks[i] & np.uint64(0xFFFF_FFFF))
-        records[entries[i], 9] = np.uint32(checks[i] >> np.uint64(32))
-        records[entries[i], 11] = (records[entries[i], 11] & np.uint32(0xFFFF)) | np.uint32(2 << 16)
-        buckets[bucket, ENTRIES + way] = entries[i]
-        store32(buckets, bucket, SEQ, seq + np.uint32(2))
-        done += 1
-    return done
-
-
-@numba.njit("int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1])", nogil=True, cache=True)
-def remove(buckets: Any, records: Any, mixed: Any, entries: Any) -> int:
-    """Unlinks entries and clears their records' state; returns how many were found."""
-    num_buckets = buckets.shape[0]
-    done = 0
-    for i in range(mixed.shape[0]):
-        bucket, way, distance = _locate(buckets, mixed[i], entries[i])
-        if bucket < 0:
-            continue
-        seq = buckets[bucket, SEQ]
-        store32(buckets, bucket, SEQ, seq + np.uint32(1))
-        buckets[bucket, ENTRIES + way] = np.uint32(0)
-        buckets[bucket, TAGS + way] = np.uint32(0)
-        records[entries[i], 11] = np.uint32(0)
-        store32(buckets, bucket, SEQ, seq + np.uint32(2))
-        home = _home(mixed[i], num_buckets)
-        for d in range(distance):
-            passed = (home + d) % num_buckets
-            seq = buckets[passed, SEQ]
-            store32(buckets, passed, SEQ, seq + np.uint32(1))
-            buckets[passed, OVERFLOW] -= np.uint32(1)
-            store32(buckets, passed, SEQ, seq + np.uint32(2))
-        done += 1
-    return done
 
 
 @numba.njit("void(intp, intp, int64[::1], int64[::1], int64[::1], int64, int64, boolean)", nogil=True, cache=True)

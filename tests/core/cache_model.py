@@ -15,6 +15,7 @@ from hotkv.table import RESERVED_FLAG
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.policies.queue import Highest
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import HashList
 from tests.core.support import words_of
@@ -191,7 +192,9 @@ def values(thing: object) -> object:
         return thing.tobytes()
     if isinstance(thing, dict):
         return {key: values(value) for key, value in thing.items()}
-    if type(thing).__module__.startswith("hotkv_server.core.policies") or isinstance(thing, Holds):
+    if isinstance(thing, Highest):
+        return thing.number
+    if isinstance(thing, Holds) or type(thing).__module__.startswith("hotkv_server.core.policies"):
         return {name: values(value) for name, value in vars(thing).items()}
     return None if callable(thing) or isinstance(thing, BlockIndex | ModuleType) else copy.deepcopy(thing)
 
@@ -207,7 +210,7 @@ def snapshot(core: CacheCore) -> object:
         index.table.buckets.tobytes(),
         index.table.records.tobytes(),
         index.pins.tobytes(),
-        index._free[: index._num_free].tobytes(),
+        (index._free_head, index._next_unused, index.num_entries),
         classes,
         pool._owner.tobytes(),
         pool._used.tobytes(),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hotkv.errors import HotKVError, Reason
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import twins as core_twins
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.slabs import aligned
@@ -49,7 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
         if twins:
-            self.core.space.index._kernels = None
+            self.core.space.index._kernels = self.core.space.pool._kernels = core_twins
             self.core.space.index.table._kernels = None
         self.now_s = 100.0
         self.whole = (1 << num_shards) - 1

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hotkv import native, table
 from hotkv.table import HEADER, RESERVED_FLAG, SLOT_ALIGN, BlockTable, TableGeometry, hash_prefixes, hash_words
+from hotkv_server.core import twins
 from hotkv_server.core.index import BlockIndex
 from tests.core.support import make_table
 
@@ -47,7 +48,7 @@ class IndexMachine(RuleBasedStateMachine):
     def start(self, hash_bytes: int, num_buckets: int, capacity: int) -> None:
         self.hash_bytes, self.num_buckets, self.capacity = hash_bytes, num_buckets, capacity
         self.indexes = [BlockIndex(make_table(capacity, num_buckets)) for _ in range(2)]
-        self.indexes[1]._kernels = None
+        self.indexes[1]._kernels = twins
         self.indexes[1].table._kernels = None
         for index in self.indexes:
             for key_space_id, salts in SALTS.items():
@@ -107,7 +108,7 @@ class IndexMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject, check: int) -> None:
         keys = self.some(data, ready=False)
         for index in self.indexes:
-            index.publish(self.numbers(keys), np.full(len(keys), check, np.uint64))
+            index.publish(self.numbers(keys), index.mixed(self.numbers(keys)), np.full(len(keys), check, np.uint64))
         for key in keys:
             self.model[key].ready, self.model[key].check = True, check
 
@@ -115,7 +116,7 @@ class IndexMachine(RuleBasedStateMachine):
     def remove(self, data: st.DataObject, ready: bool) -> None:
         keys = [key for key in self.some(data, ready=ready) if not self.pins[self.model[key].number]]
         for index in self.indexes:
-            index.remove(self.numbers(keys))
+            index.remove(self.numbers(keys), index.mixed(self.numbers(keys)))
         for key in keys:
             del self.model[key]
 
@@ -223,13 +224,13 @@ def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
         pytest.skip("needs numba")
     index = BlockIndex(make_table(8, num_buckets=4))
     if how == "twin":
-        index._kernels = index.table._kernels = None
+        index._kernels, index.table._kernels = twins, None
     index.add_key_space(2, SALTS[2])
     hashes = [crafted_hash(home, 4, tag=home, tail=1, salt=SALTS[2][0], hash_bytes=16) for home in range(4)]
     packed = b"".join(hashes)
     words = hash_words(packed, 16)
     entries = index.insert(2, 0, words, np.arange(4) * SLOT_ALIGN, SLOT_ALIGN, np.arange(4), 1)
-    index.publish(entries, np.zeros(4, np.uint64))
+    index.publish(entries, index.mixed(entries), np.zeros(4, np.uint64))
     index.table.buckets[1, table.SEQ] += 1
     expected = [int(entry) if home != 1 else 0 for home, entry in enumerate(entries)]
     assert index.find(2, 0, words).tolist() == expected

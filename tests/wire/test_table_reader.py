@@ -65,7 +65,8 @@ class Writer:
             self.entries[number], self.checks[number] = entries[0], check
 
     def publish(self, numbers: np.ndarray) -> None:
-        self.index.publish(self.entries[numbers], self.checks[numbers])
+        entries = self.entries[numbers]
+        self.index.publish(entries, self.index.mixed(entries), self.checks[numbers])
 
     def step(self) -> None:
         """Some reserved keys become ready, some ready ones go, some absent ones are reserved."""
@@ -76,7 +77,8 @@ class Writer:
         going, self.ready = np.split(self.ready, [self.rng.integers(0, 2 + len(self.ready) // 30)])
         self.insert(arriving)
         self.publish(settled)
-        self.index.remove(self.entries[going])
+        gone = self.entries[going]
+        self.index.remove(gone, self.index.mixed(gone))
         self.absent = np.concatenate((self.absent, going))
         self.reserved = np.concatenate((self.reserved, arriving))
         self.ready = np.concatenate((self.ready, settled))

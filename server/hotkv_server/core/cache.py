@@ -436,6 +436,8 @@ class CacheCore:
             results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
             done = entries[complete]
             self.space.publish(done, now_s, lease.retention)
+            if len(done):
+                self.space.refresh_ancestors(int(done[0]), now_s)
             if lease.retention.pin:
                 self.counters.held_blocks += self.holds.hold(done, now_s + lease.retention.ttl_s)
             self.counters.stored_blocks += len(done)

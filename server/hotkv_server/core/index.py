@@ -13,27 +13,25 @@ from hotkv_server.core import twins
 
 Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
+Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key. `salts` [key space, group]: mixed into hashes; row 0 is never used."""
+    """Entries by key. `num_entries`: those that are not free. `_salts` [key space, group]: mixed into hashes; row 0 is never used."""
 
     def __init__(self, block_table: BlockTable) -> None:
         self.table = block_table
         self.capacity = block_table.geometry.capacity
         self.pins = np.zeros(self.capacity + 1, np.uint32)
-        self._free = np.arange(self.capacity, 0, -1, dtype=np.uint32)
-        self._num_free = self.capacity
+        self.num_entries = 0
+        # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all from `_next_unused` on.
+        self._free_head = 0
+        self._next_unused = 1
         self._salts = np.zeros((1, 1), np.uint64)
-        self._kernels = native.load("hotkv.kernels")
+        self._kernels = native.load("hotkv_server.core.kernels") or twins
 
     def __repr__(self) -> str:
         return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
-
-    @property
-    def num_entries(self) -> int:
-        """Entries that are not free."""
-        return self.capacity - self._num_free
 
     def add_key_space(self, key_space_id: int, salts: list[int]) -> None:
         """Declares a key space and the salts of its groups."""
@@ -56,23 +54,25 @@ class BlockIndex:
         self, key_space_id: int, group_index: int, hashes: Words, offsets: Int64s, slot_bytes: int, depths: Int64s, lease_number: int
     ) -> Entries:
         """Adds reserved entries for keys that are not in the index; fewer, from the first on, where the index is full."""
-        count = min(len(hashes), self._num_free)
-        entries = self._free[self._num_free - count : self._num_free][::-1].copy()
-        records = np.zeros((count, table.RECORD_WORDS), np.uint32)
-        records[:, :8] = hashes[:count]
-        records[:, table.W_CHECK] = lease_number
-        records[:, table.W_KEY_SPACE] = key_space_id
-        records[:, table.W_GROUP_STATE] = group_index | table.STATE_RESERVED << 16
-        records[:, table.W_OFFSET] = offsets[:count] // SLOT_ALIGN
-        records[:, table.W_SIZE] = slot_bytes // SLOT_ALIGN
-        records[:, table.W_GENERATION] = self.table.records[entries, table.W_GENERATION] + 1
-        records[:, table.W_DEPTH] = depths[:count]
-        mixed = table.mix(records[:, :8], int(self._salts[key_space_id, group_index]))
-        module = self._kernels or twins
-        inserted = int(module.insert(self.table.buckets, self.table.records, mixed, entries, records))
-        # The stack's top was handed out first, so what was not inserted is still in place below it.
-        self._num_free -= inserted
-        return entries[:inserted]
+        count = min(len(hashes), self.capacity - self.num_entries)
+        entries = np.empty(count, np.uint32)
+        fitted, self._free_head, self._next_unused = self._kernels.insert(
+            self.table.buckets,
+            self.table.records,
+            hashes,
+            offsets,
+            depths,
+            self._salts[key_space_id, group_index],
+            lease_number,
+            key_space_id,
+            group_index,
+            slot_bytes // SLOT_ALIGN,
+            self._free_head,
+            self._next_unused,
+            entries,
+        )
+        self.num_entries += fitted
+        return entries[:fitted]
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
         """Notes the entry before each reserved one in its chain. A hint: that entry may go, and its number be used anew."""
@@ -89,21 +89,21 @@ class BlockIndex:
         masks: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK + 1]
         return masks
 
-    def publish(self, entries: Entries, checks: NDArray[np.uint64]) -> None:
-        """Makes reserved entries ready: from here on every reader finds them."""
-        module = self._kernels or twins
-        done = int(module.publish(self.table.buckets, self.table.records, self.mixed(entries), entries, checks))
+    def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
+        """Makes reserved entries ready: from here on every reader finds them. `keys`: of `mixed`."""
+        done = int(self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks))
         assert done == len(entries), "published an entry that is not in the table"
 
-    def remove(self, entries: Entries) -> None:
-        """Drops entries, reserved or ready; their numbers are free again."""
-        self._unlink(entries)
+    def remove(self, entries: Entries, keys: Keys) -> Words:
+        """Drops entries, reserved or ready; their numbers are free again. Returns their records [n, 18] as they were."""
+        rows = self._unlink(entries, keys)
         self._release(entries)
+        return rows
 
     def detach(self, entries: Entries) -> None:
         """Takes ready entries out of the table; their numbers and slots stay taken until `remove_detached`."""
         groups = self.table.records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF)
-        self._unlink(entries)
+        self._unlink(entries, self.mixed(entries))
         self.table.records[entries, table.W_GROUP_STATE] = groups | np.uint32(table.STATE_DETACHED << 16)
 
     def remove_detached(self, entries: Entries) -> None:
@@ -112,22 +112,32 @@ class BlockIndex:
         self.table.records[entries, table.W_GROUP_STATE] = 0
         self._release(entries)
 
-    def _unlink(self, entries: Entries) -> None:
-        module = self._kernels or twins
-        done = int(module.remove(self.table.buckets, self.table.records, self.mixed(entries), entries))
+    def _unlink(self, entries: Entries, keys: Keys) -> Words:
+        rows = np.empty((len(entries), table.RECORD_WORDS), np.uint32)
+        done = int(self._kernels.unlink(self.table.buckets, self.table.records, keys, entries, rows))
         assert done == len(entries), "removed an entry that is not in the table"
+        return rows
 
     def _release(self, entries: Entries) -> None:
-        self._free[self._num_free : self._num_free + len(entries)] = entries
-        self._num_free += len(entries)
+        self._free_head = int(self._kernels.release(self.table.records, entries, self._free_head))
+        self.num_entries -= len(entries)
 
     def pin(self, entries: Entries, change: int) -> None:
         """Adds `change` (1 or -1) to the pins of entries; an entry listed twice counts twice."""
-        if change > 0:
-            np.add.at(self.pins, entries, np.uint32(1))
-        else:
-            assert np.all(self.pins[entries] > 0), "pin given back twice"
-            np.subtract.at(self.pins, entries, np.uint32(1))
+        good = self._kernels.add_pins(self.pins, entries, change)
+        assert good, "pin given back twice"
+
+    def evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
+        """Which entries are ready and not pinned, only those of one slot size if given."""
+        out = np.empty(len(entries), np.bool_)
+        self._kernels.evictable(self.table.records, self.pins, entries, slot_bytes // SLOT_ALIGN, out)
+        return out
+
+    def ancestors(self, entry: int, most: int) -> Entries:
+        """Ready entries before this one in its chain, from the farthest to the nearest, as far as its links hold."""
+        nearest_first = np.empty(most, np.uint32)
+        count = int(self._kernels.ancestors(self.table.records, entry, nearest_first))
+        return nearest_first[:count][::-1].copy()
 
     def offsets(self, entries: Entries) -> Int64s:
         """Slot offsets in bytes."""
@@ -140,12 +150,12 @@ class BlockIndex:
         return sizes
 
     def states(self) -> NDArray[np.uint32]:
-        """State of every entry number: 0 free, STATE_RESERVED, STATE_READY or STATE_DETACHED."""
-        return self.table.records[:, table.W_GROUP_STATE] >> np.uint32(16)
+        """State of every entry number that was ever used: 0 free, STATE_RESERVED, STATE_READY or STATE_DETACHED."""
+        return self.table.records[: self._next_unused, table.W_GROUP_STATE] >> np.uint32(16)
 
     def ready_entries(self, slot_bytes: int = 0, key_space_id: int = 0) -> Entries:
         """Numbers of ready entries, of one slot size or key space if given. Linear in capacity."""
-        records = self.table.records
+        records = self.table.records[: self._next_unused]
         mask = self.states() == table.STATE_READY
         if slot_bytes:
             mask &= records[:, table.W_SIZE] == slot_bytes // SLOT_ALIGN
@@ -158,15 +168,26 @@ class BlockIndex:
         rows = self.table.records[entries]
         return rows[:, table.W_KEY_SPACE], rows[:, table.W_GROUP_STATE] & np.uint32(0xFFFF), np.ascontiguousarray(rows[:, :8])
 
-    def mixed(self, entries: Entries) -> NDArray[np.uint64]:
+    def mixed(self, entries: Entries) -> Keys:
         """Keys of entries as 64 bits [n]: the hash mixed with key space and group, as the table does."""
-        key_spaces, groups, hashes = self.keys(entries)
-        prefixes = hashes[:, 0].astype(np.uint64) | (hashes[:, 1].astype(np.uint64) << np.uint64(32))
-        mixed: NDArray[np.uint64] = table.mix_prefixes(prefixes ^ self._salts[key_spaces, groups], 0)
-        return mixed
+        out = np.empty(len(entries), np.uint64)
+        self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
+        return out
+
+    def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
+        """The same keys from hashes [n, 8], whether in the index or not."""
+        return table.mix(hashes, int(self._salts[key_space_id, group_index]))
+
+    def _free_numbers(self) -> list[int]:
+        numbers: list[int] = []
+        number = self._free_head
+        while number and len(numbers) <= self.capacity:
+            numbers.append(number)
+            number = int(self.table.records[number, table.W_OFFSET])
+        return numbers
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where table, states and free stack disagree. Linear in capacity."""
+        """Raises AssertionError where table, states and free numbers disagree. Linear in capacity."""
         buckets = self.table.buckets
         words = buckets[:, table.ENTRIES :].reshape(-1)
         linked = words[words != 0]
@@ -178,8 +199,9 @@ class BlockIndex:
         assert np.all(states[numbers] == np.where(linked >= RESERVED_FLAG, table.STATE_RESERVED, table.STATE_READY)), (
             "state and flag differ"
         )
-        free = self._free[: self._num_free]
-        assert len(np.unique(free)) == len(free) and not np.isin(free, numbers).any(), "entry both free and linked"
+        free = self._free_numbers()
+        assert np.array_equal(np.sort(free), 1 + np.flatnonzero(states[1:] == 0)), "the chain of free numbers is broken"
+        assert self.num_entries == self._next_unused - 1 - len(free), "entries miscounted"
         assert np.all(buckets[:, table.SEQ] % 2 == 0), "a bucket was left locked"
         assert np.all(self.pins[free] == 0), "a free entry is pinned"
         mixed = self.mixed(numbers)

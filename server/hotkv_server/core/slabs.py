@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv import native
 from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import twins
 
 Int64s = NDArray[np.int64]
 
@@ -90,6 +92,7 @@ class SlabPool:
         # Per slab: the slot size it is lent to (_FREE for none), and its used slots. A spanning slot counts in its first slab.
         self._owner = np.full(self.num_slabs, _FREE, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
+        self._kernels = native.load("hotkv_server.core.kernels") or twins
 
     def __repr__(self) -> str:
         lent = ", ".join(f"{s.slot_bytes}B: {s.num_used}/{s.num_slots}" for s in self.stats())
@@ -159,7 +162,7 @@ class SlabPool:
             pass
         taken = c.free[max(0, len(c.free) - num_slots) :][::-1].copy()
         c.free = c.free[: len(c.free) - len(taken)]
-        np.add.at(self._used, self.slab_of(taken), 1)
+        self._kernels.count_slots(self._used, self._owner, taken, self.slab_bytes, c.slot_bytes, 1)
         return taken
 
     def free(self, slot_bytes: int, offsets: Int64s, *, for_reuse: bool = False) -> None:
@@ -170,15 +173,13 @@ class SlabPool:
         if not len(offsets):
             return
         c = self._class(slot_bytes)
-        slabs = self.slab_of(offsets)
-        assert np.all(self._owner[slabs] == c.slot_bytes), "slot freed with another size than it has"
-        np.subtract.at(self._used, slabs, 1)
-        assert np.all(self._used[slabs] >= 0), "slot freed twice"
-        c.free = np.concatenate((c.free, offsets))
-        if for_reuse:
-            return
-        emptied = np.unique(slabs[self._used[slabs] == 0])
-        if len(emptied):
+        emptied_any = self._kernels.count_slots(self._used, self._owner, offsets, self.slab_bytes, c.slot_bytes, -1)
+        assert emptied_any != -1, "slot freed with another size than it has"
+        assert emptied_any != -2, "slot freed twice"
+        c.free = np.concatenate((c.free, offsets)) if len(c.free) else offsets
+        if emptied_any and not for_reuse:
+            slabs = self.slab_of(offsets)
+            emptied = np.unique(slabs[self._used[slabs] == 0])
             c.free = c.free[~np.isin(self.slab_of(c.free), emptied)]
             spans = (emptied[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
             self._owner[spans] = _FREE

@@ -11,7 +11,7 @@ from hotkv import table
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, Words
 from hotkv_server.core.arrays import distinct
-from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.slabs import SlabPool, aligned
 from hotkv_server.core.values import Entries, EvictionNotice, Int64s
@@ -43,6 +43,11 @@ def _choose_runs(cost: NDArray[np.float64], length: int, limits: NDArray[np.floa
         chosen[start : start + length] = True
         cost[start : start + length] = np.inf
     return len(limits)
+
+
+REFRESH_S = 1.0
+"""How much older the last use of a block may be than that of the block after it."""
+MAX_REFRESHED = 1 << 14
 
 
 class Space:
@@ -78,62 +83,85 @@ class Space:
 
     def publish(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
         """Makes reserved entries, in chain order, ready and used."""
-        self.index.publish(entries, np.zeros(len(entries), np.uint64))
-        self.policy.admit(entries, self.index.mixed(entries), now_s, retention)
+        keys = self.index.mixed(entries)
+        self.index.publish(entries, keys, np.zeros(len(entries), np.uint64))
+        self.policy.admit(entries, keys, now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
         """Notes a use of ready entries, in chain order."""
         self.policy.touch(entries, self.index.mixed(entries), now_s, retention)
 
-    def drop(self, entries: Entries, *, evicted: bool = False, for_reuse: bool = False) -> None:
+    def refresh_ancestors(self, entry: int, now_s: float) -> None:
+        """What comes before a block in its chain counts as in use with it, lest the chain lose its head first."""
+        nearest = self.index.ancestors(entry, 1)
+        if len(nearest) and self.policy.last_used_s(nearest)[0] < now_s - REFRESH_S:
+            self.policy.refresh(self.index.ancestors(entry, MAX_REFRESHED), now_s)
+
+    def drop(self, entries: Entries) -> None:
         """Removes entries and frees their slots, without a notice: reserved ones that will not be written."""
-        sizes, offsets = self.index.slot_bytes(entries), self.index.offsets(entries)
-        self.policy.forget(entries, self.index.mixed(entries), evicted=evicted)
-        self.index.remove(entries)
-        for size in distinct(sizes):
-            self.pool.free(size, offsets[sizes == size], for_reuse=for_reuse)
+        keys = self.index.mixed(entries)
+        self.policy.forget(entries, keys, evicted=False)
+        self._free_slots(self.index.remove(entries, keys))
+
+    def _free_slots(self, rows: Words, *, for_reuse: bool = False) -> None:
+        """Frees the slots of records [n, 18] that are gone."""
+        sizes = rows[:, table.W_SIZE]
+        offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
+        one_size = distinct(sizes)
+        for size in one_size:
+            mine = offsets if len(one_size) == 1 else offsets[sizes == size]
+            self.pool.free(size * table.SLOT_ALIGN, mine, for_reuse=for_reuse)
 
     def evict(self, entries: Entries) -> int:
         """Removes ready entries that are not pinned, with a notice; returns how many that were."""
-        return self._evict_checked(entries[self._evictable(entries)])
+        return self._evict_checked(entries[self.index.evictable(entries)])
 
     def flush(self, entries: Entries) -> None:
         """Removes ready entries, with a notice. Pinned ones can't be found any more and keep their slots until they are reaped."""
-        self._give_notice(entries)
+        keys = self.index.mixed(entries)
+        self._give_notice(self.index.table.records[entries], keys)
+        self.policy.forget(entries, keys, evicted=False)
         is_pinned = self.index.pins[entries] > 0
-        self.drop(entries[~is_pinned])
-        pinned = entries[is_pinned]
-        self.policy.forget(pinned, self.index.mixed(pinned), evicted=False)
-        self.index.detach(pinned)
+        self._free_slots(self.index.remove(entries[~is_pinned], keys[~is_pinned]))
+        self.index.detach(entries[is_pinned])
 
     def reap(self, entries: Entries) -> None:
         """Frees the slots of those among the entries that are detached and not pinned any more."""
         detached = self.index.table.records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_DETACHED
         if detached.any():
             gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
-            sizes, offsets = self.index.slot_bytes(gone), self.index.offsets(gone)
+            rows = self.index.table.records[gone]
             self.index.remove_detached(gone)
-            for size in distinct(sizes):
-                self.pool.free(size, offsets[sizes == size])
+            self._free_slots(rows)
 
-    def _evict_checked(self, free_to_go: Entries, *, for_reuse: bool = False) -> int:
-        self._give_notice(free_to_go)
-        self.drop(free_to_go, evicted=True, for_reuse=for_reuse)
-        self.evicted_blocks += len(free_to_go)
-        return len(free_to_go)
+    def _evict_checked(self, entries: Entries, *, for_reuse: bool = False) -> int:
+        if len(entries):
+            keys = self.index.mixed(entries)
+            self.policy.forget(entries, keys, evicted=True)
+            rows = self.index.remove(entries, keys)
+            self._give_notice(rows, keys)
+            self._free_slots(rows, for_reuse=for_reuse)
+            self.evicted_blocks += len(entries)
+        return len(entries)
 
-    def _give_notice(self, going: Entries) -> None:
-        """Tells the sessions, and remembers, what is about to go."""
-        key_spaces, groups, hashes = self.index.keys(going)
-        owners = key_spaces.astype(np.int64) << 16 | groups
-        for owner in distinct(owners):
-            mine = hashes[owners == owner]
+    def _give_notice(self, rows: Words, keys: Keys) -> None:
+        """Tells the sessions what goes, by its records [n, 18], and remembers its keys."""
+        owners = rows[:, table.W_KEY_SPACE].astype(np.int64) << 16 | rows[:, table.W_GROUP_STATE] & 0xFFFF
+        hashes = np.ascontiguousarray(rows[:, :8])
+        all_owners = distinct(owners)
+        for owner in all_owners:
+            mine = hashes if len(all_owners) == 1 else hashes[owners == owner]
             self.effects.append(EvictionNotice(owner >> 16, owner & 0xFFFF, mine))
-            self._remember(owner >> 16, owner & 0xFFFF, mine)
+        last = keys[-GHOST_KEYS:]
+        at = self._next_ghost
+        self._next_ghost = (at + len(last)) % GHOST_KEYS
+        fitting = min(len(last), GHOST_KEYS - at)
+        self._ghosts[at : at + fitting] = last[:fitting]
+        self._ghosts[: len(last) - fitting] = last[fitting:]
 
     def was_evicted(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.bool_]:
         """Which keys [n] are among the last evicted."""
-        return np.isin(self._ghost_keys(key_space_id, group_index, hashes), self._ghosts)
+        return np.isin(self.index.mixed_hashes(key_space_id, group_index, hashes), self._ghosts)
 
     def used_bytes(self) -> int:
         """Bytes in slots that are reserved or ready."""
@@ -143,14 +171,6 @@ class Space:
         """Bytes in slots that are pinned."""
         pinned = np.flatnonzero(self.index.pins).astype(np.uint32)
         return int(self.index.slot_bytes(pinned).sum())
-
-    def _evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
-        """Which entries may go, only those of one slot size if given."""
-        records = self.index.table.records
-        evictable: NDArray[np.bool_] = (records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_READY) & (self.index.pins[entries] == 0)
-        if slot_bytes:
-            evictable &= records[entries, table.W_SIZE] == slot_bytes // table.SLOT_ALIGN
-        return evictable
 
     def _make_room(self, slot_bytes: int, num_slots: int) -> None:
         """Evicts until `num_slots` more slots of this size can be had, or nothing more may go."""
@@ -177,7 +197,7 @@ class Space:
             pass
 
     def _evict_coldest(self, slot_bytes: int, count: int) -> None:
-        victims = self.policy.victims(slot_bytes, count, lambda entries: self._evictable(entries, slot_bytes))
+        victims = self.policy.victims(slot_bytes, count, lambda entries: self.index.evictable(entries, slot_bytes))
         self._evict_checked(victims, for_reuse=slot_bytes > 0)
 
     def _take_cold_slabs(self, slot_bytes: int, num_slots: int) -> int:
@@ -188,7 +208,7 @@ class Space:
         """
         live = np.flatnonzero(self.index.states()).astype(np.uint32)
         sizes = self.index.slot_bytes(live)
-        evictable = self._evictable(live)
+        evictable = self.index.evictable(live)
         heat = np.where(evictable, self.policy.heat(live), np.inf)
         own = np.sort(heat[(sizes == slot_bytes) & evictable])
         first = self.pool.slab_of(self.index.offsets(live))
@@ -221,14 +241,6 @@ class Space:
             np.maximum.at(cost, first[spans] + step, heat[spans])
         cost[self.pool.slab_owner() == slot_bytes] = np.inf
         return cost
-
-    def _ghost_keys(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.uint64]:
-        return table.mix(hashes, (key_space_id << 16 | group_index) * 0x9E37_79B9)
-
-    def _remember(self, key_space_id: int, group_index: int, hashes: Words) -> None:
-        keys = self._ghost_keys(key_space_id, group_index, hashes[-GHOST_KEYS:])
-        self._ghosts[(self._next_ghost + np.arange(len(keys))) % GHOST_KEYS] = keys
-        self._next_ghost = (self._next_ghost + len(keys)) % GHOST_KEYS
 
     def check_invariants(self) -> None:
         """Raises AssertionError where index and pool disagree. Linear in capacity."""

@@ -1,4 +1,4 @@
-"""Numpy twins of the writing kernels of `hotkv.kernels`: same arguments, same results, one entry at a time."""
+"""Numpy twins of `kernels`: same arguments, same results."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,13 +9,24 @@ from hotkv.table import (
     OVERFLOW,
     RESERVED_FLAG,
     SEQ,
+    SLOT_ALIGN,
     STATE_READY,
+    STATE_RESERVED,
     TAGS,
     W_CHECK,
+    W_DEPTH,
+    W_GENERATION,
     W_GROUP_STATE,
+    W_KEY_SPACE,
+    W_OFFSET,
+    W_PARENT,
+    W_REPRESENTATION,
+    W_SIZE,
     WAYS,
     Words,
     home_buckets,
+    mix,
+    mix_prefixes,
 )
 
 Mixed = NDArray[np.uint64]
@@ -28,24 +39,86 @@ def _write(buckets: Words, bucket: int, column: int, value: int) -> None:
     buckets[bucket, SEQ] += 1
 
 
-def insert(buckets: Words, records: Words, mixed: Mixed, entries: Words, new_records: Words) -> int:
+def mixed_keys(records: Words, salts: Mixed, entries: Words, out: Mixed) -> None:
+    """Twin of `kernels.mixed_keys`."""
+    rows = records[entries]
+    prefixes = rows[:, 0].astype(np.uint64) | (rows[:, 1].astype(np.uint64) << np.uint64(32))
+    out[:] = mix_prefixes(prefixes ^ salts[rows[:, W_KEY_SPACE], rows[:, W_GROUP_STATE] & 0xFFFF], 0)
+
+
+def evictable(records: Words, pins: Words, entries: Words, size: int, out: NDArray[np.bool_]) -> None:
+    """Twin of `kernels.evictable`."""
+    out[:] = (records[entries, W_GROUP_STATE] >> 16 == STATE_READY) & (pins[entries] == 0)
+    if size:
+        out &= records[entries, W_SIZE] == size
+
+
+def add_pins(pins: Words, entries: Words, change: int) -> bool:
+    """Twin of `kernels.add_pins`."""
+    good = change > 0 or bool(np.all(pins[entries] > 0))
+    if change > 0:
+        np.add.at(pins, entries, np.uint32(change))
+    else:
+        np.subtract.at(pins, entries, np.uint32(-change))
+    return good
+
+
+def count_slots(
+    used: NDArray[np.int64], owner: NDArray[np.int64], offsets: NDArray[np.int64], slab_bytes: int, slot_bytes: int, change: int
+) -> int:
+    """Twin of `kernels.count_slots`."""
+    slabs = offsets // slab_bytes
+    if np.any(owner[slabs] != slot_bytes):
+        return -1
+    np.add.at(used, slabs, change)
+    return -2 if np.any(used[slabs] < 0) else int(np.any(used[slabs] == 0))
+
+
+def insert(
+    buckets: Words,
+    records: Words,
+    hashes: Words,
+    offsets: NDArray[np.int64],
+    depths: NDArray[np.int64],
+    salt: int,
+    lease: int,
+    key_space: int,
+    group: int,
+    size: int,
+    free_head: int,
+    next_unused: int,
+    entries: Words,
+) -> tuple[int, int, int]:
     """Twin of `kernels.insert`."""
+    mixed = mix(hashes, int(salt))
     homes = home_buckets(mixed, len(buckets))
-    for i, entry in enumerate(entries):
+    for i in range(len(entries)):
         path = (homes[i] + np.arange(min(MAX_PROBE_BUCKETS, len(buckets)))) % len(buckets)
         open_ways = np.argwhere(buckets[path, ENTRIES : ENTRIES + WAYS] == 0)
         if not len(open_ways):
-            return i
+            return i, free_head, next_unused
         distance, way = open_ways[0]
+        entry = free_head or next_unused
+        if free_head:
+            free_head = int(records[entry, W_OFFSET])
+        else:
+            next_unused += 1
         for passed in path[:distance]:
             _write(buckets, passed, OVERFLOW, buckets[passed, OVERFLOW] + 1)
         bucket = path[distance]
         buckets[bucket, SEQ] += 1
-        records[entry] = new_records[i]
+        record = records[entry]
+        record[:8] = hashes[i]
+        record[W_CHECK : W_CHECK + 2] = lease, 0
+        record[W_KEY_SPACE], record[W_GROUP_STATE] = key_space, group | STATE_RESERVED << 16
+        record[W_OFFSET], record[W_SIZE] = offsets[i] // SLOT_ALIGN, size
+        record[W_GENERATION] += 1
+        record[W_PARENT], record[W_DEPTH], record[W_REPRESENTATION] = 0, depths[i], 0
         buckets[bucket, TAGS + way] = mixed[i] & np.uint64(0xFFFF_FFFF)
         buckets[bucket, ENTRIES + way] = entry | RESERVED_FLAG
         buckets[bucket, SEQ] += 1
-    return len(entries)
+        entries[i] = entry
+    return len(entries), free_head, next_unused
 
 
 def _locate(buckets: Words, home: int, entry: int) -> tuple[int, int, NDArray[np.int64]]:
@@ -76,11 +149,12 @@ def publish(buckets: Words, records: Words, mixed: Mixed, entries: Words, checks
     return done
 
 
-def remove(buckets: Words, records: Words, mixed: Mixed, entries: Words) -> int:
-    """Twin of `kernels.remove`."""
+def unlink(buckets: Words, records: Words, mixed: Mixed, entries: Words, rows: Words) -> int:
+    """Twin of `kernels.unlink`."""
     homes = home_buckets(mixed, len(buckets))
     done = 0
     for i, entry in enumerate(entries):
+        rows[i] = records[entry]
         bucket, way, passed_buckets = _locate(buckets, int(homes[i]), int(entry))
         if bucket < 0:
             continue
@@ -93,3 +167,23 @@ def remove(buckets: Words, records: Words, mixed: Mixed, entries: Words) -> int:
             _write(buckets, passed, OVERFLOW, buckets[passed, OVERFLOW] - 1)
         done += 1
     return done
+
+
+def release(records: Words, entries: Words, free_head: int) -> int:
+    """Twin of `kernels.release`."""
+    if not len(entries):
+        return free_head
+    records[entries, W_OFFSET] = np.concatenate(([free_head], entries[:-1]))
+    return int(entries[-1])
+
+
+def ancestors(records: Words, entry: int, out: Words) -> int:
+    """Twin of `kernels.ancestors`."""
+    for count in range(len(out)):
+        child = records[entry]
+        parent = records[child[W_PARENT]]
+        same_chain = parent[W_KEY_SPACE] == child[W_KEY_SPACE] and parent[W_GROUP_STATE] & 0xFFFF == child[W_GROUP_STATE] & 0xFFFF
+        if not child[W_PARENT] or parent[W_GROUP_STATE] >> 16 != STATE_READY or not same_chain or parent[W_DEPTH] + 1 != child[W_DEPTH]:
+            return count
+        entry = out[count] = child[W_PARENT]
+    return len(out)

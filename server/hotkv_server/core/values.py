@@ -15,7 +15,10 @@ BoolMask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: that requests may ask to keep. Times in seconds."""
+    """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most that requests may ask to keep.
+
+    Times in seconds.
+    """
 
     arena_bytes: int
     slab_bytes: int

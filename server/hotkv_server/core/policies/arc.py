@@ -85,7 +85,7 @@ class ARC:
             def members(first: int, stop: int) -> Entries:
                 return (np.flatnonzero(self._list[first:stop] == number) + first).astype(np.uint32)
 
-            self._queues[slot_bytes, number] = ColdQueue(self._stamps.state, members, self.heat)
+            self._queues[slot_bytes, number] = ColdQueue(self._stamps.state, self._stamps.highest, members, self.heat)
         return self._queues[slot_bytes, number]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

@@ -21,8 +21,9 @@ KEEP = 0.5
 MARGIN = 1.01
 """By how much a contender must win to take over."""
 SAMPLE_SHARE = 1 / 32
+"""Of the keys that are looked at; more while the cache holds so few blocks that a shadow would have less than MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
-MAX_SHADOW_BLOCKS = 4096
+MAX_SHADOW_BLOCKS = 2048
 WAYS = 8
 KEYS_PER_BLOCK = 8
 """Keys that the sample remembers for each block of a shadow: what the shadows hold, and ghosts."""
@@ -49,10 +50,9 @@ class Duel:
     def __init__(self, capacity: int, memory_s: float, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
         self.contenders = contenders
         self.current = 0
-        self.share = min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / max(1, capacity)), MAX_SHADOW_BLOCKS / max(1, capacity))
-        num_buckets = max(8, -(-int(KEYS_PER_BLOCK * capacity * self.share) // WAYS))
+        self.share = 1.0
+        num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
         leaves = 1 << (num_buckets * WAYS - 1).bit_length()
-        self._threshold = round(self.share * (1 << 32))
         self._memory_s = memory_s
         self._half_lives_s = np.array([c.half_life_s for c in contenders])
         self._recencies = np.array([c.recency for c in contenders])
@@ -81,6 +81,8 @@ class Duel:
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
         """Blocks of a chain were asked for, hit or not, while the cache held `num_resident` blocks. True where the winner changed."""
+        if _share_for(num_resident) <= self.share / 2:
+            self._thin_out(num_resident)
         limit = max(1, round(num_resident * self.share))
         self._kernels.observe(
             self._keys,
@@ -93,7 +95,7 @@ class Duel:
             self._half_lives_s,
             self._recencies,
             keys,
-            self._threshold,
+            int(self.share * (1 << 32)),
             limit,
             now_s,
             self._memory_s,
@@ -101,6 +103,20 @@ class Duel:
         if now_s < self._epoch_ends_s:
             return False
         return self._end_epoch(now_s)
+
+    def _thin_out(self, num_resident: int) -> None:
+        """Lowers the share to what so many blocks ask for; keys that are not in the smaller sample leave all shadows."""
+        while _share_for(num_resident) <= self.share / 2:
+            self.share /= 2
+        left_out = (twins.spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
+        self._keys[left_out], self._holders[left_out] = 0, 0
+        leaves = self._trees.shape[1] // 2
+        for number, tree in enumerate(self._trees):
+            tree[leaves : leaves + left_out.size][left_out.reshape(-1)] = np.inf
+            for level in range(leaves.bit_length() - 2, -1, -1):
+                nodes = np.arange(1 << level, 2 << level)
+                tree[nodes] = np.minimum(tree[2 * nodes], tree[2 * nodes + 1])
+            self._held[number] = np.count_nonzero(self._holders >> number & 1)
 
     def _end_epoch(self, now_s: float) -> bool:
         started = self._epoch_ends_s > -np.inf
@@ -126,3 +142,9 @@ class Duel:
             assert np.array_equal(np.isfinite(tree[leaves : leaves + len(held)]), held), "a held key has no leaf, or a leaf no key"
             inner = np.arange(1, leaves)
             assert np.array_equal(tree[inner], np.minimum(tree[2 * inner], tree[2 * inner + 1])), "a node is not the least of its children"
+
+
+def _share_for(num_resident: int) -> float:
+    """Share of the keys to look at while the cache holds so many blocks; never rises with them."""
+    blocks = max(1, num_resident)
+    return min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / blocks), MAX_SHADOW_BLOCKS / blocks)

@@ -14,7 +14,7 @@ from hotkv_server.core.policies import twins
 from hotkv_server.core.policies.duel import Duel
 from hotkv_server.core.policies.ghosts import GhostTable
 from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
-from hotkv_server.core.policies.queue import ColdQueue
+from hotkv_server.core.policies.queue import ColdQueue, Highest
 
 MEMORY_S = 900.0
 TICKS_PER_S = 64
@@ -34,6 +34,7 @@ class Hotness:
         self._uses = halves.view(np.float32)[:, 1]
         self._ghosts = GhostTable(GHOSTS_PER_BLOCK * capacity)
         self._queues: dict[int, ColdQueue] = {}
+        self._highest = Highest()
         self._first_s = np.inf
         self._num_known = 0
         self.duel = Duel(capacity, MEMORY_S)
@@ -48,6 +49,7 @@ class Hotness:
         _, remembered = self._ghosts.take(keys)
         self._state[entries] = remembered
         self._num_known += len(entries)
+        self._highest.add(entries)
         self._use(entries, keys, now_s, retention)
 
     def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
@@ -69,15 +71,15 @@ class Hotness:
             self._kernels.use(self._used, self._uses, entries, now, now, -np.inf, MEMORY_S * TICKS_PER_S, DEPTH_STEP)
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
-        known = self._used[entries] != 0
-        self._num_known -= int(known.sum())
+        gone_keys, gone_states = np.empty(len(entries), np.uint64), np.empty(len(entries), np.uint64)
+        num_known = int(self._kernels.leave(self._state, entries, keys, gone_keys, gone_states))
+        self._num_known -= num_known
         if evicted:
-            self._ghosts.remember(keys[known], self._state[entries[known]])
-        self._state[entries] = 0
+            self._ghosts.remember(gone_keys[:num_known], gone_states[:num_known])
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         if slot_bytes not in self._queues:
-            self._queues[slot_bytes] = ColdQueue(self._state, self._members, self.heat)
+            self._queues[slot_bytes] = ColdQueue(self._state, self._highest, self._members, self.heat)
         return self._queues[slot_bytes].take(count, evictable)
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

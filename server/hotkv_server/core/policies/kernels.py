@@ -57,6 +57,19 @@ def use(used: Any, uses: Any, entries: Any, now: Any, until: Any, weight_log2: A
         used[entry] = max(used[entry], np.uint32(until))
 
 
+@numba.njit("int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True)
+def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
+    """Clears the states of entries; returns how many had one, and those keys and states."""
+    count = 0
+    for i in range(entries.shape[0]):
+        state = states[entries[i]]
+        if state != 0:
+            gone_keys[count], gone_states[count] = keys[i], state
+            count += 1
+            states[entries[i]] = np.uint64(0)
+    return count
+
+
 @numba.njit("int64(uint32[:, ::1], uint64[:, ::1], uint32[:, ::1], uint64[::1], uint64[::1], int64, uint64[::1])", nogil=True, cache=True)
 def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any) -> int:
     """Adds ghosts in order, in the place of the oldest where their bucket is full; returns how many went, their values in `gone`."""
@@ -144,10 +157,10 @@ def observe(
     """One use of each sampled key among `asked`, tail to head, in every shadow cache; a shadow holds at most `limit` keys."""
     num_contenders = half_lives_s.shape[0]
     for i in range(asked.shape[0] - 1, -1, -1):
-        mixed = _spread(asked[i])
+        key = asked[i] | np.uint64(1)
+        mixed = _spread(key)
         if np.int64(mixed & LOW_HALF) >= threshold:
             continue
-        key = asked[i] | np.uint64(1)
         bucket = _bucket(mixed, keys.shape[0])
         place, known = 0, False
         for way in range(WAYS):

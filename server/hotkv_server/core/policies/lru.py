@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
-from hotkv_server.core.policies.queue import ColdQueue
+from hotkv_server.core.policies.queue import ColdQueue, Highest
 
 STEP_S = 1e-7
 """Between the stamps of two blocks of one touch; above the spacing of float64 near 1e8 seconds."""
@@ -15,6 +15,7 @@ class Stamps:
     """A time stamp an entry, 0 for none; strictly rising from use to use, and from the tail of a chain to its head."""
 
     def __init__(self, capacity: int) -> None:
+        self.highest = Highest()
         self.stamp_s = np.zeros(capacity + 1, np.float64)
         self._latest_s = 0.0
 
@@ -25,6 +26,7 @@ class Stamps:
 
     def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:
         """Stamps entries in chain order as used until `ttl_s` after now; a stamp never falls."""
+        self.highest.add(entries)
         start_s = max(now_s, self._latest_s)
         stamps = start_s + np.arange(len(entries), 0, -1) * STEP_S
         self._latest_s = start_s + (len(entries) + 1) * STEP_S
@@ -62,7 +64,7 @@ class LRU:
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         if slot_bytes not in self._queues:
-            self._queues[slot_bytes] = ColdQueue(self._stamps.state, self._stamps.members, self.heat)
+            self._queues[slot_bytes] = ColdQueue(self._stamps.state, self._stamps.highest, self._stamps.members, self.heat)
         return self._queues[slot_bytes].take(count, evictable)
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

@@ -20,13 +20,28 @@ SWEEP_ENTRIES = 1 << 17
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 Members = Callable[[int, int], Entries]
+"""Entries of the queue in a range of numbers."""
+
+
+class Highest:
+    """The highest entry number that came so far: sweeps end there."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def add(self, entries: Entries) -> None:
+        if len(entries):
+            self.number = max(self.number, int(entries.max()))
 
 
 class ColdQueue:
     """One queue over the entries that `members(first, stop)` lists. `state` [capacity + 1]: changes whenever an entry is used or goes."""
 
-    def __init__(self, state: NDArray[np.uint64], members: Members, heat: Heat) -> None:
+    def __init__(self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat) -> None:
         self._state = state
+        self._highest = highest
         self._members = members
         self._heat = heat
         self._hand = 0
@@ -63,7 +78,7 @@ class ColdQueue:
         return np.concatenate(chosen) if chosen else np.empty(0, np.uint32)
 
     def _refill(self, count: int, evictable: Evictable, chosen: list[Entries]) -> None:
-        end = len(self._state)
+        end = self._highest.number + 1
         parts: list[Entries] = []
         num_seen, walked = 0, 0
         while walked < end and num_seen < SHARE * count:

@@ -78,7 +78,8 @@ class S3FIFO:
 
     def _take(self, slot_bytes: int, number: int, count: int, evictable: Evictable, chosen: Entries) -> Entries:
         def may_go(entries: Entries) -> NDArray[np.bool_]:
-            return evictable(entries) & (self._queue_of[entries] == number) & ~np.isin(entries, chosen)
+            here: NDArray[np.bool_] = self._queue_of[entries] == number
+            return evictable(entries) & here & ~np.isin(entries, chosen)
 
         return self._queue(slot_bytes, number).take(count, may_go)
 
@@ -96,7 +97,7 @@ class S3FIFO:
             def members(first: int, stop: int) -> Entries:
                 return (np.flatnonzero(self._queue_of[first:stop] == number) + first).astype(np.uint32)
 
-            self._queues[slot_bytes, number] = ColdQueue(self._stamps.state, members, self.heat)
+            self._queues[slot_bytes, number] = ColdQueue(self._stamps.state, self._stamps.highest, members, self.heat)
         return self._queues[slot_bytes, number]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

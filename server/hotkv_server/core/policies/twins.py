@@ -10,7 +10,8 @@ WAYS = 8
 DEPTH_STEP = 4e-6
 
 
-def _spread(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def spread(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Keys with all their bits mixed: the high half chooses a bucket, the low half is tag and sample."""
     mixed: NDArray[np.uint64] = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
@@ -35,9 +36,18 @@ def use(used: Any, uses: Any, entries: Any, now: int, until: int, weight_log2: f
     used[entries] = np.maximum(before, np.uint32(until))
 
 
+def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
+    """Twin of `kernels.leave`; no entry is listed twice."""
+    known = states[entries] != 0
+    count = int(known.sum())
+    gone_keys[:count], gone_states[:count] = keys[known], states[entries[known]]
+    states[entries] = 0
+    return count
+
+
 def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: int, gone: Any) -> int:
     """Twin of `kernels.remember`."""
-    mixed = _spread(keys)
+    mixed = spread(keys)
     num_gone = 0
     for i, (bucket, tag) in enumerate(zip(_buckets(mixed, len(tags)).tolist(), _tags(mixed).tolist(), strict=True)):
         same = np.flatnonzero(tags[bucket] == tag)
@@ -51,7 +61,7 @@ def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next
 
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: int, found: Any, out: Any) -> None:
     """Twin of `kernels.take`; no key is listed twice."""
-    mixed = _spread(keys)
+    mixed = spread(keys)
     buckets, wanted = _buckets(mixed, len(tags)), _tags(mixed)
     same = (tags[buckets] == wanted[:, None]) & (ages[buckets] >= oldest)
     hit = same.any(axis=1)
@@ -87,11 +97,12 @@ def observe(
     memory_s: float,
 ) -> None:
     """Twin of `kernels.observe`."""
-    mixed = _spread(asked)
+    asked = asked | np.uint64(1)
+    mixed = spread(asked)
     buckets = _buckets(mixed, len(keys))
     leaves = trees.shape[1] // 2
     for i in np.flatnonzero((mixed & np.uint64(0xFFFF_FFFF)) < threshold)[::-1].tolist():
-        key, bucket = asked[i] | np.uint64(1), int(buckets[i])
+        key, bucket = asked[i], int(buckets[i])
         same = np.flatnonzero(keys[bucket] == key)
         ranks = (keys[bucket] != 0).astype(int) + (holders[bucket] != 0)
         place = int(same[0]) if len(same) else int(np.lexsort((used_s[bucket], ranks))[0])
