@@ -1,25 +1,27 @@
-"""The client's stub module: the only one that sees protobuf. Typed values in, messages out, and back."""
+"""The stubs of sessions; with `_admin_wire` the only module of the client that sees protobuf. Typed values in, messages out, and back."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
 import numpy as np
-from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 import hotkv
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout
-from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv.v1 import cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
 from hotkv_client.types import (
+    BlockExtraKeys,
     BlockRun,
     BoolMask,
     Evicted,
     GroupHashes,
     LeaseGrant,
     LoadRun,
+    RequestReport,
     SessionConfig,
     TransferResult,
     TransferStatus,
@@ -71,9 +73,24 @@ def _runs(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.BlockRun]
             depth=run.depth,
             block_ids=_int32s(run.block_ids),
             token_ids=_int32s(np.asarray(run.token_ids, np.int32)),
+            lora_name=run.lora_name,
+            extra_keys=[_extra_keys(keys) for keys in run.extra_keys],
         )
         for run in runs
     ]
+
+
+def _extra_keys(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
+    message = cache_pb2.BlockExtraKeys()
+    for key in keys or ():
+        match key:
+            case str():
+                message.keys.add(text=key)
+            case bytes():
+                message.keys.add(digest=key)
+            case (identity, offset):
+                message.keys.add(multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset))
+    return message
 
 
 def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
@@ -173,9 +190,19 @@ def acquire(lease_id: str, groups: Sequence[GroupHashes], ttl_s: float, hash_byt
     )
 
 
-def reserve(lease_id: str, runs: Sequence[BlockRun], ttl_s: float, hash_bytes: int) -> Request:
+def _retention(value: Retention) -> cache_pb2.Retention | None:
+    if value == NO_RETENTION:
+        return None
+    return cache_pb2.Retention(priority=value.priority, ttl_ms=int(value.ttl_s * 1000), pin=value.pin)
+
+
+def reserve(lease_id: str, runs: Sequence[BlockRun], ttl_s: float, retention: Retention, hash_bytes: int) -> Request:
     """Reserves slots."""
-    return Request(reserve_blocks=cache_pb2.ReserveBlocksRequest(lease_id=lease_id, runs=_runs(runs, hash_bytes), ttl_ms=int(ttl_s * 1000)))
+    return Request(
+        reserve_blocks=cache_pb2.ReserveBlocksRequest(
+            lease_id=lease_id, runs=_runs(runs, hash_bytes), ttl_ms=int(ttl_s * 1000), retention=_retention(retention)
+        )
+    )
 
 
 def release(lease_id: str) -> Request:
@@ -192,7 +219,15 @@ def load(transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: fl
     return Request(load=cache_pb2.LoadRequest(transfer_id=transfer_id, lease_id=lease_id, runs=messages, timeout_ms=int(timeout_s * 1000)))
 
 
-def store(transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, fence_index: int, hash_bytes: int) -> Request:
+def store(
+    transfer_id: str,
+    lease_id: str,
+    runs: Sequence[BlockRun],
+    timeout_s: float,
+    retention: Retention,
+    fence_index: int,
+    hash_bytes: int,
+) -> Request:
     """Copies blocks from engine memory."""
     return Request(
         store=cache_pb2.StoreRequest(
@@ -201,6 +236,7 @@ def store(transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: 
             runs=_runs(runs, hash_bytes),
             timeout_ms=int(timeout_s * 1000),
             fence_index=fence_index,
+            retention=_retention(retention),
         )
     )
 
@@ -213,6 +249,27 @@ def cancel(transfer_id: str) -> Request:
 def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
     """Reports device cache hits."""
     return Request(report_use=session_pb2.ReportUse(groups=_groups(groups, hash_bytes)))
+
+
+def report_requests(reports: Iterable[RequestReport], hash_bytes: int) -> Request:
+    """Reports scheduled requests."""
+    messages = [
+        session_pb2.RequestReport(
+            hashes=pack(report.hashes, hash_bytes),
+            prompt_token_count=report.prompt_tokens,
+            device_hit_token_count=report.device_hit_tokens,
+            hit_token_count=report.hit_tokens,
+            age_ms=int(report.age_s * 1000),
+            retention=_retention(report.retention),
+        )
+        for report in reports
+    ]
+    return Request(report_use=session_pb2.ReportUse(requests=messages))
+
+
+def flush() -> Request:
+    """Forgets the key space's blocks."""
+    return Request(flush=session_pb2.Flush())
 
 
 def _masks(groups: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
@@ -236,6 +293,8 @@ def result(response: Response, lease_id: str = "") -> Any:
             return LeaseGrant(lease_id, _masks(response.acquire_lease.groups), response.acquire_lease.ttl_ms / 1000)
         case "reserve_blocks":
             return tuple(np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs)
+        case "flushed":
+            return response.flushed.block_count
         case "load":
             load_end = response.load
             return TransferResult(load_end.transfer_id, TransferStatus(load_end.status), load_end.byte_count, message=load_end.message)
@@ -280,42 +339,3 @@ def as_error(error: grpc.RpcError) -> HotKVError:
     details = getattr(error, "details", lambda: str(error))()
     reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
     return HotKVError(reason, f"{code.name}: {details}")
-
-
-ADMIN_CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
-    "info": ("GetInfo", admin_pb2.GetInfoRequest),
-    "tiers": ("ListTiers", admin_pb2.ListTiersRequest),
-    "key_spaces": ("ListKeySpaces", admin_pb2.ListKeySpacesRequest),
-    "sessions": ("ListSessions", admin_pb2.ListSessionsRequest),
-    "blocks": ("ListBlocks", admin_pb2.ListBlocksRequest),
-    "evict": ("Evict", admin_pb2.EvictRequest),
-    "drain": ("Drain", admin_pb2.DrainRequest),
-    "explain": ("Explain", admin_pb2.ExplainRequest),
-}
-
-
-def admin_call(channel: grpc.Channel, name: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-    """One admin call; the answer as plain values, bytes as hexadecimal. Raises HotKVError."""
-    method, request = ADMIN_CALLS[name]
-    try:
-        return plain(getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request(**fields), timeout=timeout_s))
-    except grpc.RpcError as error:
-        raise as_error(error) from error
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """A message as nested dicts and lists, with every field."""
-
-    def value(field: Any, item: Any) -> Any:
-        if field.message_type is not None:
-            return plain(item)
-        if field.enum_type is not None:
-            return field.enum_type.values_by_number[item].name if item in field.enum_type.values_by_number else item
-        return item.hex() if isinstance(item, bytes) else item
-
-    result: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        item = getattr(message, field.name)
-        many = isinstance(item, Sequence) and not isinstance(item, str | bytes)
-        result[field.name] = [value(field, element) for element in item] if many else value(field, item)
-    return result

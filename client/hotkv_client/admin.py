@@ -1,11 +1,13 @@
 """Admin calls for people and scripts: plain values in, plain values out."""
 
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import grpc
 
-from hotkv_client import _wire
+from hotkv_client import _admin_wire, _wire
+from hotkv_client.types import WatchedRequest
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 
@@ -49,6 +51,20 @@ class AdminClient:
         """Drops the named blocks, or with `everything` all of a key space (0: of every)."""
         return self._call("evict", key_space_id=key_space_id, group_index=group_index, hashes=hashes, all=everything)
 
+    def flush(self, key_space_id: int) -> dict[str, Any]:
+        """Forgets a key space's blocks, also pinned ones."""
+        return self._call("flush", key_space_id=key_space_id)
+
+    def watch_requests(self, key_space_id: int = 0, seconds: float = 0) -> Iterator[tuple[list[WatchedRequest], int]]:
+        """Requests that engines report, as they come, and how many were missed after them. The first answer is empty: from there on all
+        is seen. Ends after `seconds`; 0 for never.
+        """
+        return _admin_wire.watch_requests(self._channel, key_space_id, seconds)
+
+    def events(self, key_space_id: int = 0, seconds: float = 0) -> Iterator[tuple[list[dict[str, Any]], int]]:
+        """Events as they come, and how many were missed after them. First answer and end as for `watch_requests`."""
+        return _admin_wire.subscribe(self._channel, key_space_id, seconds)
+
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
         """Begins to drain; the server stops when all has ended or the time is up."""
         return self._call("drain", timeout_ms=int(timeout_s * 1000))
@@ -58,4 +74,4 @@ class AdminClient:
         return list(self._call("explain", key_space_id=key_space_id, hashes=hashes, token_ids=token_ids)["key_spaces"])
 
     def _call(self, name: str, **fields: Any) -> dict[str, Any]:
-        return _wire.admin_call(self._channel, name, self._timeout_s, **fields)
+        return _admin_wire.call(self._channel, name, self._timeout_s, **fields)

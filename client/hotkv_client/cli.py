@@ -1,6 +1,8 @@
 """`hotkv`: what the server holds and why a prompt missed, from the command line. Tables by default, `--json` on every command."""
 
 import argparse
+import contextlib
+import datetime
 import json
 import os
 import struct
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv.errors import HotKVError
+from hotkv_client import recorder
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
@@ -154,6 +157,54 @@ def show_evict(answer: dict[str, Any], options: argparse.Namespace) -> str:
     return f"evicted {answer['evicted_block_count']} blocks, kept {answer['kept_block_count']} that are pinned or being written"
 
 
+def flush(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Forgets a key space's blocks, also pinned ones."""
+    return client.flush(options.key_space)
+
+
+def show_flush(answer: dict[str, Any], options: argparse.Namespace) -> str:
+    return f"flushed {answer['flushed_block_count']} blocks"
+
+
+def events(client: AdminClient, options: argparse.Namespace) -> None:
+    """Prints what is stored and removed, as it happens, until Ctrl-C."""
+    shown = json.dumps if options.json else event_line
+    with contextlib.suppress(KeyboardInterrupt):
+        for items, lost in client.events(options.key_space, options.seconds):
+            for item in [*items, *([{"event": "lost", "count": lost}] if lost else [])]:
+                print(shown(item), flush=True)
+
+
+def event_line(item: dict[str, Any]) -> str:
+    """One event for people."""
+    if item["event"] == "lost":
+        return f"{item['count']} events lost: they came faster than they could be read"
+    at = datetime.datetime.fromtimestamp(item["unix_time_ms"] / 1000).isoformat(" ", "milliseconds")
+    head = f"{at}  key space {item['key_space_id']}  {item['event']}"
+    if item["event"] == "cleared":
+        return head
+    blocks = f"  group {item['group_index']}  {item['block_count']} blocks, first {item['hashes'][:16]}"
+    if item["event"] == "removed":
+        return head + blocks
+    return f"{head}{blocks}  depth {item['depth']}  tokens {len(item['token_ids']) or 'unknown'}"
+
+
+def record(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Writes a trace of the requests that engines report, until Ctrl-C: hashes as numbers, no tokens."""
+    return recorder.record(client, options.file, options.key_space, options.block_tokens, options.seconds, options.max_blocks)
+
+
+def show_record(answer: dict[str, Any], options: argparse.Namespace) -> str:
+    text = (
+        f"recorded {answer['request_count']} requests with {answer['block_count']} blocks of {answer['block_token_count']} tokens, "
+        f"{answer['unique_block_count']} of them different, in {human_seconds(answer['seconds'])}"
+    )
+    lost = (
+        f"; {answer['lost_request_count']} requests lost: they came faster than they could be read" if answer["lost_request_count"] else ""
+    )
+    return text + lost + ("; stopped at --max-blocks" if answer["is_full"] else "")
+
+
 def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Takes no new work and stops when all has ended."""
     return client.drain(options.timeout)
@@ -211,6 +262,9 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any, argparse.Namespace], str]]] = 
     "sessions": (sessions, show_sessions),
     "blocks": (blocks, show_blocks),
     "evict": (evict, show_evict),
+    "flush": (flush, show_flush),
+    "events": (events, lambda answer, options: ""),
+    "record": (record, show_record),
     "drain": (drain, show_drain),
     "explain": (explain, show_explain),
 }
@@ -229,8 +283,17 @@ def parser() -> argparse.ArgumentParser:
     made = {
         name: subparsers.add_parser(name, parents=[common], help=(run.__doc__ or "").rstrip(".")) for name, (run, _) in COMMANDS.items()
     }
-    for name in ("blocks", "evict", "explain"):
+    for name in ("blocks", "evict", "explain", "events"):
         made[name].add_argument("--key-space", type=int, default=0, help="number of the key space (default: all)")
+    made["flush"].add_argument("--key-space", type=int, required=True, help="number of the key space")
+    made["record"].add_argument("file", type=Path, help="file to write, in Mooncake's format")
+    made["record"].add_argument("--key-space", type=int, default=0, help="number of the key space (default: the only one)")
+    made["record"].add_argument("--block-tokens", type=int, default=512, help="tokens in a block of the trace (default: %(default)s)")
+    made["record"].add_argument(
+        "--max-blocks", type=int, default=20_000_000, help="stop after so many different blocks (default: %(default)s)"
+    )
+    for name in ("events", "record"):
+        made[name].add_argument("--seconds", type=float, default=0, help="stop after this time (default: at Ctrl-C)")
     made["blocks"].add_argument("--limit", type=int, default=50, help="most blocks to list (default: %(default)s)")
     made["blocks"].add_argument("--page", default="", help="continue a listing")
     made["evict"].add_argument("hashes", nargs="*", help="block hashes in hexadecimal")
@@ -254,7 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"hotkv: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(answer, indent=2) if options.json else show(answer, options))
+    if answer is not None:
+        print(json.dumps(answer, indent=2) if options.json else show(answer, options))
     return 0
 
 

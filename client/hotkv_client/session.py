@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.layout import FENCE_HANDLE
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable
 from hotkv_client import _wire
 from hotkv_client.fence import Fence
@@ -34,6 +35,7 @@ from hotkv_client.types import (
     LeaseGrant,
     LinkState,
     LoadRun,
+    RequestReport,
     SessionConfig,
     TransferResult,
     TransferStatus,
@@ -78,6 +80,7 @@ class Session:
         self._connection: _Connection | None = None
         self._state = LinkState.ABSENT
         self._epoch = 0
+        self._wants_token_ids = False
         self._request_ids = itertools.count(1)
         self._hash_bytes = config.key_space.hash_bytes
         self._salts = tuple(config.key_space.group_salt(g) for g in range(len(config.key_space.groups)))
@@ -113,6 +116,11 @@ class Session:
         """Epoch of the cache last connected to; 0 before. It changes whenever the cache was lost."""
         return self._epoch
 
+    @property
+    def wants_token_ids(self) -> bool:
+        """True where the server last connected to publishes events, for which it needs `BlockRun.token_ids`; False before."""
+        return self._wants_token_ids
+
     def close(self) -> None:
         """Ends the session; the server settles its transfers and drops its leases. Blocks until the server is done, 5 seconds at most."""
         self._closed.set()
@@ -144,9 +152,11 @@ class Session:
         """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default."""
         return self._call(lambda: _wire.acquire(lease_id, groups, ttl_s, self._hash_bytes), lease_id=lease_id)
 
-    def reserve(self, lease_id: str, runs: Sequence[BlockRun], ttl_s: float = 0) -> "Future[tuple[NDArray[np.uint8], ...]]":
+    def reserve(
+        self, lease_id: str, runs: Sequence[BlockRun], ttl_s: float = 0, retention: Retention = NO_RETENTION
+    ) -> "Future[tuple[NDArray[np.uint8], ...]]":
         """Reserves slots; BlockResult values a run."""
-        return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, self._hash_bytes))
+        return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
     def release(self, lease_id: str) -> None:
         """Gives a lease back. Nothing to wait for; without a connection the lease is gone anyhow."""
@@ -156,11 +166,15 @@ class Session:
         """Copies leased blocks into the registered memory."""
         return self._call(lambda: _wire.load(transfer_id, lease_id, runs, timeout_s), transfer_id=transfer_id)
 
-    def store(self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float) -> "Future[TransferResult]":
-        """Copies blocks out of the registered memory and commits them. The first store under a lease id reserves; other ranks join."""
+    def store(
+        self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, retention: Retention = NO_RETENTION
+    ) -> "Future[TransferResult]":
+        """Copies blocks out of the registered memory and commits them. The first store under a lease id reserves, and its `retention`
+        counts; other ranks join.
+        """
         fence_index = self._fence.take() if self._fence is not None else 0
         return self._call(
-            lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, fence_index, self._hash_bytes),
+            lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, retention, fence_index, self._hash_bytes),
             transfer_id=transfer_id,
             fence_index=fence_index,
         )
@@ -185,6 +199,19 @@ class Session:
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
         """Tells the server which blocks the engine used from its own device cache."""
         self._send_only(_wire.report_use(groups, self._hash_bytes))
+
+    def report_requests(self, reports: Sequence[RequestReport]) -> None:
+        """Tells the server of scheduled requests: what they used from the device cache, and how long to keep their blocks. Nothing to
+        wait for. Raises HotKVError for hashes of another length.
+        """
+        self._send_only(_wire.report_requests(reports, self._hash_bytes))
+
+    def flush(self) -> "Future[int]":
+        """Forgets every block of this session's key space, whoever stored it; gives how many were ready.
+
+        Once resolved, no lookup finds a block from before, and what was being stored is refused as ABORTED.
+        """
+        return self._call(_wire.flush)
 
     def ping(self, timeout_s: float) -> float:
         """Seconds of a round trip. Raises HotKVError or TimeoutError."""
@@ -294,6 +321,7 @@ class Session:
                     _wire.result(response)
                     break
         self._epoch = opened.session_opened.epoch
+        self._wants_token_ids = opened.session_opened.wants_token_ids
 
     def _receive(self, connection: _Connection, response: _wire.Response) -> None:
         if response.request_id == 0:

@@ -11,6 +11,8 @@ from hotkv.keys import KeySpace
 from hotkv.layout import Layout
 from hotkv.results import BlockResult as BlockResult
 from hotkv.results import TransferStatus as TransferStatus
+from hotkv.retention import NO_RETENTION
+from hotkv.retention import Retention as Retention
 
 Int32s = NDArray[np.int32]
 BoolMask = NDArray[np.bool_]
@@ -43,11 +45,18 @@ class GroupHashes:
     hashes: Sequence[bytes]
 
 
+ExtraKey = str | bytes | tuple[str, int]
+"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the place of its first token."""
+BlockExtraKeys = Sequence[ExtraKey] | None
+
+
 @dataclass(frozen=True, slots=True)
 class BlockRun:
     """A chain of consecutive blocks of one group. `block_ids` int32 [n] in engine memory; empty when only reserving.
 
     `parent_hash`: hash before the first, empty at the root. `depth`: position of the first block in its chain, in blocks.
+    For events, where `Session.wants_token_ids`: `token_ids` of all the blocks; `lora_name`; `extra_keys` besides tokens that are hashed
+    into each block, as vLLM's events name them, or nothing where no block has any.
     """
 
     group_index: int
@@ -55,7 +64,9 @@ class BlockRun:
     block_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))
     parent_hash: bytes = b""
     depth: int = 0
-    token_ids: Sequence[int] = ()
+    token_ids: Sequence[int] | Int32s = ()
+    lora_name: str = ""
+    extra_keys: Sequence[BlockExtraKeys] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,21 @@ class LoadRun:
     group_index: int
     lease_positions: Int32s
     block_ids: Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReport:
+    """A request that the engine has scheduled. `hashes`: of its prompt, one for each full hash block, in chain order.
+
+    `device_hit_tokens` hit in the engine's own device cache, `hit_tokens` there or in hotkv. `age_s`: since it came to the engine.
+    """
+
+    hashes: Sequence[bytes]
+    prompt_tokens: int
+    device_hit_tokens: int
+    hit_tokens: int
+    age_s: float
+    retention: Retention = NO_RETENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +121,18 @@ class Evicted:
     """Notice: the server no longer keeps these blocks."""
 
     groups: tuple[GroupHashes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRequest:
+    """A request that an engine has reported. `hashes`: packed, one for each full hash block. `unix_time_s`: when it came to its engine."""
+
+    key_space_id: int
+    hashes: bytes
+    prompt_tokens: int
+    device_hit_tokens: int
+    hit_tokens: int
+    unix_time_s: float
 
 
 @dataclass(frozen=True, slots=True)

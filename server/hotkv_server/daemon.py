@@ -18,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hotkv
 from hotkv import native
+from hotkv.keys import KeySpace
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policy import LRU
+from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.http_endpoint import HttpServer
@@ -30,7 +32,10 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.rpc.descriptors import DescriptorServer
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.node import Node
-from hotkv_server.settings import Settings
+from hotkv_server.settings import EventSettings, Settings
+
+if TYPE_CHECKING:
+    from hotkv_server.events.publisher import ZmqPublisher
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +113,36 @@ def unused_library_pages(smaps: str) -> list[tuple[int, int]]:
     return ranges
 
 
+def make_publisher(settings: EventSettings) -> "ZmqPublisher | None":
+    """What publishes events, where the settings ask for it. Raises StartError."""
+    if not settings.endpoint:
+        return None
+    try:
+        import zmq
+
+        from hotkv_server.events.publisher import ZmqPublisher
+    except ImportError as missing:
+        raise StartError(f"events.endpoint is set, but {missing.name} is not installed: pip install 'hotkv[events]'") from missing
+    host = socket.gethostname()
+
+    def topic_of(number: int, key_space: KeySpace) -> str:
+        return settings.topic.format(host=host, model=key_space.model, tenant=key_space.tenant, key_space=number)
+
+    try:
+        return ZmqPublisher(
+            settings.endpoint,
+            settings.replay_endpoint,
+            topic_of,
+            buffer_steps=settings.buffer_steps,
+            buffer_bytes=settings.buffer_bytes,
+            int_hashes=settings.int_hashes,
+        )
+    except zmq.ZMQError as error:
+        raise StartError(
+            f"events: {error}; is {settings.endpoint} or {settings.replay_endpoint or '(no replay_endpoint)'} in use?"
+        ) from error
+
+
 async def serve(settings: Settings) -> None:
     """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises StartError."""
     started_s = time.monotonic()
@@ -125,9 +160,15 @@ async def serve(settings: Settings) -> None:
         settings.arena.capacity,
         lease_ttl_s=settings.leases.ttl_s,
         unadmitted_share=settings.leases.unadmitted_share,
+        held_share=settings.leases.held_share,
     )
+    try:
+        publisher = make_publisher(settings.events)
+    except StartError:
+        memory.remove()
+        raise
     copy_engine = HostCopyEngine(settings.copy_.num_threads)
-    node = Node(CacheCore(config, memory.table, LRU(config.capacity)), memory, copy_engine)
+    node = Node(CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity)), memory, copy_engine, publisher)
     node.start()
 
     def is_ready() -> bool:
@@ -170,6 +211,8 @@ async def serve(settings: Settings) -> None:
     if http is not None:
         http.close()
     copy_engine.close()
+    if publisher is not None:
+        publisher.close()
     memory.remove()
     os.close(lock_fd)
     log.info("stopped")

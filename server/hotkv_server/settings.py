@@ -53,6 +53,9 @@ class LeaseSettings(BaseModel, extra="forbid"):
     unadmitted_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.25, description="Most of the arena that requests which are not yet admitted may pin, as a share."
     )
+    held_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.25, description="Most of the arena that requests may ask to keep (retention with pin), as a share."
+    )
 
 
 class CopySettings(BaseModel, extra="forbid"):
@@ -71,6 +74,46 @@ class HttpSettings(BaseModel, extra="forbid"):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Annotated[int, Field(ge=-1, le=65535)] = Field(9433, description="Port; 0 for any free one, -1 for none.")
+
+
+TOPIC_FIELDS = {"host": "", "model": "", "tenant": "", "key_space": 0}
+
+
+class EventSettings(BaseModel, extra="forbid"):
+    """KV events for routers, in vLLM's format over ZMQ. Needs the extra `events`."""
+
+    endpoint: str = Field("", description="ZMQ address to publish on, such as tcp://*:5557; empty for none. Without * it is connected to.")
+    replay_endpoint: str = Field("", description="ZMQ address that replays what a reader has missed, such as tcp://*:5558; empty for none.")
+    topic: str = Field("kv@{host}@{model}", description="Topic; {host}, {model}, {tenant} and {key_space} stand for their values.")
+    buffer_steps: Annotated[int, Field(ge=1, le=10_000_000)] = Field(10_000, description="Most messages kept for replay, per topic.")
+    buffer_bytes: Annotated[ByteSize, Field(ge=MIB)] = Field(
+        ByteSize(64 * MIB), description="Most bytes that wait to be sent, and most that are kept for replay per topic."
+    )
+    int_hashes: bool = Field(
+        True, description="Hashes as 64-bit numbers, as VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=1 has it in engines; false for whole ones."
+    )
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if value and not value.startswith(("tcp://", "ipc://")):
+            raise ValueError("must begin with tcp:// or ipc://")
+        return value
+
+    @field_validator("topic")
+    @classmethod
+    def _has_known_fields(cls, value: str) -> str:
+        try:
+            value.format(**TOPIC_FIELDS)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ValueError(f"may name {', '.join('{' + name + '}' for name in TOPIC_FIELDS)} in braces, and nothing else") from error
+        return value
+
+    @model_validator(mode="after")
+    def _replays_something(self) -> "EventSettings":
+        if self.replay_endpoint and not self.endpoint:
+            raise ValueError("replay_endpoint needs endpoint")
+        return self
 
 
 class SecuritySettings(BaseModel, extra="forbid"):
@@ -95,6 +138,7 @@ class Settings(BaseSettings):
 
     runtime_dir: Path = Field(Path("/run/hotkv"), description="Directory of the sockets grpc.sock and fd.sock and of the lock.")
     tcp_address: str = Field("", description="host:port to serve gRPC on besides the Unix socket; empty for none.")
+    policy: Literal["hotness", "lru", "arc", "s3fifo"] = Field("hotness", description="Which blocks are evicted first.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
         10.0, description="Longest wait for work in flight at SIGTERM, in seconds."
@@ -103,6 +147,7 @@ class Settings(BaseSettings):
     leases: LeaseSettings = Field(default_factory=lambda: LeaseSettings())  # type: ignore[call-arg]
     copy_: CopySettings = Field(default_factory=lambda: CopySettings(), alias="copy")  # type: ignore[call-arg]
     http: HttpSettings = Field(default_factory=lambda: HttpSettings())  # type: ignore[call-arg]
+    events: EventSettings = Field(default_factory=lambda: EventSettings())  # type: ignore[call-arg]
     security: SecuritySettings = Field(default_factory=lambda: SecuritySettings())  # type: ignore[call-arg]
 
     @model_validator(mode="after")

@@ -308,6 +308,14 @@ def test_random_bytes_do_no_harm(server: Server, data: bytes) -> None:
                 call(data, timeout=5)
             except grpc.RpcError as error:
                 assert reason_of(error) != Reason.INTERNAL, error
+        for method in ("AdminService/WatchRequests", "EventService/Subscribe"):
+            watch = channel.unary_stream(f"/hotkv.v1.{method}", request_serializer=bytes, response_deserializer=bytes)
+            answers = watch(data, timeout=5)
+            try:
+                next(answers)
+                answers.cancel()
+            except grpc.RpcError as error:
+                assert reason_of(error) in (Reason.INVALID_FIELD, Reason.UNKNOWN_KEY_SPACE), error
         stream = channel.stream_stream("/hotkv.v1.SessionService/Connect", request_serializer=bytes, response_deserializer=bytes)
         with pytest.raises(grpc.RpcError) as caught:
             list(stream(iter([data]), timeout=5))

@@ -29,7 +29,7 @@ Make = Callable[..., PagedEngine]
 def test_health_reflection_and_channelz(server: Server) -> None:
     with grpc.insecure_channel(server.target) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for name in ("", "hotkv.v1.CacheService", "hotkv.v1.SessionService", "hotkv.v1.AdminService"):
+        for name in ("", "hotkv.v1.CacheService", "hotkv.v1.SessionService", "hotkv.v1.EventService", "hotkv.v1.AdminService"):
             assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == health_pb2.HealthCheckResponse.SERVING
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         answer = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request])))
@@ -54,7 +54,10 @@ def test_http(server: Server) -> None:
             assert answer.read() == b"ok\n"
     with urllib.request.urlopen(base + "/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    for name in ("hotkv_stored_blocks_total", "hotkv_evicted_blocks_total", "hotkv_arena_used_bytes", "hotkv_sessions", "process_open_fds"):
+    names = ["stored_blocks_total", "evicted_blocks_total", "flushed_blocks_total", "arena_used_bytes", "sessions"]
+    names += ["held_bytes", "held_budget_bytes", "held_blocks_total", "reported_requests_total", "reported_hit_tokens_total"]
+    names += ["events_published_total", "events_lost_total", "events_queued_bytes", "event_readers", "request_watchers"]
+    for name in ("process_open_fds", *(f"hotkv_{name}" for name in names)):
         assert re.search(rf"^{name} [0-9.e+]+$", text, re.MULTILINE), name
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(base + "/../etc/passwd", timeout=10)

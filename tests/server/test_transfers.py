@@ -206,7 +206,7 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.M
     from hotkv.layout import Layout, MemoryHandle, PageTensor
     from hotkv.table import hash_words
     from hotkv_server.core.cache import CacheCore
-    from hotkv_server.core.policy import LRU
+    from hotkv_server.core.policies import LRU
     from hotkv_server.core.values import CoreConfig, Run
     from hotkv_server.dataplane.host import HostCopyEngine
     from hotkv_server.memory.arena import NodeMemory

@@ -1,8 +1,8 @@
 """A double of the cache: one server state, any number of sessions, faults on demand. It really copies bytes, through the layout.
 
 Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits for `settle`); `fail_loads`,
-`fail_stores`; `grant_limit` (blocks a lease pins at most); `ack_cancels` (False: a cancel changes nothing until `settle`). `settle()`
-answers what is held; an answer held when the server dies becomes SessionLostError.
+`fail_stores`, `fail_flushes`; `grant_limit` (blocks a lease pins at most); `ack_cancels` (False: a cancel changes nothing until
+`settle`); `wants_token_ids`. `settle()` answers what is held; an answer held when the server dies becomes SessionLostError.
 """
 
 import os
@@ -14,6 +14,7 @@ import numpy as np
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.layout import Layout
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import (
     BlockResult,
     BlockRun,
@@ -21,6 +22,7 @@ from hotkv_client.types import (
     LeaseGrant,
     LinkState,
     LoadRun,
+    RequestReport,
     Role,
     SessionConfig,
     TransferResult,
@@ -40,15 +42,19 @@ class FakeServer:
         self.hold: set[str] = set()
         self.fail_loads = False
         self.fail_stores = False
+        self.fail_flushes = False
+        self.flushes = 0
         self.grant_limit = 1 << 30
         self.blocks: dict[Key, dict[int, bytes]] = {}
         self.leases: dict[str, list[tuple[int, list[bytes]]]] = {}
         self.released: list[str] = []
         self.calls: list[tuple[str, Any]] = []
+        self.retentions: list[tuple[Retention, Sequence[BlockRun]]] = []
         self.held: list[tuple[str, str, Future[Any], Callable[[], Any]]] = []
         self.sessions: list[FakeSession] = []
         self.cancelled: list[str] = []
         self.ack_cancels = True
+        self.wants_token_ids = False
         self.why_absent = "start"
 
     def open(self, config: SessionConfig, layout: Layout | None = None, fds: dict[str, int] | None = None) -> "FakeSession":
@@ -113,6 +119,10 @@ class FakeSession:
     def epoch(self) -> int:
         return self.server.epoch
 
+    @property
+    def wants_token_ids(self) -> bool:
+        return self.server.wants_token_ids
+
     def start(self) -> None:
         self.tell(LinkState.CONNECTED if self.server.up else LinkState.ABSENT, self.server.why_absent)
 
@@ -170,10 +180,33 @@ class FakeSession:
 
         return self._call("load", transfer_id, runs, act)
 
-    def store(self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float) -> Future[Any]:
+    def report_requests(self, reports: Sequence[RequestReport]) -> None:
+        self.server.calls.append(("report_requests", list(reports)))
+
+    def flush(self) -> Future[Any]:
+        def act() -> int:
+            if self.server.fail_flushes:
+                raise HotKVError(Reason.INTERNAL, "told to fail")
+            self.server.flushes += 1
+            mine = [key for key in self.server.blocks if key[0] == self.space]
+            for key in mine:
+                del self.server.blocks[key]
+            return len(mine)
+
+        return self._call("flush", "", None, act)
+
+    def store(
+        self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, retention: Retention = NO_RETENTION
+    ) -> Future[Any]:
+        self.server.retentions.append((retention, runs))
+        flushes = self.server.flushes
+
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
+            if self.server.flushes != flushes:
+                aborted = tuple(np.full(len(run.hashes), BlockResult.ABORTED, np.uint8) for run in runs)
+                return TransferResult(transfer_id, TransferStatus.DONE, 0, aborted)
             results, num_bytes = [], 0
             for run in runs:
                 row = []

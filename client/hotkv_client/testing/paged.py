@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from hotkv_client.types import EngineMemory, Evicted, Role, SessionConfig
 
 
 class PagedEngine:
-    """A CPU engine's KV cache of one full-attention group, layout LBHNC, and its worker session.
+    """A CPU engine's KV cache, layout LBHNC, and its worker session.
 
-    `kv`: uint8 [layers, blocks, page bytes], shared with the server.
+    `windows`: one group each, sliding-window attention of so many tokens, 0 for full attention; all groups lie over the same memory, as in
+    vLLM, so a block belongs to one of them at a time. `layers`: of each group. `kv`: uint8 [layers, blocks, page bytes], shared with
+    the server.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class PagedEngine:
         model: str = "paged-engine",
         engine_id: str = "engine",
         block_tokens: int = 16,
+        windows: Sequence[int] = (0,),
         shard_index: int = 0,
         num_shards: int = 1,
         on_evicted: Callable[[Evicted], None] | None = None,
@@ -37,10 +40,19 @@ class PagedEngine:
         self.fd = os.memfd_create("hotkv-engine")
         os.truncate(self.fd, layers * layer_bytes)
         self.kv = np.frombuffer(mmap.mmap(self.fd, layers * layer_bytes), np.uint8).reshape(layers, num_blocks, page_bytes)
-        tensors = tuple(PageTensor(0, "kv", i * layer_bytes, page_bytes, page_bytes, i * page_bytes) for i in range(layers))
+        tensors = tuple(
+            PageTensor(group, "kv", i * layer_bytes, page_bytes, page_bytes, i * page_bytes)
+            for group in range(len(windows))
+            for i in range(layers)
+        )
         self.layout = Layout(shard_index, num_blocks, (MemoryHandle("kv", layers * layer_bytes),), tensors, "LBHNC")
-        group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (layers * page_bytes,) * num_shards)
-        self.key_space = KeySpace(model, model, "bfloat16", (group,), block_tokens)
+        groups = tuple(
+            GroupSpec(
+                GroupKind.SLIDING_WINDOW if window else GroupKind.FULL_ATTENTION, block_tokens, (layers * page_bytes,) * num_shards, window
+            )
+            for window in windows
+        )
+        self.key_space = KeySpace(model, model, "bfloat16", groups, block_tokens)
         config = SessionConfig(target, engine_id, Role.WORKER, self.key_space, on_evicted=on_evicted, reconnect_max_s=0.5)
         self.session = Session(config, EngineMemory(self.layout, {"kv": self.fd}))
 

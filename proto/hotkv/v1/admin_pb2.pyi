@@ -410,7 +410,7 @@ class Block(google.protobuf.message.Message):
     group_index: builtins.int
     """Its group."""
     state: builtins.str
-    """`ready` or `reserved`."""
+    """`ready`, `reserved`, or `flushed`: it can't be found any more and goes with its last pin."""
     byte_count: builtins.int
     """Bytes of its slot."""
     depth: builtins.int
@@ -513,6 +513,122 @@ class EvictResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["evicted_block_count", b"evicted_block_count", "kept_block_count", b"kept_block_count"]) -> None: ...
 
 Global___EvictResponse: typing_extensions.TypeAlias = EvictResponse
+
+@typing.final
+class FlushKeySpaceRequest(google.protobuf.message.Message):
+    """Asks to forget a key space's blocks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_SPACE_ID_FIELD_NUMBER: builtins.int
+    key_space_id: builtins.int
+    """The key space."""
+    def __init__(
+        self,
+        *,
+        key_space_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key_space_id", b"key_space_id"]) -> None: ...
+
+Global___FlushKeySpaceRequest: typing_extensions.TypeAlias = FlushKeySpaceRequest
+
+@typing.final
+class FlushKeySpaceResponse(google.protobuf.message.Message):
+    """They are forgotten."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FLUSHED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    flushed_block_count: builtins.int
+    """Blocks that were ready."""
+    def __init__(
+        self,
+        *,
+        flushed_block_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["flushed_block_count", b"flushed_block_count"]) -> None: ...
+
+Global___FlushKeySpaceResponse: typing_extensions.TypeAlias = FlushKeySpaceResponse
+
+@typing.final
+class WatchRequestsRequest(google.protobuf.message.Message):
+    """Asks for the requests that engines report."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_SPACE_ID_FIELD_NUMBER: builtins.int
+    key_space_id: builtins.int
+    """Only this key space; zero for all."""
+    def __init__(
+        self,
+        *,
+        key_space_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key_space_id", b"key_space_id"]) -> None: ...
+
+Global___WatchRequestsRequest: typing_extensions.TypeAlias = WatchRequestsRequest
+
+@typing.final
+class WatchedRequest(google.protobuf.message.Message):
+    """One request, as its engine reported it: hashes, no tokens."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_SPACE_ID_FIELD_NUMBER: builtins.int
+    HASHES_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    DEVICE_HIT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    HIT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    UNIX_TIME_MS_FIELD_NUMBER: builtins.int
+    key_space_id: builtins.int
+    """Its key space."""
+    hashes: builtins.bytes
+    """Packed hashes of the prompt in chain order, one for each full `hash_block_token_count` tokens."""
+    prompt_token_count: builtins.int
+    """Tokens in the prompt."""
+    device_hit_token_count: builtins.int
+    """Tokens that hit in the engine's own device cache."""
+    hit_token_count: builtins.int
+    """Tokens that hit in the device cache or here."""
+    unix_time_ms: builtins.int
+    """When the request came to its engine, in milliseconds since 1970."""
+    def __init__(
+        self,
+        *,
+        key_space_id: builtins.int = ...,
+        hashes: builtins.bytes = ...,
+        prompt_token_count: builtins.int = ...,
+        device_hit_token_count: builtins.int = ...,
+        hit_token_count: builtins.int = ...,
+        unix_time_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_hit_token_count", b"device_hit_token_count", "hashes", b"hashes", "hit_token_count", b"hit_token_count", "key_space_id", b"key_space_id", "prompt_token_count", b"prompt_token_count", "unix_time_ms", b"unix_time_ms"]) -> None: ...
+
+Global___WatchedRequest: typing_extensions.TypeAlias = WatchedRequest
+
+@typing.final
+class WatchRequestsResponse(google.protobuf.message.Message):
+    """Requests that were reported."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    LOST_REQUEST_COUNT_FIELD_NUMBER: builtins.int
+    lost_request_count: builtins.int
+    """Requests missed since the answer before, because this reader was too slow."""
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WatchedRequest]:
+        """In the order reported. The first answer of a stream has none and says that the watch has begun."""
+
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[Global___WatchedRequest] | None = ...,
+        lost_request_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lost_request_count", b"lost_request_count", "requests", b"requests"]) -> None: ...
+
+Global___WatchRequestsResponse: typing_extensions.TypeAlias = WatchRequestsResponse
 
 @typing.final
 class DrainRequest(google.protobuf.message.Message):

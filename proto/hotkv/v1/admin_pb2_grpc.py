@@ -70,6 +70,16 @@ class AdminServiceStub(object):
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=hotkv_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.FlushKeySpace = channel.unary_unary(
+                '/hotkv.v1.AdminService/FlushKeySpace',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.FlushKeySpaceRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.FlushKeySpaceResponse.FromString,
+                _registered_method=True)
+        self.WatchRequests = channel.unary_stream(
+                '/hotkv.v1.AdminService/WatchRequests',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.WatchRequestsRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.WatchRequestsResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/hotkv.v1.AdminService/Explain',
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
@@ -130,6 +140,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushKeySpace(self, request, context):
+        """Forgets a key space's blocks, also pinned ones: the very next lookup finds none of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRequests(self, request, context):
+        """Streams the requests that engines report, from now on; a reader that is too slow misses some and is told how many.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """Says of each block of a prompt whether it would hit, and if not, why.
         """
@@ -174,6 +198,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=hotkv_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=hotkv_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'FlushKeySpace': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushKeySpace,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.FlushKeySpaceRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.FlushKeySpaceResponse.SerializeToString,
+            ),
+            'WatchRequests': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRequests,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.WatchRequestsRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.WatchRequestsResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -371,6 +405,60 @@ class AdminService(object):
             '/hotkv.v1.AdminService/Drain',
             hotkv_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             hotkv_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushKeySpace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotkv.v1.AdminService/FlushKeySpace',
+            hotkv_dot_v1_dot_admin__pb2.FlushKeySpaceRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.FlushKeySpaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/hotkv.v1.AdminService/WatchRequests',
+            hotkv_dot_v1_dot_admin__pb2.WatchRequestsRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.WatchRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

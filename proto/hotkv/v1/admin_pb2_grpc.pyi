@@ -137,6 +137,38 @@ _AdminServiceDrainType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceFlushKeySpaceType = typing_extensions.TypeVar(
+    '_AdminServiceFlushKeySpaceType',
+    grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.FlushKeySpaceRequest,
+        hotkv.v1.admin_pb2.FlushKeySpaceResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.FlushKeySpaceRequest,
+        hotkv.v1.admin_pb2.FlushKeySpaceResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.FlushKeySpaceRequest,
+        hotkv.v1.admin_pb2.FlushKeySpaceResponse,
+    ],
+)
+
+_AdminServiceWatchRequestsType = typing_extensions.TypeVar(
+    '_AdminServiceWatchRequestsType',
+    grpc.UnaryStreamMultiCallable[
+        hotkv.v1.admin_pb2.WatchRequestsRequest,
+        hotkv.v1.admin_pb2.WatchRequestsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        hotkv.v1.admin_pb2.WatchRequestsRequest,
+        hotkv.v1.admin_pb2.WatchRequestsResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        hotkv.v1.admin_pb2.WatchRequestsRequest,
+        hotkv.v1.admin_pb2.WatchRequestsResponse,
+    ],
+)
+
 _AdminServiceExplainType = typing_extensions.TypeVar(
     '_AdminServiceExplainType',
     grpc.UnaryUnaryMultiCallable[
@@ -153,7 +185,7 @@ _AdminServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceExplainType]):
+class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
     """For operators: what the server holds, and levers."""
 
     @typing.overload
@@ -185,6 +217,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
         grpc.UnaryUnaryMultiCallable[
             hotkv.v1.admin_pb2.DrainRequest,
             hotkv.v1.admin_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.FlushKeySpaceRequest,
+            hotkv.v1.admin_pb2.FlushKeySpaceResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            hotkv.v1.admin_pb2.WatchRequestsRequest,
+            hotkv.v1.admin_pb2.WatchRequestsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             hotkv.v1.admin_pb2.ExplainRequest,
@@ -223,6 +263,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
             hotkv.v1.admin_pb2.DrainResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.FlushKeySpaceRequest,
+            hotkv.v1.admin_pb2.FlushKeySpaceResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            hotkv.v1.admin_pb2.WatchRequestsRequest,
+            hotkv.v1.admin_pb2.WatchRequestsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             hotkv.v1.admin_pb2.ExplainRequest,
             hotkv.v1.admin_pb2.ExplainResponse,
         ],
@@ -248,6 +296,12 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
 
     Drain: _AdminServiceDrainType
     """Takes no new work and stops when all has ended or the deadline passes."""
+
+    FlushKeySpace: _AdminServiceFlushKeySpaceType
+    """Forgets a key space's blocks, also pinned ones: the very next lookup finds none of them."""
+
+    WatchRequests: _AdminServiceWatchRequestsType
+    """Streams the requests that engines report, from now on; a reader that is too slow misses some and is told how many."""
 
     Explain: _AdminServiceExplainType
     """Says of each block of a prompt whether it would hit, and if not, why."""
@@ -280,6 +334,14 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv.v1.admin_pb2.DrainRequest,
         hotkv.v1.admin_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.FlushKeySpaceRequest,
+        hotkv.v1.admin_pb2.FlushKeySpaceResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        hotkv.v1.admin_pb2.WatchRequestsRequest,
+        hotkv.v1.admin_pb2.WatchRequestsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv.v1.admin_pb2.ExplainRequest,
@@ -345,6 +407,22 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hotkv.v1.admin_pb2.DrainResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.DrainResponse]]:
         """Takes no new work and stops when all has ended or the deadline passes."""
+
+    @abc.abstractmethod
+    def FlushKeySpace(
+        self,
+        request: hotkv.v1.admin_pb2.FlushKeySpaceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hotkv.v1.admin_pb2.FlushKeySpaceResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.FlushKeySpaceResponse]]:
+        """Forgets a key space's blocks, also pinned ones: the very next lookup finds none of them."""
+
+    @abc.abstractmethod
+    def WatchRequests(
+        self,
+        request: hotkv.v1.admin_pb2.WatchRequestsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[hotkv.v1.admin_pb2.WatchRequestsResponse], collections.abc.AsyncIterator[hotkv.v1.admin_pb2.WatchRequestsResponse]]:
+        """Streams the requests that engines report, from now on; a reader that is too slow misses some and is told how many."""
 
     @abc.abstractmethod
     def Explain(

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14hotkv/v1/cache.proto\x12\x08hotkv.v1\"2\n\x0bGroupHashes\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"0\n\nGroupFlags\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\r\n\x05\x66lags\x18\x02 \x01(\x0c\"`\n\rLookupRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x14\n\x0ckey_space_id\x18\x02 \x01(\x05\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.hotkv.v1.GroupHashes\"6\n\x0eLookupResponse\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.hotkv.v1.GroupFlags\"r\n\x13\x41\x63quireLeaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.hotkv.v1.GroupHashes\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\x03\"L\n\x14\x41\x63quireLeaseResponse\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.hotkv.v1.GroupFlags\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x03\"y\n\x08\x42lockRun\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x04 \x01(\x05\x12\x11\n\tblock_ids\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\"2\n\nRunResults\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0f\n\x07results\x18\x02 \x01(\x0c\"n\n\x14ReserveBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12 \n\x04runs\x18\x03 \x03(\x0b\x32\x12.hotkv.v1.BlockRun\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\x03\"K\n\x15ReserveBlocksResponse\x12\"\n\x04runs\x18\x01 \x03(\x0b\x32\x14.hotkv.v1.RunResults\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x03\";\n\x13ReleaseLeaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"(\n\x14ReleaseLeaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"J\n\x07LoadRun\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x17\n\x0flease_positions\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\"}\n\x0bLoadRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x1f\n\x04runs\x18\x04 \x03(\x0b\x32\x11.hotkv.v1.LoadRun\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x03\"r\n\x0cLoadResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12(\n\x06status\x18\x02 \x01(\x0e\x32\x18.hotkv.v1.TransferStatus\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x94\x01\n\x0cStoreRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12 \n\x04runs\x18\x04 \x03(\x0b\x32\x12.hotkv.v1.BlockRun\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x03\x12\x13\n\x0b\x66\x65nce_index\x18\x06 \x01(\x05\"\x97\x01\n\rStoreResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12(\n\x06status\x18\x02 \x01(\x0e\x32\x18.hotkv.v1.TransferStatus\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\"\n\x04runs\x18\x04 \x03(\x0b\x32\x14.hotkv.v1.RunResults\x12\x0f\n\x07message\x18\x05 \x01(\t\"@\n\x15\x43\x61ncelTransferRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\"\'\n\x16\x43\x61ncelTransferResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*\xe4\x01\n\x0b\x42lockResult\x12\x1c\n\x18\x42LOCK_RESULT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x42LOCK_RESULT_STORED\x10\x01\x12\x18\n\x14\x42LOCK_RESULT_PRESENT\x10\x02\x12\x18\n\x14\x42LOCK_RESULT_WRITTEN\x10\x03\x12\x19\n\x15\x42LOCK_RESULT_RESERVED\x10\x04\x12\x19\n\x15\x42LOCK_RESULT_NO_SPACE\x10\x05\x12\x1a\n\x16\x42LOCK_RESULT_IN_FLIGHT\x10\x06\x12\x18\n\x14\x42LOCK_RESULT_ABORTED\x10\x07*\x86\x01\n\x0eTransferStatus\x12\x1f\n\x1bTRANSFER_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSFER_STATUS_DONE\x10\x01\x12\x1a\n\x16TRANSFER_STATUS_FAILED\x10\x02\x12\x1d\n\x19TRANSFER_STATUS_CANCELLED\x10\x03\x32\x81\x04\n\x0c\x43\x61\x63heService\x12;\n\x06Lookup\x12\x17.hotkv.v1.LookupRequest\x1a\x18.hotkv.v1.LookupResponse\x12M\n\x0c\x41\x63quireLease\x12\x1d.hotkv.v1.AcquireLeaseRequest\x1a\x1e.hotkv.v1.AcquireLeaseResponse\x12P\n\rReserveBlocks\x12\x1e.hotkv.v1.ReserveBlocksRequest\x1a\x1f.hotkv.v1.ReserveBlocksResponse\x12M\n\x0cReleaseLease\x12\x1d.hotkv.v1.ReleaseLeaseRequest\x1a\x1e.hotkv.v1.ReleaseLeaseResponse\x12\x35\n\x04Load\x12\x15.hotkv.v1.LoadRequest\x1a\x16.hotkv.v1.LoadResponse\x12\x38\n\x05Store\x12\x16.hotkv.v1.StoreRequest\x1a\x17.hotkv.v1.StoreResponse\x12S\n\x0e\x43\x61ncelTransfer\x12\x1f.hotkv.v1.CancelTransferRequest\x1a .hotkv.v1.CancelTransferResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14hotkv/v1/cache.proto\x12\x08hotkv.v1\"2\n\x0bGroupHashes\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"0\n\nGroupFlags\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\r\n\x05\x66lags\x18\x02 \x01(\x0c\"`\n\rLookupRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x14\n\x0ckey_space_id\x18\x02 \x01(\x05\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.hotkv.v1.GroupHashes\"6\n\x0eLookupResponse\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.hotkv.v1.GroupFlags\"r\n\x13\x41\x63quireLeaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12%\n\x06groups\x18\x03 \x03(\x0b\x32\x15.hotkv.v1.GroupHashes\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\x03\"L\n\x14\x41\x63quireLeaseResponse\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.hotkv.v1.GroupFlags\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x03\"c\n\x08\x45xtraKey\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06\x64igest\x18\x02 \x01(\x0cH\x00\x12.\n\x0bmulti_modal\x18\x03 \x01(\x0b\x32\x17.hotkv.v1.MultiModalKeyH\x00\x42\x05\n\x03key\"3\n\rMultiModalKey\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"2\n\x0e\x42lockExtraKeys\x12 \n\x04keys\x18\x01 \x03(\x0b\x32\x12.hotkv.v1.ExtraKey\"\xba\x01\n\x08\x42lockRun\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x04 \x01(\x05\x12\x11\n\tblock_ids\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x11\n\tlora_name\x18\x07 \x01(\t\x12,\n\nextra_keys\x18\x08 \x03(\x0b\x32\x18.hotkv.v1.BlockExtraKeys\"2\n\nRunResults\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0f\n\x07results\x18\x02 \x01(\x0c\":\n\tRetention\x12\x10\n\x08priority\x18\x01 \x01(\x05\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x03\x12\x0b\n\x03pin\x18\x03 \x01(\x08\"\x96\x01\n\x14ReserveBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12 \n\x04runs\x18\x03 \x03(\x0b\x32\x12.hotkv.v1.BlockRun\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\x03\x12&\n\tretention\x18\x05 \x01(\x0b\x32\x13.hotkv.v1.Retention\"K\n\x15ReserveBlocksResponse\x12\"\n\x04runs\x18\x01 \x03(\x0b\x32\x14.hotkv.v1.RunResults\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x03\";\n\x13ReleaseLeaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"(\n\x14ReleaseLeaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"J\n\x07LoadRun\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x17\n\x0flease_positions\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\"}\n\x0bLoadRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x1f\n\x04runs\x18\x04 \x03(\x0b\x32\x11.hotkv.v1.LoadRun\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x03\"r\n\x0cLoadResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12(\n\x06status\x18\x02 \x01(\x0e\x32\x18.hotkv.v1.TransferStatus\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x0f\n\x07message\x18\x04 \x01(\t\"\xbc\x01\n\x0cStoreRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12 \n\x04runs\x18\x04 \x03(\x0b\x32\x12.hotkv.v1.BlockRun\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x03\x12\x13\n\x0b\x66\x65nce_index\x18\x06 \x01(\x05\x12&\n\tretention\x18\x07 \x01(\x0b\x32\x13.hotkv.v1.Retention\"\x97\x01\n\rStoreResponse\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12(\n\x06status\x18\x02 \x01(\x0e\x32\x18.hotkv.v1.TransferStatus\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\"\n\x04runs\x18\x04 \x03(\x0b\x32\x14.hotkv.v1.RunResults\x12\x0f\n\x07message\x18\x05 \x01(\t\"@\n\x15\x43\x61ncelTransferRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\"\'\n\x16\x43\x61ncelTransferResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*\xe4\x01\n\x0b\x42lockResult\x12\x1c\n\x18\x42LOCK_RESULT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x42LOCK_RESULT_STORED\x10\x01\x12\x18\n\x14\x42LOCK_RESULT_PRESENT\x10\x02\x12\x18\n\x14\x42LOCK_RESULT_WRITTEN\x10\x03\x12\x19\n\x15\x42LOCK_RESULT_RESERVED\x10\x04\x12\x19\n\x15\x42LOCK_RESULT_NO_SPACE\x10\x05\x12\x1a\n\x16\x42LOCK_RESULT_IN_FLIGHT\x10\x06\x12\x18\n\x14\x42LOCK_RESULT_ABORTED\x10\x07*\x86\x01\n\x0eTransferStatus\x12\x1f\n\x1bTRANSFER_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSFER_STATUS_DONE\x10\x01\x12\x1a\n\x16TRANSFER_STATUS_FAILED\x10\x02\x12\x1d\n\x19TRANSFER_STATUS_CANCELLED\x10\x03\x32\x81\x04\n\x0c\x43\x61\x63heService\x12;\n\x06Lookup\x12\x17.hotkv.v1.LookupRequest\x1a\x18.hotkv.v1.LookupResponse\x12M\n\x0c\x41\x63quireLease\x12\x1d.hotkv.v1.AcquireLeaseRequest\x1a\x1e.hotkv.v1.AcquireLeaseResponse\x12P\n\rReserveBlocks\x12\x1e.hotkv.v1.ReserveBlocksRequest\x1a\x1f.hotkv.v1.ReserveBlocksResponse\x12M\n\x0cReleaseLease\x12\x1d.hotkv.v1.ReleaseLeaseRequest\x1a\x1e.hotkv.v1.ReleaseLeaseResponse\x12\x35\n\x04Load\x12\x15.hotkv.v1.LoadRequest\x1a\x16.hotkv.v1.LoadResponse\x12\x38\n\x05Store\x12\x16.hotkv.v1.StoreRequest\x1a\x17.hotkv.v1.StoreResponse\x12S\n\x0e\x43\x61ncelTransfer\x12\x1f.hotkv.v1.CancelTransferRequest\x1a .hotkv.v1.CancelTransferResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hotkv.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKRESULT']._serialized_start=1683
-  _globals['_BLOCKRESULT']._serialized_end=1911
-  _globals['_TRANSFERSTATUS']._serialized_start=1914
-  _globals['_TRANSFERSTATUS']._serialized_end=2048
+  _globals['_BLOCKRESULT']._serialized_start=2096
+  _globals['_BLOCKRESULT']._serialized_end=2324
+  _globals['_TRANSFERSTATUS']._serialized_start=2327
+  _globals['_TRANSFERSTATUS']._serialized_end=2461
   _globals['_GROUPHASHES']._serialized_start=34
   _globals['_GROUPHASHES']._serialized_end=84
   _globals['_GROUPFLAGS']._serialized_start=86
@@ -47,32 +47,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACQUIRELEASEREQUEST']._serialized_end=404
   _globals['_ACQUIRELEASERESPONSE']._serialized_start=406
   _globals['_ACQUIRELEASERESPONSE']._serialized_end=482
-  _globals['_BLOCKRUN']._serialized_start=484
-  _globals['_BLOCKRUN']._serialized_end=605
-  _globals['_RUNRESULTS']._serialized_start=607
-  _globals['_RUNRESULTS']._serialized_end=657
-  _globals['_RESERVEBLOCKSREQUEST']._serialized_start=659
-  _globals['_RESERVEBLOCKSREQUEST']._serialized_end=769
-  _globals['_RESERVEBLOCKSRESPONSE']._serialized_start=771
-  _globals['_RESERVEBLOCKSRESPONSE']._serialized_end=846
-  _globals['_RELEASELEASEREQUEST']._serialized_start=848
-  _globals['_RELEASELEASEREQUEST']._serialized_end=907
-  _globals['_RELEASELEASERESPONSE']._serialized_start=909
-  _globals['_RELEASELEASERESPONSE']._serialized_end=949
-  _globals['_LOADRUN']._serialized_start=951
-  _globals['_LOADRUN']._serialized_end=1025
-  _globals['_LOADREQUEST']._serialized_start=1027
-  _globals['_LOADREQUEST']._serialized_end=1152
-  _globals['_LOADRESPONSE']._serialized_start=1154
-  _globals['_LOADRESPONSE']._serialized_end=1268
-  _globals['_STOREREQUEST']._serialized_start=1271
-  _globals['_STOREREQUEST']._serialized_end=1419
-  _globals['_STORERESPONSE']._serialized_start=1422
-  _globals['_STORERESPONSE']._serialized_end=1573
-  _globals['_CANCELTRANSFERREQUEST']._serialized_start=1575
-  _globals['_CANCELTRANSFERREQUEST']._serialized_end=1639
-  _globals['_CANCELTRANSFERRESPONSE']._serialized_start=1641
-  _globals['_CANCELTRANSFERRESPONSE']._serialized_end=1680
-  _globals['_CACHESERVICE']._serialized_start=2051
-  _globals['_CACHESERVICE']._serialized_end=2564
+  _globals['_EXTRAKEY']._serialized_start=484
+  _globals['_EXTRAKEY']._serialized_end=583
+  _globals['_MULTIMODALKEY']._serialized_start=585
+  _globals['_MULTIMODALKEY']._serialized_end=636
+  _globals['_BLOCKEXTRAKEYS']._serialized_start=638
+  _globals['_BLOCKEXTRAKEYS']._serialized_end=688
+  _globals['_BLOCKRUN']._serialized_start=691
+  _globals['_BLOCKRUN']._serialized_end=877
+  _globals['_RUNRESULTS']._serialized_start=879
+  _globals['_RUNRESULTS']._serialized_end=929
+  _globals['_RETENTION']._serialized_start=931
+  _globals['_RETENTION']._serialized_end=989
+  _globals['_RESERVEBLOCKSREQUEST']._serialized_start=992
+  _globals['_RESERVEBLOCKSREQUEST']._serialized_end=1142
+  _globals['_RESERVEBLOCKSRESPONSE']._serialized_start=1144
+  _globals['_RESERVEBLOCKSRESPONSE']._serialized_end=1219
+  _globals['_RELEASELEASEREQUEST']._serialized_start=1221
+  _globals['_RELEASELEASEREQUEST']._serialized_end=1280
+  _globals['_RELEASELEASERESPONSE']._serialized_start=1282
+  _globals['_RELEASELEASERESPONSE']._serialized_end=1322
+  _globals['_LOADRUN']._serialized_start=1324
+  _globals['_LOADRUN']._serialized_end=1398
+  _globals['_LOADREQUEST']._serialized_start=1400
+  _globals['_LOADREQUEST']._serialized_end=1525
+  _globals['_LOADRESPONSE']._serialized_start=1527
+  _globals['_LOADRESPONSE']._serialized_end=1641
+  _globals['_STOREREQUEST']._serialized_start=1644
+  _globals['_STOREREQUEST']._serialized_end=1832
+  _globals['_STORERESPONSE']._serialized_start=1835
+  _globals['_STORERESPONSE']._serialized_end=1986
+  _globals['_CANCELTRANSFERREQUEST']._serialized_start=1988
+  _globals['_CANCELTRANSFERREQUEST']._serialized_end=2052
+  _globals['_CANCELTRANSFERRESPONSE']._serialized_start=2054
+  _globals['_CANCELTRANSFERRESPONSE']._serialized_end=2093
+  _globals['_CACHESERVICE']._serialized_start=2464
+  _globals['_CACHESERVICE']._serialized_end=2977
 # @@protoc_insertion_point(module_scope)

@@ -240,6 +240,78 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
 Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseResponse
 
 @typing.final
+class ExtraKey(google.protobuf.message.Message):
+    """One of the keys besides tokens that an engine hashes into a block."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    MULTI_MODAL_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """Name of an adapter, or a cache salt."""
+    digest: builtins.bytes
+    """Digest of prompt embeddings."""
+    @property
+    def multi_modal(self) -> Global___MultiModalKey:
+        """Place of a multi-modal input."""
+
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        digest: builtins.bytes = ...,
+        multi_modal: Global___MultiModalKey | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["digest", b"digest", "key", b"key", "multi_modal", b"multi_modal", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "key", b"key", "multi_modal", b"multi_modal", "text", b"text"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["key", b"key"]) -> typing.Literal["text", "digest", "multi_modal"] | None: ...
+
+Global___ExtraKey: typing_extensions.TypeAlias = ExtraKey
+
+@typing.final
+class MultiModalKey(google.protobuf.message.Message):
+    """A multi-modal input that reaches into a block."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDENTIFIER_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    identifier: builtins.str
+    """Identity of the input."""
+    offset: builtins.int
+    """Its first token, counted from the start of the block."""
+    def __init__(
+        self,
+        *,
+        identifier: builtins.str = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identifier", b"identifier", "offset", b"offset"]) -> None: ...
+
+Global___MultiModalKey: typing_extensions.TypeAlias = MultiModalKey
+
+@typing.final
+class BlockExtraKeys(google.protobuf.message.Message):
+    """Extra keys of one block; empty for none."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExtraKey]:
+        """In the engine's order."""
+
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[Global___ExtraKey] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+
+Global___BlockExtraKeys: typing_extensions.TypeAlias = BlockExtraKeys
+
+@typing.final
 class BlockRun(google.protobuf.message.Message):
     """A chain of consecutive blocks of one group."""
 
@@ -251,6 +323,8 @@ class BlockRun(google.protobuf.message.Message):
     DEPTH_FIELD_NUMBER: builtins.int
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LORA_NAME_FIELD_NUMBER: builtins.int
+    EXTRA_KEYS_FIELD_NUMBER: builtins.int
     group_index: builtins.int
     """The group."""
     hashes: builtins.bytes
@@ -262,7 +336,13 @@ class BlockRun(google.protobuf.message.Message):
     block_ids: builtins.bytes
     """Packed little-endian int32 block ids in engine memory, one a hash; empty when only reserving."""
     token_ids: builtins.bytes
-    """Packed little-endian int32 token ids of the run, for events and explain; optional."""
+    """Packed little-endian int32 token ids of the run, all of each block, for events; optional, see SessionOpened.wants_token_ids."""
+    lora_name: builtins.str
+    """Name of the adapter, for events; optional."""
+    @property
+    def extra_keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockExtraKeys]:
+        """Extra keys of each block, for events; empty where no block has any."""
+
     def __init__(
         self,
         *,
@@ -272,8 +352,10 @@ class BlockRun(google.protobuf.message.Message):
         depth: builtins.int = ...,
         block_ids: builtins.bytes = ...,
         token_ids: builtins.bytes = ...,
+        lora_name: builtins.str = ...,
+        extra_keys: collections.abc.Iterable[Global___BlockExtraKeys] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "depth", b"depth", "group_index", b"group_index", "hashes", b"hashes", "parent_hash", b"parent_hash", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "depth", b"depth", "extra_keys", b"extra_keys", "group_index", b"group_index", "hashes", b"hashes", "lora_name", b"lora_name", "parent_hash", b"parent_hash", "token_ids", b"token_ids"]) -> None: ...
 
 Global___BlockRun: typing_extensions.TypeAlias = BlockRun
 
@@ -300,6 +382,32 @@ class RunResults(google.protobuf.message.Message):
 Global___RunResults: typing_extensions.TypeAlias = RunResults
 
 @typing.final
+class Retention(google.protobuf.message.Message):
+    """What a request asks of eviction for the blocks it uses: a hint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: builtins.int
+    TTL_MS_FIELD_NUMBER: builtins.int
+    PIN_FIELD_NUMBER: builtins.int
+    priority: builtins.int
+    """A use counts as 2^priority uses; -8 to 8."""
+    ttl_ms: builtins.int
+    """Milliseconds for which the blocks count as in use after the use; at most a day."""
+    pin: builtins.bool
+    """Not evicted at all within `ttl_ms`, as far as the server's share for such blocks goes."""
+    def __init__(
+        self,
+        *,
+        priority: builtins.int = ...,
+        ttl_ms: builtins.int = ...,
+        pin: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pin", b"pin", "priority", b"priority", "ttl_ms", b"ttl_ms"]) -> None: ...
+
+Global___Retention: typing_extensions.TypeAlias = Retention
+
+@typing.final
 class ReserveBlocksRequest(google.protobuf.message.Message):
     """Asks for slots before storing."""
 
@@ -309,6 +417,7 @@ class ReserveBlocksRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     RUNS_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    RETENTION_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session."""
     lease_id: builtins.str
@@ -319,6 +428,10 @@ class ReserveBlocksRequest(google.protobuf.message.Message):
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
         """Blocks to reserve."""
 
+    @property
+    def retention(self) -> Global___Retention:
+        """For these blocks, from when they are ready; that of the lease's first call counts."""
+
     def __init__(
         self,
         *,
@@ -326,8 +439,10 @@ class ReserveBlocksRequest(google.protobuf.message.Message):
         lease_id: builtins.str = ...,
         runs: collections.abc.Iterable[Global___BlockRun] | None = ...,
         ttl_ms: builtins.int = ...,
+        retention: Global___Retention | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["retention", b"retention"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___ReserveBlocksRequest: typing_extensions.TypeAlias = ReserveBlocksRequest
 
@@ -499,6 +614,7 @@ class StoreRequest(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     FENCE_INDEX_FIELD_NUMBER: builtins.int
+    RETENTION_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session; its registered memory is the source."""
     transfer_id: builtins.str
@@ -513,6 +629,10 @@ class StoreRequest(google.protobuf.message.Message):
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
         """Blocks with their ids in engine memory."""
 
+    @property
+    def retention(self) -> Global___Retention:
+        """As in ReserveBlocksRequest, where this call takes the lease."""
+
     def __init__(
         self,
         *,
@@ -522,8 +642,10 @@ class StoreRequest(google.protobuf.message.Message):
         runs: collections.abc.Iterable[Global___BlockRun] | None = ...,
         timeout_ms: builtins.int = ...,
         fence_index: builtins.int = ...,
+        retention: Global___Retention | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fence_index", b"fence_index", "lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["retention", b"retention"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence_index", b"fence_index", "lease_id", b"lease_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
 

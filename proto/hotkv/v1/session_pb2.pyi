@@ -99,6 +99,7 @@ class SessionOpened(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     HAS_DESCRIPTOR_SOCKET_FIELD_NUMBER: builtins.int
     SERVER_NAME_FIELD_NUMBER: builtins.int
+    WANTS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """Protocol version the server speaks."""
     session_id: builtins.str
@@ -111,6 +112,8 @@ class SessionOpened(google.protobuf.message.Message):
     """True where a descriptor socket serves the arena and the block table."""
     server_name: builtins.str
     """Software and version, for people."""
+    wants_token_ids: builtins.bool
+    """True where BlockRun.token_ids are of use: the server publishes events."""
     def __init__(
         self,
         *,
@@ -120,8 +123,9 @@ class SessionOpened(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         has_descriptor_socket: builtins.bool = ...,
         server_name: builtins.str = ...,
+        wants_token_ids: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "has_descriptor_socket", b"has_descriptor_socket", "key_space_id", b"key_space_id", "protocol_version", b"protocol_version", "server_name", b"server_name", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "has_descriptor_socket", b"has_descriptor_socket", "key_space_id", b"key_space_id", "protocol_version", b"protocol_version", "server_name", b"server_name", "session_id", b"session_id", "wants_token_ids", b"wants_token_ids"]) -> None: ...
 
 Global___SessionOpened: typing_extensions.TypeAlias = SessionOpened
 
@@ -159,24 +163,101 @@ class MemoryRegistered(google.protobuf.message.Message):
 Global___MemoryRegistered: typing_extensions.TypeAlias = MemoryRegistered
 
 @typing.final
+class RequestReport(google.protobuf.message.Message):
+    """One request that the engine has scheduled."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HASHES_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    DEVICE_HIT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    HIT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    RETENTION_FIELD_NUMBER: builtins.int
+    hashes: builtins.bytes
+    """Packed hashes of the prompt in chain order, one for each full `hash_block_token_count` tokens."""
+    prompt_token_count: builtins.int
+    """Tokens in the prompt."""
+    device_hit_token_count: builtins.int
+    """Tokens that hit in the engine's own device cache."""
+    hit_token_count: builtins.int
+    """Tokens that hit in the device cache or here."""
+    age_ms: builtins.int
+    """Milliseconds since the request came to the engine."""
+    @property
+    def retention(self) -> hotkv.v1.cache_pb2.Retention:
+        """For the ready blocks of the prompt."""
+
+    def __init__(
+        self,
+        *,
+        hashes: builtins.bytes = ...,
+        prompt_token_count: builtins.int = ...,
+        device_hit_token_count: builtins.int = ...,
+        hit_token_count: builtins.int = ...,
+        age_ms: builtins.int = ...,
+        retention: hotkv.v1.cache_pb2.Retention | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["retention", b"retention"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "device_hit_token_count", b"device_hit_token_count", "hashes", b"hashes", "hit_token_count", b"hit_token_count", "prompt_token_count", b"prompt_token_count", "retention", b"retention"]) -> None: ...
+
+Global___RequestReport: typing_extensions.TypeAlias = RequestReport
+
+@typing.final
 class ReportUse(google.protobuf.message.Message):
-    """Blocks the engine used from its own device cache, so that hotness sees them."""
+    """What the engine used, so that hotness sees it, also where the server was not asked."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.cache_pb2.GroupHashes]:
-        """Hashes per group, in chain order."""
+        """Hashes per group, in chain order: blocks used from the engine's device cache."""
+
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestReport]:
+        """Requests, in the order scheduled; their device hits are derived from the prompt by the hit rule."""
 
     def __init__(
         self,
         *,
         groups: collections.abc.Iterable[hotkv.v1.cache_pb2.GroupHashes] | None = ...,
+        requests: collections.abc.Iterable[Global___RequestReport] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "requests", b"requests"]) -> None: ...
 
 Global___ReportUse: typing_extensions.TypeAlias = ReportUse
+
+@typing.final
+class Flush(google.protobuf.message.Message):
+    """Asks to forget every block of the session's key space, as AdminService.FlushKeySpace."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___Flush: typing_extensions.TypeAlias = Flush
+
+@typing.final
+class Flushed(google.protobuf.message.Message):
+    """They are forgotten."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    block_count: builtins.int
+    """Blocks that were ready."""
+    def __init__(
+        self,
+        *,
+        block_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count"]) -> None: ...
+
+Global___Flushed: typing_extensions.TypeAlias = Flushed
 
 @typing.final
 class Ping(google.protobuf.message.Message):
@@ -220,6 +301,7 @@ class ConnectRequest(google.protobuf.message.Message):
     CANCEL_TRANSFER_FIELD_NUMBER: builtins.int
     REPORT_USE_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
+    FLUSH_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Chosen by the client, repeated in the answer; zero where no answer is wanted."""
     @property
@@ -266,6 +348,10 @@ class ConnectRequest(google.protobuf.message.Message):
     def ping(self) -> Global___Ping:
         """Measures the round trip."""
 
+    @property
+    def flush(self) -> Global___Flush:
+        """Forgets the key space's blocks."""
+
     def __init__(
         self,
         *,
@@ -281,10 +367,11 @@ class ConnectRequest(google.protobuf.message.Message):
         cancel_transfer: hotkv.v1.cache_pb2.CancelTransferRequest | None = ...,
         report_use: Global___ReportUse | None = ...,
         ping: Global___Ping | None = ...,
+        flush: Global___Flush | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping", "flush"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
@@ -346,6 +433,7 @@ class ConnectResponse(google.protobuf.message.Message):
     PONG_FIELD_NUMBER: builtins.int
     EVICTION_NOTICE_FIELD_NUMBER: builtins.int
     DRAIN_NOTICE_FIELD_NUMBER: builtins.int
+    FLUSHED_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """The request answered, or zero."""
     @property
@@ -400,6 +488,10 @@ class ConnectResponse(google.protobuf.message.Message):
     def drain_notice(self) -> Global___DrainNotice:
         """The server is about to stop."""
 
+    @property
+    def flushed(self) -> Global___Flushed:
+        """The blocks are forgotten."""
+
     def __init__(
         self,
         *,
@@ -417,10 +509,11 @@ class ConnectResponse(google.protobuf.message.Message):
         pong: Global___Pong | None = ...,
         eviction_notice: Global___EvictionNotice | None = ...,
         drain_notice: Global___DrainNotice | None = ...,
+        flushed: Global___Flushed | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice", "flushed"] | None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 

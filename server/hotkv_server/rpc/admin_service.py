@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ from hotkv.v1 import admin_pb2, admin_pb2_grpc
 from hotkv_server.rpc import convert
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
+from hotkv_server.rpc.streams import stream
 from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.reports import WatchedReport
 from hotkv_server.runtime.stats import counters, gauges, tier
 
+STATES = {table.STATE_RESERVED: "reserved", table.STATE_READY: "ready", table.STATE_DETACHED: "flushed"}
 DEFAULT_PAGE = 100
 MAX_PAGE = 10_000
 DEFAULT_DRAIN_S = 30.0
@@ -59,9 +63,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListTiersResponse(tiers=[message])
 
     async def ListKeySpaces(self, request: admin_pb2.ListKeySpacesRequest, context: Any) -> admin_pb2.ListKeySpacesResponse:
-        records = self._node.core.space.index.table.records
-        ready = self._node.core.space.index.states() == table.STATE_READY
-        held = np.bincount(records[ready, table.W_KEY_SPACE], minlength=len(self._node.core.key_spaces) + 1)
+        index = self._node.core.space.index
+        ready = index.ready_entries()
+        held = np.bincount(index.table.records[ready, table.W_KEY_SPACE], minlength=len(self._node.core.key_spaces) + 1)
         return admin_pb2.ListKeySpacesResponse(
             key_spaces=[
                 admin_pb2.KeySpaceInfo(
@@ -115,7 +119,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         wanted = states != 0
         if request.key_space_id:
             self._node.core.key_space(request.key_space_id)
-            wanted &= index.table.records[:, table.W_KEY_SPACE] == request.key_space_id
+            wanted &= index.table.records[: len(states), table.W_KEY_SPACE] == request.key_space_id
         entries = np.flatnonzero(wanted)
         entries = entries[entries >= start]
         page = entries[:size].astype(np.uint32)
@@ -135,7 +139,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             block_hash=convert.unpadded(record[None, :8], hash_bytes),
             key_space_id=number,
             group_index=group,
-            state="ready" if record[table.W_GROUP_STATE] >> 16 == table.STATE_READY else "reserved",
+            state=STATES[int(record[table.W_GROUP_STATE] >> 16)],
             byte_count=self._node.core.key_space(number).groups[group].slot_bytes,
             depth=int(record[table.W_DEPTH]),
             pin_count=int(index.pins[entry]),
@@ -154,6 +158,26 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return admin_pb2.EvictResponse(evicted_block_count=evicted, kept_block_count=kept)
 
         return await answer(context, call)
+
+    async def FlushKeySpace(self, request: admin_pb2.FlushKeySpaceRequest, context: Any) -> admin_pb2.FlushKeySpaceResponse:
+        async def call() -> admin_pb2.FlushKeySpaceResponse:
+            return admin_pb2.FlushKeySpaceResponse(flushed_block_count=self._node.flush(request.key_space_id))
+
+        return await answer(context, call)
+
+    async def WatchRequests(self, request: admin_pb2.WatchRequestsRequest, context: Any) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
+        node = self._node
+
+        def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
+            if request.key_space_id not in (0, value.key_space_id):
+                return None
+            return convert.watched_request(value, node.core.key_space(value.key_space_id))
+
+        def response(requests: list[admin_pb2.WatchedRequest], lost: int) -> admin_pb2.WatchRequestsResponse:
+            return admin_pb2.WatchRequestsResponse(requests=requests, lost_request_count=lost)
+
+        async for part in stream(context, node, request.key_space_id, node.watched, message, response):
+            yield part
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         async def call() -> admin_pb2.DrainResponse:

@@ -3,7 +3,7 @@
 import asyncio
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import cache_pb2
+from hotkv.v1 import cache_pb2, session_pb2
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.node import Node, TransferEnd
 from hotkv_server.runtime.session import LiveSession
@@ -36,7 +36,8 @@ def acquire(node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseReq
 def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest) -> cache_pb2.ReserveBlocksResponse:
     """Reserves slots."""
     runs = convert.runs(request.runs, session.key_space.hash_bytes)
-    values, ttl_s = node.reserve(session, _lease_id(request.lease_id), runs, convert.seconds("ttl_ms", request.ttl_ms))
+    ttl_s, retention = convert.seconds("ttl_ms", request.ttl_ms), convert.retention("retention", request.retention)
+    values, ttl_s = node.reserve(session, _lease_id(request.lease_id), runs, ttl_s, retention)
     return cache_pb2.ReserveBlocksResponse(runs=convert.results(request.runs, values), ttl_ms=int(ttl_s * 1000))
 
 
@@ -71,8 +72,21 @@ def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> 
         runs,
         block_ids,
         timeout_s,
+        convert.retention("retention", request.retention),
         request.fence_index,
+        [convert.run_content(run, session.key_space) for run in request.runs],
     )
+
+
+def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
+    """Notes what the engine used."""
+    node.touch(session, convert.hash_lists(request.groups, session.key_space.hash_bytes))
+    node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
+
+
+def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
+    """Forgets the session's key space."""
+    return session_pb2.Flushed(block_count=node.flush(session.record.key_space_id))
 
 
 def cancel(node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest) -> cache_pb2.CancelTransferResponse:

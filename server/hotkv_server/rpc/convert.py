@@ -9,11 +9,14 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv.retention import Retention
 from hotkv.table import Words, hash_words
-from hotkv.v1 import cache_pb2, layout_pb2
+from hotkv.v1 import admin_pb2, cache_pb2, events_pb2, layout_pb2, session_pb2
 from hotkv_server.core.values import HashList, LoadPositions, Run
 from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.runtime.events import BlockExtraKeys, BlocksRemoved, BlocksStored, ExtraKey, KeySpaceCleared, RunContent, TimedEvent
 from hotkv_server.runtime.node import TransferEnd
+from hotkv_server.runtime.reports import Report, WatchedReport
 
 MAX_GROUPS = 256
 MAX_TENSORS = 1 << 16
@@ -160,6 +163,89 @@ def runs(messages: Iterable[cache_pb2.BlockRun], hash_bytes: int) -> list[Run]:
     return result
 
 
+def run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
+    """Token ids and extra keys of a run, whose group and hashes were checked before.
+
+    Raises INVALID_FIELD where there are not as many as its blocks need.
+    """
+    if not 0 <= message.group_index < len(key_space.groups):
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"runs.group_index is {message.group_index}; this key space has {len(key_space.groups)} groups"
+        )
+    num_blocks = len(message.hashes) // key_space.hash_bytes
+    num_tokens = num_blocks * key_space.groups[message.group_index].block_tokens
+    if message.token_ids and len(message.token_ids) != 4 * num_tokens:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"runs.token_ids has {len(message.token_ids)} bytes; {num_tokens} tokens of {num_blocks} blocks take 4 each",
+        )
+    if message.extra_keys and len(message.extra_keys) != num_blocks:
+        raise HotKVError(Reason.INVALID_FIELD, f"runs.extra_keys has {len(message.extra_keys)} entries for {num_blocks} blocks")
+    return RunContent(
+        np.frombuffer(message.token_ids, "<i4"),
+        identifier("runs.lora_name", message.lora_name),
+        tuple(tuple(_extra_key(key) for key in block.keys) or None for block in message.extra_keys),
+    )
+
+
+def _extra_key(message: cache_pb2.ExtraKey) -> ExtraKey:
+    match message.WhichOneof("key"):
+        case "text":
+            return message.text
+        case "digest":
+            return message.digest
+        case "multi_modal":
+            return message.multi_modal.identifier, message.multi_modal.offset
+        case _:
+            raise HotKVError(Reason.INVALID_FIELD, "runs.extra_keys.keys.key is empty; give text, digest or multi_modal")
+
+
+def event(item: TimedEvent, key_space: KeySpace) -> events_pb2.Event:
+    """One change on the wire."""
+    value = item.event
+    message = events_pb2.Event(key_space_id=value.key_space_id, unix_time_ms=int(item.unix_time_s * 1000))
+    match value:
+        case BlocksStored(hashes=words, content=content):
+            stored = message.stored
+            stored.group_index, stored.depth, stored.lora_name = value.group_index, value.depth, content.lora_name
+            stored.hashes, stored.token_ids = unpadded(words, key_space.hash_bytes), content.token_ids.tobytes()
+            stored.parent_hash = b"" if value.parent is None else unpadded(value.parent.reshape(1, 8), key_space.hash_bytes)
+            stored.block_count = len(words)
+            stored.block_token_count = key_space.groups[value.group_index].block_tokens
+            stored.extra_keys.extend(_extra_keys_message(keys) for keys in content.extra_keys)
+        case BlocksRemoved(hashes=words):
+            message.removed.group_index, message.removed.block_count = value.group_index, len(words)
+            message.removed.hashes = unpadded(words, key_space.hash_bytes)
+        case KeySpaceCleared():
+            message.cleared.SetInParent()
+    return message
+
+
+def _extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
+    message = cache_pb2.BlockExtraKeys()
+    for key in keys or ():
+        match key:
+            case str():
+                message.keys.add(text=key)
+            case bytes():
+                message.keys.add(digest=key)
+            case (identity, offset):
+                message.keys.add(multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset))
+    return message
+
+
+def watched_request(value: WatchedReport, key_space: KeySpace) -> admin_pb2.WatchedRequest:
+    """One reported request on the wire."""
+    return admin_pb2.WatchedRequest(
+        key_space_id=value.key_space_id,
+        hashes=unpadded(value.report.hashes, key_space.hash_bytes),
+        prompt_token_count=value.report.prompt_tokens,
+        device_hit_token_count=value.report.device_hit_tokens,
+        hit_token_count=value.report.hit_tokens,
+        unix_time_ms=int(value.unix_time_s * 1000),
+    )
+
+
 def load_runs(messages: Sequence[cache_pb2.LoadRun]) -> tuple[list[LoadPositions], list[NDArray[np.int64]]]:
     """Positions in the lease and block ids, a pair a run."""
     positions = [LoadPositions(m.group_index, int32s("runs.lease_positions", m.lease_positions)) for m in messages]
@@ -182,6 +268,29 @@ def seconds(field: str, milliseconds: int) -> float:
     if milliseconds < 0:
         raise HotKVError(Reason.INVALID_FIELD, f"{field} is {milliseconds}; durations are not negative, and 0 asks for the default")
     return min(milliseconds, 1 << 40) / 1000
+
+
+def retention(field: str, message: cache_pb2.Retention) -> Retention:
+    """What a request asks of eviction; the default where the message is not set."""
+    try:
+        return Retention(message.priority, seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin)
+    except ValueError as error:
+        raise HotKVError(Reason.INVALID_FIELD, f"{field}: {error}") from error
+
+
+def reports(messages: Iterable[session_pb2.RequestReport], hash_bytes: int) -> list[Report]:
+    """Requests that an engine has scheduled."""
+    return [
+        Report(
+            hashes("requests.hashes", m.hashes, hash_bytes),
+            m.prompt_token_count,
+            m.device_hit_token_count,
+            m.hit_token_count,
+            seconds("requests.age_ms", m.age_ms),
+            retention("requests.retention", m.retention),
+        )
+        for m in messages
+    ]
 
 
 def flags(messages: Sequence[cache_pb2.GroupHashes], masks: Sequence[NDArray[np.bool_]]) -> list[cache_pb2.GroupFlags]:

@@ -3,7 +3,7 @@
 gRPC itself would answer UNKNOWN with a Python error. Only methods of `hotkv.v1` are treated.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -47,8 +47,18 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or not details.method.startswith(PREFIX):
             return handler
         parse = _lenient(handler.request_deserializer)
-        if handler.unary_unary is None:
+        if handler.stream_stream is not None:
             return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parse, handler.response_serializer)
+        if handler.unary_stream is not None:
+            serve_stream = handler.unary_stream
+
+            async def checked_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                if isinstance(request, Malformed):
+                    await abort(context, MALFORMED)
+                async for response in serve_stream(request, context):
+                    yield response
+
+            return grpc.unary_stream_rpc_method_handler(checked_stream, parse, handler.response_serializer)
         serve = handler.unary_unary
 
         async def checked(request: Any, context: Any) -> Any:

@@ -8,9 +8,10 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, session_pb2, session_pb2_grpc
+from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, events_pb2, events_pb2_grpc, session_pb2, session_pb2_grpc
 from hotkv_server.rpc.admin_service import AdminService
 from hotkv_server.rpc.cache_service import CacheService
+from hotkv_server.rpc.event_service import EventService
 from hotkv_server.rpc.interceptor import MalformedInterceptor
 from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.runtime.node import Node
@@ -22,6 +23,7 @@ SERVICE_NAMES = tuple(
     for service in (
         session_pb2.DESCRIPTOR.services_by_name["SessionService"],
         cache_pb2.DESCRIPTOR.services_by_name["CacheService"],
+        events_pb2.DESCRIPTOR.services_by_name["EventService"],
         admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
     )
 )
@@ -47,6 +49,7 @@ class RpcServer:
             SessionService(node, has_descriptor_socket=has_descriptor_socket), self._server
         )
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(node), self._server)
+        events_pb2_grpc.add_EventServiceServicer_to_server(EventService(node), self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(node), self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

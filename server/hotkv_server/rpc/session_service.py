@@ -85,6 +85,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 epoch=self._node.epoch,
                 has_descriptor_socket=self._has_descriptor_socket,
                 server_name=f"hotkv-server {hotkv.__version__}",
+                wants_token_ids=self._node.events.publisher is not None,
             ),
         )
 
@@ -98,6 +99,7 @@ class _Stream:
         self._context = context
         self._outbox: asyncio.Queue[session_pb2.ConnectResponse] = asyncio.Queue(OUTBOX_MESSAGES)
         self._overflowed = asyncio.Event()
+        self._has_logged_refusal = False
         session.on_overflow = self._overflowed.set
 
     async def run(self, requests: AsyncIterator[session_pb2.ConnectRequest], opened: session_pb2.ConnectResponse) -> bool:
@@ -123,6 +125,9 @@ class _Stream:
                 response = await self._handle(request)
             except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
                 response = session_pb2.ConnectResponse(error=detail(as_refusal(error)))
+                if not request.request_id and not self._has_logged_refusal:
+                    self._has_logged_refusal = True
+                    log.warning("refused without an answer session=%d: %s", self._session.record.number, response.error.message)
             if response is not None and request.request_id:
                 response.request_id = request.request_id
                 self._send(response)
@@ -171,8 +176,10 @@ class _Stream:
             case "cancel_transfer":
                 return session_pb2.ConnectResponse(cancel_transfer=calls.cancel(node, session, request.cancel_transfer))
             case "report_use":
-                node.touch(session, convert.hash_lists(request.report_use.groups, session.key_space.hash_bytes))
+                calls.report_use(node, session, request.report_use)
                 return None
+            case "flush":
+                return session_pb2.ConnectResponse(flushed=calls.flush(node, session))
             case "ping":
                 return session_pb2.ConnectResponse(pong=session_pb2.Pong())
             case "register_memory":

@@ -9,8 +9,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +18,24 @@ from numpy.typing import NDArray
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
 from hotkv.layout import FENCE_WORDS, Layout
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.values import HashList, LoadPositions, Run, SlotRun
+from hotkv_server.core.values import EvictionNotice, HashList, LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Region, plans_for
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.runtime.events import EventHub, EventPublisher, RunContent, removed_events, stored_events
+from hotkv_server.runtime.feed import Feeds
+from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
 from hotkv_server.runtime.session import Drain, EngineMemory, LiveSession
 
 log = logging.getLogger(__name__)
 
 TIMER_S = 0.2
 MAX_SESSIONS = 4096
+NOTICE_BLOCKS = 1 << 16
+"""Most blocks of one eviction notice: 2 MiB of hashes."""
 DEFAULT_TRANSFER_TIMEOUT_S = 30.0
 HUGE_PAGE_BUDGET_S = 1.0
 """Longest time that registering memory spends on huge pages: copies of it, and the engine's own work on it, are faster with them."""
@@ -49,9 +55,9 @@ class TransferEnd:
 
 
 class Node:
-    """See the module. `copy_engine` is closed by whoever made it."""
+    """See the module. `copy_engine` and `publisher` are closed by whoever made them."""
 
-    def __init__(self, core: CacheCore, memory: NodeMemory, copy_engine: CopyEngine) -> None:
+    def __init__(self, core: CacheCore, memory: NodeMemory, copy_engine: CopyEngine, publisher: EventPublisher | None = None) -> None:
         self.core = core
         self.memory = memory
         self.copy_engine = copy_engine
@@ -60,6 +66,9 @@ class Node:
         self.drained = asyncio.Event()
         self.loaded_bytes = 0
         self.stored_bytes = 0
+        self.events = EventHub(publisher)
+        self.report_counters = ReportCounters()
+        self.watched: Feeds[WatchedReport] = Feeds()
         self.last_tick_s = time.monotonic()
         self._arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self._timer: asyncio.Task[None] | None = None
@@ -87,7 +96,10 @@ class Node:
         """Opens a session; whoever holds its secret id may use it."""
         if len(self.sessions) >= MAX_SESSIONS:
             raise HotKVError(Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first")
+        num_known = len(self.core.key_spaces)
         record = self.core.open_session(engine_id, role, key_space, time.monotonic())
+        if len(self.core.key_spaces) > num_known:
+            self.events.add_key_space(record.key_space_id, key_space)
         session = LiveSession(record, secrets.token_hex(16), self.core.key_space(record.key_space_id), client_name)
         self.sessions[session.secret_id] = session
         log.info("session opened number=%d engine=%s role=%s key_space=%d", record.number, engine_id, role, record.key_space_id)
@@ -153,15 +165,28 @@ class Node:
         grant = self.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
         return list(grant.pinned), grant.ttl_s
 
-    def reserve(self, session: LiveSession, lease_id: str, runs: list[Run], ttl_s: float) -> tuple[list[NDArray[np.uint8]], float]:
+    def reserve(
+        self, session: LiveSession, lease_id: str, runs: list[Run], ttl_s: float, retention: Retention = NO_RETENTION
+    ) -> tuple[list[NDArray[np.uint8]], float]:
         """As CacheCore.reserve."""
-        reservation = self.core.reserve(session.record.number, lease_id, runs, ttl_s, time.monotonic())
+        reservation = self.core.reserve(session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention)
         self._run_effects()
         return list(reservation.results), reservation.ttl_s
 
     def touch(self, session: LiveSession, groups: list[HashList]) -> None:
         """As CacheCore.touch."""
         self.core.touch(session.record.number, groups, time.monotonic())
+
+    def report(self, session: LiveSession, reports: Sequence[Report]) -> None:
+        """Notes requests that the engine has scheduled: touches what they used, keeps what they ask to keep. All or nothing is accepted."""
+        for report in reports:
+            report.check(session.key_space, self.core.config.max_blocks_per_call)
+        now_s, unix_time_s = time.monotonic(), time.time()
+        self.watched.put(WatchedReport(session.record.key_space_id, unix_time_s - report.age_s, report) for report in reports)
+        for report in reports:
+            self.report_counters.count(report)
+            for hash_list in report.used_blocks(session.key_space):
+                self.core.touch(session.record.number, [hash_list], now_s, report.retention)
 
     def load(
         self,
@@ -192,9 +217,14 @@ class Node:
         runs: list[Run],
         block_ids: list[NDArray[np.int64]],
         timeout_s: float,
+        retention: Retention = NO_RETENTION,
         fence_index: int = 0,
+        contents: Sequence[RunContent] = (),
     ) -> "asyncio.Future[TransferEnd]":
-        """Starts a store. The future is done when the blocks are committed or refused and nothing is read any more."""
+        """Starts a store. The future is done when the blocks are committed or refused and nothing is read any more.
+
+        `contents`: one a run, for events; or none.
+        """
         memory = _usable_memory(session, block_ids)
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(Reason.INVALID_FIELD, f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}")
@@ -203,15 +233,16 @@ class Node:
                 raise HotKVError(
                     Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a hash"
                 )
-        slots = self.core.begin_store(
-            session.record.number, transfer_id, lease_id, runs, memory.layout.shard_index, max(timeout_s, 0.0) * 2, time.monotonic()
-        )
+        ttl_s, shard_index = max(timeout_s, 0.0) * 2, memory.layout.shard_index
+        slots = self.core.begin_store(session.record.number, transfer_id, lease_id, runs, shard_index, ttl_s, time.monotonic(), retention)
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
             kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
             results = self.core.end_store(session.record.number, transfer_id, kept, time.monotonic())
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
+            if self.events.is_heard and contents:
+                self.events.publish(stored_events(session.record.key_space_id, session.key_space, runs, contents, results))
             return results
 
         try:
@@ -300,8 +331,19 @@ class Node:
         self._run_effects()
         return counts
 
-    def _run_effects(self) -> None:
-        for notice in self.core.take_effects():
+    def flush(self, key_space_id: int) -> int:
+        """As CacheCore.flush."""
+        self._run_effects()
+        num_blocks = self.core.flush(key_space_id)
+        self._run_effects(flushed_key_space_id=key_space_id)
+        log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
+        return num_blocks
+
+    def _run_effects(self, flushed_key_space_id: int = 0) -> None:
+        notices = [piece for notice in self.core.take_effects() for piece in _pieces(notice)]
+        if self.events.is_heard:
+            self.events.publish(removed_events(notices, flushed_key_space_id))
+        for notice in notices:
             for session in self.sessions.values():
                 if session.record.key_space_id == notice.key_space_id and not session.closing:
                     session.notify(notice)
@@ -314,6 +356,14 @@ class Node:
             self.last_tick_s = time.monotonic()
             self.core.expire(self.last_tick_s)
             self._run_effects()
+            if self.events.publisher is not None:
+                self.events.publisher.settle()
+
+
+def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
+    """A notice in parts that fit a message."""
+    for start in range(0, len(notice.hashes), NOTICE_BLOCKS):
+        yield replace(notice, hashes=notice.hashes[start : start + NOTICE_BLOCKS])
 
 
 def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]]) -> EngineMemory:

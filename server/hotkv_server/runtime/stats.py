@@ -41,12 +41,19 @@ def counters(node: Node) -> dict[str, float]:
     values = {f"{name}_total": float(value) for name, value in asdict(node.core.counters).items()}
     values["loaded_bytes_total"] = float(node.loaded_bytes)
     values["stored_bytes_total"] = float(node.stored_bytes)
+    values["events_lost_by_readers_total"] = float(node.events.feeds.lost_items)
+    values["watched_requests_lost_total"] = float(node.watched.lost_items)
+    publisher = node.events.publisher
+    values["events_published_total"] = float(publisher.published_events) if publisher else 0.0
+    values["events_lost_total"] = float(publisher.lost_events) if publisher else 0.0
+    values.update((f"reported_{name}_total", float(value)) for name, value in asdict(node.report_counters).items())
     return values
 
 
 def gauges(node: Node) -> dict[str, float]:
     """Gauges by their metric names, without the `hotkv_` prefix."""
     host = tier(node)
+    pool = node.core.space.pool.figures()
     return {
         "sessions": float(len(node.sessions)),
         "leases": float(len(node.core.leases)),
@@ -55,9 +62,20 @@ def gauges(node: Node) -> dict[str, float]:
         "arena_capacity_bytes": float(host.capacity_bytes),
         "arena_used_bytes": float(host.used_bytes),
         "arena_pinned_bytes": float(host.pinned_bytes),
+        "arena_lent_bytes": float(pool.lent_bytes),
+        "arena_idle_bytes": float(pool.idle_bytes),
+        "arena_tail_bytes": float(pool.tail_bytes),
+        "arena_stranded_bytes": float(pool.stranded_bytes),
+        "arena_fragmentation_ratio": pool.fragmentation_ratio,
+        "arena_imbalance_ratio": pool.imbalance_ratio,
         "ready_blocks": float(host.num_blocks),
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),
         "draining": float(node.core.draining),
+        "held_bytes": float(node.core.holds.held_bytes),
+        "held_budget_bytes": float(node.core.holds.budget_bytes),
+        "events_queued_bytes": float(node.events.publisher.queued_bytes if node.events.publisher else 0),
+        "event_readers": float(len(node.events.feeds)),
+        "request_watchers": float(len(node.watched)),
         "notices_queued": float(max((s.notices.qsize() for s in node.sessions.values()), default=0)),
     }

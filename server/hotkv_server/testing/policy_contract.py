@@ -42,7 +42,7 @@ class PolicyWorld:
         assert not set(numbers) & set(self.size_of)
         self.size_of |= dict.fromkeys(numbers, slot_bytes)
         for number in numbers:
-            self.key_of[number] = self._gone.pop() if come_back and self._gone else next(self._fresh_keys) * 0x9E37_79B9_7F4A_7C15 % (1 << 64)
+            self.key_of[number] = self._gone.pop() if come_back and self._gone else self._fresh_key()
         self._tell("admit", numbers, now_s, retention)
 
     def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
@@ -72,6 +72,9 @@ class PolicyWorld:
             del self.size_of[number]
             self.pinned.discard(number)
             self._gone.append(self.key_of.pop(number))
+
+    def _fresh_key(self) -> int:
+        return next(self._fresh_keys) * 0x9E37_79B9_7F4A_7C15 % (1 << 64)
 
     def _keys(self, numbers: list[int]) -> Keys:
         return np.array([self.key_of[number] for number in numbers], np.uint64)

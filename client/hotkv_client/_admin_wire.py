@@ -1,0 +1,102 @@
+"""The stubs of admin calls and event streams; with `_wire` the only module of the client that sees protobuf. Plain values in and out."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+
+from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, events_pb2, events_pb2_grpc
+from hotkv_client._wire import as_error
+from hotkv_client.types import WatchedRequest
+
+CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
+    "info": ("GetInfo", admin_pb2.GetInfoRequest),
+    "tiers": ("ListTiers", admin_pb2.ListTiersRequest),
+    "key_spaces": ("ListKeySpaces", admin_pb2.ListKeySpacesRequest),
+    "sessions": ("ListSessions", admin_pb2.ListSessionsRequest),
+    "blocks": ("ListBlocks", admin_pb2.ListBlocksRequest),
+    "evict": ("Evict", admin_pb2.EvictRequest),
+    "flush": ("FlushKeySpace", admin_pb2.FlushKeySpaceRequest),
+    "drain": ("Drain", admin_pb2.DrainRequest),
+    "explain": ("Explain", admin_pb2.ExplainRequest),
+}
+
+
+def call(channel: grpc.Channel, name: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+    """One admin call; the answer as plain values, bytes as hexadecimal. Raises HotKVError."""
+    method, request = CALLS[name]
+    try:
+        return plain(getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request(**fields), timeout=timeout_s))
+    except grpc.RpcError as error:
+        raise as_error(error) from error
+
+
+def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
+    """Answers of a server stream until its time is up. Raises HotKVError where the server ends it."""
+    try:
+        yield from call
+    except grpc.RpcError as error:
+        if not seconds or error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise as_error(error) from error
+    finally:
+        call.cancel()
+
+
+def watch_requests(channel: grpc.Channel, key_space_id: int, seconds: float) -> Iterator[tuple[list[WatchedRequest], int]]:
+    """Reported requests as they come, and how many were missed after them; first an empty answer. `seconds` 0 for ever."""
+    request = admin_pb2.WatchRequestsRequest(key_space_id=key_space_id)
+    for response in _read_stream(admin_pb2_grpc.AdminServiceStub(channel).WatchRequests(request, timeout=seconds or None), seconds):
+        requests = [
+            WatchedRequest(
+                item.key_space_id,
+                item.hashes,
+                item.prompt_token_count,
+                item.device_hit_token_count,
+                item.hit_token_count,
+                item.unix_time_ms / 1000,
+            )
+            for item in response.requests
+        ]
+        yield requests, response.lost_request_count
+
+
+def subscribe(channel: grpc.Channel, key_space_id: int, seconds: float) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Events as they come, as plain values, and how many were missed after them; first an empty answer. `seconds` 0 for ever."""
+    request = events_pb2.SubscribeRequest(key_space_id=key_space_id)
+    for response in _read_stream(events_pb2_grpc.EventServiceStub(channel).Subscribe(request, timeout=seconds or None), seconds):
+        yield [_plain_event(event) for event in response.events], response.lost_event_count
+
+
+def _plain_event(event: events_pb2.Event) -> dict[str, Any]:
+    kind = str(event.WhichOneof("body"))
+    fields = plain(getattr(event, kind))
+    if kind == "stored":
+        fields["token_ids"] = np.frombuffer(event.stored.token_ids, "<i4").tolist()
+        fields["extra_keys"] = [[_plain_key(key) for key in block.keys] for block in event.stored.extra_keys]
+    return {"event": kind, "key_space_id": event.key_space_id, "unix_time_ms": event.unix_time_ms, **fields}
+
+
+def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:
+    if key.WhichOneof("key") == "multi_modal":
+        return [key.multi_modal.identifier, key.multi_modal.offset]
+    return key.digest.hex() if key.WhichOneof("key") == "digest" else key.text
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as nested dicts and lists, with every field."""
+
+    def value(field: Any, item: Any) -> Any:
+        if field.message_type is not None:
+            return plain(item)
+        if field.enum_type is not None:
+            return field.enum_type.values_by_number[item].name if item in field.enum_type.values_by_number else item
+        return item.hex() if isinstance(item, bytes) else item
+
+    result: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        item = getattr(message, field.name)
+        many = isinstance(item, Sequence) and not isinstance(item, str | bytes)
+        result[field.name] = [value(field, element) for element in item] if many else value(field, item)
+    return result

@@ -1,0 +1,93 @@
+"""Records a trace of what engines ask for: one JSON object a line, in the format of Mooncake's traces.
+
+`timestamp` (ms since the recording began), `input_length` and `output_length` (tokens; 0 where unknown, as here), `hash_ids`: one number
+for each whole block of the prompt, counted up in the order of first sight; equal numbers are equal prefixes. Neither tokens nor hashes
+are written. A trace holds one key space: blocks of different ones can't be shared, and the numbers could not say so.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_client.admin import AdminClient
+from hotkv_client.types import WatchedRequest
+
+
+class Tracer:
+    """Requests of one key space as lines of a trace. `block_tokens` is rounded up to whole hash blocks."""
+
+    def __init__(self, hash_bytes: int, hash_block_tokens: int, block_tokens: int, start_unix_s: float) -> None:
+        hashes_per_block = max(1, -(-block_tokens // hash_block_tokens))
+        self.block_tokens = hashes_per_block * hash_block_tokens
+        self.num_requests = 0
+        self.num_blocks = 0
+        self._hash_bytes = hash_bytes
+        self._step_bytes = hashes_per_block * hash_bytes
+        self._start_unix_s = start_unix_s
+        self._last_ms = 0
+        self._ids: dict[bytes, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Tracer({self.num_requests} requests, {len(self._ids)} different blocks)"
+
+    @property
+    def num_unique_blocks(self) -> int:
+        return len(self._ids)
+
+    def line(self, request: WatchedRequest) -> str:
+        """The request as one line. Time does not go back: a request that was reported late has the time of the one before."""
+        ends = range(self._step_bytes, len(request.hashes) + 1, self._step_bytes)
+        # A hash covers all tokens before its end, so the last one in a block stands for the block and what precedes it.
+        hashes = (request.hashes[end - self._hash_bytes : end] for end in ends)
+        hash_ids = [self._ids.setdefault(block_hash, len(self._ids)) for block_hash in hashes]
+        self._last_ms = max(self._last_ms, int((request.unix_time_s - self._start_unix_s) * 1000))
+        self.num_requests += 1
+        self.num_blocks += len(hash_ids)
+        fields = {
+            "timestamp": self._last_ms,
+            "input_length": request.prompt_tokens,
+            "output_length": 0,
+            "hash_ids": hash_ids,
+            "device_hit_length": request.device_hit_tokens,
+            "hit_length": request.hit_tokens,
+        }
+        return json.dumps(fields, separators=(",", ":"))
+
+
+def record(client: AdminClient, path: Path, key_space_id: int, block_tokens: int, seconds: float, max_blocks: int) -> dict[str, Any]:
+    """Writes reported requests to `path` until the time is up (0: never), Ctrl-C, or `max_blocks` different blocks; says what there was.
+
+    Each line is in the file as soon as its request is known here. Raises HotKVError, OSError.
+    """
+    if block_tokens <= 0:
+        raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")
+    known = {space["key_space_id"]: space["key_space"] for space in client.key_spaces()}
+    number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
+    if number not in known:
+        choices = ", ".join(f"{known_id} ({space['model']})" for known_id, space in known.items()) or "none yet: start an engine first"
+        raise HotKVError(Reason.UNKNOWN_KEY_SPACE, f"name a key space with --key-space; known are {choices}")
+    start_s, lost = time.time(), 0
+    space = known[number]
+    tracer = Tracer(space["hash_byte_count"], space["hash_block_token_count"], block_tokens, start_s)
+    with path.open("w", buffering=1) as file:
+        try:
+            for requests, missed in client.watch_requests(number, seconds):
+                lost += missed
+                file.writelines(tracer.line(request) + "\n" for request in requests)
+                if tracer.num_unique_blocks >= max_blocks:
+                    break
+        except KeyboardInterrupt:
+            pass
+    return {
+        "file": str(path),
+        "key_space_id": number,
+        "block_token_count": tracer.block_tokens,
+        "request_count": tracer.num_requests,
+        "block_count": tracer.num_blocks,
+        "unique_block_count": tracer.num_unique_blocks,
+        "lost_request_count": lost,
+        "is_full": tracer.num_unique_blocks >= max_blocks,
+        "seconds": time.time() - start_s,
+    }

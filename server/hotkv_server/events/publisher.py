@@ -1,0 +1,223 @@
+"""Publishes events over ZMQ in vLLM's frames: topic, sequence number, payload; and replays what a reader has missed.
+
+Always true: each topic looks like an engine's own publisher, with its own unbroken sequence numbers; the event loop only queues, a
+thread translates, encodes and sends; what waits to be sent and what is kept for replay is bounded in bytes. Where the queue is full
+events are lost, newest first; if one of them said that blocks are gone, the topic's next message begins with AllBlocksCleared, so that
+nobody goes on believing in blocks that are not there.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from hotkv.keys import KeySpace
+from hotkv_server.events.wire import RANK, AllBlocksCleared, KVEventBatch, Translator
+from hotkv_server.runtime.events import BlocksStored, Event
+
+log = logging.getLogger(__name__)
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+SEQUENCE_BYTES = 8
+POLL_S = 0.05
+STOP_TIMEOUT_S = 2.0
+LINGER_MS = 200
+HIGH_WATER_MESSAGES = 100_000
+"""Messages that ZMQ keeps for a reader that does not read; more are dropped for that reader, as vLLM's publisher does."""
+EVENT_BYTES = 64
+"""Counted for each event besides its arrays."""
+
+
+def binds(endpoint: str) -> bool:
+    """Whether an endpoint is bound or connected to, as vLLM decides it: bound with a wildcard, or ipc; connected otherwise."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+@dataclass(slots=True, eq=False)
+class _Topic:
+    """`must_clear`: a loss that readers were not told of; on the event loop only. The rest is the thread's, but for `num_key_spaces`."""
+
+    name: bytes
+    num_key_spaces: int = 0
+    must_clear: bool = False
+    sequence: "itertools.count[int]" = field(default_factory=itertools.count)
+    sent: deque[tuple[int, bytes]] = field(default_factory=deque)
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What goes into one message."""
+
+    topic: _Topic
+    unix_time_s: float
+    events: tuple[Event, ...]
+    clears_first: bool
+    is_alone: bool
+    num_bytes: int
+
+
+class ZmqPublisher:
+    """See the module. `topic_of`: topic of a key space. Raises zmq.ZMQError where an endpoint can't be had. Close it."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        topic_of: Callable[[int, KeySpace], str],
+        *,
+        buffer_steps: int,
+        buffer_bytes: int,
+        int_hashes: bool,
+    ) -> None:
+        self.published_events = 0
+        self.lost_events = 0
+        self._topic_of = topic_of
+        self._buffer_steps = buffer_steps
+        self._buffer_bytes = buffer_bytes
+        self._key_spaces: dict[int, KeySpace] = {}
+        self._topics: dict[str, _Topic] = {}
+        self._by_key_space: dict[int, _Topic] = {}
+        self._translator = Translator(self._key_spaces, as_ints=int_hashes)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        # Each is written by one thread only.
+        self._put_bytes = 0
+        self._taken_bytes = 0
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        try:
+            self._pub = self._open(zmq.PUB, endpoint, bind=binds(endpoint))
+            self._replay = self._open(zmq.ROUTER, replay_endpoint, bind=True) if replay_endpoint else None
+        except zmq.ZMQError:
+            self._context.destroy(0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="hotkv-events", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return (
+            f"ZmqPublisher({len(self._topics)} topics, {self.published_events} sent, {self.lost_events} lost, {self.queued_bytes} B wait)"
+        )
+
+    def _open(self, kind: int, endpoint: str, *, bind: bool) -> "zmq.Socket[bytes]":
+        made = self._context.socket(kind)
+        made.set_hwm(HIGH_WATER_MESSAGES)
+        made.linger = LINGER_MS
+        if bind:
+            made.bind(endpoint)
+        else:
+            made.connect(endpoint)
+        return made
+
+    # On the event loop
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of events that wait to be sent."""
+        return self._put_bytes - self._taken_bytes
+
+    def add_key_space(self, number: int, key_space: KeySpace) -> None:
+        """Declares a key space, before its first event."""
+        name = self._topic_of(number, key_space)
+        topic = self._topics.setdefault(name, _Topic(name.encode()))
+        topic.num_key_spaces += 1
+        self._key_spaces[number] = key_space
+        self._by_key_space[number] = topic
+        log.info("events of key space %d have topic %s", number, name)
+
+    def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
+        """Queues events, in order, a message for each topic; or loses them where there is no room."""
+        for topic, part in itertools.groupby(events, lambda event: self._by_key_space[event.key_space_id]):
+            self._put(topic, unix_time_s, tuple(part))
+
+    def settle(self) -> None:
+        """Clears topics that have lost a removal, as far as there is room."""
+        for topic in self._topics.values():
+            if topic.must_clear:
+                self._put(topic, time.time(), ())
+
+    def _put(self, topic: _Topic, unix_time_s: float, events: tuple[Event, ...]) -> None:
+        num_bytes = EVENT_BYTES + sum(EVENT_BYTES + event.num_bytes for event in events)
+        if self.queued_bytes + num_bytes > self._buffer_bytes:
+            if not self.lost_events:
+                log.warning("events are lost: %d bytes wait to be sent, events.buffer_bytes allows no more", self.queued_bytes)
+            self.lost_events += len(events)
+            topic.must_clear |= any(not isinstance(event, BlocksStored) for event in events)
+            return
+        self._put_bytes += num_bytes
+        self._queue.put(_Item(topic, unix_time_s, events, topic.must_clear, topic.num_key_spaces == 1, num_bytes))
+        topic.must_clear = False
+
+    def close(self) -> None:
+        """Sends what is queued, as far as a short time allows, and closes the sockets."""
+        self._queue.put(None)
+        self._thread.join(STOP_TIMEOUT_S)
+
+    # On the thread
+
+    def _run(self) -> None:
+        running = True
+        while running:
+            try:
+                item = self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                pass
+            else:
+                running = item is not None
+                if item is not None:
+                    self._send(item)
+                    self._taken_bytes += item.num_bytes
+            try:
+                while self._replay is not None and self._replay.poll(0):
+                    self._serve_replay(self._replay)
+            except zmq.ZMQError:
+                log.exception("a replay could not be sent")
+        self._pub.close()
+        if self._replay is not None:
+            self._replay.close()
+        self._context.term()
+
+    def _send(self, item: _Item) -> None:
+        topic = item.topic
+        try:
+            events = self._translator.translate(item.events, is_alone=item.is_alone)
+            if item.clears_first:
+                events.insert(0, AllBlocksCleared())
+            if not events:
+                return
+            payload = self._encoder.encode(KVEventBatch(item.unix_time_s, events, RANK))
+            number = next(topic.sequence)
+            self._pub.send_multipart((topic.name, number.to_bytes(SEQUENCE_BYTES, "big"), payload))
+        except Exception:  # The effect executor's edge: one bad event must not end all others.
+            log.exception("events of topic %s could not be sent", topic.name.decode())
+            return
+        self.published_events += len(events)
+        topic.sent.append((number, payload))
+        topic.sent_bytes += len(payload)
+        while len(topic.sent) > self._buffer_steps or topic.sent_bytes > self._buffer_bytes:
+            topic.sent_bytes -= len(topic.sent.popleft()[1])
+
+    def _serve_replay(self, socket: "zmq.Socket[bytes]") -> None:
+        """Answers a request: an empty frame, the first sequence number wanted, and, if only one topic is wanted, its name."""
+        client, *frames = socket.recv_multipart()
+        if len(frames) not in (2, 3) or frames[0] or len(frames[1]) > SEQUENCE_BYTES:
+            log.warning(
+                "a replay request has %d frames; it takes an empty one, 8 bytes of sequence number and, at will, a topic", len(frames)
+            )
+            return
+        first = int.from_bytes(frames[1], "big")
+        for topic in list(self._topics.values()):
+            if len(frames) == 3 and frames[2] != topic.name:
+                continue
+            for number, payload in topic.sent:
+                if number >= first:
+                    socket.send_multipart((client, b"", topic.name, number.to_bytes(SEQUENCE_BYTES, "big"), payload))
+        socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))

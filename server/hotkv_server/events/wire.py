@@ -1,0 +1,131 @@
+"""vLLM's event classes, as they are on the wire, and ours in their terms.
+
+The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so that what is encoded here is byte for byte what an engine
+would send; the server does not import vLLM, a test compares them. Host memory is the medium that vLLM names "CPU".
+
+A run without token ids is published as vLLM publishes one that it can't describe: no tokens and block size 0. A router can't match it
+with a prompt, and passes over it; one that goes by hashes still can.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from numpy.typing import NDArray
+
+from hotkv.groups import GroupKind
+from hotkv.keys import KeySpace
+from hotkv_server.runtime.events import BlocksRemoved, BlocksStored, Event, KeySpaceCleared
+
+MEDIUM = "CPU"
+RANK = 0
+"""Data parallel rank of the publisher: the server has none."""
+KINDS = {
+    GroupKind.FULL_ATTENTION: "full_attention",
+    GroupKind.MLA: "mla_attention",
+    GroupKind.SLIDING_WINDOW: "sliding_window",
+    GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
+    GroupKind.MAMBA: "mamba",
+}
+"""vLLM's `KVCacheSpecKind` of each kind of group; a test proves it total."""
+
+ExternalHash = bytes | int
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """Any event; a map whose `type` is the name of the class."""
+
+
+class BlockStored(KVCacheEvent):
+    """Blocks became ready."""
+
+    block_hashes: list[ExternalHash]
+    parent_block_hash: ExternalHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    """Blocks are no longer kept."""
+
+    block_hashes: list[ExternalHash]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    """No block is kept."""
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one message carries. `ts`: seconds since 1970."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> list[ExternalHash]:
+    """Hashes as vLLM's events carry them: the last 8 bytes as a number, or whole. Source: `maybe_convert_block_hash` in vLLM 0.32."""
+    packed = words.tobytes()
+    rows = (packed[start : start + hash_bytes] for start in range(0, len(packed), 32))
+    return [int.from_bytes(row[-8:], "big") for row in rows] if as_ints else list(rows)
+
+
+class Translator:
+    """Our events in vLLM's classes. `as_ints`: hashes as numbers."""
+
+    def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
+        self._key_spaces = key_spaces
+        self._as_ints = as_ints
+
+    def translate(self, events: Iterable[Event], *, is_alone: bool) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """`is_alone`: no other key space shares their topic; only then may a cleared key space clear it."""
+        translated: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        for event in events:
+            match event:
+                case BlocksStored():
+                    translated.append(self._stored(event))
+                case BlocksRemoved():
+                    translated.append(self._removed(event))
+                case KeySpaceCleared() if is_alone:
+                    translated.append(AllBlocksCleared())
+                case KeySpaceCleared(removed=removed):
+                    translated.extend(map(self._removed, removed))
+        return translated
+
+    def _stored(self, event: BlocksStored) -> BlockStored:
+        key_space = self._key_spaces[event.key_space_id]
+        group, content = key_space.groups[event.group_index], event.content
+        hashes = external_hashes(event.hashes, key_space.hash_bytes, as_ints=self._as_ints)
+        parents = [] if event.parent is None else external_hashes(event.parent, key_space.hash_bytes, as_ints=self._as_ints)
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=parents[0] if parents else None,
+            token_ids=content.token_ids.tolist(),
+            block_size=group.block_tokens if len(content.token_ids) else 0,
+            lora_id=None,
+            medium=MEDIUM,
+            lora_name=content.lora_name or None,
+            extra_keys=list(content.extra_keys) or None,
+            group_idx=event.group_index,
+            kv_cache_spec_kind=KINDS[group.kind],
+            kv_cache_spec_sliding_window=group.window_tokens if group.kind is GroupKind.SLIDING_WINDOW else None,
+        )
+
+    def _removed(self, event: BlocksRemoved) -> BlockRemoved:
+        hash_bytes = self._key_spaces[event.key_space_id].hash_bytes
+        hashes = external_hashes(event.hashes, hash_bytes, as_ints=self._as_ints)
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=event.group_index)

@@ -1,0 +1,32 @@
+"""EventService: events for tools."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hotkv.v1 import events_pb2, events_pb2_grpc
+from hotkv_server.rpc import convert
+from hotkv_server.rpc.streams import stream
+from hotkv_server.runtime.events import TimedEvent
+from hotkv_server.runtime.node import Node
+
+
+class EventService(events_pb2_grpc.EventServiceServicer):
+    """See events.proto."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def Subscribe(self, request: events_pb2.SubscribeRequest, context: Any) -> AsyncIterator[events_pb2.SubscribeResponse]:
+        node = self._node
+
+        def message(item: TimedEvent) -> events_pb2.Event | None:
+            key_space_id = item.event.key_space_id
+            if request.key_space_id not in (0, key_space_id):
+                return None
+            return convert.event(item, node.core.key_space(key_space_id))
+
+        def response(events: list[events_pb2.Event], lost: int) -> events_pb2.SubscribeResponse:
+            return events_pb2.SubscribeResponse(events=events, lost_event_count=lost)
+
+        async for part in stream(context, node, request.key_space_id, node.events.feeds, message, response):
+            yield part

@@ -1,0 +1,170 @@
+"""Events: which blocks became ready, and which are gone, for routers and tools.
+
+Always true: a block's `BlocksStored` comes after it is ready, `BlocksRemoved` after it can't be found any more; what is stored in one
+event is one unbroken run of a chain, so that its token ids are exactly those of its blocks. Publishing never waits: who can't keep up
+loses events, and is told.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.keys import KeySpace
+from hotkv.results import BlockResult
+from hotkv.table import Words
+from hotkv_server.core.values import EvictionNotice, Run
+from hotkv_server.runtime.feed import Feeds
+
+ExtraKey = str | bytes | tuple[str, int]
+"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the place of its first token."""
+BlockExtraKeys = tuple[ExtraKey, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunContent:
+    """What an engine says of a run besides its hashes, for events.
+
+    `token_ids` int32 [blocks · block_tokens], empty where it sent none. `extra_keys`: one entry a block, or none at all.
+    """
+
+    token_ids: NDArray[np.int32]
+    lora_name: str = ""
+    extra_keys: tuple[BlockExtraKeys, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """An unbroken run of blocks became ready. `parent` [8] words or None at the root; `depth` of the first block."""
+
+    key_space_id: int
+    group_index: int
+    hashes: Words
+    parent: Words | None
+    depth: int
+    content: RunContent
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.hashes.nbytes + self.content.token_ids.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks are no longer kept. `hashes`: words [n, 8], in no order."""
+
+    key_space_id: int
+    group_index: int
+    hashes: Words
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.hashes.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpaceCleared:
+    """No block of the key space is kept. `removed`: those that were, until now."""
+
+    key_space_id: int
+    removed: tuple[BlocksRemoved, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(event.num_bytes for event in self.removed)
+
+
+Event = BlocksStored | BlocksRemoved | KeySpaceCleared
+
+
+@dataclass(frozen=True, slots=True)
+class TimedEvent:
+    """An event with its time, seconds since 1970."""
+
+    unix_time_s: float
+    event: Event
+
+    @property
+    def num_bytes(self) -> int:
+        return self.event.num_bytes
+
+
+class EventPublisher(Protocol):
+    """Takes events out of the node. Called on the event loop; nothing here blocks."""
+
+    published_events: int
+    """Events that were sent, since the start."""
+    lost_events: int
+    """Events that found no room, since the start."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of events that wait to be sent."""
+
+    def add_key_space(self, number: int, key_space: KeySpace) -> None:
+        """Declares a key space, before its first event."""
+
+    def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
+        """Queues events, in order, or loses them where there is no room."""
+
+    def settle(self) -> None:
+        """Called now and then: tells readers of losses that nothing told them of yet."""
+
+
+class EventHub:
+    """Where events go: to the publisher, if there is one, and to feeds."""
+
+    def __init__(self, publisher: EventPublisher | None = None) -> None:
+        self.publisher = publisher
+        self.feeds: Feeds[TimedEvent] = Feeds()
+
+    def __repr__(self) -> str:
+        return f"EventHub({self.publisher!r}, {self.feeds!r})"
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody would see an event."""
+        return self.publisher is not None or len(self.feeds) > 0
+
+    def add_key_space(self, number: int, key_space: KeySpace) -> None:
+        """Declares a key space on first sight: who knew of blocks in it, from an earlier server, may forget them."""
+        if self.publisher is not None:
+            self.publisher.add_key_space(number, key_space)
+        self.publish([KeySpaceCleared(number)])
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Sends events out, in order."""
+        if events and self.is_heard:
+            now_s = time.time()
+            if self.publisher is not None:
+                self.publisher.publish(now_s, events)
+            self.feeds.put(TimedEvent(now_s, event) for event in events)
+
+
+def stored_events(
+    key_space_id: int, key_space: KeySpace, runs: Sequence[Run], contents: Sequence[RunContent], results: Sequence[NDArray[np.uint8]]
+) -> list[Event]:
+    """One event for each unbroken run of blocks that a store has made ready."""
+    events: list[Event] = []
+    for run, content, values in zip(runs, contents, results, strict=True):
+        block_tokens = key_space.groups[run.group_index].block_tokens
+        edges = np.diff(np.concatenate(([0], values == BlockResult.STORED, [0])).astype(np.int8))
+        for first, end in zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True):
+            part = RunContent(
+                content.token_ids[first * block_tokens : end * block_tokens], content.lora_name, content.extra_keys[first:end]
+            )
+            parent = run.hashes[first - 1] if first else run.parent
+            events.append(BlocksStored(key_space_id, run.group_index, run.hashes[first:end], parent, run.depth + first, part))
+    return events
+
+
+def removed_events(notices: Sequence[EvictionNotice], flushed_key_space_id: int) -> list[Event]:
+    """Events of evictions; those of a flushed key space as one."""
+    removed = [BlocksRemoved(notice.key_space_id, notice.group_index, notice.hashes) for notice in notices]
+    if not flushed_key_space_id:
+        return list(removed)
+    cleared = KeySpaceCleared(flushed_key_space_id, tuple(event for event in removed if event.key_space_id == flushed_key_space_id))
+    return [*(event for event in removed if event.key_space_id != flushed_key_space_id), cleared]

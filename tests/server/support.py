@@ -1,0 +1,53 @@
+"""An engine with any groups, for tests of what depends on them."""
+
+import mmap
+import os
+
+import numpy as np
+
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv_client import BlockRun, EngineMemory, Role, Session, SessionConfig, TransferResult
+from hotkv_client.types import Int32s
+
+PAGE_BYTES = 4096
+NUM_BLOCKS = 64
+FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAGE_BYTES,))
+WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, (PAGE_BYTES,), 24)
+WIDE = GroupSpec(GroupKind.FULL_ATTENTION, 32, (PAGE_BYTES,))
+
+
+class GroupsEngine:
+    """One page a block and group; its worker session is connected. Close it."""
+
+    def __init__(self, target: str, groups: tuple[GroupSpec, ...], model: str) -> None:
+        pages = [group.slot_bytes for group in groups]
+        num_bytes = NUM_BLOCKS * sum(pages)
+        self.fd = os.memfd_create("groups-engine")
+        os.truncate(self.fd, num_bytes)
+        self.memory = mmap.mmap(self.fd, num_bytes)
+        tensors = tuple(PageTensor(g, "kv", NUM_BLOCKS * sum(pages[:g]), page, page, 0) for g, page in enumerate(pages))
+        layout = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", num_bytes),), tensors, "LBHNC")
+        self.key_space = KeySpace(model, model, "bfloat16", groups, 16)
+        config = SessionConfig(target, os.urandom(8).hex(), Role.WORKER, self.key_space, reconnect_max_s=0.5)
+        self.session = Session(config, EngineMemory(layout, {"kv": self.fd}))
+        self.session.start()
+        assert self.session.wait_connected(20)
+
+    def store(self, *runs: BlockRun) -> TransferResult:
+        """Stores under names of its own."""
+        name = os.urandom(8).hex()
+        return self.session.store(name, name, runs, 20).result(20)
+
+    def close(self) -> None:
+        self.session.close()
+        os.close(self.fd)
+
+
+def hashes(count: int) -> list[bytes]:
+    return [os.urandom(32) for _ in range(count)]
+
+
+def block_ids(count: int, first: int = 0) -> Int32s:
+    return np.arange(first, first + count, dtype=np.int32)

@@ -1,0 +1,433 @@
+"""KV events of a real server, read as a router reads an engine's: over ZMQ, with vLLM's own classes."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import KVCacheSpecKind
+
+from demo.processes import ROOT, Server, runtime_folder
+from hotkv.errors import HotKVError
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv_client import BlockRun
+from hotkv_client.admin import AdminClient
+from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes
+
+BIG = GroupSpec(GroupKind.FULL_ATTENTION, 16, (128 << 10,))
+DECODER = msgspec.msgpack.Decoder(type=KVEventBatch)
+Make = Callable[..., GroupsEngine]
+QUIET_MS = 300
+
+
+def topic(model: str) -> str:
+    return f"kv@{socket.gethostname()}@{model}"
+
+
+def external(block_hash: bytes) -> Any:
+    return maybe_convert_block_hash(BlockHash(block_hash))
+
+
+class Router:
+    """Reads one topic as vLLM's subscriber example does; checks that what came is what vLLM itself would have sent."""
+
+    def __init__(self, folder: Path, topic: str) -> None:
+        self.context = zmq.Context()
+        self.folder, self.topic = folder, topic
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.connect(f"ipc://{folder}/events")
+        self.sub.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.next_sequence = -1
+
+    def wait_subscribed(self, engine: GroupsEngine) -> None:
+        """Until the first event comes through; the engine's key space is empty then."""
+        deadline_s = time.monotonic() + 20
+        while not self.sub.poll(100):
+            assert time.monotonic() < deadline_s, "no event came"
+            engine.session.flush().result(10)
+        while self.sub.poll(QUIET_MS):
+            assert self.batch().events == [AllBlocksCleared()]
+
+    def batch(self) -> KVEventBatch:
+        name, sequence, payload = self.sub.recv_multipart()
+        return self.check(name, sequence, payload)
+
+    def check(self, name: bytes, sequence: bytes, payload: bytes) -> KVEventBatch:
+        number = int.from_bytes(sequence, "big")
+        assert len(sequence) == 8 and name.decode() == self.topic
+        assert self.next_sequence in (-1, number), "a message is missing"
+        self.next_sequence = number + 1
+        batch = DECODER.decode(payload)
+        assert batch.data_parallel_rank == 0 and abs(batch.ts - time.time()) < 60
+        assert msgspec.msgpack.Encoder().encode(batch) == payload, "vLLM would have sent other bytes"
+        return batch
+
+    def events(self, count: int = 0) -> list[Any]:
+        """The next events: `count` of them, or all that come until it is quiet."""
+        found: list[Any] = []
+        while (len(found) < count and self.sub.poll(10_000)) or (not count and self.sub.poll(QUIET_MS)):
+            found += self.batch().events
+        assert not count or len(found) == count
+        return found
+
+    def replay(self, *request: bytes) -> list[tuple[str, int, bytes]]:
+        """What the replay socket answers, without the end mark."""
+        with self.context.socket(zmq.DEALER) as dealer:
+            dealer.connect(f"ipc://{self.folder}/replay")
+            dealer.send_multipart([b"", *request])
+            found = []
+            while dealer.poll(10_000):
+                empty, name, sequence, payload = dealer.recv_multipart()
+                assert empty == b""
+                if sequence == ZmqEventPublisher.END_SEQ:
+                    assert name == payload == b""
+                    return found
+                found.append((name.decode(), int.from_bytes(sequence, "big"), payload))
+        raise AssertionError("the replay has no end")
+
+    def close(self) -> None:
+        self.sub.close(0)
+        self.context.term()
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[tuple[Server, Path]]:
+    """A server of 16 MiB that publishes on Unix sockets in the folder."""
+    with runtime_folder(64 << 20) as folder:
+        flags = ["--events.endpoint", f"ipc://{folder}/events", "--events.replay-endpoint", f"ipc://{folder}/replay"]
+        with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", *flags) as running:
+            running.wait_ready()
+            yield running, folder
+
+
+@pytest.fixture
+def engine(published: tuple[Server, Path]) -> Iterator[Make]:
+    with contextlib.ExitStack() as stack:
+
+        def make(model: str, *groups: GroupSpec) -> GroupsEngine:
+            made = GroupsEngine(published[0].target, groups or (FULL,), model)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def router(published: tuple[Server, Path]) -> Iterator[Callable[[GroupsEngine], Router]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(engine: GroupsEngine) -> Router:
+            made = Router(published[1], topic(engine.key_space.model))
+            stack.callback(made.close)
+            made.wait_subscribed(engine)
+            return made
+
+        yield make
+
+
+def tokens(count: int, first: int = 1000) -> list[int]:
+    return list(range(first, first + count))
+
+
+def stored(blocks: list[bytes], parent: bytes | None, token_ids: list[int], group: int, **fields: Any) -> BlockStored:
+    """What vLLM would publish of host blocks of the first three groups of these tests."""
+    spec = (FULL, WINDOW, WIDE)[group]
+    return BlockStored(
+        block_hashes=[external(h) for h in blocks],
+        parent_block_hash=None if parent is None else external(parent),
+        token_ids=token_ids,
+        block_size=spec.block_tokens if token_ids else 0,
+        lora_id=None,
+        medium="CPU",
+        lora_name=fields.get("lora_name"),
+        extra_keys=fields.get("extra_keys"),
+        group_idx=group,
+        kv_cache_spec_kind="sliding_window" if group == 1 else "full_attention",
+        kv_cache_spec_sliding_window=24 if group == 1 else None,
+    )
+
+
+def test_stored_blocks_are_published_with_exactly_their_tokens(engine: Make, router: Callable[[GroupsEngine], Router]) -> None:
+    one = engine("events-stored", FULL, WINDOW, WIDE)
+    assert one.session.wants_token_ids
+    reader = router(one)
+    prompt, ids = hashes(6), tokens(96)
+    wide = prompt[1::2]
+    # The window group's third block comes first, by itself.
+    one.store(BlockRun(1, prompt[2:3], block_ids(1), prompt[1], 2, ids[32:48]))
+    assert reader.events(1) == [stored(prompt[2:3], prompt[1], ids[32:48], 1)]
+    one.store(
+        BlockRun(0, prompt, block_ids(6), token_ids=ids),
+        BlockRun(1, prompt[1:], block_ids(5), prompt[0], 1, np.array(ids[16:], np.int32)),
+        BlockRun(2, wide, block_ids(3), token_ids=ids),
+    )
+    assert reader.events(4) == [
+        stored(prompt, None, ids, 0),
+        stored(prompt[1:2], prompt[0], ids[16:32], 1),
+        stored(prompt[3:], prompt[2], ids[48:], 1),
+        stored(wide, None, ids, 2),
+    ]
+    # What is there already is no news.
+    one.store(BlockRun(0, prompt, block_ids(6), token_ids=ids))
+    assert reader.events() == []
+
+
+def test_extra_keys_and_adapters_are_passed_on(engine: Make, router: Callable[[GroupsEngine], Router]) -> None:
+    one = engine("events-extra")
+    reader = router(one)
+    prompt, ids = hashes(3), tokens(48)
+    keys = [("adapter", ("image-1", 7)), None, (b"\x01\x02", "salt")]
+    one.store(BlockRun(0, prompt, block_ids(3), b"", 0, ids, "adapter", keys))
+    # vLLM's decoder makes lists of the pairs.
+    decoded = [("adapter", ["image-1", 7]), None, (b"\x01\x02", "salt")]
+    assert reader.events(1) == [stored(prompt, None, ids, 0, lora_name="adapter", extra_keys=decoded)]
+
+
+def test_blocks_without_tokens_look_as_vllm_publishes_what_it_cannot_describe(
+    engine: Make, router: Callable[[GroupsEngine], Router]
+) -> None:
+    one = engine("events-bare")
+    reader = router(one)
+    prompt = hashes(2)
+    one.store(BlockRun(0, prompt, block_ids(2)))
+    (event,) = reader.events(1)
+    assert event == stored(prompt, None, [], 0)
+    assert event.block_size == 0
+
+
+def test_evicted_blocks_are_removed_and_a_flush_clears(
+    published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
+) -> None:
+    one = engine("events-removed", FULL, WINDOW)
+    reader = router(one)
+    prompt, ids = hashes(4), tokens(64)
+    one.store(*(BlockRun(g, prompt, block_ids(4), token_ids=ids) for g in (0, 1)))
+    reader.events(2)
+    with AdminClient(published[0].target) as admin:
+        number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "events-removed")
+        admin.evict(number, 1, prompt[0] + prompt[3])
+        (event,) = reader.events(1)
+        assert isinstance(event, BlockRemoved)
+        assert (set(event.block_hashes), event.medium, event.group_idx) == ({external(prompt[0]), external(prompt[3])}, "CPU", 1)
+        admin.flush(number)
+    assert reader.events(1) == [AllBlocksCleared()]
+
+
+def test_key_spaces_that_share_a_topic_do_not_clear_each_other(published: tuple[Server, Path], engine: Make) -> None:
+    one, other = engine("events-shared"), engine("events-shared", FULL, WINDOW)
+    prompt = hashes(2)
+    reader = Router(published[1], topic("events-shared"))
+    try:
+        deadline_s = time.monotonic() + 20
+        while not reader.sub.poll(100):
+            # A flush of nothing says nothing here; so something is stored and flushed until it is heard.
+            one.store(BlockRun(0, hashes(1), block_ids(1)))
+            one.session.flush().result(10)
+            assert time.monotonic() < deadline_s
+        reader.events()
+        one.store(BlockRun(0, prompt, block_ids(2)))
+        other.store(BlockRun(1, prompt[:1], block_ids(1)))
+        one.session.flush().result(10)
+        first, second, third = reader.events(3)
+        assert first == stored(prompt, None, [], 0)
+        assert second.group_idx == 1
+        assert isinstance(third, BlockRemoved)
+        assert (set(third.block_hashes), third.group_idx) == (set(map(external, prompt)), 0)
+    finally:
+        reader.close()
+
+
+def test_a_reader_replays_what_it_has_missed(engine: Make, router: Callable[[GroupsEngine], Router]) -> None:
+    one = engine("events-replay")
+    reader = router(one)
+    batches = [hashes(2) for _ in range(5)]
+    for blocks in batches:
+        one.store(BlockRun(0, blocks, block_ids(2), token_ids=tokens(32)))
+    live = reader.events(5)
+    first = reader.next_sequence - 5
+    name = reader.topic.encode()
+    replayed = reader.replay((first + 2).to_bytes(8, "big"), name)
+    assert [number for _, number, _ in replayed] == [first + 2, first + 3, first + 4]
+    assert [event for _, _, payload in replayed for event in DECODER.decode(payload).events] == live[2:]
+    # Without a topic, as vLLM's readers ask, all topics answer, each by its own numbers; a topic begins by clearing it.
+    everything = reader.replay((0).to_bytes(8, "big"))
+    mine = [(number, payload) for topic_name, number, payload in everything if topic_name == reader.topic]
+    assert [number for number, _ in mine] == list(range(reader.next_sequence))
+    assert DECODER.decode(mine[0][1]).events == [AllBlocksCleared()]
+    assert reader.replay(reader.next_sequence.to_bytes(8, "big"), name) == []
+
+
+def test_what_a_router_believes_is_what_the_server_holds(
+    published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
+) -> None:
+    """Random stores and flushes in an arena that is too small, and evictions by hand, followed by events alone."""
+    one = engine("events-view", BIG, WINDOW)
+    reader = router(one)
+    rng = np.random.default_rng(11)
+    pool = hashes(300)
+    believed: set[tuple[int, Any]] = set()
+    num_removed = 0
+    with AdminClient(published[0].target) as admin:
+        number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "events-view")
+        for step in range(100):
+            start, count = int(rng.integers(0, 260)), int(rng.integers(1, 40))
+            run = pool[start : start + count]
+            one.store(BlockRun(int(rng.integers(0, 2)), run, block_ids(len(run)), b"", 0, tokens(16 * len(run))))
+            if step % 15 == 14:
+                admin.evict(number, int(rng.integers(0, 2)), b"".join(pool[:: int(rng.integers(1, 5))]))
+            if step % 40 == 39:
+                admin.flush(number)
+        for event in reader.events():
+            match event:
+                case BlockStored():
+                    new = {(event.group_idx, h) for h in event.block_hashes}
+                    assert not new & believed, "stored twice"
+                    believed |= new
+                case BlockRemoved():
+                    gone = {(event.group_idx, h) for h in event.block_hashes}
+                    assert gone <= believed, "removed what was not there"
+                    believed -= gone
+                    num_removed += len(gone)
+                case AllBlocksCleared():
+                    believed.clear()
+        evicted = admin.info()["counters"]["evicted_blocks_total"]
+        listed = admin.blocks(number, 10_000)["blocks"]
+    held = {(b["group_index"], external(bytes.fromhex(b["block_hash"]))) for b in listed if b["state"] == "ready"}
+    assert believed == held
+    assert held
+    assert num_removed > 100 and evicted > 100, "little was evicted: the test shows little"
+
+
+def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: Make) -> None:
+    server = published[0]
+    one, stranger = engine("events-grpc"), engine("events-grpc-other")
+    prompt, ids = hashes(2), tokens(32)
+    with AdminClient(server.target) as admin:
+        number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "events-grpc")
+        stream = admin.events(number, 60)
+        assert next(stream) == ([], 0)
+        stranger.store(BlockRun(0, prompt, block_ids(2)))
+        one.store(BlockRun(0, prompt, block_ids(2), b"", 0, ids, "adapter", [("adapter", ("image", 3)), None]))
+        admin.evict(number, 0, prompt[0])
+        one.session.flush().result(10)
+        seen: list[dict[str, Any]] = []
+        while len(seen) < 3:
+            items, lost = next(stream)
+            assert lost == 0
+            seen += items
+        stream.close()  # type: ignore[attr-defined]
+    stored_event, removed, _ = seen
+    assert [item["event"] for item in seen] == ["stored", "removed", "cleared"]
+    assert {item["key_space_id"] for item in seen} == {number}
+    assert stored_event["hashes"] == b"".join(prompt).hex() and stored_event["token_ids"] == ids
+    assert stored_event["extra_keys"] == [["adapter", ["image", 3]], []] and stored_event["block_count"] == 2
+    assert removed["hashes"] == prompt[0].hex()
+
+
+def test_the_command_line_prints_events(published: tuple[Server, Path], engine: Make) -> None:
+    server = published[0]
+    one = engine("events-cli")
+    for flags in ([], ["--json"]):
+        command = [sys.executable, "-u", "-m", "hotkv_client.cli", "events", "--seconds", "30", "--target", server.target, *flags]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            assert process.stdout is not None
+            try:
+                wait_for_readers(server, 1)
+                one.store(BlockRun(0, hashes(1), block_ids(1), token_ids=tokens(16)))
+                line = process.stdout.readline()
+                one.session.flush().result(10)
+                cleared = process.stdout.readline()
+            finally:
+                process.terminate()
+        wait_for_readers(server, 0)
+        if flags:
+            assert json.loads(line)["event"] == "stored" and json.loads(cleared)["event"] == "cleared"
+        else:
+            assert "stored  group 0  1 blocks" in line and "tokens 16" in line and "cleared" in cleared
+
+
+def wait_for_readers(server: Server, count: int) -> None:
+    deadline_s = time.monotonic() + 30
+    while server.counter("event_readers") != count:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (BlockRun(0, hashes(2), block_ids(2), token_ids=[1] * 31), "runs.token_ids has 124 bytes; 32 tokens of 2 blocks take 4 each"),
+        (BlockRun(0, hashes(2), block_ids(2), extra_keys=[None]), "runs.extra_keys has 1 entries for 2 blocks"),
+        (BlockRun(0, hashes(1), block_ids(1), lora_name="x" * 300), "runs.lora_name is longer than 256 characters"),
+    ],
+)
+def test_contents_that_do_not_fit_are_refused(engine: Make, run: BlockRun, words: str) -> None:
+    with pytest.raises(HotKVError, match=words):
+        engine("events-refused").store(run)
+
+
+def test_kinds_of_groups_have_vllms_names() -> None:
+    from hotkv_server.events.wire import KINDS
+
+    assert set(KINDS) == set(GroupKind)
+    assert set(KINDS.values()) <= {kind.value for kind in KVCacheSpecKind}
+
+
+def test_our_classes_are_vllms() -> None:
+    """Every field, in order, with its default, and how it is encoded."""
+    from hotkv_server.events import wire
+
+    pairs = [(wire.BlockStored, BlockStored), (wire.BlockRemoved, BlockRemoved), (wire.AllBlocksCleared, AllBlocksCleared)]
+    for ours, theirs in [*pairs, (wire.KVEventBatch, KVEventBatch)]:
+        assert ours.__struct_fields__ == theirs.__struct_fields__
+        assert ours.__struct_defaults__ == theirs.__struct_defaults__
+        assert (ours.__struct_config__.tag, ours.__struct_config__.array_like) == (
+            theirs.__struct_config__.tag,
+            theirs.__struct_config__.array_like,
+        )
+        assert ours.__struct_config__.omit_defaults == theirs.__struct_config__.omit_defaults
+
+
+def test_a_server_that_cannot_publish_says_so_and_does_not_start(tmp_path: Path) -> None:
+    for endpoint, words in (
+        ("ipc:///nowhere/at/all", "events: "),
+        ("udp://x", "events.endpoint is 'udp://x': must begin with tcp:// or ipc://"),
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "hotkv_server",
+            "run",
+            "--runtime-dir",
+            str(tmp_path / "run"),
+            "--arena.dir",
+            str(tmp_path / "arena"),
+        ]
+        command += ["--arena.bytes", "16MiB", "--http.port", "-1", "--events.endpoint", endpoint]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert done.returncode in (1, 2)
+        assert words in done.stderr
+
+
+def test_settings_of_events_are_checked() -> None:
+    from hotkv_server.settings import load_settings
+
+    for flags, words in (
+        (["--events.topic", "kv@{pod}"], "events.topic is 'kv@{pod}': may name {host}, {model}, {tenant}, {key_space} in braces"),
+        (["--events.topic", "kv@{}"], "events.topic"),
+        (["--events.replay-endpoint", "tcp://*:1"], "replay_endpoint needs endpoint"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            load_settings(None, flags, "test")
+        assert words in str(caught.value)

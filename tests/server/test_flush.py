@@ -1,0 +1,132 @@
+"""Flush through a real server: whoever looks, by table or by call, finds nothing of before."""
+
+import json
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from demo.processes import Server
+from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, Retention, TransferStatus
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+from tests.server.support import block_ids, hashes
+
+Make = Callable[..., PagedEngine]
+
+
+def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
+    """Blocks that are found, in the table and by a call alike."""
+    probe = engine.session.probe(0, blocks)
+    assert probe is not None
+    looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(10)[0]
+    assert probe.tolist() == looked_up.tolist()
+    return int(probe.sum())
+
+
+def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make) -> None:
+    told: list[Evicted] = []
+    one, other = engine(model="flush-one"), engine(model="flush-one", on_evicted=told.append)
+    stranger = engine(model="flush-other")
+    blocks = hashes(20)
+    for each in (one, stranger):
+        each.session.store("s", "s", [BlockRun(0, blocks, block_ids(20))], 20, Retention(pin=True, ttl_s=60)).result(20)
+    assert other.session.flush().result(10) == 20
+    assert ready(one, blocks) == ready(other, blocks) == 0
+    assert ready(stranger, blocks) == 20
+    other.session.ping(10)
+    assert {h for notice in told for group in notice.groups for h in group.hashes} == set(blocks)
+    assert other.session.flush().result(10) == 0
+    # Stored anew, they are as good as new.
+    again = one.session.store("t", "t", [BlockRun(0, blocks, block_ids(20))], 20).result(20)
+    assert set(again.results[0].tolist()) == {BlockResult.STORED}
+    assert ready(other, blocks) == 20
+
+
+def test_what_a_lease_was_promised_is_still_loaded(engine: Make) -> None:
+    one = engine(model="flush-leased")
+    one.kv[:, :4] = np.random.default_rng(3).integers(0, 256, one.kv[:, :4].shape, dtype=np.uint8)
+    blocks = hashes(4)
+    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(4))], 20).result(20)
+    assert one.session.acquire("lease", [GroupHashes(0, blocks)]).result(10).pinned[0].all()
+    assert one.session.flush().result(10) == 4
+    assert not one.session.acquire("late", [GroupHashes(0, blocks)]).result(10).pinned[0].any()
+    one.session.store("t", "t", [BlockRun(0, blocks, block_ids(4, 40))], 20).result(20)
+    end = one.session.load("l", "lease", [LoadRun(0, block_ids(4), block_ids(4, 20))], 20).result(20)
+    assert end.status is TransferStatus.DONE
+    assert np.array_equal(one.kv[:, 20:24], one.kv[:, :4])
+
+
+def test_what_is_reserved_is_refused_when_it_comes(engine: Make) -> None:
+    one = engine(model="flush-reserved")
+    blocks = hashes(3)
+    one.session.reserve("lease", [BlockRun(0, blocks)]).result(10)
+    one.session.flush().result(10)
+    end = one.session.store("s", "lease", [BlockRun(0, blocks, block_ids(3))], 20).result(20)
+    assert not set(end.results[0].tolist()) & {BlockResult.STORED, BlockResult.PRESENT, BlockResult.WRITTEN}
+    assert ready(one, blocks) == 0
+
+
+def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
+    """Weights change under the same hashes: each generation is flushed while the last of it is still being stored."""
+    writer, late, reader = (engine(model="flush-generations", page_bytes=64 << 10) for _ in range(3))
+    blocks, late_blocks = hashes(16), hashes(16)
+    generation = 0
+    stop = threading.Event()
+    wrong: list[tuple[int, int]] = []
+    num_loaded = 0
+
+    def read() -> None:
+        nonlocal num_loaded
+        count = 0
+        while not stop.is_set():
+            count += 1
+            least = generation
+            grant = reader.session.acquire(f"r{count}", [GroupHashes(0, blocks + late_blocks)]).result(20)
+            positions = np.flatnonzero(grant.pinned[0]).astype(np.int32)
+            if len(positions):
+                load = [LoadRun(0, positions, block_ids(len(positions)))]
+                assert reader.session.load(f"r{count}", f"r{count}", load, 20).result(20).status is TransferStatus.DONE
+                found = np.unique(reader.kv[:, : len(positions)])
+                wrong.extend((least, int(value)) for value in found if value < least)
+                num_loaded += len(positions)
+            reader.session.release(f"r{count}")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for number in range(1, 60):
+            late.kv[:] = generation
+            # Reserved before the flush; whether the store's bytes come before or after it is left to chance.
+            late.session.reserve(f"late {number}", [BlockRun(0, late_blocks)]).result(20)
+            slow = late.session.store(f"late {number}", f"late {number}", [BlockRun(0, late_blocks, block_ids(16))], 20)
+            writer.session.flush().result(20)
+            generation = number
+            writer.kv[:] = generation
+            writer.session.store(f"w {number}", f"w {number}", [BlockRun(0, blocks, block_ids(16))], 20).result(20)
+            slow.result(20)
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not wrong, f"generations that were flushed, and what was read of them: {wrong[:5]}"
+    assert num_loaded > 100
+
+
+def test_the_command_line_flushes(server: Server, engine: Make) -> None:
+    one = engine(model="flush-cli")
+    blocks = hashes(2)
+    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(2))], 20).result(20)
+    one.session.acquire("lease", [GroupHashes(0, blocks[:1])]).result(10)
+    with AdminClient(server.target) as admin:
+        number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "flush-cli")
+    assert json.loads(server.cli("flush", "--key-space", str(number), "--json")) == {"flushed_block_count": 2}
+    assert ready(one, blocks) == 0
+    # The leased one keeps its slot, and says so, until the lease ends.
+    assert "flushed" in server.cli("blocks", "--key-space", str(number))
+    one.session.release("lease")
+    one.session.ping(10)
+    assert "flushed" not in server.cli("blocks", "--key-space", str(number))
+    assert server.counter("flushed_blocks_total") >= 2
+    with pytest.raises(Exception, match="key_space_id 4000 is unknown"):
+        server.cli("flush", "--key-space", "4000")

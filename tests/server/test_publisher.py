@@ -1,0 +1,179 @@
+"""The publisher by itself: what it does where there is no room, and where requests make no sense."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+
+from hotkv.results import BlockResult
+from hotkv_server.core.values import EvictionNotice, Run
+from hotkv_server.events.publisher import ZmqPublisher, binds
+from hotkv_server.runtime.events import BlocksRemoved, BlocksStored, Event, KeySpaceCleared, RunContent, removed_events, stored_events
+from tests.core.support import hash_of, make_key_space, words_of
+
+MIB = 1 << 20
+KEY_SPACE = make_key_space("one", 4096, 4096)
+
+
+class Reader:
+    """Reads a publisher's socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context = zmq.Context()
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.connect(f"ipc://{folder}/events")
+        self.sub.setsockopt(zmq.SUBSCRIBE, b"")
+
+    def read(self) -> tuple[int, list[object]]:
+        assert self.sub.poll(10_000), "nothing came"
+        _, sequence, payload = self.sub.recv_multipart()
+        return int.from_bytes(sequence, "big"), list(msgspec.msgpack.decode(payload, type=KVEventBatch).events)
+
+    def wait_subscribed(self, publisher: ZmqPublisher) -> int:
+        """The last sequence number that came, once messages come through."""
+        for _ in range(200):
+            publisher.publish(1.0, [KeySpaceCleared(1)])
+            if self.sub.poll(50):
+                break
+        last = -1
+        while self.sub.poll(300):
+            last, events = self.read()
+            assert events == [AllBlocksCleared()]
+        assert last >= 0
+        return last
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[ZmqPublisher]:
+    made = ZmqPublisher(
+        f"ipc://{tmp_path}/events",
+        f"ipc://{tmp_path}/replay",
+        lambda number, key_space: key_space.model,
+        buffer_steps=3,
+        buffer_bytes=MIB,
+        int_hashes=False,
+    )
+    made.add_key_space(1, KEY_SPACE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    made = Reader(tmp_path)
+    yield made
+    made.sub.close(0)
+    made.context.term()
+
+
+def stored(numbers: list[int]) -> BlocksStored:
+    return BlocksStored(1, 0, words_of(numbers), None, 0, RunContent(np.zeros(0, np.int32)))
+
+
+def removed(numbers: list[int]) -> BlocksRemoved:
+    return BlocksRemoved(1, 0, words_of(numbers))
+
+
+TOO_MANY = list(range(MIB // 32 + 1))
+
+
+def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(publisher: ZmqPublisher, reader: Reader) -> None:
+    last = reader.wait_subscribed(publisher)
+    publisher.publish(1.0, [stored(TOO_MANY)])
+    assert publisher.lost_events == 1
+    publisher.publish(1.0, [stored([1])])
+    number, events = reader.read()
+    assert number == last + 1, "what is lost has no number"
+    assert [type(event) for event in events] == [BlockStored]
+    publisher.publish(1.0, [removed(TOO_MANY), stored([2])])
+    assert publisher.lost_events == 3
+    publisher.publish(1.0, [stored([3])])
+    number, events = reader.read()
+    assert number == last + 2
+    assert [type(event) for event in events] == [AllBlocksCleared, BlockStored]
+    # Where nothing follows, the clearing comes by itself, once.
+    publisher.publish(1.0, [removed(TOO_MANY)])
+    publisher.settle()
+    publisher.settle()
+    assert reader.read() == (last + 3, [AllBlocksCleared()])
+    assert not reader.sub.poll(200)
+
+
+def test_what_is_sent_leaves_the_queue(publisher: ZmqPublisher, reader: Reader) -> None:
+    reader.wait_subscribed(publisher)
+    for number in range(300):
+        publisher.publish(1.0, [removed(list(range(number * 100, number * 100 + 100)))])
+        _, (event,) = reader.read()
+        assert isinstance(event, BlockRemoved)
+        assert event.block_hashes == [hash_of(n) for n in range(number * 100, number * 100 + 100)], "whole hashes where asked for"
+    assert publisher.lost_events == 0
+
+
+def test_replay_keeps_the_last_steps_and_survives_nonsense(publisher: ZmqPublisher, reader: Reader, tmp_path: Path) -> None:
+    last = reader.wait_subscribed(publisher)
+    for number in range(5):
+        publisher.publish(1.0, [removed([number])])
+        reader.read()
+    with reader.context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"ipc://{tmp_path}/replay")
+        for nonsense in ([b""], [b"x", bytes(8)], [b"", bytes(9)], [b"", bytes(8), b"", b""], [b"x" * 100_000]):
+            dealer.send_multipart(nonsense)
+        dealer.send_multipart([b"", bytes(8)])
+        numbers = []
+        while dealer.poll(10_000):
+            _, _, sequence, _ = dealer.recv_multipart()
+            if sequence == ZmqEventPublisher.END_SEQ:
+                break
+            numbers.append(int.from_bytes(sequence, "big"))
+    assert numbers == [last + 3, last + 4, last + 5]
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://host:5557", "tcp://[::]:5557", "ipc:///x", "tcp://10.0.0.1:1", "inproc://x"])
+def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
+    assert binds(endpoint) == ZmqEventPublisher._is_bind_endpoint(endpoint)
+
+
+@given(
+    results=st.lists(st.sampled_from([BlockResult.STORED, BlockResult.PRESENT, BlockResult.NO_SPACE]), min_size=1, max_size=12),
+    depth=st.integers(0, 3),
+    has_tokens=st.booleans(),
+    has_keys=st.booleans(),
+)
+def test_a_store_is_told_as_its_unbroken_runs(results: list[BlockResult], depth: int, has_tokens: bool, has_keys: bool) -> None:
+    """Against a block by block account: every stored block once, with its own tokens, keys, parent and depth."""
+    n = len(results)
+    run = Run(0, words_of(range(n)), words_of([99])[0] if depth else None, depth)
+    tokens = np.arange(16 * n, dtype=np.int32) if has_tokens else np.zeros(0, np.int32)
+    content = RunContent(tokens, "adapter", tuple((f"salt {i}",) for i in range(n)) if has_keys else ())
+    events = stored_events(1, KEY_SPACE, [run], [content], [np.array(results, np.uint8)])
+    told: list[int] = []
+    for event in events:
+        assert isinstance(event, BlocksStored)
+        first = event.depth - depth
+        numbers = list(range(first, first + len(event.hashes)))
+        assert np.array_equal(event.hashes, words_of(numbers))
+        before = run.parent if first == 0 else words_of([first - 1])[0]
+        assert (before is None) == (event.parent is None) and np.array_equal(before, event.parent)  # type: ignore[arg-type]
+        assert event.content.token_ids.tolist() == (list(range(16 * first, 16 * (numbers[-1] + 1))) if has_tokens else [])
+        assert event.content.extra_keys == (tuple((f"salt {i}",) for i in numbers) if has_keys else ())
+        assert not told or first > told[-1] + 1, "one run was told as two"
+        told += numbers
+    assert told == [i for i, result in enumerate(results) if result == BlockResult.STORED]
+
+
+def test_a_flush_is_one_event_beside_the_evictions_of_others() -> None:
+    notices = [EvictionNotice(1, 0, words_of([1])), EvictionNotice(2, 0, words_of([2])), EvictionNotice(1, 1, words_of([3]))]
+    events: list[Event] = removed_events(notices, 1)
+    assert [type(event) for event in events] == [BlocksRemoved, KeySpaceCleared]
+    cleared = events[-1]
+    assert isinstance(cleared, KeySpaceCleared)
+    assert [(event.key_space_id, event.group_index) for event in cleared.removed] == [(1, 0), (1, 1)]
+    assert [event.key_space_id for event in removed_events(notices, 0)] == [1, 2, 1]
+    assert removed_events([], 3) == [KeySpaceCleared(3)]
