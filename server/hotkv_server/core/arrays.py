@@ -1,20 +1,9 @@
 """Small array questions that numpy answers slowly in the case that is usual here: all equal, or all different."""
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.table import Words
-
-
-def distinct(values: NDArray[Any]) -> list[int]:
-    """The distinct values, in rising order."""
-    if not len(values):
-        return []
-    if np.all(values == values[0]):
-        return [int(values[0])]
-    return [int(value) for value in np.unique(values)]
 
 
 def first_occurrences(hashes: Words) -> NDArray[np.int64]:

@@ -94,11 +94,22 @@ class BlockIndex:
         done = int(self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks))
         assert done == len(entries), "published an entry that is not in the table"
 
-    def remove(self, entries: Entries, keys: Keys) -> Words:
-        """Drops entries, reserved or ready; their numbers are free again. Returns their records [n, 18] as they were."""
+    def remove(self, entries: Entries, keys: Keys) -> list[Words]:
+        """Drops entries, reserved or ready; their numbers are free again.
+
+        Returns their records [n, 18] as they were, in parts of one key space, group and slot size.
+        """
         rows = self._unlink(entries, keys)
         self._release(entries)
-        return rows
+        return self.parts(rows)
+
+    def parts(self, rows: Words) -> list[Words]:
+        """Records [n, 18] in parts of one key space, group and slot size."""
+        if not len(rows) or self._kernels.is_uniform(rows):
+            return [rows] if len(rows) else []
+        owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array([0xFFFF_FFFF, 0xFFFF, 0xFFFF_FFFF], np.uint32)
+        _, part_of = np.unique(owners, axis=0, return_inverse=True)
+        return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
 
     def detach(self, entries: Entries) -> None:
         """Takes ready entries out of the table; their numbers and slots stay taken until `remove_detached`."""

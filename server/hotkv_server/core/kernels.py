@@ -235,6 +235,16 @@ def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any) -> i
     return done
 
 
+@numba.njit("boolean(uint32[:, ::1])", nogil=True, cache=True)
+def is_uniform(rows: Any) -> bool:
+    """Whether all records are of one key space, group and slot size."""
+    for i in range(1, rows.shape[0]):
+        different = (rows[i, KEY_SPACE] ^ rows[0, KEY_SPACE]) | (rows[i, SIZE] ^ rows[0, SIZE])
+        if different | ((rows[i, GROUP_STATE] ^ rows[0, GROUP_STATE]) & np.uint32(0xFFFF)):
+            return False
+    return True
+
+
 @numba.njit("int64(uint32[:, ::1], uint32[::1], int64)", nogil=True, cache=True)
 def release(records: Any, entries: Any, free_head: Any) -> int:
     """Puts entry numbers that are in use no more at the head of the free ones; returns the new head."""

@@ -88,6 +88,7 @@ class SlabPool:
             raise ValueError(f"arena_bytes is {arena_bytes}, smaller than one slab of {slab_bytes}")
         self.slab_bytes = slab_bytes
         self.num_slabs = arena_bytes // slab_bytes
+        self.num_free_slabs = self.num_slabs
         self._classes: dict[int, _SlabClass] = {}
         # Per slab: the slot size it is lent to (_FREE for none), and its used slots. A spanning slot counts in its first slab.
         self._owner = np.full(self.num_slabs, _FREE, np.int64)
@@ -97,10 +98,6 @@ class SlabPool:
     def __repr__(self) -> str:
         lent = ", ".join(f"{s.slot_bytes}B: {s.num_used}/{s.num_slots}" for s in self.stats())
         return f"SlabPool({self.num_free_slabs}/{self.num_slabs} slabs of {self.slab_bytes} B free; {lent})"
-
-    @property
-    def num_free_slabs(self) -> int:
-        return int((self._owner == _FREE).sum())
 
     def stats(self) -> list[SlabClassStats]:
         """One row a slot size that has slabs."""
@@ -184,6 +181,7 @@ class SlabPool:
             spans = (emptied[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
             self._owner[spans] = _FREE
             c.num_slabs -= len(spans)
+            self.num_free_slabs += len(spans)
 
     def claim(self, slot_bytes: int, offsets: Int64s) -> None:
         """Marks given slots used in a pool that is otherwise untouched: rebuilding after a restart. Raises ValueError on overlap."""
@@ -199,6 +197,7 @@ class SlabPool:
             raise ValueError("slots are misaligned or claimed twice")
         self._owner[spans] = c.slot_bytes
         c.num_slabs += len(spans)
+        self.num_free_slabs -= len(spans)
         everything = self._slots_of(c, first)
         c.free = np.concatenate((c.free, np.setdiff1d(everything, offsets)))
         np.add.at(self._used, self.slab_of(offsets), 1)
@@ -229,11 +228,13 @@ class SlabPool:
         spans = (first[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
         self._owner[spans] = c.slot_bytes
         c.num_slabs += len(spans)
+        self.num_free_slabs -= len(spans)
         c.free = np.concatenate((self._slots_of(c, first)[::-1], c.free))
         return True
 
     def check_invariants(self) -> None:
         """Raises AssertionError where counts, owners and free lists disagree."""
+        assert self.num_free_slabs == int((self._owner == _FREE).sum()), "free slabs miscounted"
         for c in self._classes.values():
             mine = np.flatnonzero(self._owner == c.slot_bytes)
             assert len(mine) == c.num_slabs, "lent slabs miscounted"

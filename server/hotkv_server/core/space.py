@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from hotkv import table
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, Words
-from hotkv_server.core.arrays import distinct
 from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.slabs import SlabPool, aligned
@@ -70,10 +69,9 @@ class Space:
     def insert(self, key_space_id: int, group_index: int, hashes: Words, slot_bytes: int, depths: Int64s, lease: int) -> Entries:
         """Reserves slots for keys that are not in the index, evicting where it must; as many as possible, from the first on."""
         size = aligned(slot_bytes)
+        if self.pool.available_slots(size) < len(hashes):
+            self._make_room(size, len(hashes))
         offsets = self.pool.allocate(size, len(hashes))
-        if len(offsets) < len(hashes):
-            self._make_room(size, len(hashes) - len(offsets))
-            offsets = np.concatenate((offsets, self.pool.allocate(size, len(hashes) - len(offsets))))
         if len(offsets) > self.index.capacity - self.index.num_entries:
             self._evict_coldest(0, len(offsets) - (self.index.capacity - self.index.num_entries))
         n = len(offsets)
@@ -103,14 +101,11 @@ class Space:
         self.policy.forget(entries, keys, evicted=False)
         self._free_slots(self.index.remove(entries, keys))
 
-    def _free_slots(self, rows: Words, *, for_reuse: bool = False) -> None:
-        """Frees the slots of records [n, 18] that are gone."""
-        sizes = rows[:, table.W_SIZE]
-        offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
-        one_size = distinct(sizes)
-        for size in one_size:
-            mine = offsets if len(one_size) == 1 else offsets[sizes == size]
-            self.pool.free(size * table.SLOT_ALIGN, mine, for_reuse=for_reuse)
+    def _free_slots(self, parts: list[Words], *, for_reuse: bool = False) -> None:
+        """Frees the slots of records that are gone, given in parts of one slot size."""
+        for rows in parts:
+            offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
+            self.pool.free(int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN, offsets, for_reuse=for_reuse)
 
     def evict(self, entries: Entries) -> int:
         """Removes ready entries that are not pinned, with a notice; returns how many that were."""
@@ -119,7 +114,7 @@ class Space:
     def flush(self, entries: Entries) -> None:
         """Removes ready entries, with a notice. Pinned ones can't be found any more and keep their slots until they are reaped."""
         keys = self.index.mixed(entries)
-        self._give_notice(self.index.table.records[entries], keys)
+        self._give_notice(self.index.parts(self.index.table.records[entries]), keys)
         self.policy.forget(entries, keys, evicted=False)
         is_pinned = self.index.pins[entries] > 0
         self._free_slots(self.index.remove(entries[~is_pinned], keys[~is_pinned]))
@@ -132,26 +127,23 @@ class Space:
             gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
             rows = self.index.table.records[gone]
             self.index.remove_detached(gone)
-            self._free_slots(rows)
+            self._free_slots(self.index.parts(rows))
 
     def _evict_checked(self, entries: Entries, *, for_reuse: bool = False) -> int:
         if len(entries):
             keys = self.index.mixed(entries)
             self.policy.forget(entries, keys, evicted=True)
-            rows = self.index.remove(entries, keys)
-            self._give_notice(rows, keys)
-            self._free_slots(rows, for_reuse=for_reuse)
+            parts = self.index.remove(entries, keys)
+            self._give_notice(parts, keys)
+            self._free_slots(parts, for_reuse=for_reuse)
             self.evicted_blocks += len(entries)
         return len(entries)
 
-    def _give_notice(self, rows: Words, keys: Keys) -> None:
-        """Tells the sessions what goes, by its records [n, 18], and remembers its keys."""
-        owners = rows[:, table.W_KEY_SPACE].astype(np.int64) << 16 | rows[:, table.W_GROUP_STATE] & 0xFFFF
-        hashes = np.ascontiguousarray(rows[:, :8])
-        all_owners = distinct(owners)
-        for owner in all_owners:
-            mine = hashes if len(all_owners) == 1 else hashes[owners == owner]
-            self.effects.append(EvictionNotice(owner >> 16, owner & 0xFFFF, mine))
+    def _give_notice(self, parts: list[Words], keys: Keys) -> None:
+        """Tells the sessions what goes, by its records in parts of one owner, and remembers its keys."""
+        for rows in parts:
+            key_space_id, group_index = int(rows[0, table.W_KEY_SPACE]), int(rows[0, table.W_GROUP_STATE]) & 0xFFFF
+            self.effects.append(EvictionNotice(key_space_id, group_index, np.ascontiguousarray(rows[:, :8])))
         last = keys[-GHOST_KEYS:]
         at = self._next_ghost
         self._next_ghost = (at + len(last)) % GHOST_KEYS
@@ -173,12 +165,13 @@ class Space:
         return int(self.index.slot_bytes(pinned).sum())
 
     def _make_room(self, slot_bytes: int, num_slots: int) -> None:
-        """Evicts until `num_slots` more slots of this size can be had, or nothing more may go."""
+        """Evicts until `num_slots` slots of this size can be had, or nothing more may go."""
         shared = self.pool.is_shared(slot_bytes)
         if shared:
             # Comparing with other sizes looks at every entry; so it is done for a share of the arena at a time.
             share_bytes = self.pool.num_slabs * self.pool.slab_bytes // REBALANCE_SHARE
-            pressure_bytes = self._pressure_bytes.get(slot_bytes, share_bytes) + num_slots * slot_bytes
+            missing_bytes = (num_slots - self.pool.available_slots(slot_bytes)) * slot_bytes
+            pressure_bytes = self._pressure_bytes.get(slot_bytes, share_bytes) + missing_bytes
             if pressure_bytes >= share_bytes:
                 wanted = max(num_slots, share_bytes // slot_bytes)
                 self._take_until(slot_bytes, wanted)

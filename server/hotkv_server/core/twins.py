@@ -169,6 +169,12 @@ def unlink(buckets: Words, records: Words, mixed: Mixed, entries: Words, rows: W
     return done
 
 
+def is_uniform(rows: Words) -> bool:
+    """Twin of `kernels.is_uniform`."""
+    owners = rows[:, [W_KEY_SPACE, W_GROUP_STATE, W_SIZE]] & np.array([0xFFFF_FFFF, 0xFFFF, 0xFFFF_FFFF], np.uint32)
+    return bool(np.all(owners == owners[:1]))
+
+
 def release(records: Words, entries: Words, free_head: int) -> int:
     """Twin of `kernels.release`."""
     if not len(entries):

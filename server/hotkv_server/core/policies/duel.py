@@ -29,36 +29,57 @@ KEYS_PER_BLOCK = 8
 """Keys that the sample remembers for each block of a shadow: what the shadows hold, and ghosts."""
 
 
+LEAK = 1e-3
+"""Of doublings above the most that count: enough to keep an order among such blocks, and the heads of chains above their tails."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """heat = recency · (time of last use) + half_life_s · (log2 of the decayed number of uses), in seconds.
+    """heat = recency · (time of last use) + half_life_s · (min(c, most_doublings) + LEAK · c), in seconds.
 
-    Small half-lives order by recency, large ones by frequency. With recency -1 frequency decides and, of equals, the older stay: what a
-    loop larger than the cache needs.
+    c is log2 of the uses, each counting half as much after `memory_s`.
+
+    Small half-lives order by recency, large ones by frequency. With most_doublings 1 all that matters is whether a block was used again, and
+    with a short memory whether that was soon. With recency -1 frequency decides and, of equals, the older stay: what a loop larger
+    than the cache needs.
     """
 
     half_life_s: float
+    memory_s: float = 900.0
+    most_doublings: float = 64.0
     recency: float = 1.0
 
 
-CONTENDERS = (Contender(120.0), Contender(1.0), Contender(30.0), Contender(300.0), Contender(900.0), Contender(10_000.0, -1.0))
+CONTENDERS = (
+    Contender(120.0),
+    Contender(1.0),
+    Contender(30.0),
+    Contender(300.0),
+    Contender(900.0),
+    Contender(1000.0, most_doublings=1.0),
+    Contender(1000.0, memory_s=100.0, most_doublings=1.0),
+    Contender(10_000.0, recency=-1.0),
+)
+"""At most eight. The first holds until another has won."""
 
 
 class Duel:
-    """Shadow caches of all contenders over one sample. The first contender holds until another has won."""
+    """Shadow caches of all contenders over one sample."""
 
-    def __init__(self, capacity: int, memory_s: float, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
+    def __init__(self, capacity: int, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
         self.contenders = contenders
         self.current = 0
         self.share = 1.0
+        self._too_many = 2 * MIN_SHADOW_BLOCKS
         num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
         leaves = 1 << (num_buckets * WAYS - 1).bit_length()
-        self._memory_s = memory_s
-        self._half_lives_s = np.array([c.half_life_s for c in contenders])
-        self._recencies = np.array([c.recency for c in contenders])
+        self._rules = np.array([(c.half_life_s, c.most_doublings, c.recency) for c in contenders])
+        memories_s = sorted({c.memory_s for c in contenders})
+        self._memories_s = np.array(memories_s)
+        self._memory_of = np.array([memories_s.index(c.memory_s) for c in contenders])
         self._keys = np.zeros((num_buckets, WAYS), np.uint64)
         self._used_s = np.zeros((num_buckets, WAYS), np.float64)
-        self._uses = np.zeros((num_buckets, WAYS), np.float64)
+        self._uses = np.zeros((len(memories_s), num_buckets, WAYS), np.float64)
         self._holders = np.zeros((num_buckets, WAYS), np.uint8)
         self._trees = np.full((len(contenders), 2 * leaves), np.inf)
         self._held = np.zeros(len(contenders), np.int64)
@@ -81,7 +102,7 @@ class Duel:
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
         """Blocks of a chain were asked for, hit or not, while the cache held `num_resident` blocks. True where the winner changed."""
-        if _share_for(num_resident) <= self.share / 2:
+        if num_resident >= self._too_many:
             self._thin_out(num_resident)
         limit = max(1, round(num_resident * self.share))
         self._kernels.observe(
@@ -92,13 +113,13 @@ class Duel:
             self._trees,
             self._held,
             self._hits,
-            self._half_lives_s,
-            self._recencies,
+            self._rules,
+            self._memories_s,
+            self._memory_of,
             keys,
             int(self.share * (1 << 32)),
             limit,
             now_s,
-            self._memory_s,
         )
         if now_s < self._epoch_ends_s:
             return False
@@ -108,6 +129,9 @@ class Duel:
         """Lowers the share to what so many blocks ask for; keys that are not in the smaller sample leave all shadows."""
         while _share_for(num_resident) <= self.share / 2:
             self.share /= 2
+        self._too_many = num_resident + 1
+        while _share_for(self._too_many) > self.share / 2:
+            self._too_many *= 2
         left_out = (twins.spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
         self._keys[left_out], self._holders[left_out] = 0, 0
         leaves = self._trees.shape[1] // 2

@@ -1,8 +1,8 @@
 """Hotness: recency plus what frequency is worth.
 
-Per entry the time of its last use t and c = log2 of its uses, each decayed by half every `MEMORY_S`; heat = ±t + H·c, so one doubling of
-uses is worth H seconds of recency. H, and whether recency counts for or against, is what the duel chooses; t and c do not depend
-on it, so a change holds at once. Ghosts keep t and c of evicted blocks, four for each block of the capacity.
+Per entry the time of its last use t and c = log2 of its uses, which count half as much after each memory; heat = ±t + H·c, so that one
+doubling of uses is worth H seconds of recency. The duel chooses H and the rest of the formula (`duel.Contender`) while serving; entries
+keep t and c, so a change holds at once. Ghosts keep them for evicted blocks, four for each block of the capacity.
 """
 
 import numpy as np
@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from hotkv import native
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.policies import twins
-from hotkv_server.core.policies.duel import Duel
+from hotkv_server.core.policies.duel import LEAK, Duel
 from hotkv_server.core.policies.ghosts import GhostTable
 from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.core.policies.queue import ColdQueue, Highest
 
-MEMORY_S = 900.0
 TICKS_PER_S = 64
 """Resolution of t; 32 bits of it are two years."""
 GHOSTS_PER_BLOCK = 4
@@ -37,7 +36,7 @@ class Hotness:
         self._highest = Highest()
         self._first_s = np.inf
         self._num_known = 0
-        self.duel = Duel(capacity, MEMORY_S)
+        self.duel = Duel(capacity)
         self._kernels = native.load("hotkv_server.core.policies.kernels") or twins
 
     def __repr__(self) -> str:
@@ -60,7 +59,7 @@ class Hotness:
         if self._first_s == np.inf:
             self._first_s = now_s - 1.0
         now, until = self._ticks(now_s), self._ticks(now_s + retention.ttl_s)
-        self._kernels.use(self._used, self._uses, entries, now, until, retention.priority, MEMORY_S * TICKS_PER_S, DEPTH_STEP)
+        self._kernels.use(self._used, self._uses, entries, now, until, retention.priority, self._memory_ticks, DEPTH_STEP)
         if self.duel.observe(keys, now_s, self._num_known):
             for queue in self._queues.values():
                 queue.clear()
@@ -68,7 +67,7 @@ class Hotness:
     def refresh(self, entries: Entries, now_s: float) -> None:
         if len(entries):
             now = self._ticks(now_s)
-            self._kernels.use(self._used, self._uses, entries, now, now, -np.inf, MEMORY_S * TICKS_PER_S, DEPTH_STEP)
+            self._kernels.use(self._used, self._uses, entries, now, now, -np.inf, self._memory_ticks, DEPTH_STEP)
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         gone_keys, gone_states = np.empty(len(entries), np.uint64), np.empty(len(entries), np.uint64)
@@ -84,7 +83,8 @@ class Hotness:
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         winner = self.duel.winner
-        heat = self._uses[entries].astype(np.float64) * winner.half_life_s
+        uses = self._uses[entries].astype(np.float64)
+        heat = winner.half_life_s * (np.minimum(uses, winner.most_doublings) + LEAK * uses)
         heat += self._used[entries] * (winner.recency / TICKS_PER_S)
         return heat
 
@@ -92,7 +92,11 @@ class Hotness:
         return self._used[entries] / TICKS_PER_S + self._first_s
 
     def _members(self, first: int, stop: int) -> Entries:
-        return (np.flatnonzero(self._used[first:stop]) + first).astype(np.uint32)
+        return (self._used[first:stop].nonzero()[0] + first).astype(np.uint32)
+
+    @property
+    def _memory_ticks(self) -> float:
+        return self.duel.winner.memory_s * TICKS_PER_S
 
     def _ticks(self, now_s: float) -> int:
         return max(1, min(int((now_s - self._first_s) * TICKS_PER_S), 0xFFFF_FFFF))

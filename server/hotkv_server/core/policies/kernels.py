@@ -8,6 +8,8 @@ import numpy as np
 
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 WAYS = 8
+DEPTH_STEP = 4e-6
+LEAK = 1e-3
 LOW_HALF = np.uint64(0xFFFF_FFFF)
 
 
@@ -133,8 +135,8 @@ def _least_leaf(tree: Any) -> int:
 
 
 @numba.njit(
-    "void(uint64[:, ::1], float64[:, ::1], float64[:, ::1], uint8[:, ::1], float64[:, ::1], int64[::1], int64[::1], float64[::1],"
-    " float64[::1], uint64[::1], int64, int64, float64, float64)",
+    "void(uint64[:, ::1], float64[:, ::1], float64[:, :, ::1], uint8[:, ::1], float64[:, ::1], int64[::1], int64[::1], float64[:, ::1],"
+    " float64[::1], int64[::1], uint64[::1], int64, int64, float64)",
     nogil=True,
     cache=True,
 )
@@ -146,16 +148,16 @@ def observe(
     trees: Any,
     held: Any,
     hits: Any,
-    half_lives_s: Any,
-    recencies: Any,
+    rules: Any,
+    memories_s: Any,
+    memory_of: Any,
     asked: Any,
     threshold: Any,
     limit: Any,
     now_s: Any,
-    memory_s: Any,
 ) -> None:
     """One use of each sampled key among `asked`, tail to head, in every shadow cache; a shadow holds at most `limit` keys."""
-    num_contenders = half_lives_s.shape[0]
+    num_contenders = rules.shape[0]
     for i in range(asked.shape[0] - 1, -1, -1):
         key = asked[i] | np.uint64(1)
         mixed = _spread(key)
@@ -174,16 +176,18 @@ def observe(
                 place = way
         leaf = bucket * WAYS + place
         if known:
-            count = _log2_of_sum(uses[bucket, place] - max(0.0, now_s - used_s[bucket, place]) / memory_s, 0.0)
+            age_s = max(0.0, now_s - used_s[bucket, place])
+            for m in range(memories_s.shape[0]):
+                uses[m, bucket, place] = _log2_of_sum(uses[m, bucket, place] - age_s / memories_s[m], 0.0)
         else:
-            count = 0.0
+            uses[:, bucket, place] = 0.0
             for c in range(num_contenders):
                 if holders[bucket, place] >> c & 1:
                     _set_leaf(trees[c], leaf, np.inf)
                     held[c] -= 1
             holders[bucket, place] = np.uint8(0)
             keys[bucket, place] = key
-        uses[bucket, place], used_s[bucket, place] = count, now_s
+        used_s[bucket, place] = now_s
         for c in range(num_contenders):
             if holders[bucket, place] >> c & 1:
                 hits[c] += 1
@@ -196,4 +200,5 @@ def observe(
                 holders[bucket, place] |= np.uint8(1 << c)
                 held[c] += 1
             # The depth breaks ties, as in the index.
-            _set_leaf(trees[c], leaf, recencies[c] * now_s + half_lives_s[c] * (count - 4e-6 * i))
+            count = uses[memory_of[c], bucket, place] - DEPTH_STEP * i
+            _set_leaf(trees[c], leaf, rules[c, 2] * now_s + rules[c, 0] * (min(count, rules[c, 1]) + LEAK * count))

@@ -37,7 +37,7 @@ class Stamps:
 
     def members(self, first: int, stop: int) -> Entries:
         """Stamped entries in a range of numbers."""
-        return (np.flatnonzero(self.stamp_s[first:stop]) + first).astype(np.uint32)
+        return (self.stamp_s[first:stop].nonzero()[0] + first).astype(np.uint32)
 
 
 class LRU:

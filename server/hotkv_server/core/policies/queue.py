@@ -60,19 +60,19 @@ class ColdQueue:
         chosen: list[Entries] = []
         missing, refilled = count, False
         while missing > 0:
-            if not len(self._entries):
-                if refilled:
-                    break
+            if len(self._entries) < missing and not refilled:
+                # What is left of the queue is the coldest again.
                 self._refill(missing, evictable, chosen)
                 refilled = True
-                continue
             head = self._entries[: 2 * missing]
-            good = head[(self._state[head] == self._states[: len(head)]) & evictable(head)][:missing]
+            if not len(head):
+                break
+            places = ((self._state[head] == self._states[: len(head)]) & evictable(head)).nonzero()[0][:missing]
+            chosen.append(head[places])
             # Only what was looked at and passed over, or taken, leaves the queue.
-            used = len(head) if len(good) < missing else int(np.flatnonzero(head == good[-1])[0]) + 1
+            used = len(head) if len(places) < missing else int(places[-1]) + 1
             self._entries, self._states = self._entries[used:], self._states[used:]
-            chosen.append(good)
-            missing -= len(good)
+            missing -= len(places)
         if len(chosen) == 1:
             return chosen[0]
         return np.concatenate(chosen) if chosen else np.empty(0, np.uint32)

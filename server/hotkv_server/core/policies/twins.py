@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 WAYS = 8
 DEPTH_STEP = 4e-6
+LEAK = 1e-3
 
 
 def spread(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -88,13 +89,13 @@ def observe(
     trees: Any,
     held: Any,
     hits: Any,
-    half_lives_s: Any,
-    recencies: Any,
+    rules: Any,
+    memories_s: Any,
+    memory_of: Any,
     asked: Any,
     threshold: int,
     limit: int,
     now_s: float,
-    memory_s: float,
 ) -> None:
     """Twin of `kernels.observe`."""
     asked = asked | np.uint64(1)
@@ -107,15 +108,16 @@ def observe(
         ranks = (keys[bucket] != 0).astype(int) + (holders[bucket] != 0)
         place = int(same[0]) if len(same) else int(np.lexsort((used_s[bucket], ranks))[0])
         leaf = bucket * WAYS + place
-        count = 0.0
         if len(same):
-            count = float(np.logaddexp2(uses[bucket, place] - max(0.0, now_s - used_s[bucket, place]) / memory_s, 0.0))
+            age_s = max(0.0, now_s - used_s[bucket, place])
+            uses[:, bucket, place] = np.logaddexp2(uses[:, bucket, place] - age_s / memories_s, 0.0)
         else:
+            uses[:, bucket, place] = 0.0
             for c in np.flatnonzero(holders[bucket, place] >> np.arange(len(held)) & 1).tolist():
                 _set_leaf(trees[c], leaf, np.inf)
                 held[c] -= 1
             holders[bucket, place], keys[bucket, place] = 0, key
-        uses[bucket, place], used_s[bucket, place] = count, now_s
+        used_s[bucket, place] = now_s
         for c in range(len(held)):
             if holders[bucket, place] >> c & 1:
                 hits[c] += 1
@@ -127,4 +129,6 @@ def observe(
                     held[c] -= 1
                 holders[bucket, place] |= 1 << c
                 held[c] += 1
-            _set_leaf(trees[c], leaf, recencies[c] * now_s + half_lives_s[c] * (count - DEPTH_STEP * i))
+            half_life_s, most_doublings, recency = rules[c]
+            count = uses[memory_of[c], bucket, place] - DEPTH_STEP * i
+            _set_leaf(trees[c], leaf, recency * now_s + half_life_s * (min(count, most_doublings) + LEAK * count))
