@@ -39,9 +39,9 @@ class Contender:
 
     c is log2 of the uses, each counting half as much after `memory_s`.
 
-    Small half-lives order by recency, large ones by frequency. With most_doublings 1 all that matters is whether a block was used again, and
-    with a short memory whether that was soon. With recency -1 frequency decides and, of equals, the older stay: what a loop larger
-    than the cache needs.
+    Small half-lives order by recency, large ones by frequency. With most_doublings 1 all that matters is whether a block was used again,
+    and with a short memory whether that was soon. With recency -1 frequency decides and, of equals, the older stay: what a loop
+    larger than the cache needs.
     """
 
     half_life_s: float

@@ -1,0 +1,129 @@
+"""The core alone: what a long prompt costs it, what a block of its index weighs, how cost grows with the blocks it holds.
+
+A prompt is looked up, reserved, committed and used: 1024 blocks that a full cache has not, so each evicts another. Blocks are slots
+of 4 KiB; the arena is only counted, no memory is mapped for it. Caches of all sizes take turns. `--json` prints one JSON object last:
+`prompt_1024_ms` (a million blocks), `bytes_per_block_10m` (growth of the process's resident memory from empty to full, before there are
+ghosts), `cost_growth` (time a block at the largest size over that at the smallest).
+"""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bench.report import median, parser, print_report
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.results import BlockResult
+from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.values import CoreConfig, HashList, Run
+
+SIZES = (100_000, 1_000_000, 10_000_000)
+PROMPT_SIZE = 1_000_000
+PROMPT_BLOCKS = 1024
+FILL_BLOCKS = 1 << 17
+SLAB_BYTES = 4 << 20
+STEP_S = 0.2
+"""Trace time between two prompts."""
+PARTS = ("lookup", "reserve", "commit", "touch")
+TARGETS = {"prompt_1024_ms": 1.0, "bytes_per_block_10m": 100.0, "cost_growth": 2.0}
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+@dataclass
+class Bench:
+    """A full cache of one size, and what prompts cost it: seconds per part."""
+
+    num_blocks: int
+    policy: str
+    costs_s: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    now_s: float = 0.0
+    bytes_per_block: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.num_blocks)
+        before_bytes = resident_bytes()
+        arena_bytes = -(-self.num_blocks * SLOT_ALIGN // SLAB_BYTES) * SLAB_BYTES
+        geometry = TableGeometry.for_capacity(self.num_blocks, 1, arena_bytes)
+        block_table = BlockTable(np.zeros(geometry.file_bytes, np.uint8), geometry)
+        config = CoreConfig(arena_bytes, SLAB_BYTES, self.num_blocks)
+        self.core = CacheCore(config, block_table, POLICIES[self.policy](self.num_blocks))
+        groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_ALIGN,)),)
+        self.session = self.core.open_session("bench", "tool", KeySpace("bench", "bench", "bfloat16", groups, 16), 0.0).number
+        for start in range(0, self.num_blocks, FILL_BLOCKS):
+            self.serve(self.new_hashes(min(FILL_BLOCKS, self.num_blocks - start)), measure=False)
+        self.bytes_per_block = (resident_bytes() - before_bytes) / self.num_blocks
+
+    def new_hashes(self, count: int) -> Words:
+        """Words [count, 8] of hashes that nobody has."""
+        return self.random.integers(0, 1 << 32, (count, 8), np.uint32)
+
+    def serve(self, hashes: Words, *, measure: bool = True) -> None:
+        """One prompt: looked up, reserved, committed, used."""
+        core, session = self.core, self.session
+        self.now_s += STEP_S
+        times_s = [time.perf_counter()]
+        core.lookup(1, [HashList(0, hashes)])
+        times_s.append(time.perf_counter())
+        core.begin_store(session, "t", "l", [Run(0, hashes)], 0, 0.0, self.now_s)
+        times_s.append(time.perf_counter())
+        (results,) = core.end_store(session, "t", True, self.now_s)
+        core.take_effects()
+        times_s.append(time.perf_counter())
+        core.touch(session, [HashList(0, hashes)], self.now_s)
+        times_s.append(time.perf_counter())
+        assert np.all(results == BlockResult.STORED), "a block was not stored"
+        if measure:
+            for part, cost_s in zip(PARTS, np.diff(times_s).tolist(), strict=True):
+                self.costs_s[part].append(cost_s)
+
+    def prompt_ms(self, part: str = "") -> float:
+        """Median of a prompt's cost, or of one part of it."""
+        costs_s = self.costs_s[part] if part else [sum(row) for row in zip(*self.costs_s.values(), strict=True)]
+        return median(costs_s) * 1e3
+
+
+def main() -> int:
+    """Command line."""
+    flags = parser("What the core costs a prompt, and its index a block.")
+    flags.add_argument("--policy", default="hotness", choices=sorted(POLICIES))
+    flags.add_argument("--rounds", type=int, default=200)
+    options = flags.parse_args()
+    # A cache that is thrown away loads the kernels.
+    Bench(2 * PROMPT_BLOCKS, options.policy).serve(np.zeros((1, 8), np.uint32))
+    # The largest first: memory that the smaller ones leave free must not count as theirs.
+    benches = {size: Bench(size, options.policy) for size in sorted(SIZES, reverse=True)}
+    for bench in benches.values():
+        for _ in range(options.rounds // 10):
+            bench.serve(bench.new_hashes(PROMPT_BLOCKS), measure=False)
+    for _ in range(options.rounds):
+        for bench in benches.values():
+            bench.serve(bench.new_hashes(PROMPT_BLOCKS))
+    figures = {
+        "prompt_1024_ms": benches[PROMPT_SIZE].prompt_ms(),
+        "bytes_per_block_10m": benches[SIZES[-1]].bytes_per_block,
+        "cost_growth": benches[SIZES[-1]].prompt_ms() / benches[SIZES[0]].prompt_ms(),
+    }
+    rows: list[tuple[object, ...]] = []
+    for size in SIZES:
+        bench = benches[size]
+        parts = (f"{bench.prompt_ms(part):.3f}" for part in PARTS)
+        rows.append((f"{size:,}", f"{bench.prompt_ms():.3f}", *parts, f"{bench.bytes_per_block:.1f}"))
+    print_report(("blocks", "prompt ms", *PARTS, "bytes/block"), rows, {**figures}, as_json=False)
+    print()
+    summary = [(name, f"{value:.3g}", f"{TARGETS[name]:g}", "" if value <= TARGETS[name] else "missed") for name, value in figures.items()]
+    print_report(("figure", "measured", "at most", ""), summary, {"policy": options.policy, **figures}, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
