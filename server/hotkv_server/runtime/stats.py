@@ -78,4 +78,5 @@ def gauges(node: Node) -> dict[str, float]:
         "event_readers": float(len(node.events.feeds)),
         "request_watchers": float(len(node.watched)),
         "notices_queued": float(max((s.notices.qsize() for s in node.sessions.values()), default=0)),
+        **{f"eviction_{name}": value for name, value in node.core.space.policy.figures().items()},
     }

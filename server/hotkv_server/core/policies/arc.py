@@ -94,6 +94,9 @@ class ARC:
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
         return self._stamps.stamp_s[entries]
 
+    def figures(self) -> dict[str, float]:
+        return {"once_blocks": float(self._num[ONCE]), "again_blocks": float(self._num[AGAIN]), "once_target_blocks": self._target}
+
     def check_invariants(self) -> None:
         """Raises AssertionError where counts disagree."""
         values = self._ghosts.values[self._ghosts.tags != 0]

@@ -19,6 +19,8 @@ from hotkv_server.core.policies.queue import ColdQueue, Highest
 TICKS_PER_S = 64
 """Resolution of t; 32 bits of it are two years."""
 GHOSTS_PER_BLOCK = 4
+KEPT_S = 1e9
+"""Added to the heat of blocks whose time to live is not over."""
 DEPTH_STEP = 4e-6
 """Each block of a chain has this much less in c than the one before it: of equals the leaf goes first."""
 
@@ -36,6 +38,7 @@ class Hotness:
         self._highest = Highest()
         self._first_s = np.inf
         self._num_known = 0
+        self._latest = 0
         self.duel = Duel(capacity)
         self._kernels = native.load("hotkv_server.core.policies.kernels") or twins
 
@@ -58,7 +61,8 @@ class Hotness:
     def _use(self, entries: Entries, keys: Keys, now_s: float, retention: Retention) -> None:
         if self._first_s == np.inf:
             self._first_s = now_s - 1.0
-        now, until = self._ticks(now_s), self._ticks(now_s + retention.ttl_s)
+        now = self._latest = self._ticks(now_s)
+        until = self._ticks(now_s + retention.ttl_s) if retention.ttl_s else now
         self._kernels.use(self._used, self._uses, entries, now, until, retention.priority, self._memory_ticks, DEPTH_STEP)
         if self.duel.observe(keys, now_s, self._num_known):
             for queue in self._queues.values():
@@ -85,7 +89,10 @@ class Hotness:
         winner = self.duel.winner
         uses = self._uses[entries].astype(np.float64)
         heat = winner.half_life_s * (np.minimum(uses, winner.most_doublings) + LEAK * uses)
-        heat += self._used[entries] * (winner.recency / TICKS_PER_S)
+        used = self._used[entries]
+        heat += used * (winner.recency / TICKS_PER_S)
+        # What a request asked to keep is in use until then, whatever the formula makes of recency.
+        heat[used > self._latest] += KEPT_S
         return heat
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
@@ -100,6 +107,10 @@ class Hotness:
 
     def _ticks(self, now_s: float) -> int:
         return max(1, min(int((now_s - self._first_s) * TICKS_PER_S), 0xFFFF_FFFF))
+
+    def figures(self) -> dict[str, float]:
+        winner = self.duel.winner
+        return {"half_life_s": winner.half_life_s, "memory_s": winner.memory_s, "recency": winner.recency, "sample_ratio": self.duel.share}
 
     def check_invariants(self) -> None:
         """Raises AssertionError where counts disagree."""

@@ -73,5 +73,8 @@ class LRU:
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
         return self._stamps.stamp_s[entries]
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def check_invariants(self) -> None:
         """Nothing here can disagree."""

@@ -45,5 +45,8 @@ class Policy(Protocol):
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
         """When entries were last used, in seconds of `now_s`."""
 
+    def figures(self) -> dict[str, float]:
+        """What the policy has adapted itself to, by names for metrics."""
+
     def check_invariants(self) -> None:
         """Raises AssertionError where books disagree. Linear in capacity."""

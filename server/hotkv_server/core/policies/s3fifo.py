@@ -107,6 +107,9 @@ class S3FIFO:
         """When entries came into their queue; this policy knows no later time."""
         return self._stamps.stamp_s[entries]
 
+    def figures(self) -> dict[str, float]:
+        return {"small_blocks": float(self._num[SMALL]), "main_blocks": float(self._num[MAIN])}
+
     def check_invariants(self) -> None:
         """Raises AssertionError where counts disagree."""
         for number in (SMALL, MAIN):
