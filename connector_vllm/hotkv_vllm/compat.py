@@ -15,7 +15,7 @@ import torch
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size, resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind, iter_layer_specs
 
-from hotkv.groups import GroupKind, GroupSpec
+from hotkv.groups import GroupKind, GroupSpec, check_context_parallel
 from hotkv.keys import KeySpace
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.weights import files_identity, is_commit
@@ -60,8 +60,7 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise Unsupported("pipeline parallelism is not supported yet")
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise Unsupported("prefill context parallelism is not supported yet")
+    pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -69,13 +68,15 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
             if spec.prefix_cacheable:
                 raise Unsupported(f"KV cache group {group_id} may not be transferred")
             continue
-        groups.append(_cache_group(group_id, group, parallel.decode_context_parallel_size))
+        groups.append(_cache_group(group_id, group, parallel.decode_context_parallel_size, pcp_size))
+    if pcp_size > 1:
+        raise Unsupported("prefill context parallelism is not supported yet")
     if not groups:
         raise Unsupported("the model has no KV cache group that prefix caching could use")
     return tuple(groups)
 
 
-def _cache_group(group_id: int, group: Any, dcp_size: int) -> CacheGroup:
+def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> CacheGroup:
     spec = group.kv_cache_spec
     kind = get_kv_cache_spec_kind(spec)
     layers = list(iter_layer_specs(spec))
@@ -91,6 +92,10 @@ def _cache_group(group_id: int, group: Any, dcp_size: int) -> CacheGroup:
     if mamba_mode == "none":
         raise Unsupported(f"KV cache group {group_id} keeps no states at block boundaries (mamba_cache_mode is 'none')")
     block_tokens = resolve_dcp_kv_block_size(spec, dcp_size)
+    try:
+        check_context_parallel(_KINDS[kind], block_tokens, is_sharded=spec.dcp_sharded, decode_ranks=dcp_size, prefill_ranks=pcp_size)
+    except ValueError as error:
+        raise Unsupported(f"KV cache group {group_id}: {error}") from None
     return CacheGroup(group_id, _KINDS[kind], block_tokens, window, mamba_mode == "align", bool(group.is_eagle_group))
 
 
@@ -99,10 +104,21 @@ def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -
     return math.lcm(kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups))
 
 
-def drops_last_block(vllm_config: Any) -> bool:
-    """True where a drafter needs the last block of every hit recomputed."""
+def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[int]:
+    """Indices of groups whose KV of a token depends on the token after it, so that a hit must know that one too.
+
+    Source: the EAGLE last-block drop of `HybridKVCacheCoordinator` in vLLM 0.32; all groups where none is marked, states never.
+    """
     speculative = vllm_config.speculative_config
-    return speculative is not None and bool(speculative.use_eagle_block_drop())
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return frozenset()
+    marked = frozenset(index for index, group in enumerate(groups) if group.is_draft)
+    return marked or frozenset(index for index, group in enumerate(groups) if group.kind is not GroupKind.MAMBA)
+
+
+def shared_prefix_boundary(request: Any) -> int:
+    """Tokens of a prefix that vLLM saw shared by others and keeps a state for; 0 for none."""
+    return int(getattr(request, "shared_prefix_boundary", 0))
 
 
 def preferred_layout() -> str | None:

@@ -30,10 +30,13 @@ class ConnectorConfig:
     load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
     store_timeout_s: the server gives up a store that takes longer.
     flush_timeout_s: how long a step waits for a store that reads blocks which the step overwrites, before it takes them back.
+    reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its own.
     startup_wait_s: how long the engine's start waits for the server, so that the first request can hit.
     max_inflight_store_mib: bytes of blocks being stored; what comes on top waits, and is dropped when its request ends.
     max_load_retries: failed loads after which a request is not offered hits again.
     use_table: probe the shared block table where the server offers it.
+    state_interval_tokens: of recurrent states (Mamba and the like) store those at multiples of this many tokens, rounded up to a boundary
+        that can be hit, and the last one of a prompt; 0 for every state that vLLM hands over.
     hook_timing_file: where to write time spent in connector hooks, as JSON, at shutdown; empty for nowhere.
     """
 
@@ -45,10 +48,12 @@ class ConnectorConfig:
     load_timeout_s: float = 10.0
     store_timeout_s: float = 5.0
     flush_timeout_s: float = 0.1
+    reset_timeout_s: float = 5.0
     startup_wait_s: float = 1.0
     max_inflight_store_mib: int = 1024
     max_load_retries: int = 0
     use_table: bool = True
+    state_interval_tokens: int = 0
     hook_timing_file: str = ""
 
     @staticmethod

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.groups import GroupKind, GroupSpec, longest_hit, needed_blocks
+from hotkv.groups import PREFIX_CLOSED, GroupSpec, Int64s, longest_hit, longest_prefix, needed_blocks
 from hotkv.keys import group_hashes
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import GroupHashes, LeaseGrant, LoadRun
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import BoolMask, CacheSession
@@ -53,12 +54,18 @@ class RequestState:
     """What the connector knows of one request of the scheduler.
 
     `computed_tokens`: local hit for which the lease was taken. `leased`: first leased block per group. `stored_blocks`: per group the
-    first block not yet considered for storing; `next_store_tokens`: computed tokens at which another block is full.
+    first block not yet considered for storing; `next_store_tokens`: computed tokens at which another block is full. `may_store`: False
+    where its blocks build on what a reset of the cache has made void. `device_hit_tokens`: hit in the engine's own cache, as last asked.
     """
 
     request: Any
     stored_blocks: list[int]
     next_store_tokens: int
+    retention: Retention = NO_RETENTION
+    arrived_s: float = 0.0
+    device_hit_tokens: int = 0
+    reported: bool = False
+    may_store: bool = True
     phase: Phase = Phase.IDLE
     answer: "Future[Any] | None" = None
     deadline_s: float = 0.0
@@ -123,18 +130,19 @@ class HitFinder:
         config: ConnectorConfig,
         stats: HotKVStats,
         id_prefix: str,
-        drop_last_block: bool = False,
+        draft_groups: frozenset[int] = frozenset(),
     ) -> None:
         self.specs = tuple(specs)
+        self.alignment_tokens = alignment_tokens
+        self.draft_groups = draft_groups
+        self._probe_order = sorted(range(len(self.specs)), key=lambda index: self.specs[index].kind not in PREFIX_CLOSED)
         self.hidden = HiddenKeys()
         self._session = session
         self._hash_block_tokens = hash_block_tokens
-        self._alignment = alignment_tokens
         self._config = config
         self._stats = stats
         self._prefix = id_prefix
         self._counter = itertools.count(1)
-        self._drop_last_block = drop_last_block
         self._overdue: Future[Any] | None = None
         # vLLM 0.32 goes on reserving blocks for a request whose load failed until it is scheduled, and admits async loads (not plain
         # prefills) only beside all such reservations. If nothing else fits, a hit would wait for ever, so it is given up instead.
@@ -180,7 +188,9 @@ class HitFinder:
             self.give_back(state)
         if now_s < state.miss_until_s or self._overdue is not None:
             return NO_HIT
-        masks = state.hint if now_s < state.hint_until_s else self._probe(state, computed_tokens)
+        # The hint was taken as if the engine held nothing itself.
+        is_good = now_s < state.hint_until_s and not computed_tokens
+        masks = state.hint if is_good else self._probe(state, computed_tokens)
         state.hint = None
         if masks is None:
             return self._ask(state, now_s)
@@ -244,29 +254,44 @@ class HitFinder:
             answer.add_done_callback(lambda _: self._session.release(lease_id))
 
     def _probe(self, state: RequestState, computed_tokens: int) -> Masks | None:
-        """Which blocks the table says are ready, per group; None where no table is mapped."""
+        """Which blocks the table says are ready, per group; None where no table is mapped. A hint: a lease settles it."""
         limit = state.request.num_tokens - 1
-        masks: list[BoolMask] = []
-        for index, spec in enumerate(self.specs):
-            hashes = self.hashes(state.request, index)[: limit // spec.block_tokens]
-            first = computed_tokens // spec.block_tokens
-            if spec.kind in (GroupKind.FULL_ATTENTION, GroupKind.MLA) and len(hashes) > first + 1:
-                # Most requests that miss do so at their first block; then nothing else matters.
-                head = self._session.probe(index, hashes[first : first + 1])
-                if head is None:
-                    return None
-                if not head[0]:
-                    return tuple(np.zeros(limit // other.block_tokens, np.bool_) for other in self.specs)
-            ready = self._session.probe(index, hashes)
+        masks: list[BoolMask] = [np.zeros(0, np.bool_)] * len(self.specs)
+        for index in self._probe_order:
+            spec = self.specs[index]
+            hashes = self.hashes(state.request, index)[: self._looked_at(index, limit)]
+            if spec.kind in PREFIX_CLOSED:
+                ready = self._probe_prefix(index, hashes, computed_tokens // spec.block_tokens)
+            else:
+                ready = self._session.probe(index, hashes)
             if ready is None:
                 return None
-            masks.append(self.hidden.mask(index, hashes, ready))
+            masks[index] = self.hidden.mask(index, hashes, ready)
+            if spec.kind in PREFIX_CLOSED:
+                # No hit is longer, so the other groups need not be looked at beyond.
+                limit = min(limit, spec.reach_tokens(masks[index]))
+                if limit <= computed_tokens:
+                    break
         return tuple(masks)
+
+    def _probe_prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
+        """Leading blocks that are ready, by a few probes; those before `first` are the engine's own."""
+        # Most requests that miss do so at their first block.
+        head = self._session.probe(index, hashes[first : first + 1])
+        if head is None:
+            return None
+        left = len(hashes) - first if head.all() else 0
+
+        def ready_at(places: Int64s) -> BoolMask:
+            ready = self._session.probe(index, [hashes[first + place] for place in places.tolist()])
+            return np.zeros(len(places), np.bool_) if ready is None else ready
+
+        return np.arange(len(hashes)) < first + longest_prefix(ready_at, max(0, left))
 
     def _ask(self, state: RequestState, now_s: float) -> tuple[int | None, bool]:
         limit = state.request.num_tokens - 1
         groups = [
-            GroupHashes(index, self.hashes(state.request, index)[: limit // spec.block_tokens]) for index, spec in enumerate(self.specs)
+            GroupHashes(index, self.hashes(state.request, index)[: self._looked_at(index, limit)]) for index in range(len(self.specs))
         ]
         if not any(len(group.hashes) for group in groups):
             return NO_HIT
@@ -287,18 +312,21 @@ class HitFinder:
         )
         return self._take_lease(state, masks, computed_tokens, now_s)
 
-    def _hit(self, state: RequestState, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
+    def _looked_at(self, index: int, limit_tokens: int) -> int:
+        """Blocks of a group that matter to hits up to `limit_tokens`."""
+        return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
+
+    def _hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
         """Longest hit over the masks, where what the engine holds itself counts as ready."""
         known = []
         for spec, mask in zip(self.specs, masks, strict=True):
             mask = mask.copy()
             mask[: computed_tokens // spec.block_tokens] = True
             known.append(mask)
-        return longest_hit(self.specs, known, limit_tokens, self._alignment)
+        return longest_hit(self.specs, known, limit_tokens, self.alignment_tokens, self.draft_groups)
 
     def _take_lease(self, state: RequestState, masks: Masks, computed_tokens: int, now_s: float) -> tuple[int | None, bool]:
-        limit = state.request.num_tokens - 1 - (self._alignment if self._drop_last_block else 0)
-        hit = self._hit(state, masks, computed_tokens, max(0, limit))
+        hit = self._hit(masks, computed_tokens, state.request.num_tokens - 1)
         if hit <= computed_tokens:
             return self._miss(state, now_s)
         state.leased = [
@@ -324,7 +352,7 @@ class HitFinder:
         grant: LeaseGrant = answer.result()
         state.answer = None
         state.ready = self._granted(state, grant)
-        hit = self._hit(state, state.ready, state.computed_tokens, state.hit_tokens)
+        hit = self._hit(state.ready, state.computed_tokens, state.hit_tokens)
         if hit < state.hit_tokens:
             self._stats.add("short_grants")
         if computed_tokens != state.computed_tokens or hit <= computed_tokens:
@@ -341,8 +369,10 @@ class HitFinder:
 
     def _granted(self, state: RequestState, grant: LeaseGrant) -> Masks:
         masks = []
-        for spec, blocks, pinned in zip(self.specs, state.leased, grant.pinned, strict=True):
-            mask = np.zeros(state.hit_tokens // spec.block_tokens, np.bool_)
+        for index, (blocks, pinned) in enumerate(zip(state.leased, grant.pinned, strict=True)):
+            # Of the block behind a drafter's hit only the hash matters, so it is not leased.
+            mask = np.ones(self._looked_at(index, state.hit_tokens), np.bool_)
+            mask[: blocks.stop] = False
             mask[blocks.start : blocks.stop] = pinned
             masks.append(mask)
         return tuple(masks)

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hotkv.keys import KeySpace
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import BlockRun, LoadRun
 
 
@@ -34,6 +35,7 @@ class StoreJob:
     store_id: int
     lease_id: str
     runs: tuple[BlockRun, ...]
+    retention: Retention = NO_RETENTION
 
 
 @dataclass(slots=True)

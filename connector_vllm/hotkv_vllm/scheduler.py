@@ -14,8 +14,11 @@ from hotkv.keys import KeySpace
 from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm import compat, link
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.hints import HintReader
 from hotkv_vllm.lookup import NO_HIT, HitFinder, Phase, RequestState
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, LoadJob
+from hotkv_vllm.reports import UseReports
+from hotkv_vllm.reset import CacheReset
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.stores import StorePlanner
 
@@ -42,6 +45,9 @@ class HotKVScheduler:
         self.session: link.CacheSession | None = None
         self.finder: HitFinder | None = None
         self.planner: StorePlanner | None = None
+        self._hints = HintReader(self.stats)
+        self._reports: UseReports | None = None
+        self._reset: CacheReset | None = None
         self._groups: tuple[compat.CacheGroup, ...] = ()
         self._block_tokens = compat.group_block_tokens(vllm_config, kv_cache_config)
 
@@ -86,18 +92,19 @@ class HotKVScheduler:
             self._config,
             self.stats,
             prefix,
-            compat.drops_last_block(self._vllm_config),
+            compat.draft_groups(self._vllm_config, self._groups),
         )
         self.planner = StorePlanner(
             session,
             self.finder,
             self._groups,
-            [spec.slot_bytes for spec in space.groups],
             self._vllm_config.parallel_config.world_size,
-            self._config.max_inflight_store_mib << 20,
+            self._config,
             self.stats,
             prefix,
         )
+        self._reports = UseReports(session, space.hash_block_tokens, self.stats)
+        self._reset = CacheReset(session, self.planner)
         self.session = session
         if session.wait_connected(self._config.startup_wait_s):
             # Touches the mapped table once, so that no request pays for it.
@@ -115,14 +122,23 @@ class HotKVScheduler:
                 self._said_lora = True
                 logger.info("hotkv: requests with LoRA adapters do not use the shared cache")
             return
-        state = RequestState(request, [0] * len(self._groups), self.planner.first_check_tokens())
+        now_s = time.monotonic()
+        retention = self._hints.read(request.kv_transfer_params, now_s)
+        state = RequestState(request, [0] * len(self._groups), self.planner.first_check_tokens(), retention, now_s)
         self._requests[request.request_id] = state
-        if self._may_load and not request.skip_reading_prefix_cache:
-            self.finder.arrive(state, time.monotonic())
+        if self._may_read(request):
+            self.finder.arrive(state, now_s)
+
+    def _may_read(self, request: Any) -> bool:
+        is_resetting = self._reset is not None and self._reset.under_way
+        return self._may_load and not request.skip_reading_prefix_cache and not is_resetting
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         state = self._requests.get(request.request_id)
-        if state is None or self.finder is None or not self._may_load or request.skip_reading_prefix_cache:
+        if state is None or self.finder is None:
+            return NO_HIT
+        state.device_hit_tokens = num_computed_tokens
+        if not self._may_read(request):
             return NO_HIT
         if request.request_id in self.finder.step_aside:
             self.finder.step_aside.discard(request.request_id)
@@ -132,6 +148,8 @@ class HotKVScheduler:
     def after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks were allocated: begin the load, or give back what was taken for it."""
         state = self._requests.get(request.request_id)
+        if state is not None and self._reports is not None:
+            self._reports.admitted(state, num_external_tokens)
         if state is None or self.finder is None or self.planner is None:
             if num_external_tokens > 0:
                 self._abandoned.append(request.request_id)
@@ -172,7 +190,7 @@ class HotKVScheduler:
         self.finder.failed_waiting.discard(request.request_id)
         self.finder.step_aside.discard(request.request_id)
         # vLLM counts tokens as computed from the moment their load begins; until it has ended the blocks hold nothing to store.
-        if self._may_store and not loading:
+        if self._may_store and state.may_store and not loading:
             # The last sampled token's slot may hold another token's KV, so a block that ends there is not stored.
             known = max(request.num_prompt_tokens, request.num_tokens - 1)
             self.planner.finish(state, block_ids, min(known, request.num_computed_tokens))
@@ -181,21 +199,24 @@ class HotKVScheduler:
 
     def build_meta(self, scheduler_output: Any) -> HotKVMetadata:
         """This step's work for the workers."""
-        if self.planner is None or self.finder is None:
+        if self.planner is None or self.finder is None or self._reports is None or self._reset is None:
             return self.only_pending()
+        now_s = time.monotonic()
+        self._reports.send(now_s)
+        self._reset.step(now_s)
         if self.finder.failed_waiting:
             self.finder.failed_waiting.difference_update(scheduler_output.num_scheduled_tokens)
         block_state = scheduler_output.kv_connector_block_state
+        handoffs = block_state.boundary_state_offloads if block_state is not None else {}
         scheduled: list[tuple[RequestState, int]] = []
         if self._may_store and block_state is not None:
             requests = self._requests
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
                 state = requests.get(request_id)
-                if state is not None and state.request.num_computed_tokens + num_tokens >= state.next_store_tokens:
+                if state is None or not state.may_store:
+                    continue
+                if state.request.num_computed_tokens + num_tokens >= state.next_store_tokens or request_id in handoffs:
                     scheduled.append((state, num_tokens))
-        handoffs = block_state.boundary_state_offloads if block_state is not None and self._may_store else {}
-        if handoffs:
-            scheduled = [(s, n) for r, n in scheduler_output.num_scheduled_tokens.items() if (s := self._requests.get(r)) is not None]
         stores, flush = self.planner.plan(
             scheduled,
             block_state.get_block_ids if block_state is not None else lambda _: None,
@@ -241,15 +262,30 @@ class HotKVScheduler:
         return taken
 
     def reset_cache(self) -> bool:
-        """Forgets what this side knows of the cache. The shared cache is not this engine's to empty; its keys hold for any weights."""
-        if self.finder is not None:
-            self.finder.hidden.clear_all()
-        for state in self._requests.values():
+        """Empties the shared cache of this key space, for all engines, and forgets what this side knows of it.
+
+        True where the server has done so, or hotkv is off. Blocks `hotkv.reset_timeout_s` at most.
+        """
+        if self.finder is None or self.planner is None or self._reset is None:
+            return True
+        self.stats.add("resets")
+        self.finder.hidden.clear_all()
+        self.planner.forget()
+        for request_id, state in self._requests.items():
             state.hint, state.miss_until_s = None, 0.0
-        return True
+            if state.phase is Phase.LOADING:
+                self._cancel.append(request_id)
+            else:
+                self.finder.give_back(state)
+            if state.request.num_computed_tokens:
+                # It holds blocks from before and goes on from them.
+                state.may_store = False
+            else:
+                state.stored_blocks, state.next_store_tokens = [0] * len(self._groups), self.planner.first_check_tokens()
+        return self._reset.begin(self._config.reset_timeout_s)
 
     def shutdown(self) -> None:
         if self.session is not None:
             self.session.close()
             self.session = None
-            self.finder = self.planner = None
+            self.finder = self.planner = self._reports = self._reset = None

@@ -25,9 +25,13 @@ COUNTERS: dict[str, str] = {
     "stored_blocks": "Blocks that the server has committed.",
     "present_blocks": "Blocks that the server had already.",
     "refused_blocks": "Blocks that the server did not keep.",
+    "unreachable_blocks": "Blocks not stored because no hit could use them, or because of the interval of states.",
     "dropped_blocks": "Blocks not stored because too much was in flight when their request ended.",
     "flushes": "Stores that a step had to wait for.",
     "flush_s": "Seconds that steps waited for stores.",
+    "reported_requests": "Requests whose hits were reported to the server.",
+    "wrong_hints": "Retention hints in kv_transfer_params that could not be used.",
+    "resets": "Resets of the shared cache that vLLM asked for.",
     "hook_errors": "Faults of the connector that were kept from vLLM.",
 }
 

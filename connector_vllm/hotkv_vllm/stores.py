@@ -2,7 +2,7 @@
 
 What is always true: a block being stored is not written before its store has ended, because every step that may write blocks for the
 first time (new requests, growth, loads) lists the stores that read any of them, and the worker waits for those first. Block tables are
-read from vLLM at each step and never kept. A block has at most one store in flight.
+read from vLLM at each step and never kept. A block has at most one store in flight. Only blocks that a hit can use are stored (`reach`).
 """
 
 import itertools
@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from hotkv_client.types import BlockResult, BlockRun
-from hotkv_vllm.compat import NULL_BLOCK, CacheGroup
-from hotkv_vllm.link import CacheSession
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_client.types import BlockResult, BlockRun, Int32s
+from hotkv_vllm.compat import NULL_BLOCK, CacheGroup, shared_prefix_boundary
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.lookup import HitFinder, RequestState
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
+from hotkv_vllm.reach import Reach, prompt_boundaries
 from hotkv_vllm.stats import HotKVStats
 
 
@@ -38,18 +41,21 @@ class StorePlanner:
         session: CacheSession,
         finder: HitFinder,
         groups: Sequence[CacheGroup],
-        slot_bytes: Sequence[int],
         num_ranks: int,
-        max_inflight_bytes: int,
+        config: ConnectorConfig,
         stats: HotKVStats,
         id_prefix: str,
     ) -> None:
         self._session = session
         self._finder = finder
         self._groups = tuple(groups)
-        self._slot_bytes = tuple(slot_bytes)
+        self._slot_bytes = tuple(spec.slot_bytes for spec in finder.specs)
+        self._reach = tuple(
+            Reach(spec, finder.alignment_tokens, config.state_interval_tokens, index in finder.draft_groups)
+            for index, spec in enumerate(finder.specs)
+        )
         self._num_ranks = num_ranks
-        self._max_bytes = max_inflight_bytes
+        self._max_bytes = config.max_inflight_store_mib << 20
         self._stats = stats
         self._prefix = id_prefix
         self._ids = itertools.count(1)
@@ -57,9 +63,11 @@ class StorePlanner:
         self._bytes = 0
         self._reading: dict[int, int] = {}
         self._load_targets: set[int] = set()
-        self._tails: list[tuple[BlockRun, ...]] = []
+        self._tails: list[tuple[Retention, tuple[BlockRun, ...]]] = []
         self._tail_blocks: set[int] = set()
         self._smallest_block = min(group.block_tokens for group in self._groups)
+        self.is_held = False
+        """Nothing new is stored, and every step waits for what is in flight."""
 
     def __repr__(self) -> str:
         return f"StorePlanner(in_flight={len(self._in_flight)}, bytes={self._bytes}, blocks_read={len(self._reading)})"
@@ -89,25 +97,32 @@ class StorePlanner:
         time; asked only where something reads blocks.
         """
         flush = self._fences(fresh_blocks)
-        runs: list[BlockRun] = [run for tail in self._tails for run in tail]
+        if self.is_held:
+            for store_id in self._in_flight:
+                self._unfence(store_id)
+            self.forget()
+            return (), tuple(sorted(self._in_flight))
+        batches: dict[Retention, list[BlockRun]] = {}
+        for retention, tail in self._tails:
+            batches.setdefault(retention, []).extend(tail)
         self.forget()
-        planned = {int(b) for run in runs for b in run.block_ids}
+        planned = {int(b) for runs in batches.values() for run in runs for b in run.block_ids}
         if self._session.connected:
             for state, num_tokens in scheduled:
                 computed = state.request.num_computed_tokens + num_tokens
-                if computed >= state.next_store_tokens:
-                    runs += self._runs_of(state, computed, block_ids, planned)
-            for request_id, entries in handoffs.items():
-                runs += self._handed_over(request_id, entries, scheduled, planned)
-        return self._job(runs), flush
+                runs = self._runs_of(state, computed, block_ids, planned) if computed >= state.next_store_tokens else []
+                runs += self._handed_over(state, handoffs.get(state.request.request_id, ()), planned)
+                if runs:
+                    batches.setdefault(state.retention, []).extend(runs)
+        return tuple(self._job(runs, retention) for retention, runs in batches.items()), flush
 
     def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int) -> None:
         """A request ends: blocks whose hash became known after their last step are stored with the next one, if still unwritten then."""
-        if not self._session.connected or known_tokens < state.next_store_tokens:
+        if self.is_held or not self._session.connected or known_tokens < state.next_store_tokens:
             return
         runs = self._runs_of(state, known_tokens, lambda _: tuple(list(ids) for ids in block_ids), self._tail_blocks, last=True)
         if runs:
-            self._tails.append(tuple(runs))
+            self._tails.append((state.retention, tuple(runs)))
 
     def reported(self, report: HotKVWorkerMetadata) -> None:
         """Ranks report stores that ended."""
@@ -131,7 +146,7 @@ class StorePlanner:
             return ()
         fresh = fresh_blocks() | self._load_targets
         self._load_targets.clear()
-        self._tails = [tail for tail in self._tails if not any(int(b) in fresh for run in tail for b in run.block_ids)]
+        self._tails = [(kept, tail) for kept, tail in self._tails if not any(int(b) in fresh for run in tail for b in run.block_ids)]
         flush = {self._reading[block] for block in fresh if block in self._reading} if self._reading else set()
         for store_id in flush:
             self._unfence(store_id)
@@ -174,20 +189,26 @@ class StorePlanner:
                     tables = block_ids(request.request_id)
                     if tables is None:
                         return runs
-                table = tables[group.vllm_group][:end]
-                runs += self._missing(index, hashes, table, begin, min(end, len(table)), planned)
+                ids = np.asarray(tables[group.vllm_group][begin:end], np.int32)
+                runs += self._missing(state, index, hashes, begin, ids, planned)
             state.stored_blocks[index] = max(begin, end)
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
         state.next_store_tokens = next_tokens
         return runs
 
     def _missing(
-        self, index: int, hashes: Sequence[bytes], table: Sequence[int], begin: int, end: int, planned: set[int]
+        self, state: RequestState, index: int, hashes: Sequence[bytes], begin: int, ids: Int32s, planned: set[int]
     ) -> list[BlockRun]:
-        ids = np.asarray(table[begin:end], np.int32)
+        """What of one group's blocks, from block `begin` on, is to be stored, as chains of neighbours; adds them to `planned`."""
         if not len(ids):
             return []
-        wanted = ids != NULL_BLOCK
+        end, wanted = begin + len(ids), ids != NULL_BLOCK
+        if not self._reach[index].is_everything:
+            reachable = self._reachable(state, index, begin, end)
+            unreachable = int((wanted & ~reachable).sum())
+            if unreachable:
+                self._stats.add("unreachable_blocks", unreachable)
+            wanted &= reachable
         ready = self._session.probe(index, hashes[begin:end])
         if ready is not None:
             wanted &= ~self._finder.hidden.mask(index, hashes[begin:end], ready)
@@ -196,36 +217,36 @@ class StorePlanner:
         places = np.flatnonzero(wanted)
         runs = []
         for chain in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []:
-            first, stop = begin + int(chain[0]), begin + int(chain[-1]) + 1
-            parent = hashes[first - 1] if first else b""
-            runs.append(BlockRun(index, list(hashes[first:stop]), ids[chain], parent, first))
+            runs.append(self._run(state, index, hashes, begin + int(chain[0]), ids[chain]))
             planned.update(ids[chain].tolist())
         return runs
 
-    def _handed_over(
-        self, request_id: str, entries: Sequence[tuple[int, int, int]], scheduled: Sequence[tuple[RequestState, int]], planned: set[int]
-    ) -> list[BlockRun]:
+    def _run(self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s) -> BlockRun:
+        """A chain of neighbours that begins with the group's block `first`."""
+        stop, tokens = first + len(ids), self._groups[index].block_tokens
+        token_ids = state.request.all_token_ids[first * tokens : stop * tokens] if self._session.wants_token_ids else ()
+        return BlockRun(index, list(hashes[first:stop]), ids, hashes[first - 1] if first else b"", first, token_ids)
+
+    def _reachable(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
+        ends = prompt_boundaries(state.request.num_prompt_tokens, self._finder.alignment_tokens, bool(self._finder.draft_groups))
+        return self._reach[index].mask(begin, end, (*ends, shared_prefix_boundary(state.request)))
+
+    def _handed_over(self, state: RequestState, entries: Sequence[tuple[int, int, int]], planned: set[int]) -> list[BlockRun]:
         """States at block boundaries that vLLM names itself (Mamba "align" mode): (group, block, boundary in tokens)."""
-        state = next((s for s, _ in scheduled if s.request.request_id == request_id), None)
         runs: list[BlockRun] = []
-        for vllm_group, block, boundary in entries if state else ():
+        for vllm_group, block, boundary in entries:
             index = next((i for i, g in enumerate(self._groups) if g.vllm_group == vllm_group), -1)
-            if state is None or index < 0 or block == NULL_BLOCK or block in planned or block in self._reading:
+            if index < 0 or boundary % self._groups[index].block_tokens:
                 continue
-            hashes, place = self._finder.hashes(state.request, index), boundary // self._groups[index].block_tokens - 1
-            if boundary % self._groups[index].block_tokens or not 0 <= place < len(hashes):
-                continue
-            parent = hashes[place - 1] if place else b""
-            runs.append(BlockRun(index, [hashes[place]], np.array([block], np.int32), parent, place))
-            planned.add(block)
+            place, hashes = boundary // self._groups[index].block_tokens - 1, self._finder.hashes(state.request, index)
+            if 0 <= place < len(hashes):
+                runs += self._missing(state, index, hashes, place, np.array([block], np.int32), planned)
         return runs
 
     def _over_bound(self, more_bytes: int) -> bool:
         return bool(self._in_flight) and self._bytes + more_bytes >= self._max_bytes
 
-    def _job(self, runs: list[BlockRun]) -> tuple[StoreJob, ...]:
-        if not runs:
-            return ()
+    def _job(self, runs: Sequence[BlockRun], retention: Retention = NO_RETENTION) -> StoreJob:
         store_id = next(self._ids)
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         self._in_flight[store_id] = StoreInFlight(tuple(runs), num_bytes, self._num_ranks, [])
@@ -234,7 +255,7 @@ class StorePlanner:
             for block in run.block_ids.tolist():
                 self._reading[block] = store_id
         self._stats.add("stores")
-        return (StoreJob(store_id, f"{self._prefix}-w{store_id}", tuple(runs)),)
+        return StoreJob(store_id, f"{self._prefix}-w{store_id}", tuple(runs), retention)
 
     def _settle(self, store_id: int, store: StoreInFlight) -> None:
         self._unfence(store_id)

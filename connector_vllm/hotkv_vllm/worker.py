@@ -261,7 +261,7 @@ class HotKVWorker:
     def _submit_store(self, store: ActiveStore) -> None:
         job = store.job
         transfer_id = self._transfer_id(job)
-        store.answer = self._begun(lambda s: s.store(transfer_id, job.lease_id, job.runs, self._config.store_timeout_s))
+        store.answer = self._begun(lambda s: s.store(transfer_id, job.lease_id, job.runs, self._config.store_timeout_s, job.retention))
 
     def _begun(self, begin: Any) -> "Future[TransferResult]":
         """The transfer's future; a failed one where it could not be begun."""

@@ -1,7 +1,8 @@
 """A vLLM engine in a process of its own, driven by JSON lines: commands on stdin, one answer each on stdout.
 
-First line: arguments of `LLM`. Commands: `generate` (prompts, max_tokens), `reset`, `stats`, `wait` (connected, timeout_s), `freeze`
-(stop the process `pid` just after the connector's next `call`, load or store, was sent), `stop`. Logs go to stderr.
+First line: arguments of `LLM`. Commands: `generate` (prompts, max_tokens, transfer: their `kv_transfer_params`), `reset` (connector: its
+cache too), `stats`, `wait` (connected, timeout_s), `freeze` (stop the process `pid` just after the connector's next `call`, load or
+store, was sent), `stop`. Logs go to stderr.
 """
 
 import json
@@ -19,6 +20,9 @@ def main() -> None:
     arguments = json.loads(sys.stdin.readline())
     from vllm import LLM
 
+    if arguments["load_format"] == "random":
+        import random_weights  # noqa: F401 - registers the load format
+
     began_s = time.monotonic()
     llm = LLM(**arguments)
     answers.write(json.dumps({"ready_s": time.monotonic() - began_s, "pid": os.getpid()}) + "\n")
@@ -35,10 +39,11 @@ def main() -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+def generate(llm: Any, prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None = None) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
+    extra = None if transfer is None else {"kv_transfer_params": transfer}
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, extra_args=extra)
     began_s = time.monotonic()
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
     return {
@@ -49,8 +54,8 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, A
     }
 
 
-def reset(llm: Any) -> dict[str, Any]:
-    return {"done": llm.reset_prefix_cache()}
+def reset(llm: Any, connector: bool = False) -> dict[str, Any]:
+    return {"done": llm.reset_prefix_cache(reset_connector=connector)}
 
 
 def _scheduler_side(llm: Any) -> Any:

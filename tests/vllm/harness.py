@@ -9,6 +9,7 @@ import functools
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -41,6 +42,7 @@ from hotkv_vllm.connector import HotKVConnector
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
 
 WINDOW = 80
+CHUNK = 96
 _MASK = 0x7FFF
 
 
@@ -59,6 +61,36 @@ def full_model() -> dict[str, KVCacheSpec]:
 def hybrid_model() -> dict[str, KVCacheSpec]:
     """Two full and four sliding-window layers: several groups over one buffer."""
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else window_spec()) for i in range(6)}
+
+
+def chunked_model() -> dict[str, KVCacheSpec]:
+    """One full layer and three that see their chunk of 96 tokens only."""
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, attention_chunk_size=CHUNK
+    )
+    return {f"layer.{i}": (full_spec() if i == 0 else chunked) for i in range(4)}
+
+
+def uneven_model() -> dict[str, KVCacheSpec]:
+    """Full blocks of 64 tokens, window blocks of 32, so hits end at every other window block; the window is within one block."""
+    full = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+    window = SlidingWindowSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=20)
+    return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
+
+
+def two_windows_model() -> dict[str, KVCacheSpec]:
+    """Windows of two widths beside full attention."""
+    wide = replace(window_spec(), sliding_window=2 * WINDOW)
+    return {f"layer.{i}": (full_spec(), window_spec(), wide)[i % 3] for i in range(6)}
+
+
+def windows_only_model() -> dict[str, KVCacheSpec]:
+    """No full attention at all."""
+    wide = replace(window_spec(), sliding_window=2 * WINDOW)
+    return {f"layer.{i}": (window_spec(), wide)[i % 2] for i in range(4)}
+
+
+HYBRIDS = (hybrid_model, chunked_model, uneven_model, two_windows_model, windows_only_model)
 
 
 class Engine:
@@ -124,8 +156,10 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------------ driving
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1, **more: Any) -> Request:
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1, *, transfer: Any = None, **more: Any) -> Request:
+        """`transfer`: the request's `kv_transfer_params`."""
+        extra = None if transfer is None else {"kv_transfer_params": transfer}
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         request = Request(name, list(prompt), parameters, None, block_hasher=self.hasher, **more)
         self.requests[name], self.outputs[name] = request, []
         self.tokens.pop(name, None)
@@ -235,7 +269,8 @@ class Engine:
     def _check(self, name: str, computed: int) -> None:
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             window = getattr(group.kv_cache_spec, "sliding_window", None)
-            first = max(0, computed - (window - 1)) if window else 0
+            chunk = getattr(group.kv_cache_spec, "attention_chunk_size", None)
+            first = max(0, computed - (window - 1)) if window else computed // chunk * chunk if chunk else 0
             blocks, offsets, values = self._places(name, group_id, first, computed)
             assert (blocks != 0).all(), f"{name}: attention would read the null block"
             for layer in group.layer_names:
@@ -258,7 +293,8 @@ class Engine:
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
         values = np.array(_value(self.tokens[name])[first:end], np.int16)
-        return table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS, values
+        block_tokens = self.kv_config.kv_cache_groups[group_id].kv_cache_spec.block_size
+        return table[positions // block_tokens], positions % block_tokens, values
 
 
 def _layer(name: str) -> int:

@@ -335,6 +335,35 @@ def test_window_blocks_outside_the_window_are_neither_leased_nor_loaded(engine: 
     assert sorted(len(run.block_ids) for run in loaded) == sizes
 
 
+def test_a_hit_goes_on_where_the_engines_own_ends(engine: Any, server: Any) -> None:
+    """The server has lost the begin of the prompt, the engine has it."""
+    answer = filled(engine)
+    one = engine()
+    one.generate("a", PROMPT[: 3 * BLOCK_TOKENS + 4], 1)
+    for block_hash in one.requests["a"].block_hashes[:3]:
+        del server.blocks[one.connector._scheduler.session.space, 0, block_hash]
+    assert one.generate("b", PROMPT, 4) == (answer, 3 * BLOCK_TOKENS)
+
+
+def test_a_hole_that_the_hint_does_not_see_shrinks_the_hit(engine: Any, server: Any) -> None:
+    long_prompt = prompt(1, 500)
+    answer, _ = engine(blocks=80).generate("a", long_prompt, 4)
+    one = engine(blocks=80)
+    hashes = one.add("x", long_prompt).block_hashes
+    one.abort("x")
+    for place in range(1, 14):
+        kept = dict(server.blocks)
+        del server.blocks[one.connector._scheduler.session.space, 0, hashes[place]]
+        one.drop_local()
+        server.hold = {"store"}
+        assert one.generate(f"b{place}", long_prompt, 4) == (answer, place * BLOCK_TOKENS)
+        one.generate(f"c{place}", prompt(9, 4), 3)
+        server.hold, server.held, server.blocks = set(), [], kept
+        for store in one.worker._worker._stores.values():
+            store.answer.cancel()
+        one.generate(f"d{place}", prompt(9, 4), 3)
+
+
 def test_hit_needs_every_group(engine: Any, server: Any) -> None:
     long_prompt = prompt(1, 420)
     answer, _ = engine(specs=hybrid_model()).generate("a", long_prompt, 4)
@@ -478,15 +507,6 @@ def test_nothing_per_layer(engine: Any) -> None:
     one.worker.save_kv_layer("layer.0", one.tensors["layer.0"], None)
     assert not one.worker.requires_piecewise_for_cudagraph({})
     assert not {"wait_for_layer_load", "save_kv_layer"} & set(one.worker.clock.by_hook)
-
-
-def test_reset_of_the_connectors_cache(engine: Any, server: Any) -> None:
-    filled(engine)
-    one = engine()
-    server.fail_loads, server.hold = True, {"store"}
-    one.generate("a", PROMPT, 1)
-    assert one.scheduler.reset_prefix_cache(reset_connector=True)
-    assert len(one.connector._scheduler.finder.hidden) == 0 and server.blocks
 
 
 def test_retried_hit_of_a_preempted_request(engine: Any, server: Any) -> None:

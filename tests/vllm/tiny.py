@@ -25,6 +25,27 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+_EXAONE: dict[str, Any] = {
+    "architectures": ["ExaoneMoEForCausalLM"],
+    "model_type": "exaone_moe",
+    "num_hidden_layers": 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "is_moe_layer": [False, True, True, True],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "sliding_window": 96,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     # One group of full attention.
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2},
@@ -81,6 +102,75 @@ MODELS: dict[str, dict[str, Any]] = {
         "block_multiple_of": 32,
         "norm_eps": 1e-5,
     },
+    # Attention sinks; every other layer has a window.
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "sliding_window": 96,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    },
+    # Three layers that see their chunk of 96 tokens, one of full attention.
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 96,
+        "intermediate_size_mlp": 256,
+        "no_rope_layer_interval": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "use_qk_norm": True,
+        "hidden_act": "silu",
+    },
+    # Window layers with smaller heads, so their blocks have twice the tokens of the full layer's.
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "sliding_window": 96,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 2,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCAB,
+        "enable_moe_block": False,
+    },
+    # Windows of two widths and full attention.
+    "two_windows": _EXAONE | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_windows": [64, 160, 64, 0]},
+    # Windows of two widths and no full attention.
+    "windows_only": _EXAONE | {"layer_types": ["sliding_attention"] * 4, "sliding_windows": [64, 160, 64, 160]},
+    # One group, all of it windows.
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_hidden_layers": 4, "sliding_window": 96},
+    # Recurrent states so large (gated delta net) that a block has 1056 tokens. Its CPU kernels want heads of 128 and bfloat16.
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "partial_rotary_factor": 0.25,
+        "hidden_act": "silu",
+    },
+    # A drafter for "llama".
+    "eagle": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "eagle_config": {}},
 }
 
 

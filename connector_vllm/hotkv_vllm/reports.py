@@ -1,0 +1,46 @@
+"""Reports of the requests that the engine has admitted, so that the server's hotness sees hits in the engine's own device cache.
+
+Each request is reported once, when it is first admitted; all of a step go in one message.
+"""
+
+from hotkv_client.types import RequestReport
+from hotkv_vllm.link import CacheSession
+from hotkv_vllm.lookup import RequestState
+from hotkv_vllm.stats import HotKVStats
+
+
+class UseReports:
+    """What is to be reported with the next message."""
+
+    def __init__(self, session: CacheSession, hash_block_tokens: int, stats: HotKVStats) -> None:
+        self._session = session
+        self._hash_block_tokens = hash_block_tokens
+        self._stats = stats
+        self._waiting: list[tuple[RequestState, int]] = []
+
+    def admitted(self, state: RequestState, external_tokens: int) -> None:
+        """The engine has given the request its blocks; `external_tokens` are to come from hotkv."""
+        if not state.reported:
+            state.reported = True
+            self._waiting.append((state, external_tokens))
+
+    def send(self, now_s: float) -> None:
+        """One message for all that waits; nothing without a server."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        if not self._session.connected:
+            return
+        self._session.report_requests([self._report(state, external_tokens, now_s) for state, external_tokens in waiting])
+        self._stats.add("reported_requests", len(waiting))
+
+    def _report(self, state: RequestState, external_tokens: int, now_s: float) -> RequestReport:
+        request = state.request
+        return RequestReport(
+            hashes=request.block_hashes[: request.num_prompt_tokens // self._hash_block_tokens],
+            prompt_tokens=request.num_prompt_tokens,
+            device_hit_tokens=min(state.device_hit_tokens, request.num_prompt_tokens),
+            hit_tokens=min(state.device_hit_tokens + external_tokens, request.num_prompt_tokens),
+            age_s=max(0.0, now_s - state.arrived_s),
+            retention=state.retention,
+        )

@@ -1,0 +1,67 @@
+"""Emptying the shared cache of this key space when vLLM asks for it (`reset_prefix_cache` with `reset_external`).
+
+What is always true: from the reset on, this engine stores no block that was computed before it, and it loads nothing until a flush was
+accepted after the last store of such a block had ended. A flush that failed is tried again while steps go on.
+"""
+
+import time
+from concurrent.futures import Future, wait
+
+from hotkv_vllm.link import CacheSession, logger
+from hotkv_vllm.stores import StorePlanner
+
+RETRY_S = 1.0
+
+
+class CacheReset:
+    """The reset that is under way, if one is. Scheduler thread only."""
+
+    def __init__(self, session: CacheSession, planner: StorePlanner) -> None:
+        self._session = session
+        self._planner = planner
+        self._answer: Future[int] | None = None
+        self._retry_at_s = 0.0
+        self.under_way = False
+
+    def __repr__(self) -> str:
+        return f"CacheReset(under_way={self.under_way}, waiting={self._answer is not None})"
+
+    def begin(self, timeout_s: float) -> bool:
+        """Flushes, waits for the answer, and says whether it came in time and was good. Blocks for `timeout_s` at most."""
+        self.under_way = self._planner.is_held = True
+        answer = self._session.flush()
+        wait([answer], timeout_s)
+        accepted = _is_good(answer)
+        if not accepted:
+            logger.warning("hotkv: the shared cache was not emptied (%s); it is not used until that is done", _why(answer))
+        # Stores of old blocks that the server hears of after this flush would bring them back: those need another one.
+        if accepted and not self._planner.num_in_flight:
+            self._done()
+        else:
+            self._answer, self._retry_at_s = None, 0.0 if accepted else time.monotonic() + RETRY_S
+        return accepted
+
+    def step(self, now_s: float) -> None:
+        """Takes the reset further; does not wait."""
+        if not self.under_way or self._planner.num_in_flight:
+            return
+        if self._answer is None:
+            if now_s >= self._retry_at_s and self._session.connected:
+                self._answer = self._session.flush()
+        elif self._answer.done():
+            if _is_good(self._answer):
+                self._done()
+            else:
+                self._answer, self._retry_at_s = None, now_s + RETRY_S
+
+    def _done(self) -> None:
+        self.under_way = self._planner.is_held = False
+        self._answer = None
+
+
+def _is_good(answer: "Future[int]") -> bool:
+    return answer.done() and not answer.cancelled() and answer.exception() is None
+
+
+def _why(answer: "Future[int]") -> str:
+    return str(answer.exception()) if answer.done() and not answer.cancelled() else "no answer in time"

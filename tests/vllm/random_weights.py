@@ -1,0 +1,28 @@
+"""vLLM load format "random": seeded weights so large that every token of the context shows in the logprobs.
+
+vLLM's own "dummy" weights are so small that attention hardly moves the output: a cache that gave back wrong KV would go unseen.
+"""
+
+import torch
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+LOAD_FORMAT = "random"
+
+
+@register_model_loader(LOAD_FORMAT)
+class RandomModelLoader(BaseModelLoader):
+    """Matrices keep the size of what they multiply, norms stay near one; equal seeds give equal weights."""
+
+    def download_model(self, model_config: object) -> None:
+        """There is nothing to download."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for name, weight in model.named_parameters():
+            values = torch.randn(weight.shape, generator=generator)
+            if weight.dim() > 1:
+                values *= 0.05 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
+            elif "norm" in name:
+                values = 1.0 + 0.1 * values
+            weight.data.copy_(values)
