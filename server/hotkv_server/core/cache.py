@@ -21,7 +21,7 @@ from hotkv_server.core.arrays import first_occurrences, without
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
 from hotkv_server.core.policies.protocol import Policy
-from hotkv_server.core.space import Space
+from hotkv_server.core.space import MAX_REFRESHED, Space
 from hotkv_server.core.transfers import LoadTransfer, StoreTransfer, TransferBook
 from hotkv_server.core.values import (
     BoolMask,
@@ -313,26 +313,37 @@ class CacheCore:
         wanted = absent[first_occurrences(run.hashes[absent])]
         results[wanted] = BlockResult.NO_SPACE
         slot_bytes = key_space.groups[run.group_index].slot_bytes
-        # Blocks of this run that are ready stay while room is made for the rest.
-        if len(present):
-            index.pin(present, 1)
+        # Blocks of this run that are ready, and those before it, stay while room is made for the rest.
+        staying = np.concatenate((self._before(lease.key_space_id, run), present))
+        index.pin(staying, 1)
         entries = self.space.insert(lease.key_space_id, run.group_index, run.hashes[wanted], slot_bytes, run.depth + wanted, lease.number)
-        if len(present):
-            index.pin(present, -1)
+        index.pin(staying, -1)
         words[wanted[: len(entries)]] = entries
-        self._link(lease.key_space_id, run, words, wanted[: len(entries)])
+        self._link(lease.key_space_id, run, words)
         results[wanted[: len(entries)]] = BlockResult.RESERVED
         lease.entries = np.concatenate((lease.entries, entries))
         self.counters.no_space_blocks += len(wanted) - len(entries)
         return results, words
 
-    def _link(self, key_space_id: int, run: Run, words: Entries, positions: NDArray[np.int64]) -> None:
-        """Notes for new entries which entry comes before them in the chain; 0 where that block is not in the index."""
-        before = np.zeros(len(words) + 1, np.uint32)
-        before[1:] = words
+    def _before(self, key_space_id: int, run: Run) -> Entries:
+        """Ready entries of the chain that a run goes on, as far as they are linked."""
+        if run.parent is None:
+            return np.empty(0, np.uint32)
+        parent = self.space.index.find(key_space_id, run.group_index, run.parent.reshape(1, 8))
+        if not table.is_ready(parent)[0]:
+            return np.empty(0, np.uint32)
+        return np.append(self.space.index.ancestors(int(parent[0]), MAX_REFRESHED), parent)
+
+    def _link(self, key_space_id: int, run: Run, words: Entries) -> None:
+        """Notes for the run's entries which entry comes before them in the chain; 0 where that block is not in the index.
+
+        For those that were there already too: the block before them may have come back under another number.
+        """
+        before = np.zeros(len(words), np.uint32)
+        before[1:] = words[:-1]
         if run.parent is not None:
             before[0] = self.space.index.find(key_space_id, run.group_index, run.parent.reshape(1, 8))[0] & ~RESERVED_FLAG
-        self.space.index.set_parents(words[positions], before[positions])
+        self.space.index.set_parents(words[words != 0], before[words != 0])
 
     def begin_load(self, session_number: int, transfer_id: str, lease_id: str, runs: list[LoadPositions]) -> list[SlotRun]:
         """Starts a load under a read lease; returns the slots to copy from."""

@@ -12,7 +12,7 @@ from hotkv_server.core.values import Entries
 
 
 class Holds:
-    """Held entries in rising order and their ends, seconds of `now_s`."""
+    """Held entries in rising order and their ends, seconds of `now_s`. None ends before `_next_end_s`."""
 
     def __init__(self, index: BlockIndex, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -31,21 +31,21 @@ class Holds:
     def hold(self, entries: Entries, until_s: float) -> int:
         """Keeps ready entries until then; returns how many of them are held, from the first on where the budget ends."""
         entries = entries[np.sort(np.unique(entries, return_index=True)[1])]
-        known = np.isin(entries, self._entries)
-        places = np.searchsorted(self._entries, entries[known])
-        self._until_s[places] = np.maximum(self._until_s[places], until_s)
+        places = np.searchsorted(self._entries, entries)
+        known = np.append(self._entries, np.uint32(0))[places] == entries
+        self._until_s[places[known]] = np.maximum(self._until_s[places[known]], until_s)
         fresh = entries[~known]
         sizes = np.cumsum(self._index.slot_bytes(fresh))
-        fitting = fresh[: int(np.searchsorted(sizes, self.budget_bytes - self.held_bytes, side="right"))]
-        if len(fitting):
+        num_fitting = int(np.searchsorted(sizes, self.budget_bytes - self.held_bytes, side="right"))
+        if num_fitting:
+            fitting = np.sort(fresh[:num_fitting])
             self._index.pin(fitting, 1)
-            self.held_bytes += int(sizes[len(fitting) - 1])
-            merged = np.concatenate((self._entries, fitting))
-            ends = np.concatenate((self._until_s, np.full(len(fitting), until_s)))
-            order = np.argsort(merged)
-            self._entries, self._until_s = merged[order], ends[order]
-        self._next_end_s = float(self._until_s.min(initial=np.inf))
-        return int(known.sum()) + len(fitting)
+            self.held_bytes += int(sizes[num_fitting - 1])
+            places = np.searchsorted(self._entries, fitting)
+            self._entries = np.insert(self._entries, places, fitting)
+            self._until_s = np.insert(self._until_s, places, until_s)
+            self._next_end_s = min(self._next_end_s, until_s)
+        return int(known.sum()) + num_fitting
 
     def expire(self, now_s: float) -> None:
         """Lets go of entries whose time is over."""

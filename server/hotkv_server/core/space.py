@@ -45,7 +45,7 @@ def _choose_runs(cost: NDArray[np.float64], length: int, limits: NDArray[np.floa
 
 
 REFRESH_S = 1.0
-"""How much older the last use of a block may be than that of the block after it."""
+"""How much older the last use of a block may be than that of any block after it."""
 MAX_REFRESHED = 1 << 14
 
 
@@ -91,9 +91,13 @@ class Space:
 
     def refresh_ancestors(self, entry: int, now_s: float) -> None:
         """What comes before a block in its chain counts as in use with it, lest the chain lose its head first."""
-        nearest = self.index.ancestors(entry, 1)
-        if len(nearest) and self.policy.last_used_s(nearest)[0] < now_s - REFRESH_S:
-            self.policy.refresh(self.index.ancestors(entry, MAX_REFRESHED), now_s)
+        chain = self.index.ancestors(entry, MAX_REFRESHED)
+        if not len(chain):
+            return
+        with_block = np.append(chain, np.uint32(entry))
+        heat = self.policy.heat(with_block)
+        if self.policy.last_used_s(chain).min() < now_s - REFRESH_S or heat[:-1].min() <= heat[-1]:
+            self.policy.refresh(with_block, now_s)
 
     def drop(self, entries: Entries) -> None:
         """Removes entries and frees their slots, without a notice: reserved ones that will not be written."""
@@ -239,6 +243,7 @@ class Space:
         """Raises AssertionError where index and pool disagree. Linear in capacity."""
         self.index.check_invariants()
         self.pool.check_invariants()
+        self.policy.check_invariants()
         live = np.flatnonzero(self.index.states()).astype(np.uint32)
         offsets, sizes = self.index.offsets(live), self.index.slot_bytes(live)
         order = np.argsort(offsets)

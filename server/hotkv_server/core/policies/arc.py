@@ -47,7 +47,7 @@ class ARC:
         self._stamps.use(entries, now_s, retention.ttl_s)
 
     def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
-        promoted = int((self._list[entries] == ONCE).sum())
+        promoted = int((self._list[np.unique(entries)] == ONCE).sum())
         self._num[ONCE] -= promoted
         self._num[AGAIN] += promoted
         self._list[entries] = AGAIN

@@ -6,6 +6,7 @@ Shadows hold keys and no bytes. Source of the sampling: Waldspurger et al., "Cac
 simulations", USENIX ATC 2017.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,8 @@ SAMPLE_SHARE = 1 / 32
 """Of the keys that are looked at; more while the cache holds so few blocks that a shadow would have less than MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
 MAX_SHADOW_BLOCKS = 2048
+REGROW = 8
+"""The sample begins anew where so few blocks are left that they ask for a share so many times as large."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
 """Keys that the sample remembers for each block of a shadow: what the shadows hold, and ghosts."""
@@ -70,7 +73,7 @@ class Duel:
         self.contenders = contenders
         self.current = 0
         self.share = 1.0
-        self._too_many = 2 * MIN_SHADOW_BLOCKS
+        self._too_few, self._too_many = 0, 2 * MIN_SHADOW_BLOCKS
         num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
         leaves = 1 << (num_buckets * WAYS - 1).bit_length()
         self._rules = np.array([(c.half_life_s, c.most_doublings, c.recency) for c in contenders])
@@ -102,8 +105,8 @@ class Duel:
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
         """Blocks of a chain were asked for, hit or not, while the cache held `num_resident` blocks. True where the winner changed."""
-        if num_resident >= self._too_many:
-            self._thin_out(num_resident)
+        if not self._too_few <= num_resident < self._too_many:
+            self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
         self._kernels.observe(
             self._keys,
@@ -125,14 +128,25 @@ class Duel:
             return False
         return self._end_epoch(now_s)
 
-    def _thin_out(self, num_resident: int) -> None:
-        """Lowers the share to what so many blocks ask for; keys that are not in the smaller sample leave all shadows."""
+    def _resample(self, num_resident: int) -> None:
+        """Brings the share to what so many blocks ask for.
+
+        Keys that are not in a smaller sample leave all shadows; a larger one begins with empty shadows.
+        """
+        if num_resident < self._too_few:
+            self.share = 1.0
+            self._keys[:], self._holders[:] = 0, 0
         while _share_for(num_resident) <= self.share / 2:
             self.share /= 2
-        self._too_many = num_resident + 1
-        while _share_for(self._too_many) > self.share / 2:
-            self._too_many *= 2
-        left_out = (twins.spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
+        half, regrown = self.share / 2, REGROW * self.share
+        self._too_many = math.ceil((MIN_SHADOW_BLOCKS if half >= SAMPLE_SHARE else MAX_SHADOW_BLOCKS) / half)
+        most = (MIN_SHADOW_BLOCKS if regrown > SAMPLE_SHARE else MAX_SHADOW_BLOCKS) / regrown
+        self._too_few = math.floor(most) + 1 if regrown <= 1.0 else 0
+        self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Takes keys that are not in the sample out of all shadows."""
+        left_out = ((twins.spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))) | (self._keys == 0)
         self._keys[left_out], self._holders[left_out] = 0, 0
         leaves = self._trees.shape[1] // 2
         for number, tree in enumerate(self._trees):

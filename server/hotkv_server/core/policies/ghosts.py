@@ -3,7 +3,7 @@
 A table of fixed size over 64-bit keys; each ghost carries 64 bits that its policy chooses. Always true: a key has at most one ghost; the
 oldest go first. Chains of blocks become ghosts together and should be forgotten together, for a block that is forgotten alone breaks its
 chain; so the table has twice the room, and few buckets are ever full before a ghost's time is over. Two keys of one bucket whose tags
-are equal are taken for each other: one in 2^32, and it costs a wrong guess of heat.
+are equal are taken for each other: one in 2^31, and it costs a wrong guess of heat.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ class GhostTable:
     def remember(self, keys: Keys, values: Values) -> Values:
         """Adds ghosts, in order; returns the values of those that went for them."""
         if self._next_age + len(keys) >= 1 << 32:
-            self._forget_all()
+            self._begin_anew()
         gone = np.zeros(len(keys), np.uint64)
         num_gone = int(self._kernels.remember(self.tags, self.values, self._ages, keys, values, self._next_age, gone))
         self._next_age += len(keys)
@@ -52,10 +52,11 @@ class GhostTable:
         self._kernels.take(self.tags, self.values, self._ages, keys, self._next_age - self.num_ghosts, found, values)
         return found, values
 
-    def _forget_all(self) -> None:
-        """Every four thousand million ghosts the ages start anew."""
-        self.tags[:], self._ages[:] = 0, 0
-        self._next_age = 1
+    def _begin_anew(self) -> None:
+        """Counts ages from the oldest ghost that still matters, every four thousand million ghosts."""
+        base = self._next_age - self.num_ghosts - 1
+        self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), 0)
+        self._next_age -= base
 
     def check_invariants(self) -> None:
         """Raises AssertionError where a tag stands twice in a bucket."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hotkv import native
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.policies import twins
-from hotkv_server.core.policies.duel import LEAK, Duel
+from hotkv_server.core.policies.duel import Duel
 from hotkv_server.core.policies.ghosts import GhostTable
 from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.core.policies.queue import ColdQueue, Highest
@@ -22,7 +22,7 @@ GHOSTS_PER_BLOCK = 4
 KEPT_S = 1e9
 """Added to the heat of blocks whose time to live is not over."""
 DEPTH_STEP = 4e-6
-"""Each block of a chain has this much less in c than the one before it: of equals the leaf goes first."""
+"""Each block of a chain has at least so much more in c than the one after it: of equals the leaf goes first."""
 
 
 class Hotness:
@@ -70,7 +70,7 @@ class Hotness:
 
     def refresh(self, entries: Entries, now_s: float) -> None:
         if len(entries):
-            now = self._ticks(now_s)
+            now = self._latest = self._ticks(now_s)
             self._kernels.use(self._used, self._uses, entries, now, now, -np.inf, self._memory_ticks, DEPTH_STEP)
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
@@ -86,13 +86,21 @@ class Hotness:
         return self._queues[slot_bytes].take(count, evictable)
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        winner = self.duel.winner
-        uses = self._uses[entries].astype(np.float64)
-        heat = winner.half_life_s * (np.minimum(uses, winner.most_doublings) + LEAK * uses)
-        used = self._used[entries]
-        heat += used * (winner.recency / TICKS_PER_S)
+        rule = self.duel.winner
+        heat = np.empty(len(entries), np.float64)
         # What a request asked to keep is in use until then, whatever the formula makes of recency.
-        heat[used > self._latest] += KEPT_S
+        self._kernels.heat(
+            self._used,
+            self._uses,
+            entries,
+            rule.half_life_s,
+            rule.most_doublings,
+            rule.recency,
+            1.0 / TICKS_PER_S,
+            self._latest,
+            KEPT_S,
+            heat,
+        )
         return heat
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:

@@ -39,10 +39,10 @@ def _log2_of_sum(a: Any, b: Any) -> Any:
 
 @numba.njit("void(uint32[:], float32[:], uint32[::1], int64, int64, float64, float64, float64)", nogil=True, cache=True)
 def use(used: Any, uses: Any, entries: Any, now: Any, until: Any, weight_log2: Any, memory: Any, depth_step: Any) -> None:
-    """One use of each entry: c = log2(2^(c - age/memory) + 2^weight), less a step for its depth; times in ticks.
+    """One use of each entry: c = log2(2^(c - age/memory) + 2^weight); times in ticks.
 
-    A block is used at least as often as those after it in the chain, whatever was forgotten of it. A weight of -inf is no use: known
-    entries count as in use from here on, others are left alone.
+    A block is used at least as often as those after it in the chain, whatever was forgotten of it, and has a step more than the next.
+    A weight of -inf is no use: known entries count as in use from here on, others are left alone.
     """
     least = -np.inf
     for i in range(entries.shape[0] - 1, -1, -1):
@@ -54,9 +54,24 @@ def use(used: Any, uses: Any, entries: Any, now: Any, until: Any, weight_log2: A
         else:
             age = max(0.0, np.float64(now) - np.float64(used[entry]))
             count = _log2_of_sum(np.float64(uses[entry]) - age / memory, weight_log2)
-        least = max(count, least)
-        uses[entry] = np.float32(least - depth_step * i)
+        least = max(count, least + depth_step)
+        uses[entry] = np.float32(least)
         used[entry] = max(used[entry], np.uint32(until))
+
+
+@numba.njit(
+    "void(uint32[:], float32[:], uint32[::1], float64, float64, float64, float64, int64, float64, float64[::1])", nogil=True, cache=True
+)
+def heat(
+    used: Any, uses: Any, entries: Any, half_life_s: Any, most: Any, recency: Any, tick_s: Any, latest: Any, kept_s: Any, out: Any
+) -> None:
+    """Heat of entries by the formula of `duel.Contender`, and `kept_s` more where their last use lies after `latest`; times in ticks."""
+    for i in range(entries.shape[0]):
+        entry = entries[i]
+        count = np.float64(uses[entry])
+        out[i] = half_life_s * (min(count, most) + LEAK * count) + recency * tick_s * np.float64(used[entry])
+        if np.int64(used[entry]) > latest:
+            out[i] += kept_s
 
 
 @numba.njit("int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True)

@@ -1,8 +1,9 @@
 """Victims in rising order of heat, without keeping all entries in order.
 
-A refill looks at entries by number from where the last one stopped, until it has seen enough of them, and queues the coldest share,
-sorted; a victim costs amortised constant work and no refill stalls the loop. What was used since it was queued has another state and
-is passed over, so a touch writes only its entry's state. Where all entries fit one refill the order is exact.
+A refill looks at entries by number from where the last one stopped, until it has seen enough that may go, and queues the coldest share,
+sorted; a victim costs amortised constant work. Where one slot size is rare among many entries a refill walks far: a tenth of a second
+over ten million, once for many victims. What was used since it was queued has another state and is passed over, so a touch writes only
+its entry's state; what has come since, or was used and is still the coldest, waits for the next refill.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from hotkv_server.core.policies.protocol import Entries, Evictable
 
 SHARE = 16
 """A refill queues the coldest 1/16 of what it has seen."""
-MIN_QUEUED = 64
+MIN_QUEUED = 4
+"""And at least so many; few, for a block that comes later and is colder waits until these are gone."""
 SWEEP_ENTRIES = 1 << 17
 """Entry numbers looked at in one go."""
 

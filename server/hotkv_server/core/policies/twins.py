@@ -33,8 +33,27 @@ def use(used: Any, uses: Any, entries: Any, now: int, until: int, weight_log2: f
     age = np.maximum(0.0, now - before.astype(np.float64))
     count = np.logaddexp2(uses[entries].astype(np.float64) - age / memory, weight_log2)
     count[before == 0] = weight_log2
-    uses[entries] = np.maximum.accumulate(count[::-1])[::-1] - depth_step * np.arange(len(entries))
+    steps = depth_step * np.arange(len(entries))
+    uses[entries] = np.maximum.accumulate((count + steps)[::-1])[::-1] - steps
     used[entries] = np.maximum(before, np.uint32(until))
+
+
+def heat(
+    used: Any,
+    uses: Any,
+    entries: Any,
+    half_life_s: float,
+    most: float,
+    recency: float,
+    tick_s: float,
+    latest: int,
+    kept_s: float,
+    out: Any,
+) -> None:
+    """Twin of `kernels.heat`."""
+    count = uses[entries].astype(np.float64)
+    out[:] = half_life_s * (np.minimum(count, most) + LEAK * count) + recency * tick_s * used[entries].astype(np.float64)
+    out[used[entries] > latest] += kept_s
 
 
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:

@@ -1,0 +1,114 @@
+"""Leaves first, through the whole core: no block goes while one behind it in its chain stays."""
+
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.core.support import words_of
+from tests.core.test_retention import Cache
+
+
+def headless(cache: Cache, chains: Sequence[list[int]]) -> list[int]:
+    """Blocks that are here though one before them in their chain is not."""
+    left = []
+    for chain in chains:
+        start = first_missing(cache, chain)
+        left += [number for number in chain[start:] if number in cache.resident]
+    return left
+
+
+def first_missing(cache: Cache, chain: list[int]) -> int:
+    """Position of the first block that is not here; the length where all are."""
+    return next((position for position, number in enumerate(chain) if number not in cache.resident), len(chain))
+
+
+@pytest.mark.parametrize("policy", ["hotness", "lru"])
+@given(seed=st.integers(0, 1 << 32), gaps_s=st.sampled_from([(0.3,), (0.9,), (1.5, 30.0, 400.0)]))
+def test_chains_that_grow_keep_their_heads(policy: str, seed: int, gaps_s: tuple[float, ...]) -> None:
+    """Each call brings the blocks behind what is here, and no use of that: a prefill in parts, a decode, a prefix on the device."""
+    rng = np.random.default_rng(seed)
+    cache = Cache(policy)
+    chains: list[list[int]] = [[], [], []]
+    for _ in range(50):
+        cache.advance(cache.now_s + float(rng.choice(gaps_s)))
+        number = int(rng.integers(0, 6))
+        if number >= 3 or len(chains[number]) > 24:
+            chains.append([])
+            number = len(chains) - 1
+        start = first_missing(cache, chains[number])
+        chains[number] = chains[number][:start] + cache.fresh(int(rng.integers(1, 9)))
+        cache.store(chains[number], start)
+        assert not headless(cache, chains), "a head went before its tail"
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", ["hotness", "lru"])
+@given(seed=st.integers(0, 1 << 32), gap_s=st.sampled_from([0.3, 5.0, 400.0]))
+def test_prompts_that_grow_keep_their_heads(policy: str, seed: int, gap_s: float) -> None:
+    """Each turn stores the whole prompt: what is here is used, the rest comes in."""
+    rng = np.random.default_rng(seed)
+    cache = Cache(policy)
+    chains = [cache.fresh(3) for _ in range(4)]
+    for _ in range(40):
+        cache.advance(cache.now_s + gap_s)
+        number = int(rng.integers(0, 6))
+        if number < 4:
+            chains[number] = chains[number][:25] + cache.fresh(int(rng.integers(1, 8)))
+        else:
+            chains.append(cache.fresh(int(rng.integers(1, 12))))
+            number = len(chains) - 1
+        cache.store(chains[number])
+        assert not headless(cache, chains), "a head went before its tail"
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", ["hotness", "lru"])
+@pytest.mark.parametrize("passed_s", [0.0, 0.5, 300.0, 86_400.0])
+@pytest.mark.parametrize("start", [0, 10])
+def test_a_new_tail_is_never_hotter_than_its_head(policy: str, passed_s: float, start: int) -> None:
+    cache = Cache(policy)
+    chain = cache.fresh(10)
+    cache.store(chain)
+    cache.advance(passed_s)
+    chain += cache.fresh(10)
+    cache.store(chain, start)
+    space = cache.core.space
+    assert np.all(np.diff(space.policy.heat(space.index.find(1, 0, words_of(chain)))) < 0)
+
+
+def test_what_counts_as_in_use_keeps_its_frequency() -> None:
+    """A thousand tails behind one prefix within a moment are no use of it, and cost it nothing."""
+    cache = Cache("hotness")
+    prefix = cache.fresh(40)
+    for number in range(20):
+        cache.advance(float(number))
+        cache.store(prefix)
+    space = cache.core.space
+    entries = space.index.find(1, 0, words_of(prefix))
+    before = space.policy.heat(entries)
+    for _ in range(1000):
+        space.policy.refresh(entries, cache.now_s)
+    assert np.allclose(space.policy.heat(entries), before, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("policy", ["arc", "hotness", "lru", "s3fifo"])
+def test_a_block_listed_twice_is_counted_once(policy: str) -> None:
+    cache = Cache(policy)
+    chain = cache.fresh(5)
+    cache.store(chain)
+    cache.touch([chain[0], chain[0], *chain])
+    cache.check()
+
+
+def test_what_counts_as_in_use_is_not_kept_beyond_that() -> None:
+    """In use now is not a time to live."""
+    cache = Cache("hotness")
+    chain = cache.fresh(2)
+    cache.store(chain)
+    space = cache.core.space
+    entries = space.index.find(1, 0, words_of(chain))
+    space.policy.refresh(entries, 5.0)
+    assert space.policy.heat(entries).max() < 1e6

@@ -1,0 +1,206 @@
+"""The duel: kernels beside twins, and shadow caches as a plain reading of their definition."""
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hotkv_server.core.policies import duel, twins
+from hotkv_server.core.policies.duel import CONTENDERS, EPOCH_S, KEEP, LEAK, MARGIN, Contender, Duel
+from hotkv_server.core.policies.protocol import Keys
+from hotkv_server.core.policies.twins import DEPTH_STEP
+
+STEPS_S = st.sampled_from([0.0, 1e-6, 0.7, 33.3, 4e3, 1e7])
+
+
+def keys_of(numbers: list[int]) -> Keys:
+    """Keys that look like hashes; no two of them differ in the lowest bit only, which the sample does not see."""
+    return np.array([(2 * number + 3) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) | 1 for number in numbers], np.uint64)
+
+
+class NaiveShadow:
+    """A cache that evicts the least heat, and remembers every key that it ever saw."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+        self.heat: dict[int, float] = {}
+        self.seen: dict[int, tuple[float, float]] = {}
+        self.hits = 0
+
+    def ask(self, numbers: list[int], now_s: float, limit: int) -> None:
+        for depth in range(len(numbers) - 1, -1, -1):
+            number = numbers[depth]
+            count = 0.0
+            if number in self.seen:
+                used_s, before = self.seen[number]
+                count = math.log2(2.0 ** (before - (now_s - used_s) / self.contender.memory_s) + 1.0)
+            self.seen[number] = (now_s, count)
+            if number in self.heat:
+                self.hits += 1
+            else:
+                while len(self.heat) >= limit:
+                    del self.heat[min(self.heat, key=self.heat.__getitem__)]
+            count -= DEPTH_STEP * depth
+            most = self.contender.most_doublings
+            worth = self.contender.half_life_s * (min(count, most) + LEAK * count)
+            self.heat[number] = self.contender.recency * now_s + worth
+
+
+def held_by(cache: Duel, contender: int) -> set[int]:
+    return set(cache._keys[cache._holders >> contender & 1 == 1].tolist())
+
+
+@given(data=st.data(), seed=st.integers(0, 1 << 32))
+def test_shadows_hold_what_naive_ones_do(data: st.DataObject, seed: int) -> None:
+    """While all keys are looked at and all can be remembered."""
+    rng = np.random.default_rng(seed)
+    cache = Duel(128)
+    shadows = [NaiveShadow(contender) for contender in CONTENDERS]
+    now_s = 10.0
+    for _ in range(data.draw(st.integers(1, 30))):
+        # Never the same moment twice, so that no two keys are equally hot.
+        now_s += float(rng.exponential(rng.choice([1.0, 50.0, 900.0]))) + 1e-3
+        numbers = rng.permutation(60)[: rng.integers(0, 15)].tolist()
+        limit = int(rng.integers(1, 50))
+        cache.observe(keys_of(numbers), now_s, limit)
+        assert cache.share == 1.0
+        total = cache.scores + cache._hits
+        for index, shadow in enumerate(shadows):
+            shadow.ask(numbers, now_s, limit)
+            assert held_by(cache, index) == set(keys_of(list(shadow.heat)).tolist()), shadow.contender
+            assert total[index] <= shadow.hits
+            if now_s < 10.0 + EPOCH_S:
+                assert total[index] == shadow.hits
+        cache.check_invariants()
+
+
+@given(data=st.data(), seed=st.integers(0, 1 << 32))
+def test_hits_are_counted(data: st.DataObject, seed: int) -> None:
+    """Scores are the hits of each epoch, older ones halved again and again."""
+    rng = np.random.default_rng(seed)
+    cache = Duel(128)
+    shadows = [NaiveShadow(contender) for contender in CONTENDERS]
+    scores, before, ends_s = np.zeros(len(CONTENDERS)), np.zeros(len(CONTENDERS)), np.inf
+    now_s = 0.0
+    for _ in range(data.draw(st.integers(1, 60))):
+        now_s += float(rng.exponential(9.0)) + 1e-3
+        numbers = rng.permutation(20)[: rng.integers(1, 6)].tolist()
+        cache.observe(keys_of(numbers), now_s, 12)
+        for shadow in shadows:
+            shadow.ask(numbers, now_s, 12)
+        hits = np.array([shadow.hits for shadow in shadows], float)
+        if ends_s == np.inf:
+            ends_s = now_s + EPOCH_S
+        elif now_s >= ends_s:
+            scores, before, ends_s = KEEP * scores + hits - before, hits, now_s + EPOCH_S
+        assert cache.scores.tolist() == scores.tolist()
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 1 << 32), capacity=st.sampled_from([1, 60, 3000, 100_000]), data=st.data())
+def test_kernels_equal_twins(seed: int, capacity: int, data: st.DataObject) -> None:
+    """Also where buckets overflow, the sample thins out, limits jump and keys are asked for twice at once."""
+    rng = np.random.default_rng(seed)
+    one, two = Duel(capacity), Duel(capacity)
+    two._kernels = twins
+    now_s = 0.0
+    for _ in range(data.draw(st.integers(1, 12))):
+        now_s += data.draw(STEPS_S)
+        num_resident = int(rng.choice([0, 1, 3, 40, capacity, int(rng.integers(0, capacity + 1))]))
+        keys = keys_of(rng.zipf(1.2, rng.integers(0, 60)).clip(0, 1 << 40).tolist())
+        changes = [each.observe(keys, now_s, min(num_resident, capacity)) for each in (one, two)]
+        assert changes[0] == changes[1] and one.current == two.current and one.share == two.share
+        for name in ("_keys", "_holders", "_held", "_hits", "_used_s", "_scores"):
+            assert np.array_equal(getattr(one, name), getattr(two, name)), name
+        assert np.allclose(one._uses, two._uses, rtol=0, atol=1e-9)
+        assert np.allclose(one._trees, two._trees, rtol=1e-12, atol=1e-6)
+        one.check_invariants()
+
+
+@given(sizes=st.lists(st.integers(0, 1 << 24) | st.integers(0, 2000), min_size=1, max_size=12), seed=st.integers(0, 1 << 32))
+def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -> None:
+    """Keys outside a smaller sample leave all shadows, nothing else does; a larger sample begins with empty ones."""
+    rng = np.random.default_rng(seed)
+    cache = Duel(20_000)
+    for number, size in enumerate(sizes):
+        keys = keys_of(rng.integers(0, 1 << 40, 3000).tolist())
+        cache.observe(keys, 100.0 * number, min(max(cache._too_few, 200), cache._too_many - 1))
+        before = {index: held_by(cache, index) for index in range(len(CONTENDERS))}
+        share = cache.share
+        cache.observe(keys[:0], 100.0 * number, size)
+        assert cache._too_few <= size < cache._too_many and math.log2(cache.share).is_integer()
+        assert duel._share_for(size) > cache.share / 2, "the sample is too large for so many blocks"
+        assert duel._share_for(size) < duel.REGROW * cache.share or size <= 1, "the sample is too small for so many blocks"
+        for index, held in before.items():
+            in_sample = {key for key in held if int(twins.spread(np.array([key], np.uint64))[0]) & 0xFFFF_FFFF < cache.share * (1 << 32)}
+            assert held_by(cache, index) == (in_sample if cache.share <= share else set())
+        cache.check_invariants()
+
+
+@given(seed=st.integers(0, 1 << 32))
+def test_only_a_clear_win_at_the_end_of_an_epoch_counts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cache = Duel(64)
+    now_s, ended_s = 0.0, -np.inf
+    for _ in range(200):
+        now_s += float(rng.exponential(8.0))
+        before, scores, hits = cache.current, cache.scores.copy(), cache._hits.copy()
+        numbers = (np.arange(5) + 5 * rng.integers(0, 20)) if rng.random() < 0.5 else rng.integers(0, 60, 5)
+        changed = cache.observe(keys_of(np.unique(numbers).tolist()), now_s, 40)
+        assert changed == (cache.current != before)
+        if np.array_equal(scores, cache.scores) and not (hits > cache._hits).any():
+            assert not changed, "changed in the middle of an epoch"
+            continue
+        assert now_s >= ended_s + EPOCH_S
+        ended_s = now_s
+        best = cache.scores.max()
+        assert cache.scores[cache.current] == best if changed else best <= MARGIN * cache.scores[before]
+        assert not changed or best > MARGIN * cache.scores[before]
+
+
+@pytest.mark.parametrize("num_keys", [150, 400])
+def test_loops_are_won_by_what_keeps_the_older(num_keys: int) -> None:
+    """A loop larger than the cache."""
+    cache = Duel(100)
+    for number in range(12 * num_keys):
+        cache.observe(keys_of([number % num_keys]), number * 0.5, 100)
+    assert cache.winner == CONTENDERS[-1]
+
+
+def test_a_steady_zipf_is_won_by_frequency() -> None:
+    rng = np.random.default_rng(0)
+    cache = Duel(100)
+    for number, key in enumerate((rng.zipf(1.1, 12_000) % 100_000).tolist()):
+        cache.observe(keys_of([key]), number * 0.1, 100)
+    lasting = [c for c in CONTENDERS if c.recency == 1.0 and c.most_doublings > 1.0 and c.half_life_s >= 300.0]
+    shortest = CONTENDERS.index(Contender(1.0))
+    assert cache.winner in lasting, cache
+    assert cache.scores[shortest] < MARGIN * cache.scores[cache.current]
+
+
+def test_what_keeps_the_older_loses_where_popularity_is_brief() -> None:
+    """Keys are asked for a few times within seconds and never again."""
+    cache = Duel(100)
+    for number in range(8000):
+        cache.observe(keys_of([number // 4]), number * 0.2, 60)
+        cache.observe(keys_of([number // 4 + 30]), number * 0.2, 60)
+    assert cache.scores[CONTENDERS.index(Contender(1.0))] > cache.scores[-1]
+    assert cache.winner != CONTENDERS[-1]
+
+
+def test_years_and_long_silences() -> None:
+    """Late clocks keep the order of chains, and after any silence one epoch ends."""
+    cache = Duel(64)
+    for number, now_s in enumerate([1e9, 1e9 + 1.0, 1.1e9, 1.1e9 + 61.0]):
+        cache.observe(keys_of(list(range(30 + number))), now_s, 20)
+        cache.check_invariants()
+    assert held_by(cache, 0) == set(keys_of(list(range(20))).tolist()), "the tail of a chain was kept for its head"
+
+
+def test_contenders_fit_the_shadows() -> None:
+    """Who holds a key is one bit a contender of eight; the first contender is the one that starts."""
+    assert len(CONTENDERS) <= 8 and len(set(CONTENDERS)) == len(CONTENDERS)
+    assert Duel(10).winner == CONTENDERS[0]
+    assert twins.LEAK == LEAK

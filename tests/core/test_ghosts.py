@@ -1,0 +1,105 @@
+"""GhostTable against a dict, kernels beside twins."""
+
+from collections import Counter
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hotkv_server.core.policies import twins
+from hotkv_server.core.policies.ghosts import WAYS, GhostTable
+
+POOL = np.random.default_rng(0).integers(0, 1 << 64, 60, np.uint64)
+POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
+
+
+def buckets_of(table: GhostTable) -> list[int]:
+    """The bucket of each key of the pool."""
+    high = (twins.spread(POOL) >> np.uint64(32)).tolist()
+    return [int(half) * len(table.tags) >> 32 for half in high]
+
+
+class GhostMachine(RuleBasedStateMachine):
+    """What is found was remembered last, and not too long ago; where no bucket overflows, nothing young is lost."""
+
+    @initialize(num_ghosts=st.sampled_from([1, 2, 5, 16, 60, 200]))
+    def start(self, num_ghosts: int) -> None:
+        self.table, self.twin = GhostTable(num_ghosts), GhostTable(num_ghosts)
+        self.twin._kernels = twins
+        self.naive: dict[int, tuple[int, int]] = {}
+        self.num_remembered = 0
+        crowds = Counter(buckets_of(self.table))
+        self.never_lost = {position for position, bucket in enumerate(buckets_of(self.table)) if crowds[bucket] <= WAYS}
+
+    def kept(self) -> Counter[int]:
+        return Counter(self.table.values[self.table.tags != 0].tolist())
+
+    @rule(positions=POSITIONS)
+    def remember(self, positions: list[int]) -> None:
+        before = self.kept()
+        values = [self.num_remembered + i + 1 for i in range(len(positions))]
+        gone, twins_gone = (table.remember(POOL[positions], np.array(values, np.uint64)) for table in (self.table, self.twin))
+        assert gone.tolist() == twins_gone.tolist()
+        assert before + Counter(values) - self.kept() == Counter(gone.tolist()), "those that went are not those that are reported"
+        for position, value in zip(positions, values, strict=True):
+            self.naive[position] = (value, self.num_remembered)
+            self.num_remembered += 1
+
+    @rule(positions=POSITIONS)
+    def take(self, positions: list[int]) -> None:
+        before = self.kept()
+        found, values = self.table.take(POOL[positions])
+        twins_found, twins_values = self.twin.take(POOL[positions])
+        assert (found.tolist(), values.tolist()) == (twins_found.tolist(), twins_values.tolist())
+        assert before - self.kept() == Counter(values[found].tolist()), "what was found is not what went"
+        for position, hit, value in zip(positions, found.tolist(), values.tolist(), strict=True):
+            expected, number = self.naive.get(position, (0, -self.table.num_ghosts - 1))
+            is_young = self.num_remembered - number <= self.table.num_ghosts
+            assert value == (expected if hit else 0)
+            assert is_young or not hit, "a ghost too old was found"
+            assert hit or not is_young or position not in self.never_lost, "a young ghost was lost"
+            if hit:
+                del self.naive[position]
+
+    @invariant()
+    def agree(self) -> None:
+        if hasattr(self, "table"):
+            self.table.check_invariants()
+            for name in ("tags", "values", "_ages"):
+                assert np.array_equal(getattr(self.table, name), getattr(self.twin, name)), name
+            assert len(self.table) <= self.table.tags.size
+
+
+TestGhostMachine = GhostMachine.TestCase
+
+
+@given(num_ghosts=st.integers(1, 64), num_before=st.integers(0, 30), num_after=st.integers(0, 30))
+def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> None:
+    """When the numbers of coming run out, all ghosts go; those that come then are found as ever."""
+    table = GhostTable(num_ghosts)
+    table._next_age = (1 << 32) - 1 - num_before
+    values = np.arange(1, len(POOL) + 1, dtype=np.uint64)
+    table.remember(POOL[:num_before], values[:num_before])
+    table.remember(POOL[num_before : num_before + num_after], values[num_before : num_before + num_after])
+    table.check_invariants()
+    found, found_values = table.take(POOL)
+    assert found_values[found].tolist() == values[found].tolist()
+    assert not found[num_before + num_after :].any()
+    assert table._next_age < (1 << 32)
+    after = found[num_before : num_before + num_after]
+    assert after[-1:].all(), "the last one was lost"
+    assert not after[: max(0, num_after - num_ghosts)].any()
+
+
+def test_many_ghosts_in_the_room_of_few() -> None:
+    """A flood through a small table: of the last `num_ghosts` few are lost, and of those before none is found."""
+    num_ghosts, num_keys = 1000, 5000
+    keys = np.random.default_rng(1).integers(0, 1 << 64, num_keys, np.uint64)
+    table = GhostTable(num_ghosts)
+    for part in np.split(keys, 50):
+        table.remember(part, part)
+    found, values = table.take(keys)
+    assert np.array_equal(values[found], keys[found])
+    assert not found[: num_keys - num_ghosts].any()
+    assert found[-num_ghosts:].mean() > 0.9

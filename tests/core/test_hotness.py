@@ -1,0 +1,318 @@
+"""Hotness against its definition: what entries remember of their uses, and the order that follows from it."""
+
+import math
+from collections import OrderedDict
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hotkv.retention import MAX_PRIORITY, NO_RETENTION, Retention
+from hotkv_server.core.policies import Hotness, queue, twins
+from hotkv_server.core.policies.duel import CONTENDERS, LEAK, Contender, Duel
+from hotkv_server.core.policies.hotness import DEPTH_STEP, GHOSTS_PER_BLOCK, KEPT_S, TICKS_PER_S
+from hotkv_server.core.policies.protocol import Entries, Keys
+
+CAPACITY = 12
+TOLERANCE = 2e-5
+"""In c: float32 once a use."""
+PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
+
+
+def make_hotness(capacity: int, contender: Contender) -> Hotness:
+    """One whose duel is settled."""
+    policy = Hotness(capacity)
+    policy.duel = Duel(capacity, (contender,))
+    return policy
+
+
+def entries_of(numbers: list[int]) -> Entries:
+    return np.array(numbers, np.uint32)
+
+
+def keys_of(numbers: list[int]) -> Keys:
+    return np.array([number * 0x9E37_79B9_7F4A_7C15 % (1 << 64) for number in numbers], np.uint64)
+
+
+class DefinitionMachine(RuleBasedStateMachine):
+    """Blocks of one chain each: c is log2 of the sum of all uses, each halved after each memory, whatever left and came back between."""
+
+    @initialize(contender=st.sampled_from(CONTENDERS), kernels=st.booleans())
+    def start(self, contender: Contender, kernels: bool) -> None:
+        self.policy = make_hotness(CAPACITY, contender)
+        if not kernels:
+            self.policy._kernels = self.policy._ghosts._kernels = self.policy.duel._kernels = twins
+        self.memory_s = contender.memory_s
+        self.now_s = 1000.0
+        self.entry_of: dict[int, int] = {}
+        self.uses: dict[int, list[tuple[float, int]]] = {}
+        # Evicted, the oldest first; only so many are remembered.
+        self.ghosts: OrderedDict[int, int] = OrderedDict()
+        self.num_evicted = 0
+
+    def use(self, block: int, priority: int) -> None:
+        self.uses.setdefault(block, []).append((self.now_s, priority))
+
+    @precondition(lambda self: len(self.entry_of) < CAPACITY)
+    @rule(data=st.data(), passed=PASSED_TICKS, priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY))
+    def admit(self, data: st.DataObject, passed: int, priority: int) -> None:
+        self.now_s += passed / TICKS_PER_S
+        block = data.draw(st.sampled_from([block for block in range(1, 21) if block not in self.entry_of]))
+        entry = data.draw(st.sampled_from(sorted(set(range(1, CAPACITY + 1)) - set(self.entry_of.values()))))
+        number = self.ghosts.pop(block, -CAPACITY * GHOSTS_PER_BLOCK)
+        if self.num_evicted - number > CAPACITY * GHOSTS_PER_BLOCK:
+            self.uses.pop(block, None)
+        self.policy.admit(entries_of([entry]), keys_of([block]), self.now_s, Retention(priority))
+        self.entry_of[block] = entry
+        self.use(block, priority)
+
+    @precondition(lambda self: self.entry_of)
+    @rule(data=st.data(), passed=PASSED_TICKS, priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY))
+    def touch(self, data: st.DataObject, passed: int, priority: int) -> None:
+        self.now_s += passed / TICKS_PER_S
+        block = data.draw(st.sampled_from(sorted(self.entry_of)))
+        self.policy.touch(entries_of([self.entry_of[block]]), keys_of([block]), self.now_s, Retention(priority))
+        self.use(block, priority)
+
+    @precondition(lambda self: self.entry_of)
+    @rule(data=st.data(), evicted=st.booleans())
+    def forget(self, data: st.DataObject, evicted: bool) -> None:
+        block = data.draw(st.sampled_from(sorted(self.entry_of)))
+        self.policy.forget(entries_of([self.entry_of.pop(block)]), keys_of([block]), evicted=evicted)
+        if evicted:
+            self.ghosts[block] = self.num_evicted
+            self.num_evicted += 1
+        else:
+            del self.uses[block]
+
+    @invariant()
+    def remembers(self) -> None:
+        if not hasattr(self, "policy"):
+            return
+        for block, entry in self.entry_of.items():
+            last_s = self.uses[block][-1][0]
+            total = sum(2.0 ** (priority - (last_s - used_s) / self.memory_s) for used_s, priority in self.uses[block])
+            assert abs(float(self.policy._uses[entry]) - math.log2(total)) <= TOLERANCE * len(self.uses[block])
+            assert self.policy.last_used_s(entries_of([entry]))[0] == last_s
+        assert set(np.flatnonzero(self.policy._used)) == set(self.entry_of.values())
+        self.policy.check_invariants()
+
+
+TestDefinitionMachine = DefinitionMachine.TestCase
+
+
+class NaiveHotness:
+    """t and c of each entry in float64, and all entries compared for each victim."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+        self.state: dict[int, tuple[float, float]] = {}
+        self.latest_s = 0.0
+
+    def use(self, entry: int, now_s: float, retention: Retention = NO_RETENTION) -> None:
+        self.latest_s = now_s
+        count, until_s = float(retention.priority), now_s + retention.ttl_s
+        if entry in self.state:
+            used_s, before = self.state[entry]
+            count = math.log2(2.0 ** (before - max(0.0, now_s - used_s) / self.contender.memory_s) + 2.0**retention.priority)
+            until_s = max(until_s, used_s)
+        self.state[entry] = (until_s, count)
+
+    def heat(self, entry: int) -> float:
+        used_s, count = self.state[entry]
+        c = self.contender
+        kept = KEPT_S if used_s > self.latest_s else 0.0
+        return kept + c.recency * used_s + c.half_life_s * (min(count, c.most_doublings) + LEAK * count)
+
+
+@pytest.fixture
+def exact_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that looks at all entries for every victim and remembers none."""
+    monkeypatch.setattr(queue, "MIN_QUEUED", 0)
+    monkeypatch.setattr(queue, "SHARE", 1 << 40)
+
+
+@pytest.mark.usefixtures("exact_queue")
+@pytest.mark.parametrize("contender", CONTENDERS, ids=repr)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1 << 32))
+def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    capacity = 30
+    policy, naive, now_s = make_hotness(capacity, contender), NaiveHotness(contender), 500.0
+    # A new key for each admission: ghosts are for the definition to test.
+    for step in range(60):
+        now_s += float(rng.choice([0.0, 1.0, 30.0, 2000.0])) * TICKS_PER_S // 1 / TICKS_PER_S
+        retention = Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 0.0, 50.0])))
+        known, free = sorted(naive.state), sorted(set(range(1, capacity + 1)) - set(naive.state))
+        if known and rng.random() < 0.5:
+            entry = int(rng.choice(known))
+            policy.touch(entries_of([entry]), keys_of([entry]), now_s, retention)
+            naive.use(entry, now_s, retention)
+        elif free:
+            entry = int(rng.choice(free))
+            policy.admit(entries_of([entry]), keys_of([1000 + step]), now_s, retention)
+            naive.use(entry, now_s, retention)
+        if rng.random() < 0.4:
+            evictable = [entry for entry in naive.state if rng.random() < 0.8]
+            victims = take_coldest(policy, naive, evictable, int(rng.integers(0, 6)))
+            policy.forget(entries_of(victims), keys_of(victims), evicted=True)
+            for entry in victims:
+                del naive.state[entry]
+
+
+def take_coldest(policy: Hotness, naive: NaiveHotness, evictable: list[int], count: int) -> list[int]:
+    """Victims among the evictable; the naive ones but for what float32 can't tell apart."""
+    victims: list[int] = policy.victims(4096, count, lambda numbers: np.isin(numbers, evictable)).tolist()
+    assert len(set(victims)) == min(count, len(evictable)) and set(victims) <= set(evictable)
+    in_turn = [naive.heat(entry) for entry in victims]
+    left = [naive.heat(entry) for entry in set(evictable) - set(victims)]
+    blurred = 6e-4 * naive.contender.half_life_s
+    assert all(after >= before - blurred for before, after in pairwise(in_turn))
+    assert not victims or max(in_turn) <= min(left, default=math.inf) + blurred
+    return victims
+
+
+@given(seed=st.integers(0, 1 << 32), contender=st.sampled_from(CONTENDERS))
+def test_a_queue_is_in_order_while_nothing_is_used(seed: int, contender: Contender) -> None:
+    rng = np.random.default_rng(seed)
+    policy, num_entries = make_hotness(60, contender), 60
+    for number, now_s in zip(rng.permutation(num_entries).tolist(), np.sort(rng.uniform(0, 3000, num_entries)).tolist(), strict=True):
+        policy.admit(entries_of([number + 1]), keys_of([number + 1]), now_s, Retention(int(rng.integers(-3, 4))))
+    resident = set(range(1, num_entries + 1))
+    while resident:
+        listed = entries_of(sorted(resident))
+        count = int(rng.integers(1, 7))
+        victims = policy.victims(0, count, lambda numbers: np.ones(len(numbers), np.bool_)).tolist()
+        assert len(set(victims)) == min(count, len(resident)) and set(victims) <= resident
+        assert policy.heat(entries_of(victims)).tolist() == np.sort(policy.heat(listed))[:count].tolist()
+        policy.forget(entries_of(victims), keys_of(victims), evicted=True)
+        resident -= set(victims)
+
+
+@given(data=st.data(), contender=st.sampled_from(CONTENDERS), kernels=st.booleans())
+def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Contender, kernels: bool) -> None:
+    """Whole chains are stored, used, evicted from the tail and brought back; ghosts may have forgotten any of them."""
+    policy = make_hotness(80, contender)
+    if not kernels:
+        policy._kernels = twins
+    chains = [list(range(1, 41)), list(range(41, 61)), [61], [62, 63]]
+    resident = dict.fromkeys(range(len(chains)), 0)
+    now_s = 0.0
+    for _ in range(data.draw(st.integers(1, 25))):
+        number = data.draw(st.integers(0, len(chains) - 1))
+        chain, kept = chains[number], resident[number]
+        now_s += data.draw(st.sampled_from([0.0, 0.01, 1.0, 300.0, 50_000.0]))
+        retention = Retention(data.draw(st.sampled_from([0, 0, -8, 3, 8])), data.draw(st.sampled_from([0.0, 0.0, 100.0])))
+        if kept == len(chain):
+            policy.touch(entries_of(chain), keys_of(chain), now_s, retention)
+            keep = data.draw(st.integers(0, len(chain)))
+            if keep < len(chain) and data.draw(st.booleans()):
+                policy.forget(entries_of(chain[keep:]), keys_of(chain[keep:]), evicted=data.draw(st.booleans()))
+                resident[number] = keep
+        elif kept == 0:
+            policy.admit(entries_of(chain), keys_of(chain), now_s, retention)
+            resident[number] = len(chain)
+        else:
+            policy.forget(entries_of(chain[:kept]), keys_of(chain[:kept]), evicted=True)
+            resident[number] = 0
+        for number, kept in resident.items():
+            heat = policy.heat(entries_of(chains[number][:kept]))
+            assert np.all(np.diff(heat) <= 0), "a block is hotter than the one before it"
+    policy.check_invariants()
+
+
+@pytest.mark.parametrize("priority", range(-MAX_PRIORITY, MAX_PRIORITY + 1))
+def test_a_priority_is_so_many_doublings(priority: int) -> None:
+    policy = make_hotness(4, Contender(100.0))
+    policy.admit(entries_of([1]), keys_of([1]), 0.0)
+    policy.admit(entries_of([2]), keys_of([2]), 0.0, Retention(priority))
+    assert policy._uses[2] == priority
+    plain, weighed = policy.heat(entries_of([1, 2])).tolist()
+    assert weighed - plain == pytest.approx(100.0 * (1 + LEAK) * priority)
+    policy.touch(entries_of([2]), keys_of([2]), 0.0)
+    assert float(policy._uses[2]) == pytest.approx(math.log2(2.0**priority + 1), abs=1e-6)
+    assert policy.victims(0, 1, lambda numbers: np.ones(len(numbers), np.bool_)).tolist() == [1], "used twice, it is worth more than once"
+
+
+def test_a_time_to_live_counts_as_use_until_then() -> None:
+    policy = make_hotness(4, CONTENDERS[0])
+    policy.admit(entries_of([1]), keys_of([1]), 0.0, Retention(ttl_s=100.0))
+    policy.admit(entries_of([2]), keys_of([2]), 99.0)
+    assert policy.last_used_s(entries_of([1, 2])).tolist() == [100.0, 99.0]
+    assert policy.victims(0, 1, lambda numbers: np.ones(len(numbers), np.bool_)).tolist() == [2]
+    policy.touch(entries_of([1]), keys_of([1]), 50.0)
+    policy.refresh(entries_of([1]), 60.0)
+    assert policy.last_used_s(entries_of([1]))[0] == 100.0, "a use without one shortened it"
+    policy.admit(entries_of([3]), keys_of([3]), 500.0)
+    assert policy.victims(0, 1, lambda numbers: numbers != 2).tolist() == [1]
+
+
+@given(seed=st.integers(0, 1 << 32), contender=st.sampled_from(CONTENDERS))
+def test_kernels_equal_twins(seed: int, contender: Contender) -> None:
+    rng = np.random.default_rng(seed)
+    capacity = 40
+    pair = (make_hotness(capacity, contender), make_hotness(capacity, contender))
+    pair[1]._kernels = pair[1]._ghosts._kernels = pair[1].duel._kernels = twins
+    key_of: dict[int, int] = {}
+    now_s = 0.0
+    for num_uses in range(1, 41):
+        now_s += float(rng.choice([0.0, 0.3, 40.0, 1e5]))
+        retention = Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 10.0])))
+        known = rng.permutation(sorted(key_of))[: rng.integers(0, 20)].astype(np.uint32)
+        free = rng.permutation(sorted(set(range(1, capacity + 1)) - set(key_of)))[: rng.integers(0, 20)].astype(np.uint32)
+        keys = keys_of([key_of[int(entry)] for entry in known])
+        match int(rng.integers(0, 4)):
+            case 0:
+                unused = [key for key in range(1, 90) if key not in key_of.values()]
+                key_of |= dict(zip(free.tolist(), rng.permutation(unused).tolist(), strict=False))
+                for policy in pair:
+                    policy.admit(free, keys_of([key_of[int(entry)] for entry in free]), now_s, retention)
+            case 1:
+                for policy in pair:
+                    policy.touch(known, keys, now_s, retention)
+            case 2:
+                for policy in pair:
+                    policy.refresh(known, now_s)
+            case _:
+                for policy in pair:
+                    policy.forget(known, keys, evicted=bool(retention.priority > 0))
+                key_of = {entry: key for entry, key in key_of.items() if entry not in known}
+        assert np.array_equal(pair[0]._used, pair[1]._used)
+        # Times of a hundred memories make c large; float32 has 24 bits of it.
+        assert np.allclose(pair[0]._uses, pair[1]._uses, rtol=1e-6 * num_uses, atol=1e-6 * num_uses)
+        assert np.array_equal(pair[0]._ghosts.tags, pair[1]._ghosts.tags)
+        for policy in pair:
+            policy.check_invariants()
+
+
+@pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])
+def test_clocks_that_start_anywhere(start_s: float) -> None:
+    """The order in a chain holds from the first tick to the last of two years; then frequency alone decides, and nothing breaks."""
+    policy = make_hotness(20, CONTENDERS[0])
+    chain = list(range(1, 11))
+    policy.admit(entries_of(chain), keys_of(chain), start_s)
+    for now_s in (start_s + 1.0, start_s + 6e7, start_s + 1e9):
+        policy.touch(entries_of(chain), keys_of(chain), now_s)
+        assert np.all(np.diff(policy.heat(entries_of(chain))) < 0)
+    policy.admit(entries_of([11]), keys_of([11]), start_s + 2e9)
+    assert np.isfinite(policy.heat(entries_of([1, 11]))).all()
+    policy.check_invariants()
+
+
+def test_a_capacity_of_one() -> None:
+    policy = Hotness(1)
+    for number in range(1, 200):
+        policy.admit(entries_of([1]), keys_of([number % 5 + 1]), float(number))
+        assert policy.victims(4096, 3, lambda numbers: numbers == 1).tolist() == [1]
+        policy.forget(entries_of([1]), keys_of([number % 5 + 1]), evicted=True)
+        policy.check_invariants()
+    assert len(policy._ghosts) <= 8 and policy._num_known == 0
+
+
+def test_steps_for_depth_are_small() -> None:
+    """A chain of a hundred thousand blocks loses less than half a doubling from head to tail."""
+    assert DEPTH_STEP * 100_000 < 0.5

@@ -1,0 +1,199 @@
+"""What requests may ask of eviction, through the whole core: pins, times to live, and chains whose tails come later."""
+
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hotkv.results import BlockResult
+from hotkv.retention import MAX_TTL_S, NO_RETENTION, Retention
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.values import CoreConfig, HashList, Run
+from tests.core.support import make_key_space, make_table, words_of
+
+SLAB = 4 * SLOT_ALIGN
+NUM_SLOTS = 64
+NUM_HELD = NUM_SLOTS // 4
+"""Slots that requests may ask to keep."""
+
+
+class Cache:
+    """One session and one group; blocks are numbers, and come in chains. `parent_of` what was stored behind what."""
+
+    def __init__(self, policy: str) -> None:
+        config = CoreConfig(NUM_SLOTS * SLOT_ALIGN, SLAB, 200, max_blocks_per_call=1000)
+        self.core = CacheCore(config, make_table(200), POLICIES[policy](200))
+        self.session = self.core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+        self.now_s = 0.0
+        self.resident: set[int] = set()
+        self.evicted: list[int] = []
+        self._number_of: dict[bytes, int] = {}
+        self._num_calls = 0
+        self._next_fresh = 1 << 40
+
+    def fresh(self, num_blocks: int) -> list[int]:
+        """Numbers that nothing else has."""
+        self._next_fresh += num_blocks
+        return list(range(self._next_fresh - num_blocks, self._next_fresh))
+
+    def store(self, chain: Sequence[int], start: int = 0, retention: Retention = NO_RETENTION) -> list[int]:
+        """Stores a chain from a position on; returns a result a block."""
+        self._num_calls += 1
+        name = f"store {self._num_calls}"
+        parent = words_of(chain[start - 1 : start])[0] if start else None
+        hashes = words_of(chain[start:])
+        self._number_of |= {row.tobytes(): number for row, number in zip(hashes, chain[start:], strict=True)}
+        self.core.begin_store(self.session, name, name, [Run(0, hashes, parent, start)], 0, 0.0, self.now_s, retention)
+        self.read_notices()
+        results: list[int] = self.core.end_store(self.session, name, True, self.now_s)[0].tolist()
+        self.resident |= {n for n, result in zip(chain[start:], results, strict=True) if result == BlockResult.STORED}
+        return results
+
+    def read_notices(self) -> None:
+        gone = [self._number_of[row.tobytes()] for notice in self.core.take_effects() for row in notice.hashes]
+        self.evicted += gone
+        self.resident -= set(gone)
+
+    def touch(self, chain: Sequence[int], retention: Retention = NO_RETENTION) -> None:
+        self.core.touch(self.session, [HashList(0, words_of(chain))], self.now_s, retention)
+
+    def flood(self, num_blocks: int, until_s: float, chain_blocks: int = 10) -> None:
+        """Chains that nobody ever asks for again, evenly until then."""
+        parts = [min(chain_blocks, num_blocks - done) for done in range(0, num_blocks, chain_blocks)]
+        step_s = (until_s - self.now_s) / max(1, len(parts))
+        for part in parts:
+            self.advance(self.now_s + step_s)
+            self.store(self.fresh(part))
+
+    def advance(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.core.expire(now_s)
+
+    def found(self, chain: Sequence[int]) -> list[int]:
+        mask = self.core.lookup(1, [HashList(0, words_of(chain))])[0]
+        return [number for number, hit in zip(chain, mask.tolist(), strict=True) if hit]
+
+    def check(self) -> None:
+        self.core.check_invariants()
+        self.core.space.policy.check_invariants()
+        assert self.found(sorted(self.resident)) == sorted(self.resident)
+
+
+@pytest.mark.parametrize("how", ["stored", "stored again", "used"])
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=15)
+@given(num_pinned=st.integers(1, NUM_HELD), ttl_s=st.sampled_from([0.5, 100.0, MAX_TTL_S]), flood=st.integers(1, 40))
+def test_what_is_pinned_stays_until_its_time_and_goes_after(policy: str, how: str, num_pinned: int, ttl_s: float, flood: int) -> None:
+    cache = Cache(policy)
+    chain, keep = list(range(num_pinned)), Retention(ttl_s=ttl_s, pin=True)
+    if how != "stored":
+        cache.store(chain)
+    if how == "used":
+        cache.touch(chain, keep)
+    else:
+        cache.store(chain, retention=keep)
+    cache.flood(5 * NUM_SLOTS, 0.999 * ttl_s, flood)
+    assert cache.found(chain) == chain and cache.core.counters.held_blocks == num_pinned
+    assert cache.core.evict(1, 0, words_of(chain)) == (0, num_pinned)
+    cache.check()
+    cache.advance(ttl_s)
+    assert not len(cache.core.holds) and cache.found(chain) == chain
+    cache.flood(5 * NUM_SLOTS, 3 * ttl_s, flood)
+    # Some policies keep what was used twice through any flood of what is used once; nothing keeps it from going.
+    left = cache.found(chain)
+    assert not left or policy not in ("lru", "s3fifo")
+    assert cache.core.evict(1, 0, words_of(chain)) == (len(left), 0)
+    cache.read_notices()
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), flood=st.integers(1, NUM_SLOTS - NUM_HELD))
+def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(policy: str, lengths: list[int], flood: int) -> None:
+    cache = Cache(policy)
+    held: list[int] = []
+    room = NUM_HELD
+    for length in lengths:
+        chain = cache.fresh(length)
+        assert cache.store(chain, retention=Retention(ttl_s=1000.0, pin=True)) == [BlockResult.STORED] * length
+        held += chain[:room]
+        room -= len(chain[:room])
+        cache.check()
+    assert len(cache.core.holds) == len(held)
+    cache.flood(5 * NUM_SLOTS, 999.0, flood)
+    assert set(held) <= cache.resident
+    # Those without a pin were asked to live as long all the same, and go only because nothing else is left to go.
+    cache.advance(1000.0)
+    chain = cache.fresh(NUM_HELD)
+    cache.store(chain, retention=Retention(ttl_s=10.0, pin=True))
+    cache.flood(5 * NUM_SLOTS, 1009.0, flood)
+    assert cache.found(chain) == chain and not cache.found(held)
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", ["hotness", "lru"])
+@given(num_kept=st.integers(1, NUM_SLOTS - 14), ttl_s=st.sampled_from([1.0, 100.0, MAX_TTL_S]), flood=st.integers(1, 14))
+def test_what_has_time_to_live_outlives_a_flood(policy: str, num_kept: int, ttl_s: float, flood: int) -> None:
+    """And counts as used when that time ends: it goes with what came then."""
+    cache = Cache(policy)
+    chain = list(range(num_kept))
+    cache.store(chain, retention=Retention(ttl_s=ttl_s))
+    cache.flood(5 * NUM_SLOTS, 0.98 * ttl_s, flood)
+    assert cache.found(chain) == chain and not len(cache.core.holds)
+    cache.advance(1.02 * ttl_s + 1.0)
+    cache.flood(5 * NUM_SLOTS, 3.0 * ttl_s + 3.0, flood)
+    assert not cache.found(chain)
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(priority=st.integers(-8, 8), ttl_s=st.sampled_from([0.0, 5.0, MAX_TTL_S]), seed=st.integers(0, 1 << 32))
+def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: int) -> None:
+    """Whatever all requests ask for, short of pins, every store finds room."""
+    rng = np.random.default_rng(seed)
+    cache = Cache(policy)
+    for _ in range(40):
+        cache.advance(cache.now_s + float(rng.choice([0.0, 1.0, 100.0])))
+        length = int(rng.integers(1, NUM_SLOTS + 1))
+        hint = Retention(priority, ttl_s) if rng.random() < 0.8 else NO_RETENTION
+        assert cache.store(cache.fresh(length), retention=hint) == [BlockResult.STORED] * length
+        cache.touch([int(number) for number in rng.permutation(sorted(cache.resident))[:9]], hint)
+    cache.check()
+
+
+@given(
+    pieces=st.lists(st.integers(1, 9), min_size=2, max_size=6),
+    gaps_s=st.lists(st.sampled_from([1.1, 30.0, 4000.0]), min_size=6, max_size=6),
+)
+def test_a_chain_that_grew_goes_from_its_tail(pieces: list[int], gaps_s: list[float]) -> None:
+    """However long before its tail the head was used."""
+    cache = Cache("lru")
+    chain: list[int] = []
+    for length, gap_s in zip(pieces, gaps_s, strict=False):
+        cache.advance(cache.now_s + gap_s)
+        chain += cache.fresh(length)
+        assert cache.store(chain, len(chain) - length) == [BlockResult.STORED] * length
+    cache.flood(NUM_SLOTS, cache.now_s + 100.0, 1)
+    assert cache.evicted == chain[::-1]
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", ["hotness", "lru"])
+@given(passed_s=st.sampled_from([1.5, 60.0, 1e5]), length=st.integers(1, 40))
+def test_what_comes_before_a_new_block_counts_as_in_use(policy: str, passed_s: float, length: int) -> None:
+    """As far as the chain is here: where a block is missing, it ends."""
+    cache = Cache(policy)
+    chain, other = cache.fresh(length), cache.fresh(3)
+    cache.store(chain)
+    cache.store(other)
+    missing = length // 3
+    assert cache.core.evict(1, 0, words_of(chain[missing : missing + 1])) == (1, 0)
+    cache.advance(passed_s)
+    cache.store(chain + cache.fresh(5), length)
+    space = cache.core.space
+    in_use = {number for number in chain + other if space.policy.last_used_s(space.index.find(1, 0, words_of([number])))[0] >= passed_s}
+    assert in_use == set(chain[missing + 1 :])
