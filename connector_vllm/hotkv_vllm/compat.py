@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size, resolve_none_hash_seed
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    resolve_dcp_kv_block_size,
+    resolve_none_hash_seed,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind, iter_layer_specs
 
 from hotkv.groups import GroupKind, GroupSpec, check_context_parallel
@@ -119,6 +124,21 @@ def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[
 def shared_prefix_boundary(request: Any) -> int:
     """Tokens of a prefix that vLLM saw shared by others and keeps a state for; 0 for none."""
     return int(getattr(request, "shared_prefix_boundary", 0))
+
+
+def event_extra_keys(request: Any, blocks: range, block_tokens: int) -> tuple[tuple[Any, ...] | None, ...]:
+    """What is hashed into each block besides tokens, as vLLM's events name it; nothing where no block has any.
+
+    Source: `BlockPool.cache_full_blocks` in vLLM 0.32.
+    """
+    if not (request.mm_features or request.cache_salt or request.prompt_embeds is not None):
+        return ()
+    keys: list[tuple[Any, ...] | None] = []
+    place = 0
+    for block in blocks:
+        extra, place = generate_block_hash_extra_keys(request, block * block_tokens, (block + 1) * block_tokens, place)
+        keys.append(extra)
+    return tuple(to_event_extra_keys(keys) or ()) if any(keys) else ()
 
 
 def preferred_layout() -> str | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import BlockResult, BlockRun, Int32s
-from hotkv_vllm.compat import NULL_BLOCK, CacheGroup, shared_prefix_boundary
+from hotkv_vllm.compat import NULL_BLOCK, CacheGroup, event_extra_keys, shared_prefix_boundary
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.lookup import HitFinder, RequestState
@@ -224,8 +224,12 @@ class StorePlanner:
     def _run(self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s) -> BlockRun:
         """A chain of neighbours that begins with the group's block `first`."""
         stop, tokens = first + len(ids), self._groups[index].block_tokens
-        token_ids = state.request.all_token_ids[first * tokens : stop * tokens] if self._session.wants_token_ids else ()
-        return BlockRun(index, list(hashes[first:stop]), ids, hashes[first - 1] if first else b"", first, token_ids)
+        parent = hashes[first - 1] if first else b""
+        if not self._session.wants_token_ids:
+            return BlockRun(index, list(hashes[first:stop]), ids, parent, first)
+        token_ids = state.request.all_token_ids[first * tokens : stop * tokens]
+        extra_keys = event_extra_keys(state.request, range(first, stop), tokens)
+        return BlockRun(index, list(hashes[first:stop]), ids, parent, first, token_ids, extra_keys=extra_keys)
 
     def _reachable(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
         ends = prompt_boundaries(state.request.num_prompt_tokens, self._finder.alignment_tokens, bool(self._finder.draft_groups))

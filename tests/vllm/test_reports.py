@@ -173,6 +173,16 @@ def test_stores_carry_exactly_the_tokens_of_their_blocks(engine: Any, server: An
     assert seen == set(range(len(specs)))
 
 
+def test_stores_say_what_else_is_hashed(engine: Any, server: Any) -> None:
+    """A salt is hashed into the first block; a router that knew only the tokens would match prompts that can't hit."""
+    server.wants_token_ids = True
+    one = engine(specs=hybrid_model())
+    one.add("salted", PROMPT, 2, cache_salt="mine")
+    one.run()
+    runs = stored(server)
+    assert runs and all(list(run.extra_keys) == ([("mine",), *[None] * (len(run.hashes) - 1)] if run.depth == 0 else []) for run in runs)
+
+
 def test_tokens_stay_here_where_nobody_wants_them(engine: Any, server: Any) -> None:
     engine(specs=hybrid_model()).generate("a", PROMPT, 2)
     assert stored(server) and not any(len(run.token_ids) for run in stored(server))
