@@ -12,7 +12,7 @@ COPY client client
 COPY server server
 COPY connector_vllm connector_vllm
 RUN python -m venv /opt/hotkv \
- && /opt/hotkv/bin/pip install --no-cache-dir '.[server]'
+ && /opt/hotkv/bin/pip install --no-cache-dir '.[server,events]'
 
 FROM python:${PYTHON}-slim
 RUN useradd --system --uid 10001 --user-group --home-dir /var/cache/hotkv --create-home hotkv
