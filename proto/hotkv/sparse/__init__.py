@@ -1,0 +1,43 @@
+"""Sparse decode, the pure part: which blocks of a long context a step should attend to.
+
+From unpacked keys to a selection, in the order of a step:
+`representations.build` when a block fills; `scores.prepare` and `scores.score` with a step's query; `weights.aggregate` (where scorers are
+fused, after `weights.fuse`); `topk.span` and `topk.select`; `hotset.HotSet.step`. `config.SparseConfig` says how,
+`budget.AdaptiveCapacity` how large, `superblocks` scores summaries in two levels, `torch_ops` is the same on a GPU.
+
+No I/O, no clock, no threads. numpy is enough; numba makes it fast, and is loaded on first use.
+"""
+
+from hotkv.sparse.budget import AdaptiveCapacity
+from hotkv.sparse.config import SparseConfig
+from hotkv.sparse.formats import FORMATS, bytes_per_block, version
+from hotkv.sparse.hotset import HotSet
+from hotkv.sparse.moves import Growth, HotMap, Moves, Step
+from hotkv.sparse.representations import build
+from hotkv.sparse.scores import Query, prepare, score
+from hotkv.sparse.topk import Selection, Span, select, span
+from hotkv.sparse.weights import Weights, aggregate, fuse
+
+__all__ = [
+    "FORMATS",
+    "AdaptiveCapacity",
+    "Growth",
+    "HotMap",
+    "HotSet",
+    "Moves",
+    "Query",
+    "Selection",
+    "Span",
+    "SparseConfig",
+    "Step",
+    "Weights",
+    "aggregate",
+    "build",
+    "bytes_per_block",
+    "fuse",
+    "prepare",
+    "score",
+    "select",
+    "span",
+    "version",
+]

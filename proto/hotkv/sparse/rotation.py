@@ -1,0 +1,75 @@
+"""The fixed random rotation that spreads a key evenly over its channels before it is cut to a few bits.
+
+A rotation is one or two passes over aligned halves of the vector; a pass flips signs and applies an orthonormal Hadamard
+matrix. Where the head size is a power of two, one pass covers it. Elsewhere the first pass covers the largest power of two
+at the front, the second one as many channels at the back, so that every channel is mixed (two overlapping passes spread one
+large channel better than passes side by side). The signs are the same in every engine, forever.
+
+Shapes: D channels of a head.
+"""
+
+import functools
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+SIGN_SEED = b"hotkv-signs-1"
+
+
+def passes(head_size: int) -> tuple[tuple[int, int], ...]:
+    """(first channel, channels) of each pass."""
+    size = 1 << (head_size.bit_length() - 1)
+    return ((0, size),) if size == head_size else ((0, size), (head_size - size, size))
+
+
+@functools.cache
+def signs(head_size: int) -> npt.NDArray[np.float32]:
+    """float32 [passes, D] of ±1: the bits, lowest first, of SHA-256("hotkv-signs-1" ‖ counter), counter uint32 little-endian from 0.
+
+    Channels outside a pass have a sign too, which is not used.
+    """
+    num_bits = len(passes(head_size)) * head_size
+    stream = b"".join(hashlib.sha256(SIGN_SEED + count.to_bytes(4, "little")).digest() for count in range(-(-num_bits // 256)))
+    bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little")[:num_bits]
+    result = (1.0 - 2.0 * bits).astype(np.float32).reshape(-1, head_size)
+    result.setflags(write=False)
+    return result
+
+
+@functools.cache
+def factors(head_size: int) -> npt.NDArray[np.float32]:
+    """float32 [passes, D]: the signs over the square root of the pass's channels, which makes the Hadamard matrix orthonormal."""
+    scale = np.array([[1.0 / np.sqrt(size)] for _, size in passes(head_size)])
+    result: npt.NDArray[np.float32] = (signs(head_size) * scale).astype(np.float32)
+    result.setflags(write=False)
+    return result
+
+
+@functools.cache
+def pass_arrays(head_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First channels and numbers of channels of the passes, int64 [passes] each."""
+    starts, sizes = np.array(passes(head_size), np.int64).T.copy()
+    return starts, sizes
+
+
+def rotate(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """float32 [..., D] rotated; inner products and norms stay. A copy."""
+    y = np.array(x, np.float32, order="C")
+    head_size = y.shape[-1]
+    for (start, size), factor in zip(passes(head_size), factors(head_size), strict=True):
+        part = y[..., start : start + size]
+        part *= factor[start : start + size]
+        hadamard(part)
+    return y
+
+
+def hadamard(x: npt.NDArray[np.float32]) -> None:
+    """Fast Walsh-Hadamard transform of the last axis (a power of two), in place, not normalised."""
+    size = x.shape[-1]
+    half = 1
+    while half < size:
+        pairs = x.reshape(*x.shape[:-1], size // (2 * half), 2, half)
+        low, high = pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]
+        x[...] = np.stack((low, high), axis=-2).reshape(x.shape)
+        half *= 2

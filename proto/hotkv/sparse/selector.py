@@ -1,0 +1,100 @@
+"""One layer's selection from a query to blocks: scores, fusion, weights, budget, in the order that the configuration says.
+
+What engines do for every layer of a decode step, and the server on behalf of clients that can't. The set is shared by the
+layer's KV heads, as block tables are.
+
+Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C blocks of the context, R resident tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.config import SparseConfig
+from hotkv.sparse.scores import Query, prepare, score
+from hotkv.sparse.superblocks import score_pruned
+from hotkv.sparse.topk import Selection, Span, floor_blocks, select, span
+from hotkv.sparse.weights import aggregate, fuse
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a layer's representations of one format lie: pool uint8 [B, H, N], their centre and bias (None: 0, the format's).
+
+    `supers` uint8 [ceil(C / 8), H, N], summaries only: super-blocks of the context (`superblocks.merge`), for scoring in two levels.
+    """
+
+    pool: U8
+    mu: F32 | None = None
+    bias: float | None = None
+    supers: U8 | None = None
+
+
+def select_layer(
+    config: SparseConfig,
+    layer: int,
+    query_QD: F32,
+    sources: Mapping[str, Source],
+    rows_C: I32,
+    always_log_mass_Q: F32,
+    context_tokens: int,
+    block_tokens: int,
+    *,
+    resident_C: Mask | None = None,
+    scale: float | None = None,
+) -> Selection:
+    """Blocks of a context that `layer` should attend to; INVALID_FIELD where a source is missing or the layer is dense.
+
+    `rows_C` int32: the pool row of each block of the context (of no meaning where always kept). `always_log_mass_Q` float32 [Q]: exact
+    log mass of the always kept blocks (`exact_log_mass`). `resident_C`: what the prior of `lru_prior` favours.
+    """
+    where = span(config, context_tokens, block_tokens)
+    scorers = config.scorers_of(layer)
+    missing = [name for name in scorers if name not in sources]
+    if not scorers or missing:
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"layer {layer} " + (f"has no source for {missing[0]}" if missing else "is dense; attend to all of it")
+        )
+    scored = [
+        _scores(sources[name], prepare(name, query_QD, sources[name].mu, scale, sources[name].bias), rows_C, where) for name in scorers
+    ]
+    scores, log_mass = (scored[0], always_log_mass_Q) if len(scored) == 1 else fuse(scored, list(scorers.values()), always_log_mass_Q)
+    weights = aggregate(scores, log_mass, next(iter(sources.values())).pool.shape[1])
+    return select(
+        weights.shared,
+        weights.always_shared,
+        where,
+        config.budget_blocks(context_tokens, block_tokens),
+        adaptive_p=config.adaptive_p,
+        floor_blocks=floor_blocks(block_tokens),
+        resident_S=None if resident_C is None else resident_C[where.first : where.last],
+        prior=config.residency_prior if config.cache_policy == "lru_prior" else 0.0,
+    )
+
+
+def _scores(source: Source, query: Query, rows_C: I32, where: Span) -> F32:
+    """Scores of the candidates, float32 [Q, last - first]."""
+    if source.supers is None:
+        return score(query, source.pool, rows_C[where.first : where.last])
+    return score_pruned(query, source.pool, source.supers, np.maximum(rows_C[: where.count], 0))[:, where.first : where.last]
+
+
+def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
+    """logsumexp over tokens of q · k * scale, float32 [Q], of keys float32 [R, H, D] at hand; -inf of none."""
+    num_heads, head_size = query_QD.shape
+    num_tokens, kv_heads, _ = keys_RHD.shape
+    if not num_tokens:
+        return np.full(num_heads, -np.inf, np.float32)
+    scale = 1.0 / np.sqrt(head_size) if scale is None else scale
+    grouped_HGD = query_QD.reshape(kv_heads, num_heads // kv_heads, head_size)
+    scores_QR = (grouped_HGD @ keys_RHD.transpose(1, 2, 0)).reshape(num_heads, num_tokens) * np.float32(scale)
+    peak = scores_QR.max(axis=1)
+    return np.asarray(peak + np.log(np.exp(scores_QR - peak[:, None]).sum(axis=1)), np.float32)

@@ -1,0 +1,63 @@
+"""Random keys and queries, and the exact answer they lead to."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+F32 = npt.NDArray[np.float32]
+TOKEN_FORMATS = ("rot1u", "rot2u", "rot3u")
+SUMMARIES = ("quest", "cuboid", "mean")
+
+
+@dataclass(frozen=True)
+class Case:
+    """keys [B, T, H, D], valid tokens [B], queries [Q, D], centre [H, D] or None."""
+
+    keys: F32
+    num_tokens: npt.NDArray[np.int32]
+    query: F32
+    mu: F32 | None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    def token_scores(self) -> F32:
+        """q . k / sqrt(D), [Q, B, T], -inf where there is no token."""
+        num_blocks, block_tokens, kv_heads, head_size = self.keys.shape
+        grouped = self.query.reshape(kv_heads, len(self.query) // kv_heads, head_size)
+        exact = np.einsum("bthd,hgd->hgbt", self.keys, grouped).reshape(len(self.query), num_blocks, block_tokens) / np.sqrt(head_size)
+        return np.where(np.arange(block_tokens) < self.num_tokens[:, None], exact, -np.inf)
+
+    def log_mass(self) -> F32:
+        """Exact logsumexp over each block's tokens, [Q, B]."""
+        with np.errstate(divide="ignore"):
+            return np.log(np.exp(self.token_scores()).sum(axis=-1))
+
+
+def make_case(
+    seed: int, num_blocks: int, block_tokens: int, kv_heads: int, group: int, head_size: int, ragged: bool, centred: bool
+) -> Case:
+    rng = np.random.default_rng(seed)
+    centre = rng.standard_normal((kv_heads, head_size)).astype(np.float32) * rng.choice([0.0, 1.0])
+    keys = centre + rng.standard_normal((num_blocks, block_tokens, kv_heads, head_size)).astype(np.float32) * np.float32(
+        rng.choice([0.05, 1.0, 20.0])
+    )
+    counts = rng.integers(0, block_tokens + 1, num_blocks) if ragged else np.full(num_blocks, block_tokens)
+    query = rng.standard_normal((kv_heads * group, head_size)).astype(np.float32)
+    return Case(keys.astype(np.float32), counts.astype(np.int32), query, centre.astype(np.float32) if centred else None)
+
+
+cases = st.builds(
+    make_case,
+    seed=st.integers(0, 2**32 - 1),
+    num_blocks=st.integers(0, 70),
+    block_tokens=st.sampled_from([1, 7, 16, 20, 32, 64]),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    head_size=st.sampled_from([16, 40, 64, 80, 96, 128, 192, 256]),
+    ragged=st.booleans(),
+    centred=st.booleans(),
+)

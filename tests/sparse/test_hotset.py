@@ -1,0 +1,212 @@
+"""The hot set against a naive model, with a memory of what every slot holds."""
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.hotset import HotSet, SlotState
+from hotkv.sparse.topk import Selection, Span
+from tests.sparse.naive import NaiveHotSet
+
+
+def selection_of(weights: dict[int, float]) -> Selection:
+    blocks = np.array(sorted(weights), np.int32)
+    return Selection(blocks, np.array([weights[int(b)] for b in blocks], np.float32), 1.0)
+
+
+def full_set(capacity: int, num_blocks: int, policy: str = "lru", spare: int = 4) -> HotSet:
+    """A hot set over blocks in host memory: one sink block, two recent ones, seeded."""
+    hot = HotSet(capacity, spare, policy)
+    hot.extend(Span(1, num_blocks - 2, num_blocks), num_blocks, num_blocks)
+    hot.seed(np.array([0, num_blocks - 2, num_blocks - 1], np.int32))
+    return hot
+
+
+class Machine(RuleBasedStateMachine):
+    """`content` is what slots hold; the engine and the prefetcher write it when they are told to."""
+
+    @initialize(
+        capacity=st.integers(4, 14),
+        spare=st.integers(0, 4),
+        policy=st.sampled_from(["lru", "lru_prior", "none", "clock"]),
+        num_host=st.integers(0, 30),
+    )
+    def begin(self, capacity: int, spare: int, policy: str, num_host: int) -> None:
+        self.hot = HotSet(capacity, spare, policy)
+        self.model = NaiveHotSet(capacity, spare, policy)
+        self.exact = policy != "clock"
+        self.content: dict[int, int] = {}
+        self.wanted: list[int] = []
+        self.out: list[int] = []
+        self.grow(num_host + 1, num_host, num_host)
+
+    def span(self, count: int) -> tuple[int, int]:
+        return min(1, count), max(min(1, count), count - 2)
+
+    def grow(self, count: int, complete: int, num_host: int) -> None:
+        first, last = self.span(count)
+        before = (self.hot.map().blocks.tolist(), self.hot.span, self.hot._hand, self.hot._referenced.tolist())
+        expected = self.model.extend(first, last, count, complete, num_host) if self.exact else None
+        try:
+            growth = self.hot.extend(Span(first, last, count), complete, num_host)
+        except HotKVError as error:
+            assert error.reason is Reason.OVERLOADED and expected is None
+            assert before == (self.hot.map().blocks.tolist(), self.hot.span, self.hot._hand, self.hot._referenced.tolist())
+            return
+        if self.exact:
+            assert expected == (growth.new.blocks.tolist(), growth.new.victims.tolist(), growth.swap_out.tolist())
+        self.write(growth.new.slots, growth.new.blocks)
+        self.out = sorted((set(self.out) | set(growth.swap_out.tolist())) & set(range(complete)))
+        self.wanted = [b for b in self.wanted if b < count]
+
+    def write(self, slots: np.ndarray, blocks: np.ndarray) -> None:
+        assert not {s for s in slots.tolist() if self.hot._state[s] in (SlotState.LOADING, SlotState.CANCELLED)}
+        self.content.update(zip(slots.tolist(), blocks.tolist(), strict=True))
+
+    @rule(more=st.integers(0, 2), partial=st.booleans())
+    def lengthen(self, more: int, partial: bool) -> None:
+        count = self.hot.span.count + more
+        self.grow(count, max(count - partial, 0), 0)
+
+    @rule(fewer=st.integers(1, 5))
+    def rewind(self, fewer: int) -> None:
+        self.hot.swapped_out(np.array(self.out, np.int32), False)
+        self.model.swapped_out(self.out, False)
+        self.out = []
+        count = max(self.hot.span.count - fewer, 0)
+        self.grow(count, max(count - 1, 0), 0)
+
+    @precondition(lambda self: self.out)
+    @rule(success=st.booleans(), share=st.floats(0, 1))
+    def settle_swaps(self, success: bool, share: float) -> None:
+        done = self.out[: int(np.ceil(share * len(self.out)))]
+        self.hot.swapped_out(np.array(done, np.int32), success)
+        self.model.swapped_out(done, success)
+        self.out = self.out[len(done) :]
+
+    @rule(data=st.data(), max_loads=st.integers(0, 4))
+    def step(self, data: st.DataObject, max_loads: int) -> None:
+        span = self.hot.span
+        chosen = data.draw(st.lists(st.integers(0, max(span.count - 1, 0)), max_size=8)) if span.count else []
+        weights = {b: float(data.draw(st.integers(0, 5))) for b in chosen}
+        weights |= {b: np.inf for b in range(span.count) if b < span.first or b >= span.last}
+        before = set(self.hot.map().blocks.tolist())
+        result = self.hot.step(selection_of(weights), max_loads)
+        after = set(result.map.blocks.tolist())
+        loaded = result.load.blocks.tolist()
+        kept_missing = [b for b in weights if weights[b] == np.inf and b not in before]
+        assert len(loaded) <= max(max_loads, len(kept_missing))
+        assert (before & set(weights)) <= after and not set(result.load.victims.tolist()) & set(weights)
+        assert result.num_resident == len([b for b in weights if weights[b] < np.inf and b in before])
+        if self.exact:
+            expected_load, expected_prefetch, victims = self.model.step(weights, max_loads)
+            assert (loaded, result.prefetch.tolist()) == (expected_load, expected_prefetch)
+            assert sorted(result.load.victims.tolist()) == sorted(victims)
+        self.write(result.load.slots, result.load.blocks)
+        self.wanted = result.prefetch.tolist()
+
+    @rule()
+    def prefetch(self) -> None:
+        moves = self.hot.begin_prefetch(np.array(self.wanted, np.int32))
+        assert not set(moves.slots.tolist()) & set(self.hot.map().slots.tolist())
+        if self.exact:
+            assert moves.blocks.tolist() == self.model.begin_prefetch(self.wanted)
+        self.model.loading.update(zip(moves.slots.tolist(), moves.blocks.tolist(), strict=True))
+        self.content.update(zip(moves.slots.tolist(), moves.blocks.tolist(), strict=True))
+
+    @rule(success=st.booleans(), count=st.integers(1, 3))
+    def prefetch_done(self, success: bool, count: int) -> None:
+        slots = sorted(self.model.loading)[:count]
+        self.hot.finish_prefetch(np.array(slots, np.int32), success)
+        for slot in slots:
+            self.model.finish_prefetch(slot, success)
+
+    @rule()
+    def adopt(self) -> None:
+        old = self.hot.map()
+        copy = (old.blocks.tolist(), old.slots.tolist())
+        moves = self.hot.adopt()
+        assert (old.blocks.tolist(), old.slots.tolist()) == copy
+        if self.exact:
+            assert (moves.blocks.tolist(), moves.victims.tolist()) == self.model.adopt()
+
+    @rule(capacity=st.integers(4, 16))
+    def resize(self, capacity: int) -> None:
+        victims = self.hot.resize(capacity).tolist()
+        if self.exact:
+            assert victims == self.model.resize(capacity)
+
+    @rule(data=st.data())
+    def seed(self, data: st.DataObject) -> None:
+        # Only what host memory has may be seeded.
+        able = np.flatnonzero(self.hot._has_copy[: self.hot.span.count]).tolist()
+        blocks = data.draw(st.lists(st.sampled_from(able), max_size=6)) if able else []
+        moves = self.hot.seed(np.array(blocks, np.int32))
+        if self.exact:
+            assert moves.blocks.tolist() == self.model.seed(blocks)
+        self.write(moves.slots, moves.blocks)
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "hot"):
+            return
+        self.hot.check_invariants()
+        present = self.hot.map()
+        assert [self.content[s] for s in present.slots.tolist()] == present.blocks.tolist()
+        assert sorted(self.hot.recency().tolist()) == present.blocks.tolist()
+        if self.exact:
+            assert present.blocks.tolist() == sorted(self.model.used_at)
+
+
+TestHotSet = Machine.TestCase
+
+
+@pytest.mark.parametrize("policy", ["lru", "lru_prior", "clock"])
+def test_keeps_twice_the_budget_and_moves_at_most_c(policy: str) -> None:
+    rng = np.random.default_rng(1)
+    hot = full_set(40, 200, policy)
+    for _ in range(50):
+        chosen = rng.choice(np.arange(1, 198), 20, replace=False)
+        weights = {int(b): 0.1 for b in chosen} | {0: np.inf, 198: np.inf, 199: np.inf}
+        step = hot.step(selection_of(weights), 2)
+        assert len(step.load.blocks) <= 2 and {0, 198, 199} <= set(step.map.blocks.tolist())
+        assert step.num_selected == 20 and step.num_resident + len(step.load.blocks) + len(step.prefetch) == 20
+        moves = hot.begin_prefetch(step.prefetch)
+        assert len(moves.blocks) == min(len(step.prefetch), hot.num_slots - len(hot.map().blocks))
+        hot.finish_prefetch(moves.slots, True)
+        hot.adopt()
+    assert len(hot.map().blocks) == 40
+
+
+def test_none_keeps_only_the_selection() -> None:
+    hot = full_set(40, 100, "none")
+    hot.step(selection_of({0: np.inf, 98: np.inf, 99: np.inf, 5: 0.5, 6: 0.4}), 4)
+    step = hot.step(selection_of({0: np.inf, 98: np.inf, 99: np.inf, 6: 0.4, 7: 0.3}), 4)
+    assert step.map.blocks.tolist() == [0, 6, 7, 98, 99] and step.load.victims.tolist() == [5]
+
+
+def test_a_remembered_hot_set_starts_the_next_sequence() -> None:
+    hot = full_set(10, 100)
+    hot.step(selection_of({0: np.inf, 98: np.inf, 99: np.inf, 5: 0.5, 50: 0.4}), 4)
+    following = full_set(10, 100)
+    moves = following.seed(hot.recency())
+    assert set(moves.blocks.tolist()) == {5, 50}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: HotSet(0), "use 1 and 0 or more"),
+        (lambda: HotSet(4, policy="mru"), "cache_policy is 'mru'"),
+        (lambda: full_set(10, 20).step(selection_of({20: 1.0}), 1), "from 0 to 19"),
+        (lambda: full_set(10, 20).finish_prefetch(np.array([0], np.int32), True), "no prefetch is writing"),
+        (lambda: full_set(10, 20).resize(0), "use 1 or more"),
+        (lambda: full_set(10, 20).extend(Span(1, 18, 20), 21), "21 blocks complete"),
+    ],
+)
+def test_refusals(call: object, words: str) -> None:
+    with pytest.raises(HotKVError, match=words) as caught:
+        call()  # type: ignore[operator]
+    assert caught.value.reason is Reason.INVALID_FIELD

@@ -1,0 +1,49 @@
+"""Compiled for a processor without byte dot products: the same scores."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba.core import config
+
+from hotkv.sparse import formats
+from hotkv.sparse.representations import build
+from hotkv.sparse.scores import prepare, score
+from tests.sparse.support import make_case
+
+pytestmark = pytest.mark.skipif(config.CPU_FEATURES is not None, reason="the processor is chosen already")
+PLAIN_X86 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+cx16"
+GROUPS = (1, 3, 4, 7)
+
+
+def results() -> dict[str, np.ndarray]:
+    found = {}
+    for group in GROUPS:
+        case = make_case(11, 40, 32, 2, group, 96, True, True)
+        for name in formats.FORMATS:
+            packed = build(name, case.keys, case.mu, case.num_tokens)
+            found[f"{name} {group} bytes"] = packed
+            found[f"{name} {group}"] = score(prepare(name, case.query, case.mu), packed)
+    return found
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="names x86 features")
+@pytest.mark.slow
+def test_without_byte_products_the_scores_are_the_same(tmp_path: Path) -> None:
+    target = tmp_path / "scores.npz"
+    features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": PLAIN_X86, "NUMBA_CACHE_DIR": str(tmp_path)}
+    code = (
+        "import sys, numpy as np; from hotkv.sparse import vectors; from tests.sparse.test_other_machines import results;"
+        "assert not vectors.VNNI; np.savez(sys.argv[1], **results())"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    subprocess.run([sys.executable, "-c", code, str(target)], env={**os.environ, **features, "PYTHONPATH": path}, check=True, timeout=200)
+    with np.load(target) as there:
+        for name, here in results().items():
+            if name.endswith("bytes"):
+                assert np.count_nonzero(there[name] != here) <= 1e-3 * here.size
+            else:
+                np.testing.assert_allclose(there[name], here, rtol=1e-3, atol=5e-3)

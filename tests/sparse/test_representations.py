@@ -1,0 +1,149 @@
+"""Building, bytes, round trips, versions."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv.errors import HotKVError
+from hotkv.sparse import formats
+from hotkv.sparse.representations import approximate_keys, build, build_twin, unpack_parts, unpack_tokens
+from hotkv.sparse.rotation import passes, rotate, signs
+from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, cases, make_case
+
+HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
+
+
+def twin(name: str, case: Case) -> np.ndarray:
+    mu = np.zeros(case.keys.shape[2:], np.float32) if case.mu is None else case.mu
+    return build_twin(formats.FORMATS[name], case.keys, mu, case.num_tokens)
+
+
+def test_signs_are_the_bits_of_sha256() -> None:
+    digest = hashlib.sha256(b"hotkv-signs-1" + bytes(4)).digest()
+    expected = [-1.0 if digest[i // 8] >> (i % 8) & 1 else 1.0 for i in range(128)]
+    assert signs(128).tolist() == [expected]
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_rotation_keeps_products_and_mixes_every_channel(head_size: int) -> None:
+    matrix = rotate(np.eye(head_size, dtype=np.float32))
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(head_size), atol=1e-5)
+    assert sum(size for _, size in passes(head_size)) >= head_size
+    # One large channel ends up spread over at least half of them.
+    assert (np.count_nonzero(np.abs(matrix) > 1e-6, axis=1) >= max(head_size // 2, 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"), [("rot1u", 18), ("rot2u", 34), ("rot3u", 50), ("quest", 16.5), ("cuboid", 16.5), ("mean", 8.25)]
+)
+def test_bytes_per_token(name: str, num_bytes: float) -> None:
+    assert formats.bytes_per_block(name, 16, 8, 128) == num_bytes * 16 * 8
+
+
+@given(case=cases, name=st.sampled_from(sorted(formats.FORMATS)))
+def test_kernel_builds_what_the_twin_builds(case: Case, name: str) -> None:
+    num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
+    built, expected = build(name, case.keys, case.mu, case.num_tokens), twin(name, case)
+    assert built.shape == (num_blocks, kv_heads, formats.head_bytes(name, block_tokens, head_size)) and built.dtype == np.uint8
+    # A channel between two levels may fall to either side by rounding.
+    assert np.count_nonzero(built != expected) <= 1e-3 * built.size + 2
+    if name in TOKEN_FORMATS:
+        np.testing.assert_allclose(unpack_tokens(name, built, head_size).sigma, unpack_tokens(name, expected, head_size).sigma, rtol=2e-2)
+
+
+@given(case=cases, name=st.sampled_from(TOKEN_FORMATS))
+def test_token_formats_keep_the_keys_roughly(case: Case, name: str) -> None:
+    _, block_tokens, _, head_size = case.keys.shape
+    packed = build(name, case.keys, case.mu, case.num_tokens)
+    tokens = unpack_tokens(name, packed, head_size)
+    present = np.arange(tokens.sigma.shape[2]) < case.num_tokens[:, None]
+    assert ((tokens.sigma >= 0) == present[:, None]).all()
+    x = np.moveaxis(case.keys if case.mu is None else case.keys - case.mu, 1, 2)
+    y, z = rotate(x), approximate_keys(name, packed, head_size)[:, :, :block_tokens]
+    valid = np.broadcast_to(present[:, None, :block_tokens], y.shape[:3])
+    energy, product = (y * y).sum(-1)[valid], (y * z).sum(-1)[valid]
+    # The scale is unbiased along the key: y . z = |y|^2, up to the rounding of a float16.
+    np.testing.assert_allclose(product, energy, rtol=3e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "lost"), [("rot1u", 0.571), ("rot2u", 0.133), ("rot3u", 0.036)])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 576])
+def test_codes_lose_what_lloyd_max_codes_lose(name: str, lost: float, head_size: int) -> None:
+    x = np.random.default_rng(4).standard_normal((60, 16, 1, head_size)).astype(np.float32)
+    y, z = rotate(np.moveaxis(x, 1, 2)), approximate_keys(name, build(name, x), head_size)
+    assert np.mean(((y - z) ** 2).sum(-1) / (y * y).sum(-1)) == pytest.approx(lost, rel=0.1)
+
+
+@given(case=cases)
+def test_summaries_keep_their_meaning(case: Case) -> None:
+    head_size = case.keys.shape[3]
+    x = case.keys if case.mu is None else case.keys - case.mu
+    for name in SUMMARIES:
+        parts, some = unpack_parts(name, build(name, case.keys, case.mu, case.num_tokens), head_size)
+        assert (some == (case.num_tokens > 0)[:, None]).all()
+        for block, count in enumerate(case.num_tokens):
+            if not count:
+                continue
+            valid = x[block, :count]
+            step = np.abs(valid).max(axis=(0, 2))[:, None] / 120
+            if name == "quest":
+                assert (parts[block, :, 0] >= valid.max(axis=0) - 1e-3 * step).all() and (
+                    parts[block, :, 0] <= valid.max(axis=0) + step
+                ).all()
+                assert (parts[block, :, 1] <= valid.min(axis=0) + 1e-3 * step).all() and (
+                    parts[block, :, 1] >= valid.min(axis=0) - step
+                ).all()
+            elif name == "mean":
+                assert (np.abs(parts[block, :, 0] - valid.mean(axis=0)) <= step).all()
+            else:
+                centre = (valid.min(axis=0) + valid.max(axis=0)) / 2
+                assert (np.abs(parts[block, :, 0] - centre) <= step).all()
+                assert (np.abs(parts[block, :, 1] - np.abs(valid - centre).mean(axis=0)) <= step).all()
+
+
+def test_a_block_that_fills_changes_only_its_own_runs() -> None:
+    case = make_case(3, 1, 64, 2, 1, 64, False, False)
+    size = formats.run_bytes(formats.FORMATS["rot2u"], 64)
+    part = build("rot2u", case.keys, None, np.array([32], np.int32))
+    whole = build("rot2u", case.keys)
+    assert (part[..., : 2 * size] == whole[..., : 2 * size]).all() and (part != whole).any()
+
+
+def test_built_in_place_in_a_strided_pool() -> None:
+    case = make_case(4, 3, 16, 2, 1, 64, True, False)
+    pool = np.zeros((6, 3, formats.head_bytes("rot2u", 16, 64) + 5), np.uint8)
+    view = pool[::2, :2, :-5]
+    build("rot2u", case.keys, None, case.num_tokens, out=view)
+    assert (view == build("rot2u", case.keys, None, case.num_tokens)).all() and not pool[1::2].any() and not pool[:, 2].any()
+
+
+def test_versions_differ_when_signs_centre_or_bits_differ() -> None:
+    mu = np.zeros((2, 64), np.float32)
+    ids = [formats.version(name, 64, None) for name in formats.FORMATS]
+    ids += [formats.version("rot2u", 128, None), formats.version("rot2u", 64, mu + 0.1), formats.version("rot2u", 64, mu + 0.2)]
+    assert len(set(ids)) == len(ids) and all(0 <= value < 2**63 for value in ids)
+    assert formats.version("rot2u", 64, mu) == formats.version("rot2u", 64, None)
+
+
+def test_a_version_covers_the_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = formats.version("rot2u", 64, None)
+    monkeypatch.setattr(formats, "signs", lambda head_size: -signs(head_size))
+    assert formats.version("rot2u", 64, None) != before
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda keys: build("rot9", keys), "'rot9' is unknown; use one of rot1u"),
+        (lambda keys: build("rot2u", keys.astype(np.float64)), "pass float32 \\[blocks, tokens"),
+        (lambda keys: build("rot2u", keys, np.zeros((1, 64), np.float32)), "mu is \\[1, 64\\]; the keys need \\[2, 64\\]"),
+        (lambda keys: build("rot2u", keys, None, np.array([17], np.int32)), "counts from 0 to 16"),
+        (lambda keys: build("rot2u", keys, out=np.zeros((1, 2, 3), np.uint8)), "out is uint8 \\[1, 2, 3\\]"),
+    ],
+)
+def test_refusals(call: object, words: str) -> None:
+    with pytest.raises(HotKVError, match=words):
+        call(np.zeros((1, 16, 2, 64), np.float32))  # type: ignore[operator]

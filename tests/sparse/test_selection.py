@@ -1,0 +1,192 @@
+"""Weights, fusion, top-k, spans, super-blocks: kernels against twins, and what a selection promises."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv import native
+from hotkv.errors import HotKVError
+from hotkv.sparse import formats, torch_ops
+from hotkv.sparse.config import SparseConfig
+from hotkv.sparse.representations import build, unpack_parts
+from hotkv.sparse.scores import prepare, score
+from hotkv.sparse.superblocks import SUPER_BLOCKS, merge, score_pruned
+from hotkv.sparse.topk import Span, floor_blocks, select, span, top, top_twin
+from hotkv.sparse.weights import aggregate, aggregate_twin, fuse
+from tests.sparse.support import SUMMARIES, make_case
+
+
+def scores_of(seed: int, num_heads: int, num_blocks: int, spread: float, empty: float) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    scores = (rng.standard_normal((num_heads, num_blocks)) * spread).astype(np.float32)
+    scores[rng.random(scores.shape) < empty] = -np.inf
+    always = (rng.standard_normal(num_heads) * spread).astype(np.float32)
+    always[rng.random(num_heads) < empty] = -np.inf
+    return scores, always
+
+
+score_sets = st.builds(
+    lambda seed, kv_heads, group, blocks, spread, empty: (kv_heads, *scores_of(seed, kv_heads * group, blocks, spread, empty)),
+    st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 5), st.integers(0, 90), st.sampled_from([0.0, 1.0, 10.0, 200.0]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+)  # fmt: skip
+
+
+@given(case=score_sets)
+def test_weights_equal_their_twins_and_sum_to_one(case: tuple[int, np.ndarray, np.ndarray]) -> None:
+    kv_heads, scores, always = case
+    actual, expected = aggregate(scores, always, kv_heads), aggregate_twin(scores, always, kv_heads)
+    in_torch = torch_ops.aggregate(torch.from_numpy(scores), torch.from_numpy(always), kv_heads)
+    for name, other in zip(("per_head", "shared", "always"), in_torch, strict=True):
+        np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(other.numpy(), getattr(expected, name), rtol=1e-4, atol=1e-6)
+    some = np.isfinite(np.concatenate([scores, always[:, None]], axis=1)).any(axis=1)
+    total = actual.per_head.sum(axis=1) + actual.always
+    np.testing.assert_allclose(total, some.reshape(kv_heads, -1).mean(axis=1), rtol=1e-4, atol=1e-6)
+
+
+@given(case=score_sets, exponent=st.floats(0.1, 5))
+def test_fusion_of_equal_scorers_changes_nothing(case: tuple[int, np.ndarray, np.ndarray], exponent: float) -> None:
+    kv_heads, scores, always = case
+    with np.errstate(invalid="ignore"):
+        fused = fuse([scores, scores], [1.0, exponent], always)
+    np.testing.assert_allclose(
+        aggregate(*fused, kv_heads).per_head, aggregate(scores, always, kv_heads).per_head, rtol=2e-3, atol=1e-5
+    )  # fmt: skip
+
+
+def test_fusion_is_the_weighted_geometric_mean_of_shares() -> None:
+    always = np.array([0.0], np.float32)
+    one, two = np.log(np.array([[1.0, 2.0]], np.float32)), np.log(np.array([[4.0, 1.0]], np.float32))
+    fused, kept = fuse([one, two], [3.0, 1.0], always)
+    first, second = np.array([1, 1, 2]) / 4, np.array([1, 4, 1]) / 6
+    expected = first**0.75 * second**0.25
+    np.testing.assert_allclose(np.exp(np.concatenate([kept, fused[0]])), expected, rtol=1e-5)
+    with pytest.raises(HotKVError, match="pass one above 0 for each"):
+        fuse([one, two], [1.0], always)
+
+
+weight_lists = st.lists(
+    st.floats(0, 1, width=32) | st.sampled_from([0.0, 0.25, 0.5, float(np.float32(1e-40)), float("nan"), -1.0]), max_size=60
+)
+
+
+@given(weights=weight_lists, count=st.integers(0, 70))
+def test_top_is_the_stable_order(weights: list[float], count: int) -> None:
+    priority = np.array(weights, np.float32)
+    expected = top_twin(priority, count)
+    assert top(priority, count).tolist() == expected.tolist()
+    assert torch_ops.top(torch.from_numpy(priority), count).tolist() == expected.tolist()
+
+
+def test_top_of_many() -> None:
+    priority = np.random.default_rng(2).gamma(0.05, 1, 20_000).astype(np.float32)
+    priority[100:400] = priority[50]
+    for count in (1, 17, 2000, 19_999):
+        assert (top(priority, count) == top_twin(priority, count)).all()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), num=st.integers(0, 60), first=st.integers(0, 3), recent=st.integers(0, 4), budget=st.integers(0, 80),
+    p=st.none() | st.floats(0.05, 0.99), prior=st.sampled_from([0.0, 0.5]),
+)  # fmt: skip
+def test_what_a_selection_promises(seed: int, num: int, first: int, recent: int, budget: int, p: float | None, prior: float) -> None:
+    rng = np.random.default_rng(seed)
+    shares = rng.dirichlet(np.full(num + 1, 0.2)).astype(np.float32)
+    weights, always_mass = shares[1:], float(shares[0])
+    where = Span(first, first + num, first + num + recent)
+    resident = rng.random(num) < 0.3
+    options = {"adaptive_p": p, "floor_blocks": 2, "resident_S": resident, "prior": prior}
+    chosen = select(weights, always_mass, where, budget, **options)
+    more = select(weights, always_mass, where, budget + 1, **options)
+    blocks = set(chosen.blocks.tolist())
+    assert (np.diff(chosen.blocks) > 0).all() and set(where.always.tolist()) <= blocks
+    assert len(blocks) <= max(budget, where.num_always)
+    assert more.mass >= chosen.mass and blocks <= set(more.blocks.tolist())
+    assert (np.isinf(chosen.weights) == np.isin(chosen.blocks, where.always)).all()
+    picked = np.setdiff1d(chosen.blocks, where.always) - first
+    assert np.isclose(chosen.mass, min(always_mass + weights[picked].sum(dtype=np.float64), 1.0), atol=1e-5)
+    if p is None:
+        assert len(blocks) == max(min(budget, where.count), where.num_always)
+        if budget >= where.count:
+            assert blocks == set(range(where.count))
+    else:
+        enough = chosen.mass >= p - 1e-6
+        assert enough or len(blocks) == max(min(budget, where.count), where.num_always)
+        if len(picked) > 2 and prior == 0.0:
+            assert always_mass + np.sort(weights[picked])[1:].sum(dtype=np.float64) <= p + 1e-6
+
+
+def test_prior_keeps_a_resident_block_that_is_nearly_as_heavy() -> None:
+    weights, where = np.array([0.2, 0.15, 0.12], np.float32), Span(0, 3, 3)
+    assert select(weights, 0.0, where, 1).blocks.tolist() == [0]
+    assert select(weights, 0.0, where, 1, resident_S=np.array([False, True, True]), prior=0.5).blocks.tolist() == [1]
+    with pytest.raises(HotKVError, match="the span has 2 candidates"):
+        select(weights, 0.0, Span(0, 2, 3), 1)
+
+
+@given(context=st.integers(0, 2000), block_tokens=st.sampled_from([1, 16, 32, 128]), sinks=st.integers(0, 100), recent=st.integers(1, 200))
+def test_a_span_keeps_sinks_recent_and_the_partial_block(context: int, block_tokens: int, sinks: int, recent: int) -> None:
+    config = SparseConfig(sparse_topk=1000, sink_tokens=sinks, recent_tokens=recent)
+    where = span(config, context, block_tokens)
+    kept = {token for block in where.always.tolist() for token in range(block * block_tokens, (block + 1) * block_tokens)}
+    assert set(range(min(sinks, context))) | set(range(max(context - recent, 0), context)) <= kept
+    assert set(range(context // block_tokens * block_tokens, context)) <= kept
+    assert where.count * block_tokens >= context and 0 <= where.first <= where.last <= where.count
+    assert where.num_always == len(where.always) <= config.max_always_blocks(block_tokens)
+    assert sorted(where.always.tolist() + where.candidates.tolist()) == list(range(where.count))
+
+
+def test_floor() -> None:
+    assert [floor_blocks(size) for size in (16, 48, 128, 256)] == [8, 3, 1, 1]
+
+
+@given(seed=st.integers(0, 1000), num_blocks=st.integers(0, 40), name=st.sampled_from(SUMMARIES), ragged=st.booleans())
+def test_super_blocks_cover_their_blocks(seed: int, num_blocks: int, name: str, ragged: bool) -> None:
+    case = make_case(seed, num_blocks, 16, 2, 2, 64, ragged, False)
+    packed = build(name, case.keys, None, case.num_tokens)
+    supers = merge(name, packed, 64)
+    assert supers.shape == (-(-num_blocks // SUPER_BLOCKS), 2, packed.shape[2])
+    parts, some = unpack_parts(name, packed, 64)
+    merged, any_of = unpack_parts(name, supers, 64)
+    for index in range(len(supers)):
+        part = slice(index * SUPER_BLOCKS, (index + 1) * SUPER_BLOCKS)
+        members = parts[part][some[part][:, 0]]
+        assert (any_of[index] == (len(members) > 0)).all()
+        if len(members):
+            step = np.abs(members).max(axis=(0, 2, 3))[:, None] / 50 + 1e-6
+            target = members[:, :, 0].max(axis=0) if name == "quest" else members[:, :, 0].mean(axis=0)
+            assert (np.abs(merged[index, :, 0] - target) <= step).all()
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_pruning_scores_the_best_quarter(name: str) -> None:
+    case = make_case(9, 100, 16, 2, 3, 64, False, False)
+    packed, query = build(name, case.keys), prepare(name, case.query)
+    pruned, whole = score_pruned(query, packed, merge(name, packed, 64)), score(query, packed)
+    scored = np.isfinite(pruned).all(axis=0)
+    assert scored.sum() in range(4 * SUPER_BLOCKS - 7, 4 * SUPER_BLOCKS + 1) and (scored == np.isfinite(pruned).any(axis=0)).all()
+    assert (pruned[:, scored] == whole[:, scored]).all()
+    rows = np.arange(100, dtype=np.int32)[::-1].copy()
+    elsewhere = score_pruned(query, packed[rows].copy(), merge(name, packed, 64), rows)
+    assert (elsewhere == pruned).all()
+    assert (score_pruned(query, packed, merge(name, packed, 64), keep_ratio=1.0) == whole).all()
+
+
+def test_super_blocks_refuse() -> None:
+    packed = np.zeros((9, 2, formats.head_bytes("rot2u", 16, 64)), np.uint8)
+    with pytest.raises(HotKVError, match="use quest, cuboid or mean"):
+        merge("rot2u", packed, 64)
+    means = np.zeros((9, 2, formats.head_bytes("mean", 16, 64)), np.uint8)
+    with pytest.raises(HotKVError, match="1 super-blocks do not fit 9 blocks"):
+        score_pruned(prepare("mean", np.ones((2, 64), np.float32)), means, means[:1])
+
+
+def test_without_numba_the_twins_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, always = scores_of(1, 6, 50, 3.0, 0.1)
+    expected = aggregate(scores, always, 2)
+    monkeypatch.setattr(native, "load", lambda module: None)
+    np.testing.assert_allclose(aggregate(scores, always, 2).per_head, expected.per_head, rtol=1e-4, atol=1e-7)
+    assert top(expected.shared, 7).tolist() == top_twin(expected.shared, 7).tolist()

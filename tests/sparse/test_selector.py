@@ -1,0 +1,150 @@
+"""A layer's selection as a whole, against exact attention."""
+
+import numpy as np
+import pytest
+
+from hotkv.errors import HotKVError
+from hotkv.sparse.config import SparseConfig
+from hotkv.sparse.hotset import HotSet
+from hotkv.sparse.representations import build
+from hotkv.sparse.selector import Source, exact_log_mass, select_layer
+from hotkv.sparse.superblocks import merge
+from hotkv.sparse.topk import span
+
+BLOCK, HEADS, GROUP, SIZE = 16, 2, 3, 64
+
+
+class Context:
+    """Keys in which attention of each step's query is sharp: a few tokens point its way."""
+
+    def __init__(self, num_tokens: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.num_tokens = num_tokens
+        self.num_blocks = -(-num_tokens // BLOCK)
+        self.keys = rng.standard_normal((self.num_blocks * BLOCK, HEADS, SIZE)).astype(np.float32)
+        self.rng = rng
+
+    def query(self, strength: float = 2.0) -> np.ndarray:
+        around = self.keys[self.rng.integers(0, self.num_tokens, 6)].sum(axis=0)
+        query = np.repeat(around, GROUP, axis=0) * strength + self.rng.standard_normal((HEADS * GROUP, SIZE))
+        return query.astype(np.float32)
+
+    def always(self, config: SparseConfig, query: np.ndarray) -> np.ndarray:
+        where = span(config, self.num_tokens, BLOCK)
+        tokens = [t for b in where.always.tolist() for t in range(b * BLOCK, (b + 1) * BLOCK) if t < self.num_tokens]
+        return exact_log_mass(query, self.keys[tokens])
+
+    def sources(self, *names: str, mu: np.ndarray | None = None) -> dict[str, Source]:
+        blocks = self.keys.reshape(self.num_blocks, BLOCK, HEADS, SIZE)
+        counts = np.minimum(BLOCK, self.num_tokens - BLOCK * np.arange(self.num_blocks)).astype(np.int32)
+        return {name: Source(build(name, blocks, mu, counts), mu) for name in names}
+
+    def mass(self, query: np.ndarray, blocks: np.ndarray) -> float:
+        grouped = query.reshape(HEADS, GROUP, SIZE)
+        scores = np.einsum("rhd,hgd->hgr", self.keys[: self.num_tokens], grouped) / np.sqrt(SIZE)
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        shares /= shares.sum(axis=-1, keepdims=True)
+        tokens = np.isin(np.arange(self.num_tokens) // BLOCK, blocks)
+        return float(shares[:, :, tokens].sum(axis=-1).mean())
+
+
+def choose(context: Context, config: SparseConfig, query: np.ndarray, *names: str, **options: object):  # type: ignore[no-untyped-def]
+    rows = np.arange(context.num_blocks, dtype=np.int32)
+    always = context.always(config, query)
+    return select_layer(config, 5, query, context.sources(*names), rows, always, context.num_tokens, BLOCK, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("scorer", "least"), [("rot3u", 0.97), ("rot2u", 0.94), ("rot1u", 0.75)])
+def test_selections_hold_most_of_what_the_best_blocks_hold(scorer: str, least: float) -> None:
+    context, config = Context(4090), SparseConfig(sparse_topk=0.1, scorer=scorer)
+    found, best = 0.0, 0.0
+    for _ in range(10):
+        query = context.query()
+        selection = choose(context, config, query, scorer)
+        assert len(selection.blocks) == config.budget_blocks(4090, BLOCK) == 26
+        masses = np.array([context.mass(query, np.array([block])) for block in range(context.num_blocks)])
+        where = span(config, 4090, BLOCK)
+        middle = np.sort(masses[where.first : where.last])[::-1][: 26 - where.num_always]
+        best += masses[where.always].sum() + middle.sum()
+        found += context.mass(query, selection.blocks)
+    assert found >= least * best
+
+
+def test_a_budget_that_covers_the_context_selects_everything() -> None:
+    context = Context(1000)
+    for config in (SparseConfig(sparse_topk=1.0), SparseConfig(sparse_topk=5000), SparseConfig(sparse_topk=1.0, scorer="mean")):
+        selection = choose(context, config, context.query(), config.scorer)
+        assert selection.blocks.tolist() == list(range(63)) and selection.mass == pytest.approx(1.0, abs=1e-5)
+
+
+def test_adaptive_selections_are_small_where_attention_is_sharp_and_keep_their_promise_roughly() -> None:
+    context, config = Context(4090), SparseConfig(sparse_topk=0.5, adaptive_p=0.9)
+    sharp, flat = context.query(4.0), context.query(0.0)
+    few, many = choose(context, config, sharp, "rot2u"), choose(context, config, flat, "rot2u")
+    assert len(few.blocks) < 0.5 * len(many.blocks)
+    assert context.mass(sharp, few.blocks) > 0.8 and few.mass >= 0.9
+
+
+def test_fusion_uses_every_scorer() -> None:
+    context = Context(4090)
+    query = context.query()
+    single = choose(context, SparseConfig(), query, "rot2u")
+    fused = choose(context, SparseConfig(fusion={"rot2u": 0.3, "cuboid": 0.7}), query, "rot2u", "cuboid")
+    assert len(fused.blocks) == len(single.blocks) and set(fused.blocks) != set(single.blocks)
+    assert context.mass(query, fused.blocks) > 0.5 * context.mass(query, single.blocks)
+
+
+def test_two_levels_find_nearly_what_one_finds() -> None:
+    context, config = Context(4090), SparseConfig(scorer="mean")
+    query = context.query()
+    source = context.sources("mean")["mean"]
+    rows, always = np.arange(context.num_blocks, dtype=np.int32), context.always(config, query)
+    whole = choose(context, config, query, "mean")
+    rows[-3:] = -1  # always kept: their rows mean nothing
+    pruned = Source(source.pool, supers=merge("mean", source.pool, SIZE))
+    fewer = select_layer(config, 5, query, {"mean": pruned}, rows, always, 4090, BLOCK)
+    assert len(fewer.blocks) == len(whole.blocks)
+    assert len(set(fewer.blocks.tolist()) & set(whole.blocks.tolist())) > 0.5 * len(whole.blocks)
+
+
+def test_rows_say_where_blocks_lie() -> None:
+    context, config = Context(2000), SparseConfig()
+    query = context.query()
+    source = context.sources("rot2u")["rot2u"]
+    rows = np.random.default_rng(1).permutation(200)[: context.num_blocks].astype(np.int32)
+    pool = np.zeros((200, *source.pool.shape[1:]), np.uint8)
+    pool[rows] = source.pool
+    always = context.always(config, query)
+    moved = select_layer(config, 5, query, {"rot2u": Source(pool)}, rows, always, 2000, BLOCK)
+    assert (moved.blocks == choose(context, config, query, "rot2u").blocks).all()
+
+
+def test_the_prior_lowers_misses_in_a_drifting_decode() -> None:
+    misses = {}
+    for policy in ("lru", "lru_prior"):
+        context, config = Context(4096, seed=3), SparseConfig(cache_policy=policy)
+        where, budget = span(config, 4096, BLOCK), config.budget_blocks(4096, BLOCK)
+        hot = HotSet(2 * budget, policy=policy)
+        hot.extend(where, where.count, where.count)
+        hot.seed(where.always)
+        query, missed = context.query(1.0), 0
+        for _ in range(40):
+            query = (0.97 * query + 0.25 * context.query(1.0)).astype(np.float32)
+            step = hot.step(choose(context, config, query, "rot2u", resident_C=hot.resident(0, where.count)), config.max_correction_blocks)
+            assert len(step.load.blocks) <= config.max_correction_blocks and set(where.always.tolist()) <= set(step.map.blocks.tolist())
+            missed += step.num_selected - step.num_resident
+        misses[policy] = missed
+    assert misses["lru_prior"] < misses["lru"]
+
+
+def test_refusals() -> None:
+    context = Context(500)
+    rows, query = np.arange(32, dtype=np.int32), context.query()
+    with pytest.raises(HotKVError, match="layer 0 is dense"):
+        select_layer(SparseConfig(), 0, query, context.sources("rot2u"), rows, np.zeros(6, np.float32), 500, BLOCK)
+    with pytest.raises(HotKVError, match="layer 5 has no source for rot2u"):
+        select_layer(SparseConfig(), 5, query, context.sources("mean"), rows, np.zeros(6, np.float32), 500, BLOCK)
+
+
+def test_exact_mass_of_nothing() -> None:
+    assert np.isneginf(exact_log_mass(np.ones((4, 8), np.float32), np.empty((0, 2, 8), np.float32))).all()
