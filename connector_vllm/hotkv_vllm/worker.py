@@ -104,6 +104,9 @@ class HotKVWorker:
         self._memory = memory
         self._open(space)
         self.handshake = HotKVHandshake(space)
+        # A step that came before the server knows this memory would lose its stores.
+        if self.session is not None:
+            self.session.wait_connected(self._config.startup_wait_s)
 
     def _open(self, space: KeySpace) -> None:
         self._session_config = SessionConfig(

@@ -43,7 +43,7 @@ def start(daemon: Daemon, tmp_path: Path) -> Iterator[Start]:
     def make(kind: str, *, connector: dict[str, Any] | None = None, **settings: Any) -> EngineProcess:
         settings = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024} | settings
         # A key space of the test's own in the server that all tests share.
-        connector = {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0} | (connector or {})
+        connector = {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0, "startup_wait_s": 20.0} | (connector or {})
         log = tmp_path / f"engine{len(made)}.log"
         made.append(EngineProcess(write_model(tmp_path / kind, kind), log, daemon.target, connector=connector, **settings))
         return made[-1]
