@@ -1,0 +1,207 @@
+"""What sparse decode costs a layer: scoring, choosing, and the attention that is left, beside dense attention. One thread.
+
+8 KV heads of 4 query heads, 128 channels, blocks of 16 tokens; contexts of 1k, 8k and 64k blocks, and 32k tokens (2k blocks) for the
+speed-up. Dense and sparse attention are vLLM's own kernel for CPU, in bf16, over all pages or over those of a full hot set, which holds
+twice the budget. Queries change from step to step; variants take turns. `--json` prints one JSON object last: per number of blocks
+`dense_ms`, a scorer's `<name>_ms`, `attend_ms`, and `other_us` (weights, choice, hot set's step, c pulls, the new block table and the
+kernel's schedule); `speedup` per scorer: dense over scoring + other + attention at 10 % of 32k tokens.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from bench.report import median, parser, print_report
+from hotkv import sparse
+from hotkv.sparse import superblocks
+
+KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS = 8, 4, 128, 16
+QUERY_HEADS = KV_HEADS * GROUP
+SIZES = (1024, 2048, 8192, 65536)
+MOST_DENSE_BLOCKS = 8192
+"""Dense attention over more is timed on this many and scaled: 64k blocks are 4 GB of keys and values."""
+SPEEDUP_BLOCKS = 2048
+BUDGET = 0.1
+MAX_CORRECTIONS = 4
+SCORERS = ("rot2u", "rot1u", "cuboid", "mean")
+PAGE_TOKENS = 32
+BLOCKS_PER_PAGE = PAGE_TOKENS // BLOCK_TOKENS
+TWO_LEVELS = ("cuboid", "mean")
+NUM_QUERIES = 16
+DISTINCT_BLOCKS = 512
+"""Blocks of random keys; larger pools repeat them, since what a kernel does depends on no value."""
+
+
+class PagedAttention:
+    """vLLM's attention for CPU over pages of one layer: decode of one sequence. Pages have 32 tokens, the least that it takes."""
+
+    def __init__(self, num_pages: int) -> None:
+        from vllm import _custom_ops as ops
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        self._ops = ops
+        self._isa = _get_attn_isa(torch.bfloat16, PAGE_TOKENS, HEAD_SIZE)
+        pages = torch.randn(num_pages, KV_HEADS, 2 * PAGE_TOKENS, HEAD_SIZE).to(torch.bfloat16)
+        self.pages = pages
+        self._keys, self._values = pages.chunk(2, dim=2)
+        self._query = torch.randn(1, QUERY_HEADS, HEAD_SIZE).to(torch.bfloat16)
+        self._output = torch.empty_like(self._query)
+        self._starts = torch.tensor([0, 1], dtype=torch.int32)
+
+    def plan(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths and the kernel's schedule for so many pages; what a backend makes anew where the table changes."""
+        lengths = torch.tensor([num_pages * PAGE_TOKENS], dtype=torch.int32)
+        schedule = self._ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=QUERY_HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_SIZE,
+            seq_lens=lengths,
+            dtype=torch.bfloat16,
+            query_start_loc=self._starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self._isa,
+            enable_kv_split=True,
+        )
+        return lengths, schedule
+
+    def attend(self, table: torch.Tensor, lengths: torch.Tensor, schedule: torch.Tensor) -> torch.Tensor:
+        """Attention over the pages of a table, int32 [1, n]."""
+        self._ops.cpu_attention_with_kv_cache(
+            query=self._query,
+            key_cache=self._keys,
+            value_cache=self._values,
+            output=self._output,
+            query_start_loc=self._starts,
+            seq_lens=lengths,
+            scale=HEAD_SIZE**-0.5,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=table,
+            softcap=0.0,
+            scheduler_metadata=schedule,
+            s_aux=None,
+        )
+        return self._output
+
+
+@dataclass
+class Layer:
+    """One layer of a context of `num_blocks`: representations, a hot set, and pages as far as they are timed."""
+
+    num_blocks: int
+    times_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(self.num_blocks)
+        self.queries = random.standard_normal((NUM_QUERIES, QUERY_HEADS, HEAD_SIZE), np.float32)
+        keys = random.standard_normal((DISTINCT_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32)
+        self.pools = {name: np.tile(sparse.build(name, keys), (self.num_blocks // DISTINCT_BLOCKS, 1, 1)) for name in SCORERS}
+        self.supers = {name: superblocks.merge(name, self.pools[name], HEAD_SIZE) for name in TWO_LEVELS}
+        self.rows = np.arange(self.num_blocks, dtype=np.int32)
+        self.where = sparse.Span(2, self.num_blocks - 5, self.num_blocks)
+        self.budget = max(16, int(BUDGET * self.num_blocks))
+        self.hot = sparse.HotSet(2 * self.budget, 2 * MAX_CORRECTIONS)
+        self.hot.extend(self.where, self.num_blocks, self.num_blocks)
+        self.hot.seed(self.where.always)
+        self.dense_blocks = min(self.num_blocks, MOST_DENSE_BLOCKS)
+        self.attention = PagedAttention(self.dense_blocks // BLOCKS_PER_PAGE)
+        self.whole_table = torch.randperm(self.dense_blocks // BLOCKS_PER_PAGE).to(torch.int32)[None]
+        self.whole_plan = self.attention.plan(self.whole_table.shape[1])
+        self.steps = itertools.cycle(range(NUM_QUERIES))
+        self.scores = [np.ascontiguousarray(self.score("rot2u", number)) for number in range(NUM_QUERIES)]
+        for _ in range(2 * self.budget):
+            self.choose()
+
+    def score(self, name: str, number: int = 0) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+        """Scores of the candidates."""
+        prepared = sparse.prepare(name, self.queries[number])
+        if name in TWO_LEVELS:
+            scores = superblocks.score_pruned(prepared, self.pools[name], self.supers[name], self.rows)
+            return np.ascontiguousarray(scores[:, self.where.first : self.where.last])
+        return sparse.score(prepared, self.pools[name], self.rows[self.where.first : self.where.last])
+
+    def choose(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """From scores to what to attend to: weights, choice, hot set, pulls, table, the kernel's schedule."""
+        weights = sparse.aggregate(self.scores[next(self.steps)], np.full(QUERY_HEADS, 5.0, np.float32), KV_HEADS)
+        selection = sparse.select(weights.shared, weights.always_shared, self.where, self.budget)
+        step = self.hot.step(selection, MAX_CORRECTIONS)
+        pages = self.attention.pages
+        for block, slot in zip(step.load.blocks.tolist(), step.load.slots.tolist(), strict=True):
+            pages[slot % len(pages)].copy_(pages[block % len(pages)])
+        # As many pages as the hot set's tokens fill.
+        table = torch.from_numpy(step.map.slots[::BLOCKS_PER_PAGE] % len(pages))[None]
+        return table, *self.attention.plan(table.shape[1])
+
+    def measure(self, what: str, function: Callable[[], object]) -> None:
+        """Times one call."""
+        began_s = time.perf_counter()
+        function()
+        self.times_s.setdefault(what, []).append(time.perf_counter() - began_s)
+
+    def round(self) -> None:
+        """Each variant once."""
+        self.measure("dense", lambda: self.attention.attend(self.whole_table, *self.whole_plan))
+        for name in SCORERS:
+            self.measure(name, lambda name=name: self.score(name))  # type: ignore[misc]
+        self.measure("other", self.choose)
+        chosen = self.choose()
+        self.measure("attend", lambda: self.attention.attend(*chosen))
+
+    def ms(self, what: str) -> float:
+        """Median of what was timed; dense attention scaled to the whole context."""
+        value = median(self.times_s[what]) * 1e3
+        return value * self.num_blocks / self.dense_blocks if what == "dense" else value
+
+    def speedup(self, name: str) -> float:
+        """Dense attention over a sparse step with this scorer."""
+        return self.ms("dense") / (self.ms(name) + self.ms("other") + self.ms("attend"))
+
+
+def bandwidth_gb_s() -> float:
+    """Memory read by one thread, GB/s."""
+    data = np.ones(1 << 26, np.float32)
+    times_s = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        data.sum()
+        times_s.append(time.perf_counter() - began_s)
+    return data.nbytes / min(times_s) / 1e9
+
+
+def main() -> int:
+    """Command line."""
+    flags = parser("What sparse decode costs a layer, beside dense attention.")
+    flags.add_argument("--rounds", type=int, default=30)
+    options = flags.parse_args()
+    torch.set_num_threads(1)
+    layers = {size: Layer(size) for size in SIZES}
+    for number in range(options.rounds):
+        for size, layer in layers.items():
+            if size < SIZES[-1] or number % 5 == 0:
+                layer.round()
+    rows = []
+    figures: dict[str, object] = {"bandwidth_gb_s": bandwidth_gb_s(), "dense_ms": {}, "other_us": {}, "attend_ms": {}, "speedup": {}}
+    for size, layer in layers.items():
+        costs = {"dense_ms": layer.ms("dense"), "other_us": layer.ms("other") * 1e3, "attend_ms": layer.ms("attend")}
+        costs |= {f"{name}_ms": layer.ms(name) for name in SCORERS}
+        for name, value in costs.items():
+            figures.setdefault(name, {})[str(size)] = value  # type: ignore[index]
+        rows.append((f"{size:,}", *(f"{costs[name]:.3g}" for name in ("dense_ms", *(f"{s}_ms" for s in SCORERS), "other_us", "attend_ms"))))
+    figures["speedup"] = {name: layers[SPEEDUP_BLOCKS].speedup(name) for name in SCORERS}
+    print_report(("blocks", "dense ms", *(f"{name} ms" for name in SCORERS), "other us", "attend ms"), rows, figures, as_json=False)
+    print()
+    speedups = [(name, f"{layers[SPEEDUP_BLOCKS].speedup(name):.2f}x") for name in SCORERS]
+    print_report(("scorer", f"32k tokens, {BUDGET:.0%} budget"), speedups, figures, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
