@@ -157,6 +157,12 @@ def open_session(config: SessionConfig) -> Request:
             role=session_pb2.SessionRole.ValueType(int(config.role)),
             key_space=key_space_message(config.key_space),
             client_name=f"{config.client_name} {hotkv.__version__}",
+            representations=[
+                layout_pb2.Representation(
+                    group_index=kind.group_index, format=kind.format, version=kind.version, shard_byte_counts=kind.shard_bytes
+                )
+                for kind in config.representations
+            ],
         )
     )
 

@@ -64,7 +64,7 @@ def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
         f"evicted {counters['evicted_blocks_total']:.0f}  no space {counters['no_space_blocks_total']:.0f}",
         "",
         table(
-            ("tier", "used", "capacity", "share", "pinned", "blocks"),
+            ("tier", "used", "capacity", "share", "pinned", "representations", "blocks"),
             [
                 (
                     t["name"],
@@ -72,6 +72,7 @@ def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
                     human_bytes(t["capacity_byte_count"]),
                     f"{t['used_byte_count'] / max(1, t['capacity_byte_count']):.1%}",
                     human_bytes(t["pinned_byte_count"]),
+                    human_bytes(t["representation_byte_count"]),
                     t["block_count"],
                 )
                 for t in answer["tiers"]
@@ -137,13 +138,14 @@ def show_blocks(answer: dict[str, Any], options: argparse.Namespace) -> str:
             b["depth"],
             b["state"],
             human_bytes(b["byte_count"]),
+            human_bytes(b["representation_byte_count"]) if b["representation_byte_count"] else "-",
             b["pin_count"],
             human_seconds(b["idle_s"]),
             b["parent_hash"][:16] or "-",
         )
         for b in answer["blocks"]
     ]
-    text = table(("hash", "key space", "group", "depth", "state", "size", "pins", "idle", "parent"), rows)
+    text = table(("hash", "key space", "group", "depth", "state", "size", "representation", "pins", "idle", "parent"), rows)
     return text + (f"\nmore: --page {answer['next_page_token']}" if answer["next_page_token"] else "")
 
 

@@ -83,7 +83,8 @@ class Session:
         self._wants_token_ids = False
         self._request_ids = itertools.count(1)
         self._hash_bytes = config.key_space.hash_bytes
-        self._salts = tuple(config.key_space.group_salt(g) for g in range(len(config.key_space.groups)))
+        groups = range(len(config.key_space.groups))
+        self._salts = (*map(config.key_space.group_salt, groups), *map(config.key_space.representation_salt, config.representations))
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"hotkv-session-{config.role.name.lower()}", daemon=True)
 

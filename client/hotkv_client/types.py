@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.keys import KeySpace
+from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout
 from hotkv.results import BlockResult as BlockResult
 from hotkv.results import TransferStatus as TransferStatus
@@ -150,14 +150,17 @@ class EngineMemory:
 class SessionConfig:
     """How to reach a server and as whom. `target`: `unix:/path/grpc.sock` or `host:port`.
 
-    `engine_id` is shared by all sessions of an engine; leases are the engine's. `use_table`: probe the shared block table where
-    the server offers it.
+    `engine_id` is shared by all sessions of an engine; leases are the engine's. `representations`: that go with the blocks; everywhere in
+    the session the first has the group index that follows the key space's groups (`representation_group`), and so on. A representation is
+    kept where its block is ready when it is written, before or by the same store; it goes with its block. `use_table`: probe the shared
+    block table where the server offers it.
     """
 
     target: str
     engine_id: str
     role: Role
     key_space: KeySpace
+    representations: tuple[Representation, ...] = ()
     client_name: str = "hotkv-client"
     use_table: bool = True
     connect_timeout_s: float = 5.0
@@ -166,3 +169,7 @@ class SessionConfig:
     on_state: Callable[[LinkState, str], None] | None = None
     """Called from a client thread at each change, with one sentence why."""
     on_evicted: Callable[[Evicted], None] | None = None
+
+    def representation_group(self, representation: Representation) -> int:
+        """Its group index in this session. Raises ValueError where it is not declared."""
+        return len(self.key_space.groups) + self.representations.index(representation)

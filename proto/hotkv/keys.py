@@ -1,7 +1,8 @@
-"""Key spaces, block keys and block hashes.
+"""Key spaces, representations, block keys and block hashes.
 
 A block key is (key space, group index, block hash). Two engines share blocks exactly when the fingerprints of their key
-spaces are equal, so every field that changes the bytes of a block is a field of `KeySpace`.
+spaces are equal, so every field that changes the bytes of a block is a field of `KeySpace`. What changes only the bytes of a block's
+representation is a field of `Representation`: engines with other versions share blocks, never representations.
 """
 
 import hashlib
@@ -15,6 +16,39 @@ from hotkv.groups import GroupSpec
 
 MIN_HASH_BYTES = 8
 MAX_HASH_BYTES = 32
+MAX_GROUPS = 256
+"""Most groups of a key space. The server numbers representations from here on."""
+MAX_NAME = 64
+"""Most characters of a representation's format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Representation:
+    """A kind of representation that goes with the blocks of one KV cache group. Only equal ones are shared.
+
+    `format`, `version`: what its bytes mean, see `hotkv.sparse.formats`; `version` fits 63 bits. `shard_bytes`: bytes of one block's
+    representation in each shard, as `GroupSpec.shard_bytes`. Raises ValueError where a number is out of range.
+    """
+
+    group_index: int
+    format: str
+    version: int
+    shard_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.group_index < MAX_GROUPS:
+            raise ValueError(f"group_index is {self.group_index}; give the index of a KV cache group")
+        if not 0 < len(self.format) <= MAX_NAME:
+            raise ValueError(f"format has {len(self.format)} characters; allowed are 1 to {MAX_NAME}")
+        if not 0 <= self.version < 1 << 63:
+            raise ValueError(f"version is {self.version}; it must not be negative and must fit 63 bits")
+        if not self.shard_bytes or min(self.shard_bytes) < 0 or sum(self.shard_bytes) == 0:
+            raise ValueError(f"shard_bytes is {self.shard_bytes}; sizes can't be negative, and one shard at least holds bytes")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: all shards."""
+        return sum(self.shard_bytes)
 
 
 @dataclass(frozen=True)
@@ -40,8 +74,8 @@ class KeySpace:
             raise ValueError(f"hash_bytes is {self.hash_bytes}; allowed are {MIN_HASH_BYTES} to {MAX_HASH_BYTES}")
         if self.hash_block_tokens <= 0:
             raise ValueError(f"hash_block_tokens is {self.hash_block_tokens}; it must be positive")
-        if not self.groups:
-            raise ValueError("groups is empty; a key space needs at least one KV cache group")
+        if not 0 < len(self.groups) <= MAX_GROUPS:
+            raise ValueError(f"groups has {len(self.groups)} entries; a key space has 1 to {MAX_GROUPS} KV cache groups")
         for index, group in enumerate(self.groups):
             if group.block_tokens % self.hash_block_tokens:
                 raise ValueError(
@@ -66,6 +100,12 @@ class KeySpace:
     def group_salt(self, group_index: int) -> int:
         """64-bit salt that the block table mixes into hashes of this group."""
         digest = hashlib.sha256(self.fingerprint + group_index.to_bytes(4, "little")).digest()
+        return int.from_bytes(digest[:8], "little")
+
+    def representation_salt(self, representation: Representation) -> int:
+        """64-bit salt for representations: another one for each group, format, version and size."""
+        text = json.dumps(asdict(representation), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        digest = hashlib.sha256(b"hotkv-representation-1\0" + self.fingerprint + text.encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
 

@@ -7,13 +7,14 @@ reads slot bytes or engine memory other than through `Layout.copy_runs`. One gro
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.groups import GroupSpec
+from hotkv.keys import Representation
 
 Int64s = NDArray[np.int64]
 
@@ -47,7 +48,7 @@ class MemoryHandle:
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """Pages of one or several layers of one group; block b's page starts at base + b * block_stride.
+    """Pages of one or several layers of one group or representation; block b's page starts at base + b * block_stride.
 
     `dims`: (count, stride_bytes) repetitions of the `run_bytes` run, outermost first.
     """
@@ -136,8 +137,15 @@ class Layout:
         """Bytes of all handles."""
         return sum(handle.num_bytes for handle in self.handles)
 
-    def validate(self, groups: Sequence[GroupSpec]) -> None:
-        """Raises ValueError, naming the field, where the layout contradicts itself, `groups` or its handles."""
+    def covers(self, group_index: int) -> bool:
+        """Whether there are pages of this group."""
+        return any(tensor.group_index == group_index for tensor in self.tensors)
+
+    def validate(self, groups: Sequence[GroupSpec], representations: Mapping[int, Representation] | None = None) -> None:
+        """Raises ValueError, naming the field, where the layout contradicts itself, `groups`, `representations` or its handles.
+
+        `representations`, by group index, may be left out of the layout; groups may not.
+        """
         handles = {handle.handle_id: handle for handle in self.handles}
         if len(handles) != len(self.handles):
             raise ValueError("handles has two entries with the same handle_id")
@@ -151,15 +159,21 @@ class Layout:
             if handle.is_cuda and (len(handle.cuda_handle) != 64 or len(handle.device_uuid) != 16):
                 raise ValueError(f"handles[{index}].cuda_ipc needs a handle of 64 bytes and a device_uuid of 16 bytes")
         for index, tensor in enumerate(self.tensors):
-            self._validate_tensor(f"tensors[{index}]", tensor, handles, len(groups))
+            self._validate_tensor(f"tensors[{index}]", tensor, handles)
+            if not 0 <= tensor.group_index < len(groups) and tensor.group_index not in (representations or {}):
+                raise ValueError(
+                    f"tensors[{index}].group_index is {tensor.group_index}; this key space has {len(groups)} groups "
+                    f"and {len(representations or {})} representations"
+                )
         for group_index, group in enumerate(groups):
             self._validate_coverage(group_index, group.shard_bytes[self.shard_index])
+        for group_index, representation in (representations or {}).items():
+            if self.covers(group_index):
+                self._validate_coverage(group_index, representation.shard_bytes[self.shard_index])
 
-    def _validate_tensor(self, name: str, tensor: PageTensor, handles: dict[str, MemoryHandle], num_groups: int) -> None:
+    def _validate_tensor(self, name: str, tensor: PageTensor, handles: dict[str, MemoryHandle]) -> None:
         if tensor.handle_id not in handles:
             raise ValueError(f"{name}.handle_id is {tensor.handle_id!r}, which is not among handles")
-        if not 0 <= tensor.group_index < num_groups:
-            raise ValueError(f"{name}.group_index is {tensor.group_index}; this key space has {num_groups} groups")
         if len(tensor.dims) > MAX_DIMS:
             raise ValueError(f"{name}.dims has {len(tensor.dims)} entries; at most {MAX_DIMS} are supported")
         numbers = (tensor.base_offset_bytes, tensor.block_stride_bytes, tensor.shard_offset_bytes)
@@ -192,7 +206,7 @@ class Layout:
         if at != shard_bytes:
             raise ValueError(f"tensors of group {group_index} fill {at} bytes of a shard of {shard_bytes}")
 
-    def copy_runs(self, group_index: int, group: GroupSpec, block_ids: Int64s, slot_offsets: Int64s) -> list[CopyRuns]:
+    def copy_runs(self, group_index: int, group: GroupSpec | Representation, block_ids: Int64s, slot_offsets: Int64s) -> list[CopyRuns]:
         """Runs that move blocks of one group, block by block, one CopyRuns a handle.
 
         `block_ids` [n]: block ids in engine memory. `slot_offsets` [n]: where each block's slot starts in the arena.

@@ -184,7 +184,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert index.pins.tolist() == self.pins
         for key_space_id, group in GROUPS:
             ready = {entry.number for key, entry in self.model.items() if entry.ready and key[0] == key_space_id}
-            assert set(one.ready_entries(key_space_id=key_space_id).tolist()) == ready
+            assert set(one.ready_blocks(key_space_id).tolist()) == ready
             mine = [key for key in self.model if key[:2] == (key_space_id, group)]
             expected = [self.model[key].word for key in mine]
             assert one.find(key_space_id, group, self.pack([key[2] for key in mine])).tolist() == expected

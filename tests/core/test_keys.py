@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES, KeySpace, group_hashes, token_block_hashes
+from hotkv.keys import MAX_GROUPS, MAX_HASH_BYTES, MIN_HASH_BYTES, KeySpace, Representation, group_hashes, token_block_hashes
 
 GROUP = GroupSpec(GroupKind.SLIDING_WINDOW, 32, (4096, 4096), 64, ("layers.0",))
 BASE = KeySpace("model", "revision", "bfloat16", (GROUP,), 16)
@@ -63,6 +63,34 @@ def test_equal_key_spaces_have_equal_fingerprints_and_text_never_runs_together(
     assert one.fingerprint == replace(one).fingerprint
     moved = replace(one, model=model + tenant, tenant="")
     assert (moved.fingerprint == one.fingerprint) == (moved == one)
+
+
+def test_salts_of_representations_differ_in_each_field_and_from_those_of_groups() -> None:
+    one = Representation(0, "rot2u", 1, (100,))
+    kinds = [one, replace(one, group_index=1), replace(one, format="rot3u"), replace(one, version=2), replace(one, shard_bytes=(50, 50))]
+    spaces = [replace(BASE, tenant=str(number), groups=(GROUP,) * 4) for number in range(20)]
+    salts = {space.representation_salt(kind) for space in spaces for kind in kinds}
+    salts |= {space.group_salt(group) for space in spaces for group in range(4)}
+    assert len(salts) == 20 * 9 and all(0 <= salt < 1 << 64 for salt in salts)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"group_index": -1}, "group_index"),
+        ({"group_index": MAX_GROUPS}, "group_index"),
+        ({"format": ""}, "format"),
+        ({"format": "x" * 65}, "format"),
+        ({"version": -1}, "version"),
+        ({"version": 1 << 63}, "version"),
+        ({"shard_bytes": ()}, "shard_bytes"),
+        ({"shard_bytes": (4, -1)}, "shard_bytes"),
+        ({"shard_bytes": (0, 0)}, "shard_bytes"),
+    ],
+)
+def test_representations_out_of_range_are_refused(change: dict[str, object], field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        replace(Representation(0, "rot2u", 1, (100,)), **change)  # type: ignore[arg-type]
 
 
 def test_salts_differ_between_groups_and_key_spaces() -> None:

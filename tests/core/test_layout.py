@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import Representation
 from hotkv.layout import MAX_DIMS, CopyRuns, Layout, MemoryHandle, PageTensor
 
 Bytes = NDArray[np.uint8]
@@ -190,6 +191,25 @@ def test_the_layout_that_the_refusals_start_from_is_good() -> None:
 )
 def test_layouts_that_contradict_themselves_are_refused(layout: Layout, field: str) -> None:
     with pytest.raises(ValueError, match=field):
+        layout.validate(GROUPS)
+
+
+def test_representations_are_covered_wholly_or_not_at_all() -> None:
+    kinds = {1: Representation(0, "rot2u", 1, (8, 24)), 2: Representation(0, "rot2u", 2, (8, 24))}
+    GOOD.validate(GROUPS, kinds)
+    good = replace(TENSOR, group_index=2, block_stride_bytes=24, run_bytes=24, dims=())
+    layout = replace(GOOD, tensors=(TENSOR, good))
+    layout.validate(GROUPS, kinds)
+    assert layout.covers(2) and not layout.covers(1)
+    (runs,) = layout.copy_runs(2, kinds[2], np.array([3], np.int64), np.array([4096], np.int64))
+    assert (runs.engine_offsets.tolist(), runs.slot_offsets.tolist(), runs.num_bytes.tolist()) == ([72], [4104], [24])
+    for bad, field in [
+        (replace(good, group_index=3), r"tensors\[1\].group_index is 3; this key space has 1 groups and 2 representations"),
+        (replace(good, run_bytes=16), "group 2 fill 16 bytes of a shard of 24"),
+    ]:
+        with pytest.raises(ValueError, match=field):
+            replace(layout, tensors=(TENSOR, bad)).validate(GROUPS, kinds)
+    with pytest.raises(ValueError, match="group_index is 2"):
         layout.validate(GROUPS)
 
 

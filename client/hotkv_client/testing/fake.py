@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv.groups import GroupSpec
+from hotkv.keys import Representation
 from hotkv.layout import Layout
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import (
@@ -30,6 +32,7 @@ from hotkv_client.types import (
 )
 
 Key = tuple[bytes, int, bytes]
+"""Key space, group index or a representation's salt, block hash."""
 
 
 class FakeServer:
@@ -137,11 +140,14 @@ class FakeSession:
         self.server.calls.append(("probe", len(hashes)))
         if not self.connected or not self.server.table or self.config.role is not Role.SCHEDULER:
             return None
-        return np.array([self.server.ready(self.space, group_index, h) for h in hashes], np.bool_)
+        return self._ready(group_index, hashes)
+
+    def _ready(self, group_index: int, hashes: Sequence[bytes]) -> Any:
+        return np.array([self.server.ready(self.space, self._number(group_index), h) for h in hashes], np.bool_)
 
     def lookup(self, groups: Sequence[GroupHashes]) -> Future[Any]:
         def act() -> Any:
-            return tuple(np.array([self.server.ready(self.space, g.group_index, h) for h in g.hashes], np.bool_) for g in groups)
+            return tuple(self._ready(g.group_index, g.hashes) for g in groups)
 
         return self._call("lookup", "", groups, act)
 
@@ -150,7 +156,7 @@ class FakeSession:
             left = self.server.grant_limit
             pinned = []
             for group in groups:
-                mask = np.array([self.server.ready(self.space, group.group_index, h) for h in group.hashes], np.bool_)
+                mask = self._ready(group.group_index, group.hashes)
                 mask[max(0, left) :] = False
                 left -= len(mask)
                 pinned.append(mask)
@@ -168,13 +174,13 @@ class FakeSession:
 
         def act() -> Any:
             asked = [(run.group_index, leased[run.group_index][p]) for run in runs for p in run.lease_positions.tolist()] if leased else []
-            gone = any((self.space, group, block_hash) not in self.server.blocks for group, block_hash in asked)
+            gone = any(not self._ready(group, [block_hash])[0] for group, block_hash in asked)
             if self.server.fail_loads or not leased or gone:
                 return TransferResult(transfer_id, TransferStatus.FAILED, message="told to fail")
             num_bytes = 0
             for run in runs:
                 for position, block in zip(run.lease_positions.tolist(), run.block_ids.tolist(), strict=True):
-                    data = self.server.blocks[(self.space, run.group_index, leased[run.group_index][position])]
+                    data = self.server.blocks[(self.space, self._number(run.group_index), leased[run.group_index][position])]
                     num_bytes += self._copy(run.group_index, block, data[self._shard()])
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes)
 
@@ -191,7 +197,7 @@ class FakeSession:
             mine = [key for key in self.server.blocks if key[0] == self.space]
             for key in mine:
                 del self.server.blocks[key]
-            return len(mine)
+            return sum(key[1] < len(self.config.key_space.groups) for key in mine)
 
         return self._call("flush", "", None, act)
 
@@ -207,16 +213,19 @@ class FakeSession:
             if self.server.flushes != flushes:
                 aborted = tuple(np.full(len(run.hashes), BlockResult.ABORTED, np.uint8) for run in runs)
                 return TransferResult(transfer_id, TransferStatus.DONE, 0, aborted)
-            results, num_bytes = [], 0
-            for run in runs:
-                row = []
+            results, num_bytes = [np.empty(0, np.uint8)] * len(runs), 0
+            for at in sorted(range(len(runs)), key=lambda at: runs[at].group_index):
+                run, row = runs[at], []
                 for block_hash, block in zip(run.hashes, run.block_ids.tolist(), strict=True):
-                    shards = self.server.blocks.setdefault((self.space, run.group_index, block_hash), {})
+                    if not self._has_block(run.group_index, block_hash):
+                        row.append(BlockResult.NO_SPACE)
+                        continue
+                    shards = self.server.blocks.setdefault((self.space, self._number(run.group_index), block_hash), {})
                     row.append(BlockResult.PRESENT if shards else BlockResult.STORED)
                     if not shards:
                         shards[self._shard()] = self._read(run.group_index, block)
                         num_bytes += len(shards[self._shard()])
-                results.append(np.array(row, np.uint8))
+                results[at] = np.array(row, np.uint8)
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes, tuple(results))
 
         return self._call("store", transfer_id, runs, act)
@@ -243,12 +252,27 @@ class FakeSession:
             _resolve(future, act, False)
         return future
 
+    def _shape(self, group: int) -> GroupSpec | Representation:
+        """The group, or the representation that this session declares after the groups."""
+        groups = self.config.key_space.groups
+        return groups[group] if group < len(groups) else self.config.representations[group - len(groups)]
+
+    def _number(self, group: int) -> int:
+        """What the server keeps it under: the group's index, and for representations what no other version has."""
+        shape = self._shape(group)
+        return self.config.key_space.representation_salt(shape) if isinstance(shape, Representation) else group
+
+    def _has_block(self, group: int, block_hash: bytes) -> bool:
+        """Whether there is a block that a representation could go with; a block needs none."""
+        shape = self._shape(group)
+        return not isinstance(shape, Representation) or self.server.ready(self.space, shape.group_index, block_hash)
+
     def _shard(self) -> int:
         return self.layout.shard_index if self.layout is not None else 0
 
     def _runs(self, group: int, block: int) -> Any:
         assert self.layout is not None
-        spec = self.config.key_space.groups[group]
+        spec = self._shape(group)
         shard_start = sum(spec.shard_bytes[: self.layout.shard_index])
         for runs in self.layout.copy_runs(group, spec, np.array([block], np.int64), np.array([-shard_start], np.int64)):
             yield from zip(
@@ -260,7 +284,7 @@ class FakeSession:
             )
 
     def _read(self, group: int, block: int) -> bytes:
-        data = bytearray(self.config.key_space.groups[group].shard_bytes[self._shard()])
+        data = bytearray(self._shape(group).shard_bytes[self._shard()])
         for handle, engine, slot, size in self._runs(group, block):
             data[slot : slot + size] = self.maps[handle][engine : engine + size].tobytes()
         return bytes(data)

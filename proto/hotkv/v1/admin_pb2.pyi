@@ -123,6 +123,7 @@ class Tier(google.protobuf.message.Message):
     SLAB_CLASSES_FIELD_NUMBER: builtins.int
     FREE_SLAB_COUNT_FIELD_NUMBER: builtins.int
     SLAB_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    REPRESENTATION_BYTE_COUNT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`host`, later `disk` and others."""
     capacity_byte_count: builtins.int
@@ -137,6 +138,8 @@ class Tier(google.protobuf.message.Message):
     """Slabs not lent."""
     slab_byte_count: builtins.int
     """Bytes of one slab."""
+    representation_byte_count: builtins.int
+    """Of the bytes in use, those in slots of representations."""
     @property
     def slab_classes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SlabClass]:
         """Slabs lent, per slot size."""
@@ -152,8 +155,9 @@ class Tier(google.protobuf.message.Message):
         slab_classes: collections.abc.Iterable[Global___SlabClass] | None = ...,
         free_slab_count: builtins.int = ...,
         slab_byte_count: builtins.int = ...,
+        representation_byte_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "capacity_byte_count", b"capacity_byte_count", "free_slab_count", b"free_slab_count", "name", b"name", "pinned_byte_count", b"pinned_byte_count", "slab_byte_count", b"slab_byte_count", "slab_classes", b"slab_classes", "used_byte_count", b"used_byte_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "capacity_byte_count", b"capacity_byte_count", "free_slab_count", b"free_slab_count", "name", b"name", "pinned_byte_count", b"pinned_byte_count", "representation_byte_count", b"representation_byte_count", "slab_byte_count", b"slab_byte_count", "slab_classes", b"slab_classes", "used_byte_count", b"used_byte_count"]) -> None: ...
 
 Global___Tier: typing_extensions.TypeAlias = Tier
 
@@ -229,15 +233,23 @@ class KeySpaceInfo(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     KEY_SPACE_FIELD_NUMBER: builtins.int
     BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    REPRESENTATIONS_FIELD_NUMBER: builtins.int
+    REPRESENTATION_COUNT_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
     """Number in this server."""
     fingerprint: builtins.str
     """Fingerprint, hexadecimal."""
     block_count: builtins.int
     """Ready blocks."""
+    representation_count: builtins.int
+    """Ready blocks that have a representation."""
     @property
     def key_space(self) -> hotkv.v1.layout_pb2.KeySpace:
         """Its fields."""
+
+    @property
+    def representations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.layout_pb2.Representation]:
+        """Kinds of representations that sessions have declared."""
 
     def __init__(
         self,
@@ -246,9 +258,11 @@ class KeySpaceInfo(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         key_space: hotkv.v1.layout_pb2.KeySpace | None = ...,
         block_count: builtins.int = ...,
+        representations: collections.abc.Iterable[hotkv.v1.layout_pb2.Representation] | None = ...,
+        representation_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_space", b"key_space"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "fingerprint", b"fingerprint", "key_space", b"key_space", "key_space_id", b"key_space_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "fingerprint", b"fingerprint", "key_space", b"key_space", "key_space_id", b"key_space_id", "representation_count", b"representation_count", "representations", b"representations"]) -> None: ...
 
 Global___KeySpaceInfo: typing_extensions.TypeAlias = KeySpaceInfo
 
@@ -403,6 +417,7 @@ class Block(google.protobuf.message.Message):
     PIN_COUNT_FIELD_NUMBER: builtins.int
     IDLE_S_FIELD_NUMBER: builtins.int
     PARENT_HASH_FIELD_NUMBER: builtins.int
+    REPRESENTATION_BYTE_COUNT_FIELD_NUMBER: builtins.int
     block_hash: builtins.bytes
     """Its hash."""
     key_space_id: builtins.int
@@ -421,6 +436,8 @@ class Block(google.protobuf.message.Message):
     """Seconds since it was last used."""
     parent_hash: builtins.bytes
     """Hash of the block before it; empty at the root or where that block is gone."""
+    representation_byte_count: builtins.int
+    """Bytes of the slot of its representation; zero where it has none."""
     def __init__(
         self,
         *,
@@ -433,8 +450,9 @@ class Block(google.protobuf.message.Message):
         pin_count: builtins.int = ...,
         idle_s: builtins.float = ...,
         parent_hash: builtins.bytes = ...,
+        representation_byte_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "byte_count", b"byte_count", "depth", b"depth", "group_index", b"group_index", "idle_s", b"idle_s", "key_space_id", b"key_space_id", "parent_hash", b"parent_hash", "pin_count", b"pin_count", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "byte_count", b"byte_count", "depth", b"depth", "group_index", b"group_index", "idle_s", b"idle_s", "key_space_id", b"key_space_id", "parent_hash", b"parent_hash", "pin_count", b"pin_count", "representation_byte_count", b"representation_byte_count", "state", b"state"]) -> None: ...
 
 Global___Block: typing_extensions.TypeAlias = Block
 

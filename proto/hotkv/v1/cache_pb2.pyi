@@ -313,7 +313,9 @@ Global___BlockExtraKeys: typing_extensions.TypeAlias = BlockExtraKeys
 
 @typing.final
 class BlockRun(google.protobuf.message.Message):
-    """A chain of consecutive blocks of one group."""
+    """A chain of consecutive blocks of one group, or representations of such. A representation is kept where its block is ready when it is written:
+    stored before, or by the same store. It goes with its block, which then has none of another version.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

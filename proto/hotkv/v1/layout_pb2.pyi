@@ -168,6 +168,40 @@ class KeySpace(google.protobuf.message.Message):
 Global___KeySpace: typing_extensions.TypeAlias = KeySpace
 
 @typing.final
+class Representation(google.protobuf.message.Message):
+    """A kind of representation that goes with the blocks of one group. Engines share representations exactly when all fields are equal; blocks
+    they share whatever these are.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_INDEX_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    SHARD_BYTE_COUNTS_FIELD_NUMBER: builtins.int
+    group_index: builtins.int
+    """The group of the blocks."""
+    format: builtins.str
+    """What the bytes are, such as `rot2u`."""
+    version: builtins.int
+    """Of all else that gives the bytes their meaning; not negative."""
+    @property
+    def shard_byte_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Bytes of one block's representation in each shard, in shard order; the slot is their sum."""
+
+    def __init__(
+        self,
+        *,
+        group_index: builtins.int = ...,
+        format: builtins.str = ...,
+        version: builtins.int = ...,
+        shard_byte_counts: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["format", b"format", "group_index", b"group_index", "shard_byte_counts", b"shard_byte_counts", "version", b"version"]) -> None: ...
+
+Global___Representation: typing_extensions.TypeAlias = Representation
+
+@typing.final
 class StridedDim(google.protobuf.message.Message):
     """A repetition of contiguous runs inside one page."""
 
@@ -207,7 +241,7 @@ class PageTensor(google.protobuf.message.Message):
     SHARD_BYTE_OFFSET_FIELD_NUMBER: builtins.int
     LAYER_NAMES_FIELD_NUMBER: builtins.int
     group_index: builtins.int
-    """The group whose block ids index this tensor."""
+    """The group whose block ids index this tensor; or a representation, whose block ids are those of its blocks."""
     handle_id: builtins.str
     """Memory that holds it."""
     base_byte_offset: builtins.int
@@ -345,7 +379,7 @@ class Layout(google.protobuf.message.Message):
 
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PageTensor]:
-        """Pages; together they fill each group's shard exactly once."""
+        """Pages; together they fill each group's shard exactly once, and that of each representation that has any."""
 
     def __init__(
         self,

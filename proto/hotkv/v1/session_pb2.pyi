@@ -61,6 +61,7 @@ class OpenSession(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     KEY_SPACE_FIELD_NUMBER: builtins.int
     CLIENT_NAME_FIELD_NUMBER: builtins.int
+    REPRESENTATIONS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """Protocol version the client speaks."""
     engine_id: builtins.str
@@ -73,6 +74,12 @@ class OpenSession(google.protobuf.message.Message):
     def key_space(self) -> hotkv.v1.layout_pb2.KeySpace:
         """The key space of its blocks."""
 
+    @property
+    def representations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.layout_pb2.Representation]:
+        """Representations that go with the blocks. In this session the first of them has the group index that follows the key space's groups, and so
+        on: layouts, lookups, leases and transfers name it like a group.
+        """
+
     def __init__(
         self,
         *,
@@ -81,9 +88,10 @@ class OpenSession(google.protobuf.message.Message):
         role: Global___SessionRole.ValueType = ...,
         key_space: hotkv.v1.layout_pb2.KeySpace | None = ...,
         client_name: builtins.str = ...,
+        representations: collections.abc.Iterable[hotkv.v1.layout_pb2.Representation] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_space", b"key_space"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "key_space", b"key_space", "protocol_version", b"protocol_version", "role", b"role"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "key_space", b"key_space", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 

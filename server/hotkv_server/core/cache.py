@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import longest_hit
-from hotkv.keys import KeySpace
+from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
 from hotkv_server.core.arrays import first_occurrences, without
+from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
 from hotkv_server.core.policies.protocol import Policy
@@ -31,6 +32,7 @@ from hotkv_server.core.values import (
     EvictionNotice,
     Grant,
     HashList,
+    Int64s,
     KeySpaceRecord,
     LoadPositions,
     Reservation,
@@ -41,12 +43,15 @@ from hotkv_server.core.values import (
 
 ABORTED_MARK = 1 << 31
 """Set in the shard mask of a reserved entry that will not be published."""
-MAX_SHARDS = 31
-MAX_KEY_SPACES = 4096
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
     return HotKVError(reason, message)
+
+
+def _blocks_first(groups: list[int]) -> list[int]:
+    """Places of groups, those of representations last."""
+    return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
 class CacheCore:
@@ -56,13 +61,12 @@ class CacheCore:
         self.config = config
         self.counters = Counters()
         self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy)
+        self.catalog = Catalog(self.space)
         self.holds = Holds(self.space.index, int(config.held_share * config.arena_bytes))
         self.leases = LeaseBook()
         self.transfers = TransferBook()
         self.sessions: dict[int, SessionRecord] = {}
-        self.key_spaces: dict[int, KeySpaceRecord] = {}
         self.draining = False
-        self._key_space_ids: dict[bytes, int] = {}
         self._next_session = 1
         self._unadmitted_bytes = 0
 
@@ -71,13 +75,16 @@ class CacheCore:
 
     # Sessions and key spaces
 
-    def open_session(self, engine_id: str, role: str, key_space: KeySpace, now_s: float) -> SessionRecord:
-        """Opens a session; its key space is registered on first sight."""
+    def open_session(
+        self, engine_id: str, role: str, key_space: KeySpace, now_s: float, representations: tuple[Representation, ...] = ()
+    ) -> SessionRecord:
+        """Opens a session; its key space and representations are registered on first sight."""
         if not engine_id:
             raise _invalid("engine_id is empty; give one id to all sessions of an engine")
         if self.draining:
             raise HotKVError(Reason.DRAINING, "the server is draining and takes no new sessions")
-        record = SessionRecord(self._next_session, engine_id, role, self._key_space_id(key_space), now_s)
+        key_space_id, groups = self.catalog.register(key_space, representations)
+        record = SessionRecord(self._next_session, engine_id, role, key_space_id, now_s, groups)
         self._next_session += 1
         self.sessions[record.number] = record
         return record
@@ -91,42 +98,26 @@ class CacheCore:
             self._end_lease(lease)
         del self.sessions[number]
 
-    def _key_space_id(self, key_space: KeySpace) -> int:
-        known = self._key_space_ids.get(key_space.fingerprint)
-        if known is not None:
-            return known
-        if len(self.key_spaces) >= MAX_KEY_SPACES:
-            raise HotKVError(Reason.OVERLOADED, f"key_space: this server already knows {MAX_KEY_SPACES} key spaces")
-        if key_space.num_shards > MAX_SHARDS:
-            raise _invalid(f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} are supported")
-        for index, group in enumerate(key_space.groups):
-            if self.space.pool.capacity_slots(group.slot_bytes) == 0:
-                raise _invalid(
-                    f"key_space.groups[{index}]: a block of {group.slot_bytes} bytes does not fit the arena of {self.config.arena_bytes}"
-                )
-        number = len(self.key_spaces) + 1
-        salts = tuple(key_space.group_salt(g) for g in range(len(key_space.groups)))
-        self.key_spaces[number] = KeySpaceRecord(number, key_space, salts)
-        self._key_space_ids[key_space.fingerprint] = number
-        self.space.index.add_key_space(number, list(salts))
-        return number
+    @property
+    def key_spaces(self) -> dict[int, KeySpaceRecord]:
+        """Those that are known, by number."""
+        return self.catalog.records
 
     def key_space(self, number: int) -> KeySpace:
         """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
-        record = self.key_spaces.get(number)
-        if record is None:
-            raise HotKVError(Reason.UNKNOWN_KEY_SPACE, f"key_space_id {number} is unknown; known are 1 to {len(self.key_spaces)}")
-        return record.key_space
+        return self.catalog.record(number).key_space
 
     def _session(self, number: int) -> SessionRecord:
         if number not in self.sessions:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is unknown or closed; open a new session")
         return self.sessions[number]
 
-    def _check_groups(self, key_space: KeySpace, lists: list[int], num_blocks: int) -> None:
+    def _check_groups(self, record: KeySpaceRecord, lists: list[int], num_blocks: int, *, only_blocks: bool = False) -> None:
         for group_index in lists:
-            if not 0 <= group_index < len(key_space.groups):
-                raise _invalid(f"groups.group_index is {group_index}; this key space has {len(key_space.groups)} groups")
+            if not record.has(group_index):
+                raise _invalid(f"groups.group_index is {group_index}; this key space has {len(record.key_space.groups)} groups")
+            if only_blocks and group_index >= MAX_GROUPS:
+                raise _invalid("groups.group_index names a representation; those go with their blocks, so name these")
         if num_blocks > self.config.max_blocks_per_call:
             raise _invalid(f"the call names {num_blocks} blocks; at most {self.config.max_blocks_per_call} are accepted", Reason.TOO_LARGE)
 
@@ -134,16 +125,18 @@ class CacheCore:
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Which blocks are ready, one mask a list. A hint: nothing is pinned or touched."""
-        self._check_groups(self.key_space(key_space_id), [g.group_index for g in groups], sum(len(g.hashes) for g in groups))
+        self._check_groups(self.catalog.record(key_space_id), [g.group_index for g in groups], sum(len(g.hashes) for g in groups))
         masks = [table.is_ready(self.space.index.probe(key_space_id, g.group_index, g.hashes)) for g in groups]
-        self.counters.lookup_blocks += sum(len(mask) for mask in masks)
-        self.counters.lookup_hit_blocks += sum(int(mask.sum()) for mask in masks)
+        of_blocks = [mask for g, mask in zip(groups, masks, strict=True) if g.group_index < MAX_GROUPS]
+        self.counters.lookup_blocks += sum(len(mask) for mask in of_blocks)
+        self.counters.lookup_hit_blocks += sum(int(mask.sum()) for mask in of_blocks)
         return masks
 
     def touch(self, session_number: int, groups: list[HashList], now_s: float, retention: Retention = NO_RETENTION) -> None:
         """Notes that the engine used these blocks from its own device cache; keeps them as `retention` asks."""
         session = self._session(session_number)
-        self._check_groups(self.key_space(session.key_space_id), [g.group_index for g in groups], sum(len(g.hashes) for g in groups))
+        num_blocks = sum(len(g.hashes) for g in groups)
+        self._check_groups(self.catalog.record(session.key_space_id), [g.group_index for g in groups], num_blocks, only_blocks=True)
         for g in groups:
             words = self.space.index.find(session.key_space_id, g.group_index, g.hashes)
             self._retain(words[table.is_ready(words)], retention, now_s)
@@ -158,7 +151,7 @@ class CacheCore:
         """Pins the ready ones among the blocks. The same call again returns the same grant."""
         session = self._session(session_number)
         indices = [g.group_index for g in groups]
-        self._check_groups(self.key_space(session.key_space_id), indices, sum(len(g.hashes) for g in groups))
+        self._check_groups(self.catalog.record(session.key_space_id), indices, sum(len(g.hashes) for g in groups))
         if len(set(indices)) != len(indices):
             raise _invalid("groups lists a group twice; give each group one list")
         existing = self._existing_lease(session, lease_id)
@@ -187,10 +180,15 @@ class CacheCore:
         self.leases.add(lease)
         self._unadmitted_bytes += total
         self.space.index.pin(lease.entries(), 1)
-        for _, entries in pinned:
-            self.space.touch(entries[entries != 0], now_s)
-            self.counters.acquired_blocks += int((entries != 0).sum())
-            self.counters.missed_blocks += int((entries == 0).sum())
+        for group_index, entries in pinned:
+            found = entries[entries != 0]
+            if group_index < MAX_GROUPS:
+                self.space.touch(found, now_s)
+                self.counters.acquired_blocks += len(found)
+                self.counters.missed_blocks += len(entries) - len(found)
+            else:
+                self.counters.acquired_representations += len(found)
+                self.counters.missed_representations += len(entries) - len(found)
         return Grant(tuple(entries != 0 for _, entries in pinned), ttl_s)
 
     def release(self, session_number: int, lease_id: str) -> bool:
@@ -243,9 +241,13 @@ class CacheCore:
             if not lease.admitted:
                 self._unadmitted_bytes -= lease.pinned_bytes
         else:
-            self.counters.aborted_blocks += len(lease.entries)
-            self.space.drop(lease.entries)
+            self._drop(lease.entries)
         self.leases.remove(lease)
+
+    def _drop(self, entries: Entries) -> None:
+        """Removes reserved entries that will not be written."""
+        self.counters.aborted_blocks += int((~self.space.representations.among(entries)).sum())
+        self.space.drop(entries)
 
     def expire(self, now_s: float) -> int:
         """Ends leases and holds whose time is up; leases with copies in flight end with the copies. Returns how many leases expired."""
@@ -263,11 +265,12 @@ class CacheCore:
     ) -> Reservation:
         """Reserves slots for blocks that are neither ready nor in flight. The first call under a lease id decides; later ones only join.
 
+        A representation is reserved where its block is ready or reserved under this lease; whatever the order of runs, blocks come first.
         `retention`: of the first call; holds for blocks that are ready at once, for others when they become so.
         """
         session = self._session(session_number)
-        key_space = self.key_space(session.key_space_id)
-        self._check_groups(key_space, [run.group_index for run in runs], sum(len(run.hashes) for run in runs))
+        record = self.catalog.record(session.key_space_id)
+        self._check_groups(record, [run.group_index for run in runs], sum(len(run.hashes) for run in runs))
         if any(run.depth < 0 or run.depth + len(run.hashes) >= 1 << 31 for run in runs):
             raise _invalid("runs.depth is negative or too large; it counts blocks from the start of the prompt")
         lease = self._existing_lease(session, lease_id)
@@ -279,17 +282,17 @@ class CacheCore:
             lease = WriteLease(
                 session.engine_id, lease_id, self.leases.next_number(), session_number, session.key_space_id, now_s + ttl_s, retention
             )
-        answers = [self._reserve_run(lease, key_space, run, deciding, now_s) for run in runs]
-        if deciding and (len(lease.entries) or key_space.num_shards > 1):
+        answers = {at: self._reserve_run(lease, record, runs[at], deciding, now_s) for at in _blocks_first([r.group_index for r in runs])}
+        if deciding and (len(lease.entries) or record.key_space.num_shards > 1):
             self.leases.add(lease)
-        results, entries = tuple(a[0] for a in answers), tuple(a[1] for a in answers)
+        results, entries = tuple(answers[at][0] for at in range(len(runs))), tuple(answers[at][1] for at in range(len(runs)))
         return Reservation(results, entries, max(0.0, lease.expires_s - now_s))
 
     def _reserve_run(
-        self, lease: WriteLease, key_space: KeySpace, run: Run, deciding: bool, now_s: float
+        self, lease: WriteLease, record: KeySpaceRecord, run: Run, deciding: bool, now_s: float
     ) -> tuple[NDArray[np.uint8], Entries]:
         """BlockResult values and entry numbers of one run."""
-        index = self.space.index
+        index, is_block = self.space.index, run.group_index < MAX_GROUPS
         words = index.find(lease.key_space_id, run.group_index, run.hashes)
         ready = table.is_ready(words)
         results = np.full(len(words), BlockResult.NO_SPACE, np.uint8)
@@ -300,9 +303,9 @@ class CacheCore:
             mine = reserved & (index.owners(words) == lease.number)
             results[reserved] = BlockResult.IN_FLIGHT
             results[mine] = BlockResult.RESERVED
-            self.counters.in_flight_blocks += int((reserved & ~mine).sum())
+            self.counters.in_flight_blocks += int((reserved & ~mine).sum()) if is_block else 0
         present = words[ready]
-        if len(present):
+        if len(present) and is_block:
             self._retain(present, lease.retention, now_s)
             self.counters.present_blocks += len(present)
         absent = np.flatnonzero(words == 0)
@@ -312,24 +315,41 @@ class CacheCore:
         results[absent] = BlockResult.IN_FLIGHT
         wanted = absent[first_occurrences(run.hashes[absent])]
         results[wanted] = BlockResult.NO_SPACE
-        slot_bytes = key_space.groups[run.group_index].slot_bytes
+        slot_bytes = record.shape(run.group_index).slot_bytes
         # Blocks of this run that are ready, and those before it, stay while room is made for the rest.
-        staying = np.concatenate((self._before(lease.key_space_id, run), present))
+        staying = np.concatenate((self._before(record, run), present))
+        if not is_block:
+            wanted, blocks = self._representable(lease, record, run, wanted, results)
+            staying = np.concatenate((staying, self.space.representations.of(present), blocks))
         index.pin(staying, 1)
         entries = self.space.insert(lease.key_space_id, run.group_index, run.hashes[wanted], slot_bytes, run.depth + wanted, lease.number)
         index.pin(staying, -1)
         words[wanted[: len(entries)]] = entries
-        self._link(lease.key_space_id, run, words)
         results[wanted[: len(entries)]] = BlockResult.RESERVED
         lease.entries = np.concatenate((lease.entries, entries))
-        self.counters.no_space_blocks += len(wanted) - len(entries)
+        if is_block:
+            self._link(lease.key_space_id, run, words)
+            self.counters.no_space_blocks += len(wanted) - len(entries)
         return results, words
 
-    def _before(self, key_space_id: int, run: Run) -> Entries:
-        """Ready entries of the chain that a run goes on, as far as they are linked."""
+    def _representable(
+        self, lease: WriteLease, record: KeySpaceRecord, run: Run, wanted: Int64s, results: NDArray[np.uint8]
+    ) -> tuple[Int64s, Entries]:
+        """Which of the wanted representations have a block to go with, and those blocks that are ready.
+
+        Where somebody else is writing the block, the result says so.
+        """
+        words = self.space.index.find(lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted])
+        ready, reserved = table.is_ready(words), words >= RESERVED_FLAG
+        mine = reserved & (self.space.index.owners(words & ~RESERVED_FLAG) == lease.number)
+        results[wanted[reserved & ~mine]] = BlockResult.IN_FLIGHT
+        return wanted[ready | mine], words[ready]
+
+    def _before(self, record: KeySpaceRecord, run: Run) -> Entries:
+        """Ready blocks of the chain that a run goes on, as far as they are linked."""
         if run.parent is None:
             return np.empty(0, np.uint32)
-        parent = self.space.index.find(key_space_id, run.group_index, run.parent.reshape(1, 8))
+        parent = self.space.index.find(record.number, record.block_group(run.group_index), run.parent.reshape(1, 8))
         if not table.is_ready(parent)[0]:
             return np.empty(0, np.uint32)
         return np.append(self.space.index.ancestors(int(parent[0]), MAX_REFRESHED), parent)
@@ -370,7 +390,8 @@ class CacheCore:
             lease.admitted = True
             self._unadmitted_bytes -= lease.pinned_bytes
         lease.num_copies += 1
-        self.transfers.add(LoadTransfer(session_number, transfer_id, lease, sum(len(run.positions) for run in slots)))
+        num_blocks = sum(len(run.positions) for run in slots if run.group_index < MAX_GROUPS)
+        self.transfers.add(LoadTransfer(session_number, transfer_id, lease, num_blocks))
         return slots
 
     def begin_store(
@@ -413,7 +434,7 @@ class CacheCore:
                 todo = results[positions] == BlockResult.RESERVED
                 entries, positions = entries[todo], positions[todo]
             busy = np.concatenate((busy, entries)) if len(runs) > 1 else busy
-            transfer.add_run(entries, positions, results)
+            transfer.add_run(run.group_index, entries, positions, results)
             slots.append(SlotRun(run.group_index, positions, self.space.index.offsets(entries)))
         if transfer.lease is not None:
             transfer.lease.num_copies += 1
@@ -431,31 +452,54 @@ class CacheCore:
             self._end_lease(transfer.lease)
 
     def end_store(self, session_number: int, transfer_id: str, succeeded: bool, now_s: float) -> list[NDArray[np.uint8]]:
-        """The copy of a store has ended; publishes the blocks whose shards are all written. Returns BlockResult values a run."""
+        """The copy of a store has ended; publishes what has all its shards written. Returns BlockResult values a run.
+
+        A representation whose block is not ready by now is not kept: ABORTED.
+        """
         transfer = self.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
         lease = transfer.lease
         if lease is None:
             return transfer.results
         lease.num_copies -= 1
-        key_space = self.key_space(lease.key_space_id)
-        whole = (1 << key_space.num_shards) - 1
-        for entries, positions, results in zip(transfer.entries, transfer.positions, transfer.results, strict=True):
+        whole = (1 << self.key_space(lease.key_space_id).num_shards) - 1
+        for at in _blocks_first(transfer.groups):
+            entries, positions, results = transfer.entries[at], transfer.positions[at], transfer.results[at]
             masks = self.space.index.mark_written(entries, 1 << transfer.shard_index if succeeded else ABORTED_MARK)
             complete = masks == whole
+            if transfer.groups[at] < MAX_GROUPS:
+                self._publish_blocks(lease, entries[complete], now_s)
+            else:
+                kept = self._publish_representations(lease, entries[complete])
+                masks[complete] |= np.where(kept, np.uint32(0), np.uint32(ABORTED_MARK))
+                complete[complete] = kept
             results[positions] = np.where(complete, BlockResult.STORED, BlockResult.WRITTEN if succeeded else BlockResult.ABORTED)
             results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
-            done = entries[complete]
-            self.space.publish(done, now_s, lease.retention)
-            if len(done):
-                self.space.refresh_ancestors(int(done[0]), now_s)
-            if lease.retention.pin:
-                self.counters.held_blocks += self.holds.hold(done, now_s + lease.retention.ttl_s)
-            self.counters.stored_blocks += len(done)
-            lease.entries = without(lease.entries, done)
+            lease.entries = without(lease.entries, entries[complete])
         lease.shards_seen |= 1 << transfer.shard_index
         self._settle_write(lease, whole)
         return transfer.results
+
+    def _publish_blocks(self, lease: WriteLease, entries: Entries, now_s: float) -> None:
+        """Makes blocks ready that all shards have been written of."""
+        self.space.publish(entries, now_s, lease.retention)
+        if len(entries):
+            self.space.refresh_ancestors(int(entries[0]), now_s)
+        if lease.retention.pin:
+            self.counters.held_blocks += self.holds.hold(entries, now_s + lease.retention.ttl_s)
+        self.counters.stored_blocks += len(entries)
+
+    def _publish_representations(self, lease: WriteLease, entries: Entries) -> BoolMask:
+        """Makes representations of one kind ready whose blocks are; the others are marked as aborted. Returns which are ready."""
+        if not len(entries):
+            return np.empty(0, np.bool_)
+        _, groups, hashes = self.space.index.keys(entries)
+        blocks = self.space.index.find(lease.key_space_id, self.catalog.record(lease.key_space_id).block_group(int(groups[0])), hashes)
+        has_block = table.is_ready(blocks)
+        self.space.index.mark_written(entries[~has_block], ABORTED_MARK)
+        self.space.representations.publish(entries[has_block], blocks[has_block])
+        self.counters.stored_representations += int(has_block.sum())
+        return has_block
 
     def _settle_write(self, lease: WriteLease, whole: int) -> None:
         """Drops aborted entries once no copy can touch them, and ends the lease when every shard was seen and none is outstanding."""
@@ -463,8 +507,7 @@ class CacheCore:
             return
         aborted = lease.entries[self.space.index.mark_written(lease.entries, 0) & ABORTED_MARK != 0]
         if len(aborted):
-            self.space.drop(aborted)
-            self.counters.aborted_blocks += len(aborted)
+            self._drop(aborted)
             lease.entries = without(lease.entries, aborted)
         if lease.released or (lease.shards_seen == whole and not len(lease.entries)):
             self._end_lease(lease)
@@ -476,9 +519,9 @@ class CacheCore:
         if hashes is None:
             if key_space_id:
                 self.key_space(key_space_id)
-            entries = self.space.index.ready_entries(key_space_id=key_space_id)
+            entries = self.space.index.ready_blocks(key_space_id)
         else:
-            self._check_groups(self.key_space(key_space_id), [group_index], len(hashes))
+            self._check_groups(self.catalog.record(key_space_id), [group_index], len(hashes), only_blocks=True)
             words = self.space.index.find(key_space_id, group_index, hashes)
             entries = np.unique(words[words != 0] & ~RESERVED_FLAG)
         dropped = self.space.evict(entries)
@@ -495,7 +538,7 @@ class CacheCore:
             if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id:
                 self.space.index.mark_written(lease.entries, ABORTED_MARK)
                 self._settle_write(lease, whole)
-        entries = self.space.index.ready_entries(key_space_id=key_space_id)
+        entries = self.space.index.ready_blocks(key_space_id)
         self.holds.let_go(entries)
         self.space.flush(entries)
         self.counters.flushed_blocks += len(entries)
@@ -530,6 +573,9 @@ class CacheCore:
         np.add.at(pins, self.holds.entries(), 1)
         assert np.array_equal(pins, self.space.index.pins), "pins and read leases disagree"
         assert unadmitted == self._unadmitted_bytes, "unadmitted bytes miscounted"
+        for entry in self.space.representations.ready():
+            (key_space_id, _), (kind, group), _ = self.space.index.keys(np.append(entry, self.space.representations.of(entry)))
+            assert self.catalog.record(int(key_space_id)).block_group(int(kind)) == group, "a representation belongs to another group"
         reserved = np.flatnonzero(self.space.index.states() == table.STATE_RESERVED)
         everything = np.concatenate(owned) if owned else np.empty(0, np.uint32)
         assert np.array_equal(np.sort(everything), reserved), "reserved entries and write leases disagree"

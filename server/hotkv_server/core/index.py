@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv import native, table
+from hotkv.keys import MAX_GROUPS
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
 from hotkv_server.core import twins
 
@@ -33,12 +34,13 @@ class BlockIndex:
     def __repr__(self) -> str:
         return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
 
-    def add_key_space(self, key_space_id: int, salts: list[int]) -> None:
-        """Declares a key space and the salts of its groups."""
-        rows, columns = max(self._salts.shape[0], key_space_id + 1), max(self._salts.shape[1], len(salts))
+    def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
+        """Declares a key space and the salts of its groups; or more of them, from `first_group` on."""
+        end = first_group + len(salts)
+        rows, columns = max(self._salts.shape[0], key_space_id + 1), max(self._salts.shape[1], end)
         grown = np.zeros((rows, columns), np.uint64)
         grown[: self._salts.shape[0], : self._salts.shape[1]] = self._salts
-        grown[key_space_id, : len(salts)] = salts
+        grown[key_space_id, first_group:end] = salts
         self._salts = grown
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
@@ -116,6 +118,7 @@ class BlockIndex:
         groups = self.table.records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF)
         self._unlink(entries, self.mixed(entries))
         self.table.records[entries, table.W_GROUP_STATE] = groups | np.uint32(table.STATE_DETACHED << 16)
+        self.table.records[entries, table.W_REPRESENTATION] = 0
 
     def remove_detached(self, entries: Entries) -> None:
         """Drops detached entries; their numbers are free again."""
@@ -164,12 +167,10 @@ class BlockIndex:
         """State of every entry number that was ever used: 0 free, STATE_RESERVED, STATE_READY or STATE_DETACHED."""
         return self.table.records[: self._next_unused, table.W_GROUP_STATE] >> np.uint32(16)
 
-    def ready_entries(self, slot_bytes: int = 0, key_space_id: int = 0) -> Entries:
-        """Numbers of ready entries, of one slot size or key space if given. Linear in capacity."""
+    def ready_blocks(self, key_space_id: int = 0) -> Entries:
+        """Numbers of ready entries, of one key space if given, without representations. Linear in capacity."""
         records = self.table.records[: self._next_unused]
-        mask = self.states() == table.STATE_READY
-        if slot_bytes:
-            mask &= records[:, table.W_SIZE] == slot_bytes // SLOT_ALIGN
+        mask = (self.states() == table.STATE_READY) & (records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF) < MAX_GROUPS)
         if key_space_id:
             mask &= records[:, table.W_KEY_SPACE] == key_space_id
         return np.flatnonzero(mask).astype(np.uint32)

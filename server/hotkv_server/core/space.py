@@ -2,16 +2,19 @@
 
 Always true: an entry of the index owns exactly one slot of the pool and no slot is owned twice; an entry that is pinned or
 reserved is never evicted; what is evicted is reported as an effect. Evict on allocate: room is made only when it is needed.
+Representations are entries too, but nothing is decided by them: see `representations`.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv import table
+from hotkv.keys import MAX_GROUPS
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, Words
 from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.policies.protocol import Policy
+from hotkv_server.core.representations import Representations
 from hotkv_server.core.slabs import SlabPool, aligned
 from hotkv_server.core.values import Entries, EvictionNotice, Int64s
 
@@ -56,6 +59,7 @@ class Space:
         self.index = BlockIndex(block_table)
         self.pool = SlabPool(arena_bytes, slab_bytes)
         self.policy = policy
+        self.representations = Representations(self.index, self._free_slots)
         self.evicted_blocks = 0
         self.effects: list[EvictionNotice] = []
         self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
@@ -71,13 +75,28 @@ class Space:
         size = aligned(slot_bytes)
         if self.pool.available_slots(size) < len(hashes):
             self._make_room(size, len(hashes))
+        is_block = group_index < MAX_GROUPS
+        if is_block:
+            self._drop_representations(size, len(hashes) - self.pool.available_slots(size))
         offsets = self.pool.allocate(size, len(hashes))
-        if len(offsets) > self.index.capacity - self.index.num_entries:
-            self._evict_coldest(0, len(offsets) - (self.index.capacity - self.index.num_entries))
         n = len(offsets)
+        if n > self._free_numbers():
+            self._evict_coldest(0, n - self._free_numbers())
+            if is_block:
+                self._drop_representations(0, n - self._free_numbers())
         entries = self.index.insert(key_space_id, group_index, hashes[:n], offsets, size, depths[:n], lease)
         self.pool.free(size, offsets[len(entries) :])
         return entries
+
+    def _free_numbers(self) -> int:
+        return self.index.capacity - self.index.num_entries
+
+    def _drop_representations(self, slot_bytes: int, count: int) -> None:
+        """Drops up to `count` representations of the coldest blocks, of one slot size unless that is 0; the blocks stay."""
+        if count > 0 and self.representations.declared:
+            entries = self.representations.evictable(slot_bytes)
+            order = np.argsort(self.policy.heat(self.representations.blocks_of(entries)), kind="stable")
+            self.representations.drop(entries[order[:count]])
 
     def publish(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
         """Makes reserved entries, in chain order, ready and used."""
@@ -112,17 +131,26 @@ class Space:
             self.pool.free(int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN, offsets, for_reuse=for_reuse)
 
     def evict(self, entries: Entries) -> int:
-        """Removes ready entries that are not pinned, with a notice; returns how many that were."""
-        return self._evict_checked(entries[self.index.evictable(entries)])
+        """Removes ready entries that are not pinned, blocks with a notice; returns how many that were."""
+        going = entries[self.index.evictable(entries)]
+        alone = self.representations.among(going)
+        count = self._evict_checked(going[~alone])
+        # Some of the representations have gone with their blocks.
+        rest = going[alone]
+        rest = rest[self.index.evictable(rest)]
+        self.representations.drop(rest)
+        return count + len(rest)
 
     def flush(self, entries: Entries) -> None:
-        """Removes ready entries, with a notice. Pinned ones can't be found any more and keep their slots until they are reaped."""
+        """Removes ready blocks, with a notice. Pinned ones can't be found any more and keep their slots until they are reaped."""
         keys = self.index.mixed(entries)
-        self._give_notice(self.index.parts(self.index.table.records[entries]), keys)
+        parts = self.index.parts(self.index.table.records[entries])
+        self._give_notice(parts, keys)
         self.policy.forget(entries, keys, evicted=False)
         is_pinned = self.index.pins[entries] > 0
         self._free_slots(self.index.remove(entries[~is_pinned], keys[~is_pinned]))
         self.index.detach(entries[is_pinned])
+        self.representations.follow(parts)
 
     def reap(self, entries: Entries) -> None:
         """Frees the slots of those among the entries that are detached and not pinned any more."""
@@ -140,11 +168,12 @@ class Space:
             parts = self.index.remove(entries, keys)
             self._give_notice(parts, keys)
             self._free_slots(parts, for_reuse=for_reuse)
+            self.representations.follow(parts)
             self.evicted_blocks += len(entries)
         return len(entries)
 
     def _give_notice(self, parts: list[Words], keys: Keys) -> None:
-        """Tells the sessions what goes, by its records in parts of one owner, and remembers its keys."""
+        """Tells the sessions which blocks go, by their records in parts of one owner, and remembers their keys."""
         for rows in parts:
             key_space_id, group_index = int(rows[0, table.W_KEY_SPACE]), int(rows[0, table.W_GROUP_STATE]) & 0xFFFF
             self.effects.append(EvictionNotice(key_space_id, group_index, np.ascontiguousarray(rows[:, :8])))
@@ -201,13 +230,14 @@ class Space:
         """Empties slabs lent to other sizes: where they are colder than what this size would evict itself, or it has not enough of that.
 
         First slabs that are wholly colder, then those that are but for `HOT_SHARE` of their blocks.
-        Counts slabs that are free already; returns how many blocks went.
+        Counts slabs that are free already; returns how many entries went. A representation is as hot as its block, and goes without it.
         """
         live = np.flatnonzero(self.index.states()).astype(np.uint32)
         sizes = self.index.slot_bytes(live)
         evictable = self.index.evictable(live)
-        heat = np.where(evictable, self.policy.heat(live), np.inf)
-        own = np.sort(heat[(sizes == slot_bytes) & evictable])
+        owners = self.representations.blocks_of(live)
+        heat = np.where(evictable, self.policy.heat(owners), np.inf)
+        own = np.sort(heat[(sizes == slot_bytes) & evictable & (owners == live)])
         first = self.pool.slab_of(self.index.offsets(live))
         last = first + (sizes - 1) // self.pool.slab_bytes
         cost = self._emptying_costs(slot_bytes, first, last, heat)
@@ -244,6 +274,7 @@ class Space:
         self.index.check_invariants()
         self.pool.check_invariants()
         self.policy.check_invariants()
+        self.representations.check_invariants()
         live = np.flatnonzero(self.index.states()).astype(np.uint32)
         offsets, sizes = self.index.offsets(live), self.index.slot_bytes(live)
         order = np.argsort(offsets)

@@ -27,17 +27,22 @@ class LoadTransfer:
 
 @dataclass(slots=True)
 class StoreTransfer:
-    """A store of one shard; `lease` is None where no block was reserved. Per run: entries written, their positions, results so far."""
+    """A store of one shard; `lease` is None where no block was reserved.
+
+    Per run: its group, the entries written, their positions, results so far.
+    """
 
     session_number: int
     transfer_id: str
     lease: WriteLease | None
     shard_index: int
+    groups: list[int] = field(default_factory=list)
     entries: list[Entries] = field(default_factory=list)
     positions: list[Int64s] = field(default_factory=list)
     results: list[NDArray[np.uint8]] = field(default_factory=list)
 
-    def add_run(self, entries: Entries, positions: Int64s, results: NDArray[np.uint8]) -> None:
+    def add_run(self, group_index: int, entries: Entries, positions: Int64s, results: NDArray[np.uint8]) -> None:
+        self.groups.append(group_index)
         self.entries.append(entries)
         self.positions.append(positions)
         self.results.append(results)

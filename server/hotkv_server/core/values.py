@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.keys import KeySpace
+from hotkv.groups import GroupSpec
+from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.table import Words
 
 Entries = NDArray[np.uint32]
@@ -94,13 +95,14 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One live session. `number` is public, the secret id is the runtime's business."""
+    """One live session. `number` is public, the secret id is the runtime's business. `representations`: group index of each it declares."""
 
     number: int
     engine_id: str
     role: str
     key_space_id: int
     opened_s: float
+    representations: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -120,13 +122,32 @@ class Counters:
     loaded_blocks: int = 0
     held_blocks: int = 0
     flushed_blocks: int = 0
+    stored_representations: int = 0
+    acquired_representations: int = 0
+    missed_representations: int = 0
     expired_leases: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
-    """A key space and its number in this server."""
+    """A key space and its number in this server. `representations`: those that sessions have declared, numbered from MAX_GROUPS on."""
 
     number: int
     key_space: KeySpace
-    salts: tuple[int, ...] = field(default=())
+    representations: tuple[Representation, ...] = field(default=())
+
+    def has(self, group_index: int) -> bool:
+        """Whether this is the index of a group or a representation."""
+        return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(self.representations)
+
+    def shape(self, group_index: int) -> GroupSpec | Representation:
+        """The group or representation with this index."""
+        return self.key_space.groups[group_index] if group_index < MAX_GROUPS else self.representation(group_index)
+
+    def representation(self, group_index: int) -> Representation:
+        """The representation with this index."""
+        return self.representations[group_index - MAX_GROUPS]
+
+    def block_group(self, group_index: int) -> int:
+        """The group of the blocks that have this representation; a group is its own."""
+        return group_index if group_index < MAX_GROUPS else self.representation(group_index).group_index

@@ -53,6 +53,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             block_count=host.num_blocks,
             free_slab_count=host.num_free_slabs,
             slab_byte_count=host.slab_bytes,
+            representation_byte_count=host.representation_bytes,
             slab_classes=[
                 admin_pb2.SlabClass(
                     slot_byte_count=c.slot_bytes, slab_count=c.num_slabs, slot_count=c.num_slots, used_slot_count=c.num_used
@@ -63,9 +64,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListTiersResponse(tiers=[message])
 
     async def ListKeySpaces(self, request: admin_pb2.ListKeySpacesRequest, context: Any) -> admin_pb2.ListKeySpacesResponse:
-        index = self._node.core.space.index
-        ready = index.ready_entries()
-        held = np.bincount(index.table.records[ready, table.W_KEY_SPACE], minlength=len(self._node.core.key_spaces) + 1)
+        space = self._node.core.space
+        records, num_rows = space.index.table.records, len(self._node.core.key_spaces) + 1
+        held, represented = (
+            np.bincount(records[entries, table.W_KEY_SPACE], minlength=num_rows)
+            for entries in (space.index.ready_blocks(), space.representations.ready())
+        )
         return admin_pb2.ListKeySpacesResponse(
             key_spaces=[
                 admin_pb2.KeySpaceInfo(
@@ -73,6 +77,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     fingerprint=record.key_space.fingerprint.hex(),
                     key_space=convert.key_space_message(record.key_space),
                     block_count=int(held[number]),
+                    representations=[convert.representation_message(kind) for kind in record.representations],
+                    representation_count=int(represented[number]),
                 )
                 for number, record in sorted(self._node.core.key_spaces.items())
             ]
@@ -120,9 +126,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.key_space_id:
             self._node.core.key_space(request.key_space_id)
             wanted &= index.table.records[: len(states), table.W_KEY_SPACE] == request.key_space_id
-        entries = np.flatnonzero(wanted)
-        entries = entries[entries >= start]
-        page = entries[:size].astype(np.uint32)
+        wanted[:start] = False
+        entries = np.flatnonzero(wanted).astype(np.uint32)
+        entries = entries[~self._node.core.space.representations.among(entries)]
+        page = entries[:size]
         now_s = time.monotonic()
         used_s = self._node.core.space.policy.last_used_s(page)
         blocks = [self._block(int(entry), max(0.0, now_s - float(used)) if used else 0.0) for entry, used in zip(page, used_s, strict=True)]
@@ -144,6 +151,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             depth=int(record[table.W_DEPTH]),
             pin_count=int(index.pins[entry]),
             idle_s=idle_s,
+            representation_byte_count=int(index.slot_bytes(record[table.W_REPRESENTATION])) if record[table.W_REPRESENTATION] else 0,
             parent_hash=convert.unpadded(parent[None, :8], hash_bytes) if follows else b"",
         )
 

@@ -22,20 +22,23 @@ def lookup(node: Node, session: LiveSession | None, request: cache_pb2.LookupReq
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
         raise HotKVError(Reason.INVALID_FIELD, "key_space_id is 0 and session_id is empty; give one of them")
-    groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes)
+    # Only in its own key space has a session representations; elsewhere a group index is the core's.
+    is_own = session is not None and number == session.record.key_space_id
+    group_index = session.group_index if session is not None and is_own else int
+    groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes, group_index)
     return cache_pb2.LookupResponse(groups=convert.flags(request.groups, node.core.lookup(number, groups)))
 
 
 def acquire(node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest) -> cache_pb2.AcquireLeaseResponse:
     """Pins ready blocks."""
-    groups = convert.hash_lists(request.groups, session.key_space.hash_bytes)
+    groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     masks, ttl_s = node.acquire(session, _lease_id(request.lease_id), groups, convert.seconds("ttl_ms", request.ttl_ms))
     return cache_pb2.AcquireLeaseResponse(groups=convert.flags(request.groups, masks), ttl_ms=int(ttl_s * 1000))
 
 
 def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest) -> cache_pb2.ReserveBlocksResponse:
     """Reserves slots."""
-    runs = convert.runs(request.runs, session.key_space.hash_bytes)
+    runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
     ttl_s, retention = convert.seconds("ttl_ms", request.ttl_ms), convert.retention("retention", request.retention)
     values, ttl_s = node.reserve(session, _lease_id(request.lease_id), runs, ttl_s, retention)
     return cache_pb2.ReserveBlocksResponse(runs=convert.results(request.runs, values), ttl_ms=int(ttl_s * 1000))
@@ -48,7 +51,7 @@ def release(node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseReq
 
 def load(node: Node, session: LiveSession, request: cache_pb2.LoadRequest) -> "asyncio.Future[TransferEnd]":
     """Starts a load."""
-    positions, block_ids = convert.load_runs(request.runs)
+    positions, block_ids = convert.load_runs(request.runs, session.group_index)
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
     return node.load(
         session,
@@ -62,7 +65,7 @@ def load(node: Node, session: LiveSession, request: cache_pb2.LoadRequest) -> "a
 
 def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> "asyncio.Future[TransferEnd]":
     """Starts a store."""
-    runs = convert.runs(request.runs, session.key_space.hash_bytes)
+    runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
     block_ids = [convert.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
     return node.store(
@@ -80,7 +83,7 @@ def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> 
 
 def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
     """Notes what the engine used."""
-    node.touch(session, convert.hash_lists(request.groups, session.key_space.hash_bytes))
+    node.touch(session, convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index))
     node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
 
 

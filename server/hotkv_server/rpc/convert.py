@@ -1,13 +1,13 @@
 """Between wire messages and the values of the core. Every check of a message's own shape is here; the field is named in the error."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
+from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.retention import Retention
 from hotkv.table import Words, hash_words
@@ -18,9 +18,10 @@ from hotkv_server.runtime.events import BlockExtraKeys, BlocksRemoved, BlocksSto
 from hotkv_server.runtime.node import TransferEnd
 from hotkv_server.runtime.reports import Report, WatchedReport
 
-MAX_GROUPS = 256
 MAX_TENSORS = 1 << 16
 MAX_IDENTIFIER = 256
+GroupIndex = Callable[[int], int]
+"""From a group index as the session names it to the core's: `LiveSession.group_index`."""
 STATUS: dict[Outcome, cache_pb2.TransferStatus.ValueType] = {
     Outcome.DONE: cache_pb2.TRANSFER_STATUS_DONE,
     Outcome.CANCELLED: cache_pb2.TRANSFER_STATUS_CANCELLED,
@@ -96,6 +97,24 @@ def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
     )
 
 
+def representations(messages: Iterable[layout_pb2.Representation]) -> tuple[Representation, ...]:
+    """Raises INVALID_FIELD where one has a number out of range."""
+    kinds = []
+    for index, m in enumerate(messages):
+        try:
+            kinds.append(Representation(m.group_index, m.format, m.version, tuple(m.shard_byte_counts)))
+        except ValueError as error:
+            raise HotKVError(Reason.INVALID_FIELD, f"representations[{index}].{error}") from error
+    return tuple(kinds)
+
+
+def representation_message(value: Representation) -> layout_pb2.Representation:
+    """The kind of representation on the wire."""
+    return layout_pb2.Representation(
+        group_index=value.group_index, format=value.format, version=value.version, shard_byte_counts=value.shard_bytes
+    )
+
+
 def layout(message: layout_pb2.Layout) -> Layout:
     """The layout as it came; `Layout.validate` checks it against its key space."""
     if len(message.tensors) > MAX_TENSORS or len(message.handles) > MAX_TENSORS:
@@ -147,31 +166,33 @@ def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
     return np.frombuffer(packed, "<i4").astype(np.int64)
 
 
-def hash_lists(groups: Iterable[cache_pb2.GroupHashes], hash_bytes: int) -> list[HashList]:
+def hash_lists(groups: Iterable[cache_pb2.GroupHashes], hash_bytes: int, group_index: GroupIndex) -> list[HashList]:
     """Hashes per group."""
-    return [HashList(g.group_index, hashes("groups.hashes", g.hashes, hash_bytes)) for g in groups]
+    return [HashList(group_index(g.group_index), hashes("groups.hashes", g.hashes, hash_bytes)) for g in groups]
 
 
-def runs(messages: Iterable[cache_pb2.BlockRun], hash_bytes: int) -> list[Run]:
+def runs(messages: Iterable[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex) -> list[Run]:
     """Chains of blocks."""
     result = []
     for m in messages:
         if m.parent_hash and len(m.parent_hash) != hash_bytes:
             raise HotKVError(Reason.INVALID_HASH, f"runs.parent_hash has {len(m.parent_hash)} bytes; a block hash has {hash_bytes}")
         parent = hashes("runs.parent_hash", m.parent_hash, hash_bytes)[0] if m.parent_hash else None
-        result.append(Run(m.group_index, hashes("runs.hashes", m.hashes, hash_bytes), parent, m.depth))
+        result.append(Run(group_index(m.group_index), hashes("runs.hashes", m.hashes, hash_bytes), parent, m.depth))
     return result
 
 
 def run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
-    """Token ids and extra keys of a run, whose group and hashes were checked before.
+    """Token ids and extra keys of a run, whose group and hashes were checked before; none for representations.
 
     Raises INVALID_FIELD where there are not as many as its blocks need.
     """
-    if not 0 <= message.group_index < len(key_space.groups):
+    if message.group_index < 0:
         raise HotKVError(
             Reason.INVALID_FIELD, f"runs.group_index is {message.group_index}; this key space has {len(key_space.groups)} groups"
         )
+    if message.group_index >= len(key_space.groups):
+        return RunContent(np.empty(0, np.int32))
     num_blocks = len(message.hashes) // key_space.hash_bytes
     num_tokens = num_blocks * key_space.groups[message.group_index].block_tokens
     if message.token_ids and len(message.token_ids) != 4 * num_tokens:
@@ -246,9 +267,9 @@ def watched_request(value: WatchedReport, key_space: KeySpace) -> admin_pb2.Watc
     )
 
 
-def load_runs(messages: Sequence[cache_pb2.LoadRun]) -> tuple[list[LoadPositions], list[NDArray[np.int64]]]:
+def load_runs(messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex) -> tuple[list[LoadPositions], list[NDArray[np.int64]]]:
     """Positions in the lease and block ids, a pair a run."""
-    positions = [LoadPositions(m.group_index, int32s("runs.lease_positions", m.lease_positions)) for m in messages]
+    positions = [LoadPositions(group_index(m.group_index), int32s("runs.lease_positions", m.lease_positions)) for m in messages]
     block_ids = [int32s("runs.block_ids", m.block_ids) for m in messages]
     for run, ids in zip(positions, block_ids, strict=True):
         if len(run.positions) != len(ids):

@@ -73,7 +73,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             raise HotKVError(Reason.INVALID_FIELD, f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)")
         convert.identifier("engine_id", opening.engine_id)
         convert.identifier("client_name", opening.client_name)
-        return self._node.open_session(opening.engine_id, ROLES[opening.role], convert.key_space(opening.key_space), opening.client_name)
+        key_space, representations = convert.key_space(opening.key_space), convert.representations(opening.representations)
+        return self._node.open_session(opening.engine_id, ROLES[opening.role], key_space, opening.client_name, representations)
 
     def _opened(self, first: session_pb2.ConnectRequest, session: LiveSession) -> session_pb2.ConnectResponse:
         return session_pb2.ConnectResponse(

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.keys import KeySpace
+from hotkv.keys import MAX_GROUPS, KeySpace
 from hotkv.results import BlockResult
 from hotkv.table import Words
 from hotkv_server.core.values import EvictionNotice, Run
@@ -147,9 +147,11 @@ class EventHub:
 def stored_events(
     key_space_id: int, key_space: KeySpace, runs: Sequence[Run], contents: Sequence[RunContent], results: Sequence[NDArray[np.uint8]]
 ) -> list[Event]:
-    """One event for each unbroken run of blocks that a store has made ready."""
+    """One event for each unbroken run of blocks that a store has made ready; none for representations."""
     events: list[Event] = []
     for run, content, values in zip(runs, contents, results, strict=True):
+        if run.group_index >= MAX_GROUPS:
+            continue
         block_tokens = key_space.groups[run.group_index].block_tokens
         edges = np.diff(np.concatenate(([0], values == BlockResult.STORED, [0])).astype(np.int8))
         for first, end in zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True):

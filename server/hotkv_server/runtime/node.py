@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace
+from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.layout import FENCE_WORDS, Layout
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.cache import CacheCore
@@ -92,12 +92,14 @@ class Node:
 
     # Sessions
 
-    def open_session(self, engine_id: str, role: str, key_space: KeySpace, client_name: str) -> LiveSession:
+    def open_session(
+        self, engine_id: str, role: str, key_space: KeySpace, client_name: str, representations: tuple[Representation, ...] = ()
+    ) -> LiveSession:
         """Opens a session; whoever holds its secret id may use it."""
         if len(self.sessions) >= MAX_SESSIONS:
             raise HotKVError(Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first")
         num_known = len(self.core.key_spaces)
-        record = self.core.open_session(engine_id, role, key_space, time.monotonic())
+        record = self.core.open_session(engine_id, role, key_space, time.monotonic(), representations)
         if len(self.core.key_spaces) > num_known:
             self.events.add_key_space(record.key_space_id, key_space)
         session = LiveSession(record, secrets.token_hex(16), self.core.key_space(record.key_space_id), client_name)
@@ -131,7 +133,8 @@ class Node:
     async def register_memory(self, session: LiveSession, layout: Layout) -> None:
         """Maps the memory of a session; its descriptors have come over the descriptor socket before."""
         try:
-            layout.validate(session.key_space.groups)
+            kinds = self.core.catalog.record(session.record.key_space_id)
+            layout.validate(session.key_space.groups, {session.named(g): kinds.representation(g) for g in session.record.representations})
         except ValueError as error:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
         for handle in layout.handles:
@@ -198,7 +201,7 @@ class Node:
         timeout_s: float,
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a load. The future is done when nothing is written any more."""
-        memory = _usable_memory(session, block_ids)
+        memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
         slots = self.core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
@@ -225,7 +228,7 @@ class Node:
 
         `contents`: one a run, for events; or none.
         """
-        memory = _usable_memory(session, block_ids)
+        memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(Reason.INVALID_FIELD, f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}")
         for run, ids in zip(runs, block_ids, strict=True):
@@ -273,13 +276,13 @@ class Node:
     ) -> "asyncio.Future[TransferEnd]":
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TransferEnd] = loop.create_future()
-        groups = session.key_space.groups
+        record = self.core.catalog.record(session.record.key_space_id)
         try:
             runs = [
                 copy
                 for slot_run, ids in zip(slots, block_ids, strict=True)
                 for copy in memory.layout.copy_runs(
-                    slot_run.group_index, groups[slot_run.group_index], ids[slot_run.positions], slot_run.offsets
+                    session.named(slot_run.group_index), record.shape(slot_run.group_index), ids[slot_run.positions], slot_run.offsets
                 )
             ]
             plans = plans_for(runs, self._arena, memory.regions, to_engine=to_engine)
@@ -366,8 +369,8 @@ def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
         yield replace(notice, hashes=notice.hashes[start : start + NOTICE_BLOCKS])
 
 
-def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]]) -> EngineMemory:
-    """The session's memory, checked against the block ids of a transfer."""
+def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]], groups: Sequence[int]) -> EngineMemory:
+    """The session's memory, checked against the block ids and groups of a transfer."""
     if session.closing:
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
     if session.memory is None:
@@ -375,6 +378,12 @@ def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]])
     for ids in block_ids:
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= session.memory.layout.num_blocks):
             raise HotKVError(Reason.INVALID_FIELD, f"runs.block_ids go beyond the {session.memory.layout.num_blocks} blocks of the layout")
+    for group_index in groups:
+        if group_index >= MAX_GROUPS and not session.memory.layout.covers(session.named(group_index)):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"runs.group_index {session.named(group_index)} is a representation that the layout has no tensors of; register some",
+            )
     session.memory.check_whole()
     return session.memory
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace
+from hotkv.keys import MAX_GROUPS, KeySpace
 from hotkv.layout import FENCE_HANDLE, FENCE_WORDS, Layout
 from hotkv_server.core.values import EvictionNotice, SessionRecord
 from hotkv_server.dataplane.engine import CopyJob
@@ -75,6 +75,27 @@ class LiveSession:
 
     def __repr__(self) -> str:
         return f"LiveSession({self.record.number}, {self.record.engine_id!r}, {self.record.role}, {len(self.jobs)} transfers)"
+
+    def group_index(self, named: int) -> int:
+        """The core's index of a group as this session names it: the representations that it declares come after the key space's groups.
+
+        Raises INVALID_FIELD; what is negative is for the core to refuse.
+        """
+        num_groups, kinds = len(self.key_space.groups), self.record.representations
+        if named < num_groups:
+            return named
+        if named - num_groups >= len(kinds):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"group_index is {named}; this key space has {num_groups} groups and the session declares {len(kinds)} representations",
+            )
+        return kinds[named - num_groups]
+
+    def named(self, group_index: int) -> int:
+        """The inverse of `group_index`."""
+        if group_index < MAX_GROUPS:
+            return group_index
+        return len(self.key_space.groups) + self.record.representations.index(group_index)
 
     def notify(self, notice: Notice) -> None:
         """Queues a notice; a session that has let its outbox fill is closed."""

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass
 
-from hotkv import table
 from hotkv_server.core.slabs import SlabClassStats
 from hotkv_server.runtime.node import Node
 
@@ -14,6 +13,7 @@ class TierStats:
     capacity_bytes: int
     used_bytes: int
     pinned_bytes: int
+    representation_bytes: int
     num_blocks: int
     num_free_slabs: int
     slab_bytes: int
@@ -23,13 +23,13 @@ class TierStats:
 def tier(node: Node) -> TierStats:
     """The host tier."""
     space = node.core.space
-    ready = int((space.index.states() == table.STATE_READY).sum())
     pool = space.pool
     return TierStats(
         pool.num_slabs * pool.slab_bytes,
         space.used_bytes(),
         space.pinned_bytes(),
-        ready,
+        space.representations.num_bytes(),
+        len(space.index.ready_blocks()),
         pool.num_free_slabs,
         pool.slab_bytes,
         pool.stats(),
@@ -68,6 +68,7 @@ def gauges(node: Node) -> dict[str, float]:
         "arena_stranded_bytes": float(pool.stranded_bytes),
         "arena_fragmentation_ratio": pool.fragmentation_ratio,
         "arena_imbalance_ratio": pool.imbalance_ratio,
+        "representation_bytes": float(host.representation_bytes),
         "ready_blocks": float(host.num_blocks),
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),

@@ -1,0 +1,114 @@
+"""Representations in the index: entries of their own, each with a slot of its own size, linked with the block that it belongs to.
+
+Always true: a ready representation and one ready block of the same key space and hash name each other; a block has at most one, the
+version stored last. The eviction policy does not know representations and nobody is told when they go: they go with their block, or for
+another version. Alone they go only where a block needs the room, when their slab is lent to another slot size or nothing else of their
+size may go; the block stays. A pinned one can't be found any more when it goes, and keeps its slot until its last reader is done.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import table
+from hotkv.keys import MAX_GROUPS
+from hotkv.table import Words
+from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.values import Entries
+
+FreeSlots = Callable[[list[Words]], None]
+"""Gives back the slots of records that are gone, in parts of one slot size."""
+
+
+class Representations:
+    """Those of one index. `declared`: False as long as there can be none, so that who uses none pays nothing."""
+
+    def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:
+        self.declared = False
+        self._index = index
+        self._records = index.table.records
+        self._free_slots = free_slots
+
+    def __repr__(self) -> str:
+        return f"Representations({len(self.ready())} ready)"
+
+    def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
+        """Makes room for those of one kind."""
+        self._index.add_key_space(key_space_id, [salt], group_index)
+        self.declared = True
+
+    def among(self, entries: Entries) -> NDArray[np.bool_]:
+        """Which of the entries [n] are representations."""
+        if not self.declared:
+            return np.zeros(len(entries), np.bool_)
+        are: NDArray[np.bool_] = self._records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF) >= MAX_GROUPS
+        return are
+
+    def ready(self) -> Entries:
+        """All that are ready. Linear in capacity."""
+        entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
+        return entries[self.among(entries)]
+
+    def num_bytes(self) -> int:
+        """Bytes in slots of representations, in whatever state. Linear in capacity."""
+        entries = np.flatnonzero(self._index.states()).astype(np.uint32)
+        return int(self._index.slot_bytes(entries[self.among(entries)]).sum())
+
+    def of(self, entries: Entries) -> Entries:
+        """The representation of each ready block [n], 0 for none."""
+        linked: Entries = self._records[entries, table.W_REPRESENTATION]
+        return linked
+
+    def blocks_of(self, entries: Entries) -> Entries:
+        """Per entry [n] the block whose hotness counts for it: that of a ready representation, else the entry itself."""
+        if not self.declared:
+            return entries
+        blocks = self._records[entries, table.W_REPRESENTATION]
+        return np.where(self.among(entries) & (blocks != 0), blocks, entries)
+
+    def publish(self, entries: Entries, blocks: Entries) -> None:
+        """Makes reserved ones ready, each for a ready block, in place of what that had."""
+        former = self.of(blocks)
+        self._go(former[former != 0])
+        self._index.publish(entries, self._index.mixed(entries), np.zeros(len(entries), np.uint64))
+        self._records[blocks, table.W_REPRESENTATION] = entries
+        self._records[entries, table.W_REPRESENTATION] = blocks
+
+    def follow(self, parts: Sequence[Words]) -> None:
+        """Blocks have gone, with these records: what they name goes too."""
+        for rows in parts if self.declared else ():
+            linked = rows[:, table.W_REPRESENTATION]
+            self._go(linked[linked != 0])
+
+    def drop(self, entries: Entries) -> None:
+        """Ready ones go, and their blocks stay."""
+        self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
+        self._go(entries)
+
+    def evictable(self, slot_bytes: int) -> Entries:
+        """Those that may go alone, of one slot size unless that is 0. Linear in capacity."""
+        entries = self.ready() if self.declared else np.empty(0, np.uint32)
+        return entries[self._index.evictable(entries, slot_bytes)]
+
+    def _go(self, entries: Entries) -> None:
+        if not len(entries):
+            return
+        is_pinned = self._index.pins[entries] > 0
+        going = entries[~is_pinned]
+        self._free_slots(self._index.remove(going, self._index.mixed(going)))
+        self._index.detach(entries[is_pinned])
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where links disagree. Linear in capacity."""
+        live = np.flatnonzero(self._index.states()).astype(np.uint32)
+        is_ready = self._index.states()[live] == table.STATE_READY
+        links = self._records[live, table.W_REPRESENTATION]
+        assert np.all(links[~is_ready] == 0), "an entry that is not ready is linked"
+        mine = self.among(live)
+        assert np.all(links[mine & is_ready] != 0), "a representation has no block"
+        linked, other = live[links != 0], links[links != 0]
+        assert np.array_equal(self._records[other, table.W_REPRESENTATION], linked), "a link does not hold both ways"
+        assert np.all(self.among(linked) != self.among(other)), "a link joins two of a kind"
+        keys = [*range(8), table.W_KEY_SPACE]
+        assert np.array_equal(self._records[linked][:, keys], self._records[other][:, keys]), "a link joins two keys"
