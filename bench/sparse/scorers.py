@@ -1,0 +1,108 @@
+"""Scores of a variant's blocks, by what is kept of their keys: packed representations of hotkv.sparse, or rebuilt keys of a code on trial.
+
+Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q query heads, D channels, N bytes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bench.sparse.mixed import BIAS, Mixed, Moments, codes
+from bench.sparse.variants import CENTRED, Variant
+from hotkv.sparse import FORMATS, build, prepare, score
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+
+
+class Scorer(Protocol):
+    """What one variant knows of its keys, all layers."""
+
+    def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
+        """A block has just become complete."""
+
+    def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
+        """Log mass [Q, S] of consecutive blocks."""
+
+    def copy(self) -> "Scorer":
+        """One for another variant over the same prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A format of hotkv.sparse: pools [L][B, H, N], and their centres [L][H, D] (None: 0)."""
+
+    name: str
+    pools: list[U8]
+    centres: list[F32] | None
+
+    def _centre(self, layer: int) -> F32 | None:
+        return None if self.centres is None else self.centres[layer]
+
+    def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
+        build(self.name, keys_THD[None], self._centre(layer), out=self.pools[layer][block : block + 1])
+
+    def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
+        return score(prepare(self.name, query_QD, self._centre(layer)), self.pools[layer], candidates_S)
+
+    def copy(self) -> "Packed":
+        return Packed(self.name, [pool.copy() for pool in self.pools], self.centres)
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """A code on trial: the keys that it gives back, [L][H, S, D]."""
+
+    name: str
+    codes: list[Mixed]
+    keys: list[torch.Tensor]
+    block_tokens: int
+
+    def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
+        keys_HTD = torch.from_numpy(keys_THD).transpose(0, 1)
+        first = block * self.block_tokens
+        self.keys[layer][:, first : first + self.block_tokens] = self.codes[layer].rebuilt(keys_HTD)
+
+    def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
+        keys = self.keys[layer]
+        query_HGD = torch.from_numpy(query_QD).unflatten(0, (len(keys), -1)) / math.sqrt(keys.shape[2])
+        tokens = slice(int(candidates_S[0]) * self.block_tokens, int(candidates_S[-1] + 1) * self.block_tokens)
+        token_scores = query_HGD @ keys[:, tokens].transpose(1, 2)
+        mass: F32 = (token_scores.unflatten(-1, (-1, self.block_tokens)).logsumexp(dim=-1).flatten(0, 1) - BIAS[self.name]).numpy()
+        return mass
+
+    def copy(self) -> "Rebuilt":
+        return Rebuilt(self.name, self.codes, [keys.clone() for keys in self.keys], self.block_tokens)
+
+
+def scorer_of(
+    variant: Variant, keys_LHSD: Sequence[torch.Tensor], num_shared: int, max_tokens: int, moments_L: Sequence[Moments]
+) -> Scorer | None:
+    """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None where a variant needs none.
+
+    Centres and codes on trial come from `moments_L`, of another text.
+    """
+    if variant.scorer in BIAS:
+        mixed = codes(variant.scorer, moments_L)
+        room = [keys.new_zeros(keys.shape[0], max_tokens - num_shared, keys.shape[2]) for keys in keys_LHSD]
+        known = [code.rebuilt(keys[:, :num_shared]) for code, keys in zip(mixed, keys_LHSD, strict=True)]
+        return Rebuilt(variant.scorer, mixed, [torch.cat(pair, dim=1) for pair in zip(known, room, strict=True)], variant.block_tokens)
+    name, centred = variant.scorer.removesuffix(CENTRED), variant.scorer.endswith(CENTRED)
+    if name not in FORMATS:
+        return None
+    centres = [moments.key_mean.numpy() for moments in moments_L] if centred else None
+    pools = []
+    for layer, keys_HSD in enumerate(keys_LHSD):
+        kv_heads, _, head_size = keys_HSD.shape
+        keys_BTHD = keys_HSD[:, :num_shared].transpose(0, 1).reshape(-1, variant.block_tokens, kv_heads, head_size)
+        known_blocks = build(name, keys_BTHD.contiguous().numpy(), None if centres is None else centres[layer])
+        pool = np.zeros((-(-max_tokens // variant.block_tokens), *known_blocks.shape[1:]), np.uint8)
+        pool[: len(known_blocks)] = known_blocks
+        pools.append(pool)
+    return Packed(name, pools, centres)

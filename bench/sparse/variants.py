@@ -1,0 +1,88 @@
+"""What is compared: a way to choose what a decode step attends to.
+
+A variant is a scorer, a budget, a block size, one set for all KV heads or one for each, and how fresh selections are:
+- `fresh`: the blocks that this step's query chooses.
+- `previous`: those that the query before it chose, and what is always kept.
+- `lru`: a hot set of twice the budget, fed by the previous steps' selections; all of it is attended. At most `corrections` missing blocks
+  a set are loaded with the fresh query before that; the rest arrives before the next step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotkv.sparse import FORMATS, SparseConfig
+
+ORACLE, ENDS, CENTRED = "oracle", "ends", "+mu"
+"""Beside the formats of hotkv.sparse: exact block mass; nothing but sinks and recent window; how the names of centred formats end."""
+FRESH, PREVIOUS, LRU = "fresh", "previous", "lru"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """See the module. `budget_ratio` is the share of the context, always kept tokens included."""
+
+    scorer: str
+    budget_ratio: float
+    block_tokens: int
+    shared: bool
+    freshness: str = FRESH
+    corrections: int = 0
+
+    @property
+    def sets(self) -> str:
+        """How KV heads share a selection."""
+        return "shared" if self.shared else "per head"
+
+    @property
+    def fresh_label(self) -> str:
+        """The freshness as tables name it."""
+        return f"lru 2K, c = {self.corrections}" if self.freshness == LRU else self.freshness
+
+    @property
+    def key(self) -> str:
+        """The name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`."""
+        freshness = f"{LRU}_{self.corrections}" if self.freshness == LRU else self.freshness
+        return f"{self.scorer}_{self.budget_ratio * 100:g}_{self.block_tokens}_{self.sets.replace(' ', '_')}_{freshness}"
+
+    def config(self) -> SparseConfig:
+        """The same to hotkv.sparse; scorers that it does not have play no part there."""
+        scorer = self.scorer if self.scorer in FORMATS else "rot2u"
+        return SparseConfig(sparse_topk=self.budget_ratio, scorer=scorer, max_correction_blocks=self.corrections)
+
+
+SCORERS = (ORACLE, "rot3u", "rot2u", "rot2u+mu", "rot1u", "rot1u+mu", "mix2", "mix1.5", "cuboid", "mean", "quest")
+TIGHT = (0.05, 16, False)
+"""Budget, block size and sharing of the first target."""
+SERVED = (0.10, 32, True)
+"""The same of the second: what vLLM's block tables allow."""
+
+
+def default_variants() -> list[Variant]:
+    """The rows that the targets name, beside Quest, exact scores, codes on trial, and sinks and recent window alone."""
+    tight = [Variant(scorer, *TIGHT) for scorer in (ORACLE, "rot3u", "rot2u", "rot2u+mu", "rot1u", "mix2", "mix1.5", "quest", ENDS)]
+    served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (ORACLE, "rot2u", "rot2u+mu", "mix2", "quest")]
+    return [*tight, *served]
+
+
+def all_variants() -> list[Variant]:
+    """Every row: all scorers, fresh, at each budget, block size and sharing; the ways to be less fresh at 10 %."""
+    fresh = [
+        Variant(scorer, budget, block_tokens, shared)
+        for budget in (0.05, 0.10)
+        for block_tokens, shared in ((16, False), (16, True), (32, False), (32, True))
+        for scorer in SCORERS
+    ]
+    ways = [(PREVIOUS, 0), *((LRU, corrections) for corrections in (0, 1, 2, 4))]
+    stale = [
+        Variant(scorer, 0.10, block_tokens, shared, *way)
+        for block_tokens, shared in ((16, False), (32, True))
+        for scorer in (ORACLE, "rot2u", "rot2u+mu", "rot1u", "mix2", "quest")
+        for way in ways
+    ]
+    return [*fresh, Variant(ENDS, *TIGHT), *stale]
+
+
+def passes(variants: Sequence[Variant], size: int) -> list[Sequence[Variant]]:
+    """Variants in runs of at most `size`, which decode together; those that share representations lie side by side."""
+    ordered = sorted(variants, key=lambda variant: (variant.block_tokens, variant.scorer))
+    return [ordered[first : first + size] for first in range(0, len(ordered), size)]

@@ -1,0 +1,200 @@
+"""How well sparse decode keeps to dense attention: the tables of selection quality, on real text with a real model.
+
+A text of 8192 tokens; the first 7936 are prefilled dense, the rest is decoded teacher-forced with sparse attention in every layer
+but the first two, so that errors compound. Quality is KL(dense || sparse) and the rise of NLL over the dense run of the same tokens,
+per token in nats, and strong-block recall: how often a KV head's heaviest candidate block is attended when it has more than 0.1 of the
+attention. Every selection is made by hotkv.sparse. `+mu` is a centre, and `mix` a code on trial (`bench.sparse.mixed`), both
+calibrated on another text than the one measured. Texts come from the system (`bench.sparse.texts`), or from `--texts`.
+
+Prints a row per text and variant and, with `--json`, `{"model", "texts", "rows", "targets"}`. The default run has the rows that targets
+name; `--full` has all.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from bench.report import parser, print_report
+from bench.sparse.decode import Decode, Outcome
+from bench.sparse.llama import Llama, dense_pass
+from bench.sparse.mixed import Moments
+from bench.sparse.texts import Text, texts
+from bench.sparse.variants import CENTRED, LRU, SERVED, TIGHT, Variant, all_variants, default_variants, passes
+from tools.smollm2 import prepare
+
+CONTEXT_TOKENS = 8192
+COMPARED_TOKENS = 256
+DENSE_LAYERS = 2
+PASS_VARIANTS = 16
+"""Variants that decode together: they share the reading of weights, and their tails share the memory of the prompt."""
+HELD_SCORERS = ("rot2u", "rot2u" + CENTRED)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A variant on a text."""
+
+    text: Text
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A bound on a scorer's figure of its worst text, among prose texts, the copy text, or both."""
+
+    name: str
+    value: float | None
+    bound: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        """True where the bound holds; False too where there is no figure."""
+        return self.value is not None and (self.value >= self.bound if self.at_least else self.value <= self.bound)
+
+
+def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
+    """The bounds that a scorer is held to."""
+    tight, served = Variant(scorer, *TIGHT), Variant(scorer, *SERVED, LRU, 2)
+
+    def worst_kl(variant: Variant) -> float | None:
+        return max((row.outcome.kl for row in rows if row.outcome.variant == variant and not row.text.copy), default=None)
+
+    def copy_loss(variant: Variant) -> float | None:
+        return max((row.outcome.delta_nll for row in rows if row.outcome.variant == variant and row.text.copy), default=None)
+
+    recalls = [row.outcome.recall for row in rows if row.outcome.variant == tight and row.outcome.recall is not None]
+    return [
+        Target(f"{tight.key}: prose kl", worst_kl(tight), 0.05),
+        Target(f"{tight.key}: copy delta_nll", copy_loss(tight), 0.05),
+        Target(f"{tight.key}: recall", min(recalls, default=None), 0.98, at_least=True),
+        Target(f"{served.key}: prose kl", worst_kl(served), 0.015),
+        Target(f"{served.key}: copy delta_nll", copy_loss(served), 0.08),
+    ]
+
+
+def moments_of(model: Llama, text: Text) -> tuple[Moments, ...]:
+    """What calibration takes from a text."""
+    return dense_pass(model, torch.tensor(text.tokens[:-1]), COMPARED_TOKENS, DENSE_LAYERS).moments_L
+
+
+def measure(model: Llama, text: Text, moments_L: Sequence[Moments], variants: Sequence[Variant]) -> list[Row]:
+    """All variants on one text: one dense pass, then passes of sparse decode."""
+    begin = time.monotonic()
+    tokens = torch.tensor(text.tokens)
+    dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
+    print(f"{text.name} ({text.source}): dense pass {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    outcomes: list[Outcome] = []
+    for some in passes(variants, PASS_VARIANTS):
+        outcomes += Decode(model, dense, tokens, moments_L, some).run()
+        print(f"{text.name}: {len(outcomes)} of {len(variants)} variants, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    by_variant = {outcome.variant: outcome for outcome in outcomes}
+    return [Row(text, by_variant[variant]) for variant in variants]
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table."""
+    outcome, variant = row.outcome, row.outcome.variant
+    recall = "" if outcome.recall is None else f"{outcome.recall:.3f}"
+    return [
+        row.text.name,
+        variant.scorer,
+        f"{variant.budget_ratio:.0%}",
+        str(variant.block_tokens),
+        variant.sets,
+        variant.fresh_label,
+        f"{outcome.kl:.4f}",
+        f"{outcome.delta_nll:+.3f}",
+        recall,
+        f"{outcome.attended_ratio:.1%}",
+        f"{outcome.moved_blocks:.2f}",
+    ]
+
+
+HEADERS = ("text", "scorer", "budget", "block", "sets", "selection", "KL", "ΔNLL", "recall", "attended", "moved")
+
+
+def figures(row: Row) -> dict[str, object]:
+    """A row in JSON."""
+    outcome, variant = row.outcome, row.outcome.variant
+    return {
+        "text": row.text.name,
+        "variant": variant.key,
+        "scorer": variant.scorer,
+        "budget_ratio": variant.budget_ratio,
+        "block_tokens": variant.block_tokens,
+        "shared": variant.shared,
+        "selection": variant.freshness,
+        "max_correction_blocks": variant.corrections,
+        "kl": outcome.kl,
+        "delta_nll": outcome.delta_nll,
+        "strong_block_recall": outcome.recall,
+        "attended_ratio": outcome.attended_ratio,
+        "moved_blocks": outcome.moved_blocks,
+    }
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    flags = parser("Selection quality of sparse decode against dense attention.")
+    flags.add_argument("--model", type=Path, help="a Llama model folder (default: SmolLM2-135M-Instruct, prepared once)")
+    flags.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="long plain texts (default: what the system has)")
+    flags.add_argument("--full", action="store_true", help="every scorer, budget, block size, sharing and freshness")
+    flags.add_argument("--threads", type=int, help="threads of torch (default: one per core)")
+    return flags.parse_args()
+
+
+def main() -> int:
+    """Command line."""
+    chosen = options()
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    folder = chosen.model or prepare()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, verbose=False)["input_ids"])
+
+    try:
+        model = Llama(folder)
+        if model.shape.max_tokens < CONTEXT_TOKENS:
+            raise ValueError(f"{folder} takes {model.shape.max_tokens} tokens; use a model of {CONTEXT_TOKENS} or more")
+        found = texts(chosen.texts, encode, CONTEXT_TOKENS + 1, COMPARED_TOKENS + 1)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    with torch.inference_mode():
+        variants = all_variants() if chosen.full else default_variants()
+        # What is calibrated is calibrated on the first text, and for the first on the second (its copy text if there is no other).
+        moments = [moments_of(model, text) for text in found[:2]]
+        rows = [row for index, text in enumerate(found) for row in measure(model, text, moments[index == 0], variants)]
+    held = [target for scorer in HELD_SCORERS for target in targets(rows, scorer)]
+    report = {
+        "model": folder.name,
+        "texts": {text.name: text.source for text in found},
+        "rows": [figures(row) for row in rows],
+        "targets": {target.name: target.value for target in held},
+    }
+    print_report(HEADERS, [cells(row) for row in rows], report, as_json=False)
+    bounds = [
+        (target.name, f"{target.value:.4f}" if target.value is not None else "", f"{'>=' if target.at_least else '<='} {target.bound:g}")
+        for target in held
+    ]
+    print()
+    print_report(
+        ("target", "worst text", "bound", ""),
+        [(*bound, "" if target.met else "missed") for bound, target in zip(bounds, held, strict=True)],
+        report,
+        as_json=chosen.json,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The benchmark's own parts: its forward pass is transformers', its paged decode is the dense pass where budgets cover the context."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.sparse.decode import Decode, Outcome
+from bench.sparse.llama import Llama, dense_pass
+from bench.sparse.mixed import SPLITS, Mixed, Moments
+from bench.sparse.pages import Pages
+from bench.sparse.texts import REPEAT, Text, copy_text, texts
+from bench.sparse.variants import ENDS, FRESH, LRU, ORACLE, PREVIOUS, TIGHT, Variant, all_variants, passes
+from bench.sparse_quality import Row, targets
+from hotkv.sparse import build
+from hotkv.sparse.representations import approximate_keys
+from hotkv.sparse.rotation import rotate
+
+CONTEXT_TOKENS, COMPARED_TOKENS, DENSE_LAYERS = 320, 64, 2
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama of four layers, as transformers saves it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 97, (CONTEXT_TOKENS + 1,), generator=torch.Generator().manual_seed(6))
+
+
+@torch.inference_mode()
+def test_forward_pass_is_that_of_transformers(model_folder: Path, tokens: torch.Tensor) -> None:
+    from transformers import LlamaForCausalLM
+
+    expected = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)(tokens[None, :-1]).logits[0].log_softmax(-1)
+    dense = dense_pass(Llama(model_folder), tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
+    torch.testing.assert_close(dense.log_probs_NW, expected[-COMPARED_TOKENS:], atol=2e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_budgets_that_cover_the_context_change_nothing(model_folder: Path, tokens: torch.Tensor) -> None:
+    model = Llama(model_folder)
+    dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
+    ways = [(FRESH, 0), (PREVIOUS, 0), (LRU, 2)]
+    variants = [
+        Variant(scorer, 1.0, block_tokens, shared, *way)
+        for scorer, block_tokens, shared in (
+            (ORACLE, 16, False),
+            ("rot2u", 32, True),
+            ("quest", 16, True),
+            ("rot1u+mu", 32, False),
+            ("mix2", 16, False),
+        )
+        for way in ways
+    ]
+    for outcome in Decode(model, dense, tokens, dense.moments_L, variants).run():
+        assert abs(outcome.kl) < 1e-4 and abs(outcome.delta_nll) < 1e-4, outcome
+        assert outcome.recall in (1.0, None)
+        assert outcome.attended_ratio == pytest.approx(1.0)
+
+
+@torch.inference_mode()
+def test_smaller_budgets_attend_to_less_and_better_scorers_lose_less(model_folder: Path, tokens: torch.Tensor) -> None:
+    model = Llama(model_folder)
+    dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
+    variants = [Variant(ORACLE, 0.6, 16, False), Variant(ENDS, 0.6, 16, False)]
+    oracle, ends = Decode(model, dense, tokens, dense.moments_L, variants).run()
+    assert 0.5 < oracle.attended_ratio < 0.62 and ends.attended_ratio < 0.4
+    assert 0.0 < oracle.kl < ends.kl
+
+
+def test_pages_hold_what_each_variant_wrote() -> None:
+    torch.manual_seed(7)
+    shared = torch.randn(2, 2, 70, 8)
+    pages = Pages([shared[0]], [shared[1]], 64, 32, 3)
+    written = torch.randn(2, 20, 3, 2, 8)
+    for step in range(20):
+        pages.append(0, step, written[0, step], written[1, step])
+    query = torch.randn(3, 4, 8)
+    for variant in range(3):
+        keys, values = (torch.cat([shared[part, :, :64], written[part, :, variant].transpose(0, 1)], dim=1) for part in (0, 1))
+        blocks = np.array([0, 3, 5], np.int32)
+        chosen = np.r_[0:16, 48:64, 80:84]
+        scores = query[variant].view(2, 2, 8) @ keys[:, chosen].transpose(1, 2) / 8**0.5
+        expected = (scores.softmax(-1) @ values[:, chosen]).view(4, 8)
+        torch.testing.assert_close(pages.attend(0, variant, query[variant], [blocks], 84, 16), expected)
+        torch.testing.assert_close(pages.attend(0, variant, query[variant], [blocks, blocks], 84, 16), expected)
+        everything = query[variant].view(2, 2, 8) @ keys.transpose(1, 2) / 8**0.5
+        mass = torch.stack([part.logsumexp(-1) for part in everything.split(16, dim=-1)], dim=-1).view(4, 6)
+        np.testing.assert_allclose(pages.block_mass(0, query, [variant], 84, 16)[0], mass, atol=1e-5)
+
+
+def test_copy_text_ends_by_quoting_itself() -> None:
+    text = copy_text(Text("prose", "here", tuple(range(1000))), 100)
+    assert text.copy and len(text.tokens) == 1000
+    assert text.tokens[:900] == tuple(range(900))
+    assert text.tokens[900:] == tuple(range(225, 325))
+
+
+def test_texts_that_are_too_short_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("too short")
+    with pytest.raises(ValueError, match=r"--texts: .*short.txt is no file of 100 tokens"):
+        texts([file], lambda text: [1] * len(text), 100, 10)
+
+
+def test_models_that_are_no_plain_llama_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    with pytest.raises(ValueError, match="use a llama"):
+        Llama(tmp_path)
+
+
+def test_every_row_decodes_once() -> None:
+    rows = all_variants()
+    assert len({row.key for row in rows}) == len(rows)
+    assert sorted(row.key for some in passes(rows, 12) for row in some) == sorted(row.key for row in rows)
+
+
+def test_targets_take_the_worst_text() -> None:
+    prose, copy = Text("prose", "here", ()), Text(REPEAT, "here", ())
+    tight = Variant("rot2u", *TIGHT)
+    rows = [
+        Row(prose, Outcome(tight, 0.01, 0.9, 0.99, 0.05, 0.0)),
+        Row(Text("more", "here", ()), Outcome(tight, 0.06, 0.9, None, 0.05, 0.0)),
+        Row(copy, Outcome(tight, 0.9, 0.02, 0.97, 0.05, 0.0)),
+    ]
+    kl, loss, recall, *served = targets(rows, "rot2u")
+    assert (kl.value, loss.value, recall.value) == (0.06, 0.02, 0.97)
+    assert (kl.met, loss.met, recall.met) == (False, True, False)
+    assert [target.value for target in served] == [None, None] and not any(target.met for target in served)
+
+
+@torch.inference_mode()
+def test_mixed_codes_estimate_scores_without_bias_and_better_than_rot2u() -> None:
+    generator = torch.Generator().manual_seed(8)
+    strength = torch.logspace(0.5, -1.5, 64)
+    keys = torch.randn(2, 4000, 64, generator=generator) * strength + 0.5
+    query = torch.randn(6, 4000, 64, generator=generator)
+    moments = Moments.of(query, keys)
+    exact = query[0, :200] @ keys[0].T
+    errors = {}
+    for name in SPLITS:
+        estimate = query[0, :200] @ Mixed(name, moments).rebuilt(keys)[0].T
+        assert float(torch.corrcoef(torch.stack([exact.flatten(), estimate.flatten()]))[0, 1]) > 0.98
+        errors[name] = float((estimate - exact).square().mean())
+    centred = (keys - moments.key_mean[:, None])[0, :, None, None].numpy()
+    rotated = torch.from_numpy(approximate_keys("rot2u", build("rot2u", np.ascontiguousarray(centred)), 64)[:, 0, 0])
+    from_rot2u = torch.from_numpy(rotate(query[0, :200].numpy())) @ rotated.T + (query[0, :200] @ moments.key_mean[0])[:, None]
+    assert errors["mix2"] < errors["mix1.5"]
+    assert errors["mix2"] < float((from_rot2u - exact).square().mean())
