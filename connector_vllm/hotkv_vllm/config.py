@@ -5,11 +5,15 @@ error when the engine starts (the message names key, value and what is allowed);
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hotkv.errors import HotKVError
+from hotkv.sparse import SparseConfig
+
 PREFIX = "hotkv."
+SPARSE = PREFIX + "sparse"
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 TARGET_ENV = "HOTKV_TARGET"
 
@@ -38,6 +42,8 @@ class ConnectorConfig:
     state_interval_tokens: of recurrent states (Mamba and the like) store those at multiples of this many tokens, rounded up to a boundary
         that can be hit, and the last one of a prompt; 0 for every state that vLLM hands over.
     hook_timing_file: where to write time spent in connector hooks, as JSON, at shutdown; empty for nowhere.
+    sparse: sparse decode (CPU engines), an object with the fields of `SparseConfig`; absent: attention is vLLM's own.
+    sparse_recall_steps: every so many decode steps, one layer's selection is measured against exact attention; 0 for never.
     """
 
     target: str = DEFAULT_TARGET
@@ -55,6 +61,8 @@ class ConnectorConfig:
     use_table: bool = True
     state_interval_tokens: int = 0
     hook_timing_file: str = ""
+    sparse: SparseConfig | None = None
+    sparse_recall_steps: int = 256
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> "ConnectorConfig":
@@ -97,8 +105,38 @@ def _read_float(key: str, value: Any) -> float:
     return float(value)
 
 
-_READERS = {t.__name__: read for t, read in ((str, _read_str), (bool, _read_bool), (int, _read_int), (float, _read_float))}
+def _read_sparse(key: str, value: Any) -> SparseConfig:
+    """JSON has no tuples and no integer keys, so lists and decimal keys stand for them."""
+    known = {f.name for f in fields(SparseConfig)}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} = {value!r}: allowed is an object with some of the fields {', '.join(sorted(known))}")
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"{key}.{name} = {value[name]!r}: there is no such setting; allowed are {', '.join(sorted(known))}")
+    settings = dict(value)
+    if isinstance(settings.get("dense_layers"), list):
+        settings["dense_layers"] = tuple(settings["dense_layers"])
+    if isinstance(settings.get("scorer_of_layer"), Mapping):
+        of_layer = settings["scorer_of_layer"].items()
+        settings["scorer_of_layer"] = {int(k) if isinstance(k, str) and k.isdecimal() else k: scorer for k, scorer in of_layer}
+    try:
+        return SparseConfig(**settings)
+    except HotKVError as error:
+        raise ConfigError(f"{PREFIX}{error.message}") from None
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{key} = {value!r}: a value is of the wrong type ({error})") from None
+
+
+def is_sparse_configured(extra: Mapping[str, Any]) -> bool:
+    """Whether an engine with this `kv_connector_extra_config` may ask for sparse decode, itself or through one of several connectors."""
+    return SPARSE in extra or "connectors" in extra
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    t.__name__: read for t, read in ((str, _read_str), (bool, _read_bool), (int, _read_int), (float, _read_float))
+}
 _READERS |= {str(t): _READERS[t.__name__] for t in (str, bool, int, float)}
+_READERS[str(SparseConfig | None)] = _read_sparse
 
 
 def _check_target(target: str) -> None:

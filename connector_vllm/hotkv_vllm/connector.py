@@ -25,6 +25,9 @@ from hotkv_vllm import compat, link
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.scheduler import HotKVScheduler
+from hotkv_vllm.sparse.rows import RowNames, SparseRows
+from hotkv_vllm.sparse.setup import install
+from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats
 from hotkv_vllm.worker import HotKVWorker
 
@@ -72,10 +75,16 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._broken: set[str] = set()
         self._scheduler: HotKVScheduler | None = None
         self._worker: HotKVWorker | None = None
+        self._rows: RowNames | None = None
+        self._sparse: SparseWorker | None = None
+        if config.sparse is not None:
+            compat.check_sparse(vllm_config, kv_cache_config, config.sparse)
         if role is KVConnectorRole.SCHEDULER:
             if compat.use_recompute_policy(vllm_config):
                 logger.info("hotkv: kv_load_failure_policy is set to 'recompute', so that a failed load costs time, not the request")
             self._scheduler = HotKVScheduler(vllm_config, kv_cache_config, config)
+            if config.sparse is not None:
+                self._rows = RowNames(config.sparse, compat.sparse_groups(kv_cache_config))
         else:
             self._worker = HotKVWorker(vllm_config, kv_cache_config, config)
         rank = vllm_config.parallel_config.rank
@@ -103,6 +112,15 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is not None:
             self._worker.register(kv_caches)
+            self._install_sparse(kv_caches)
+
+    def _install_sparse(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self.config.sparse is None:
+            return
+        try:
+            self._sparse = install(self.config.sparse, self.config.sparse_recall_steps, self._vllm_config, self._kv_cache_config, kv_caches)
+        except compat.Unsupported as error:
+            logger.warning("hotkv: sparse decode is off in this worker: %s", error)
 
     @hook(_nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -113,6 +131,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.clock.begin_step()
         if self._worker is not None and isinstance(kv_connector_metadata, HotKVMetadata):
             self._worker.before_step(kv_connector_metadata)
+            if self._sparse is not None:
+                self._sparse.begin_step(kv_connector_metadata.sparse_rows or SparseRows())
 
     def _loads_broke(self, *_: Any, **__: Any) -> None:
         meta = self._connector_metadata
@@ -124,6 +144,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         """The V1 runner passes no keywords, V2 several; none are needed."""
         meta = self._connector_metadata
         if self._worker is not None and isinstance(meta, HotKVMetadata):
+            if self._sparse is not None:
+                for run in (run for job in meta.loads for run in job.runs):
+                    self._sparse.will_write(run.block_ids)
             self._worker.start_loads(meta)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -148,6 +171,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(_nothing)
     def build_connector_worker_meta(self) -> HotKVWorkerMetadata | None:
         report = self._worker.take_report() if self._worker is not None else None
+        counters = self._sparse.take_counters() if self._sparse is not None else {}
+        if counters:
+            report = report or HotKVWorkerMetadata()
+            report.counters.update(counters)
         self.clock.end_step()
         return report
 
@@ -169,6 +196,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
+        if self._rows is not None:
+            self._rows.arrived(request)
 
     @hook(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -189,7 +218,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(_plan_broke)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self.clock.end_step()
-        return self._scheduler.build_meta(scheduler_output) if self._scheduler is not None else HotKVMetadata()
+        rows = self._rows.of_step(scheduler_output) if self._rows is not None else None
+        meta = self._scheduler.build_meta(scheduler_output) if self._scheduler is not None else HotKVMetadata()
+        meta.sparse_rows = rows
+        return meta
 
     @hook(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -199,6 +231,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(lambda *_: (False, None))
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: steps that reuse them wait for stores that still read them."""
+        if self._rows is not None:
+            self._rows.ended(request.request_id)
         if self._scheduler is not None:
             self._scheduler.finished(request, block_ids)
         return False, None

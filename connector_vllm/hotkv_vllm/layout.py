@@ -207,3 +207,54 @@ def _cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
         raise Unsupported("CUDA memory from expandable segments can't be shown to another process; unset PYTORCH_CUDA_ALLOC_CONF")
     uuid = torch.cuda.get_device_properties(device).uuid.bytes
     return MemoryHandle(handle_id, num_bytes, offset, handle, uuid)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPacking:
+    """How vLLM's CPU kernels put one head's keys of a block: runs of `run` tokens, in each [head_size / pair][run][pair].
+
+    Where they do otherwise, `order` int64 [tokens * head_size] has the place of every key's every channel.
+    """
+
+    run: int
+    pair: int
+    order: torch.Tensor | None = None
+
+
+def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
+    """Found by writing numbered keys, so it holds for whatever permutes one head's keys; raises Unsupported for all else."""
+    from vllm import _custom_ops as ops
+
+    token = torch.arange(block_tokens)[:, None].expand(block_tokens, head_size)
+    channel = torch.arange(head_size)[None, :].expand(block_tokens, head_size)
+    digits = []
+    # Digits below 128, which bfloat16 and float16 hold exactly.
+    for number in (token % 128, token // 128, channel % 128, channel // 128):
+        keys = number.to(dtype)[:, None].contiguous()
+        pages = torch.zeros((2, 1, 2 * block_tokens, head_size), dtype=dtype)
+        key_pages, value_pages = pages.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, torch.zeros_like(keys), key_pages, value_pages, torch.arange(block_tokens), isa)
+        digits.append(key_pages[0].reshape(-1).float().round().long())
+    origin = (digits[0] + 128 * digits[1]) * head_size + digits[2] + 128 * digits[3]
+    numbers = torch.arange(block_tokens * head_size)
+    for run in (block_tokens, 32, 16):
+        for pair in (1, 2, 4, head_size):
+            packed = numbers.view(block_tokens // run, run, head_size // pair, pair).permute(0, 2, 1, 3)
+            if torch.equal(packed.reshape(-1), origin):
+                return KeyPacking(run, pair)
+    if not torch.equal(origin.sort().values, numbers):
+        raise Unsupported(f"vLLM packs keys for {isa} in a way that can't be read back")
+    return KeyPacking(0, 0, origin.argsort())
+
+
+def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking) -> torch.Tensor:
+    """Keys float32 [blocks, tokens, heads, head_size] of the `blocks` of a CPU layer's `pages` [B, heads, tokens, 2 * head_size]."""
+    num_blocks, heads, tokens, width = pages.shape
+    count, head_size = len(blocks), width // 2
+    packed = pages.view(num_blocks, heads, 2, tokens * head_size)[:, :, 0].index_select(0, blocks)
+    if packing.order is not None:
+        keys = packed.index_select(2, packing.order).view(count, heads, tokens, head_size).transpose(1, 2)
+    else:
+        run, pair = packing.run, packing.pair
+        keys = packed.view(count, heads, tokens // run, head_size // pair, run, pair).permute(0, 2, 4, 1, 3, 5)
+    return keys.float().reshape(count, tokens, heads, head_size).contiguous()

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hotkv.keys import KeySpace
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import BlockRun, LoadRun
+from hotkv_vllm.sparse.rows import SparseRows
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class HotKVMetadata(KVConnectorMetadata):
     """One step's work for a worker.
 
     flush_stores: stores that must have ended before this step's first write. cancel_loads, abandoned_loads: request ids whose load
-    is to be cancelled, or was never begun and is to be reported as failed.
+    is to be cancelled, or was never begun and is to be reported as failed. sparse_rows: None without sparse decode.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -51,6 +52,7 @@ class HotKVMetadata(KVConnectorMetadata):
     flush_stores: tuple[int, ...] = ()
     cancel_loads: tuple[str, ...] = ()
     abandoned_loads: tuple[str, ...] = ()
+    sparse_rows: SparseRows | None = None
 
 
 @dataclass(slots=True)

@@ -237,6 +237,10 @@ class HotKVScheduler:
 
     def update(self, output: Any) -> None:
         """Results of a step, joined over all ranks."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, HotKVWorkerMetadata):
+            for name, value in report.counters.items():
+                self.stats.add(name, value)
         if self.finder is None or self.planner is None:
             return
         failed = output.failed_recving or ()
@@ -246,10 +250,7 @@ class HotKVScheduler:
                 self.stats.add("failed_loads")
             if state is not None:
                 self.finder.end_load(state, request_id in failed)
-        report = output.kv_connector_worker_meta
         if isinstance(report, HotKVWorkerMetadata):
-            for name, value in report.counters.items():
-                self.stats.add(name, value)
             self.planner.reported(report)
 
     def take_stats(self) -> HotKVStats | None:

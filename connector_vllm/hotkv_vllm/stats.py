@@ -33,6 +33,23 @@ COUNTERS: dict[str, str] = {
     "wrong_hints": "Retention hints in kv_transfer_params that could not be used.",
     "resets": "Resets of the shared cache that vLLM asked for.",
     "hook_errors": "Faults of the connector that were kept from vLLM.",
+    "sparse_selects": "Selections: one for each sequence, sparse layer and decode step.",
+    "sparse_context_blocks": "Blocks of the contexts that selections chose from.",
+    "sparse_selected_blocks": "Blocks that selections chose.",
+    "sparse_attended_blocks": "Blocks that selections led to attention to: the hot sets.",
+    "sparse_seeded_blocks": "Blocks that hot sets began with, beside those always kept.",
+    "sparse_corrected_blocks": "Blocks that joined a hot set with the fresh query.",
+    "sparse_prefetched_blocks": "Blocks that joined a hot set a step after they were selected.",
+    "sparse_wanted_blocks": "Selected blocks but for those always kept.",
+    "sparse_hit_blocks": "Of those, blocks that the hot set had already.",
+    "sparse_estimated_mass": "Sum over selections of the estimated share of attention mass that they hold.",
+    "sparse_select_s": "Seconds spent on selecting.",
+    "sparse_built_blocks": "Representations built, one for each block and layer.",
+    "sparse_build_s": "Seconds spent on building representations.",
+    "sparse_recall_samples": "Selections that were measured against exact attention.",
+    "sparse_recall": "Sum over samples of the share of the exactly best blocks that was attended.",
+    "sparse_true_mass": "Sum over samples of the exact share of attention mass that was attended.",
+    "sparse_faults": "Faults of sparse attention; the layer attended to everything.",
 }
 
 

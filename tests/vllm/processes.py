@@ -73,7 +73,16 @@ class Daemon:
 class EngineProcess:
     """A vLLM engine with the connector (`target` None: without)."""
 
-    def __init__(self, model: Path, log: Path, target: str | None, *, connector: dict[str, Any] | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        target: str | None,
+        *,
+        connector: dict[str, Any] | None = None,
+        driver: str = "engine_driver.py",
+        **arguments: Any,
+    ) -> None:
         settings = engine_args(model, **arguments)
         if target is not None:
             # Test machines are slow and shared; how long a lookup may take is not what is tested.
@@ -82,7 +91,7 @@ class EngineProcess:
         self.log_path = log
         self._log = log.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_driver.py")],
+            [sys.executable, str(HERE / driver)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -1,0 +1,104 @@
+"""vLLM's CPU attention with sparse decode: the entry `CPU_ATTN` of its backend registry, where `hotkv.sparse` is configured.
+
+The only module of this package that knows vLLM's attention classes. Fails open: whatever breaks in hotkv, the layer attends to
+everything in that step. Until the connector attaches a `SparseWorker`, and for layers it leaves out, this is vLLM's own attention.
+Source: `vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata
+
+from hotkv_vllm.config import is_sparse_configured
+from hotkv_vllm.sparse.worker import Batch, Rewrite, SparseLayer, SparseWorker
+
+
+class HotAttentionBackend(CPUAttentionBackend):
+    """Registered in place of vLLM's; keeps its name, page packing and metadata."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        transfer = get_current_vllm_config().kv_transfer_config
+        configured = transfer is not None and is_sparse_configured(transfer.kv_connector_extra_config)
+        return HotAttentionImpl if configured else CPUAttentionBackendImpl
+
+
+class HotAttentionImpl(CPUAttentionBackendImpl):
+    """One layer's attention. `attach` makes it sparse."""
+
+    _sparse: "tuple[SparseWorker, SparseLayer] | None" = None
+
+    def attach(self, worker: SparseWorker, layer: SparseLayer) -> None:
+        self._sparse = (worker, layer)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As vLLM's; decoding rows with a long context attend to their hot set."""
+        if self._sparse is not None and attn_metadata is not None:
+            worker, sparse_layer = self._sparse
+            try:
+                metadata = self._rewritten(worker, sparse_layer, layer.isa, query, attn_metadata)
+                if metadata is not None:
+                    return super().forward(layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
+            except Exception:  # noqa: BLE001 - the engine's edge: a fault of ours must not become a request's
+                worker.fault(sparse_layer.name)
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+
+    def _rewritten(
+        self, worker: SparseWorker, sparse_layer: SparseLayer, isa: str, query: torch.Tensor, metadata: CPUAttentionMetadata
+    ) -> CPUAttentionMetadata | None:
+        if not isinstance(metadata.causal, bool) or not metadata.causal or metadata.dynamic_causal is not None:
+            return None
+        starts = metadata.query_start_loc
+
+        def query_of(row: int) -> Any:
+            return query[int(starts[row])].view(self.num_heads, self.head_size).float().numpy()
+
+        rewrite = worker.attend(sparse_layer, metadata, lambda: _batch(metadata), query_of)
+        return None if rewrite is None else self._with(rewrite, isa, query.dtype, metadata)
+
+    def _with(self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata) -> CPUAttentionMetadata:
+        """The metadata with other tables and lengths, and with the plan of work that vLLM's kernel makes of them."""
+        seq_lens = torch.from_numpy(rewrite.seq_lens)
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(rewrite.seq_lens),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            seq_lens=seq_lens,
+            dtype=dtype,
+            query_start_loc=metadata.query_start_loc,
+            causal=metadata.causal,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=None,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        return replace(metadata, block_table=torch.from_numpy(rewrite.tables), seq_lens=seq_lens, scheduler_metadata=schedule)
+
+
+def _batch(metadata: CPUAttentionMetadata) -> Batch:
+    num_tokens = metadata.num_actual_tokens
+    return Batch(
+        metadata.query_start_loc.numpy(),
+        metadata.seq_lens.numpy(),
+        metadata.block_table.numpy(),
+        metadata.slot_mapping[:num_tokens].numpy().astype(np.int64, copy=False),
+    )

@@ -1,0 +1,65 @@
+"""Which request a row of the batch is: the scheduler names each decoding request by the block that its step writes.
+
+A worker's attention sees block tables, not requests. The block that a decode step writes belongs to one request alone: shared blocks
+are complete, and complete blocks are not written. So the pair (block being written, request) identifies rows, whatever order the
+runner gives them, and also after preemption, when all block ids are others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotkv.sparse import SparseConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """One step: `block_ids[i]` is the block that request `request_ids[i]` writes (one pair per group); `ended` requests are no more."""
+
+    block_ids: tuple[int, ...] = ()
+    request_ids: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
+
+
+class RowNames:
+    """The scheduler's side. Knows the requests that have arrived and not ended."""
+
+    def __init__(self, config: SparseConfig, groups: Sequence[tuple[int, int]]) -> None:
+        """`groups`: (vLLM's group, its block tokens) of each full attention group."""
+        self._min_tokens = config.min_context_tokens
+        self._groups = tuple(groups)
+        self._requests: dict[str, Any] = {}
+        self._ended: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"RowNames(requests {len(self._requests)})"
+
+    def arrived(self, request: Any) -> None:
+        self._requests[request.request_id] = request
+
+    def ended(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._ended.append(request_id)
+
+    def of_step(self, scheduler_output: Any) -> SparseRows:
+        """Rows of this step that decode with a long context. Call once per step, before vLLM advances its requests."""
+        ended, self._ended = tuple(self._ended), []
+        block_state = scheduler_output.kv_connector_block_state
+        if block_state is None:
+            return SparseRows(ended=ended)
+        block_ids: list[int] = []
+        request_ids: list[str] = []
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None or num_tokens != 1:
+                continue
+            position = request.num_computed_tokens
+            if position < request.num_prompt_tokens or position + 1 < self._min_tokens:
+                continue
+            tables = block_state.get_block_ids(request_id)
+            if tables is None:
+                continue
+            for group, block_tokens in self._groups:
+                block_ids.append(int(tables[group][position // block_tokens]))
+                request_ids.append(request_id)
+        return SparseRows(tuple(block_ids), tuple(request_ids), ended)

@@ -1,0 +1,126 @@
+"""One sequence's sparse decode in one layer: what to attend to, step by step.
+
+What is always true: sinks, recent window and the partial block are attended; after the first step at most `max_correction_blocks`
+others join the hot set within a step; what a step would have wanted beyond that joins at the next, through spare slots.
+
+The first step fills the hot set, twice the budget, with the best blocks: prefill has just had all of them on the device. Where all
+blocks of a context stay in the engine, as here, every complete block counts as one that host memory has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.sparse import AdaptiveCapacity, HotSet, Selection, Span, SparseConfig, span
+from hotkv.sparse.selector import Source, select_layer
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+NO_BLOCKS = np.empty(0, np.int32)
+USUAL_SETS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """One step of one layer: attend to `blocks` int32, ascending positions in the context.
+
+    Counts of blocks: `num_seeded` joined in the first step, `num_corrected` with the fresh query, `num_prefetched` from the step before;
+    `num_hits` of `num_wanted` selected ones (always kept ones aside) were resident before.
+    """
+
+    blocks: I32
+    selection: Selection
+    num_seeded: int
+    num_corrected: int
+    num_prefetched: int
+    num_wanted: int
+    num_hits: int
+
+
+class LayerSequence:
+    """The hot set of one sequence and layer, shared by the layer's KV heads."""
+
+    def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
+        self._config = config
+        self._layer = layer
+        self._block_tokens = block_tokens
+        self._hot: HotSet | None = None
+        self._adaptive: AdaptiveCapacity | None = None
+        self._num_complete = 0
+        self._arriving = NO_BLOCKS
+
+    def __repr__(self) -> str:
+        return f"LayerSequence(layer {self._layer}, {self._hot})"
+
+    def step(
+        self, query_QD: F32, sources: Mapping[str, Source], rows_C: I32, always_log_mass_Q: F32, context_tokens: int, scale: float
+    ) -> Attended:
+        """Selects with the query and brings the hot set up to date; arguments as in `hotkv.sparse.selector.select_layer`."""
+        config = self._config
+        where = span(config, context_tokens, self._block_tokens)
+        budget = config.budget_blocks(context_tokens, self._block_tokens)
+        is_first = self._hot is None
+        hot = self._follow(where, context_tokens // self._block_tokens, budget)
+        num_prefetched = self._adopt(hot)
+        resident = hot.resident(0, where.count) if config.cache_policy == "lru_prior" else None
+        selection = select_layer(
+            _filling(config) if is_first else config,
+            self._layer,
+            query_QD,
+            sources,
+            rows_C,
+            always_log_mass_Q,
+            context_tokens,
+            self._block_tokens,
+            resident_C=resident,
+            scale=scale,
+        )
+        step = hot.step(selection, where.count if is_first else config.max_correction_blocks)
+        self._arriving = hot.begin_prefetch(step.prefetch).slots
+        if self._adaptive is not None:
+            hot.resize(self._adaptive.observe(len(selection.blocks), len(step.prefetch)))
+        loaded = step.load.blocks
+        num_moved = int(np.count_nonzero((loaded >= where.first) & (loaded < where.last)))
+        return Attended(
+            step.map.blocks,
+            selection,
+            num_moved if is_first else 0,
+            0 if is_first else num_moved,
+            num_prefetched,
+            step.num_selected,
+            step.num_resident,
+        )
+
+    def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:
+        """The hot set, as large as the context now asks."""
+        capacity = max(USUAL_SETS * budget_blocks, USUAL_SETS * where.num_always)
+        hot = self._hot
+        if hot is None:
+            hot = self._hot = HotSet(capacity, policy=self._config.cache_policy)
+            if self._config.adaptive_p is not None:
+                self._adaptive = AdaptiveCapacity(budget_blocks, where.num_always)
+        elif self._adaptive is not None:
+            self._adaptive.budget_blocks, self._adaptive.always_blocks = budget_blocks, where.num_always
+        elif capacity > hot.capacity_blocks:
+            hot.resize(capacity)
+        if where != hot.span or num_complete != self._num_complete:
+            hot.swapped_out(hot.extend(where, num_complete, num_complete).swap_out, True)
+            hot.seed(where.always)
+            self._num_complete = num_complete
+        return hot
+
+    def _adopt(self, hot: HotSet) -> int:
+        """What the step before left to prefetch joins the map."""
+        if not len(self._arriving):
+            return 0
+        hot.finish_prefetch(self._arriving, True)
+        self._arriving = NO_BLOCKS
+        return len(hot.adopt().blocks)
+
+
+def _filling(config: SparseConfig) -> SparseConfig:
+    """Selections as large as a hot set."""
+    topk = config.sparse_topk
+    return replace(config, sparse_topk=USUAL_SETS * topk if isinstance(topk, int) else min(USUAL_SETS * topk, 1.0))

@@ -1,0 +1,200 @@
+"""The loop of vLLM's RFC #37263, as written there, over real copies: attention reads hot slots only."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv.errors import HotKVError
+from hotkv.sparse import SparseConfig
+from hotkv_vllm.sparse.offloading import DecodeMetadata, SparseOffloadingHandler, SparseOffloadingManager
+from hotkv_vllm.sparse.pool import LayerShape
+from hotkv_vllm.sparse.swaps import copy_blocks, merged
+
+T, H, G, D = 16, 2, 2, 32
+PAGE = T * H * 2 * D * 4
+LAYERS = (2, 3)
+
+
+def keys_of(pages: np.ndarray) -> np.ndarray:
+    """Pages are float32 [T, H, 2 D]: keys, then values."""
+    return np.ascontiguousarray(pages.view(np.float32).reshape(-1, T, H, 2 * D)[..., :D])
+
+
+def plain_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Attention of a query [Q, D] to tokens [n, H, 2 D]."""
+    scores = np.einsum("hgd,thd->hgt", query.reshape(H, G, D), tokens[..., :D]) / np.sqrt(D)
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("hgt,thd->hgd", shares / shares.sum(axis=-1, keepdims=True), tokens[..., D:])
+
+
+class Model:
+    """Sequences of random tokens in two layers, and the RFC's loop."""
+
+    def __init__(self, config: SparseConfig, slots: int, num_host: int = 200, sequences: int = 2) -> None:
+        self.config = config
+        self.rng = np.random.default_rng(0)
+        self.host = np.zeros((4, num_host, PAGE), np.uint8)
+        self.hot = np.zeros((4, slots * sequences, PAGE), np.uint8)
+        shape = LayerShape(num_host, T, H, D, ("rot2u",))
+        self.handler = SparseOffloadingHandler(config, dict.fromkeys(LAYERS, shape), slots, self.host, self.hot, keys_of)
+        self.manager = SparseOffloadingManager(config, num_host, T, self.handler.representations)
+        self.tokens: dict[str, np.ndarray] = {}
+        self.table: dict[str, np.ndarray] = {}
+        self.jobs = itertools.count()
+        self.loaded: list[int] = []
+
+    def hashes(self, name: str, count: int) -> list[bytes]:
+        return [f"{name}-{block}".encode() for block in range(count)]
+
+    def prefill(self, name: str, num_blocks: int) -> None:
+        """Whole blocks, computed and stored."""
+        tokens = self.rng.standard_normal((4, num_blocks * T, H, 2 * D)).astype(np.float32)
+        table = self.manager.prepare_store(self.hashes(name, num_blocks))
+        self.host[:, table] = tokens.reshape(4, num_blocks, -1).view(np.uint8)
+        for layer in LAYERS:
+            self.handler.representations.update(layer, table)
+        self.manager.complete_store(table, success=True)
+        self.tokens[name], self.table[name] = tokens, table
+        self.handler.begin(name)
+
+    def step(self, name: str) -> None:
+        """One token in every layer: the RFC's loop."""
+        seq_len = self.tokens[name].shape[1] + 1
+        num_complete = (seq_len - 1) // T
+        fresh = self.rng.standard_normal((4, 1, H, 2 * D)).astype(np.float32)
+        self.tokens[name] = np.concatenate([self.tokens[name], fresh], axis=1)
+        if len(self.table[name]) <= num_complete:
+            new = self.manager.prepare_store(self.hashes(name, num_complete + 1)[-1:])
+            self.table[name] = np.concatenate([self.table[name], new])
+        table, stored = self.table[name], np.empty(0, np.int32)
+        query = self.rng.standard_normal((H * G, D)).astype(np.float32) * 2
+        selected, scores = self.manager.lookup_with_sparse(self.hashes(name, num_complete), query, LAYERS[0])
+        assert len(selected) == len(scores) and np.isin(selected, table).all()
+        load_spec = self.manager.prepare_sparse_load(selected)
+        for layer in LAYERS:
+            slot = self.handler.extend(name, layer, seq_len)
+            page = self.hot[layer, slot].view(np.float32).reshape(T, H, 2 * D)
+            page[(seq_len - 1) % T] = fresh[layer, 0]
+            metadata, swap_in, swap_out = self.handler.handle_layer(DecodeMetadata(name, table, seq_len), layer, query)
+            job = next(self.jobs)
+            self.handler.transfer_async(job, swap_in)
+            self.handler.wait({job})
+            self.loaded.append(len(swap_in.blocks))
+            self.check(name, layer, query, metadata)
+            job = next(self.jobs)
+            self.handler.transfer_async(job, swap_out)
+            self.handler.representations.update(layer, swap_out.blocks)
+            self.handler.wait({job})
+            stored = swap_out.blocks
+        self.manager.complete_load(load_spec.blocks)
+        self.manager.complete_store(stored, success=True)
+
+    def check(self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata) -> None:
+        """Every slot that is attended holds a block of this sequence, whole; the last one is the partial block."""
+        pages = self.hot[layer, metadata.block_table].view(np.float32).reshape(-1, H, 2 * D)[: metadata.seq_len]
+        tokens = self.tokens[name][layer]
+        first = {token.tobytes(): place for place, token in enumerate(tokens[::T])}
+        positions = [first[page.tobytes()] for page in pages[::T]]
+        assert positions == sorted(positions) and positions[-1] == (len(tokens) - 1) // T
+        expected = np.concatenate([tokens[p * T : (p + 1) * T] for p in positions])
+        assert np.array_equal(pages, expected)
+        if len(positions) == -(-len(tokens) // T):
+            assert np.allclose(plain_attention(query, pages), plain_attention(query, tokens), atol=1e-5)
+
+
+@pytest.fixture(params=["memcpy", "batch", "kernel", "auto"])
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    one = Model(SparseConfig(sparse_topk=256, sink_tokens=16, recent_tokens=32, copy_method=request.param, max_correction_blocks=3), 32)
+    yield one
+    one.handler.close()
+
+
+def test_the_loop_of_the_rfc(model: Model) -> None:
+    model.prefill("a", 60)
+    model.prefill("b", 45)
+    for _ in range(50):
+        model.step("a")
+        model.step("b")
+    # The first step of a sequence loads its selection of 16 blocks at most, every other one three, and those that are always kept.
+    assert max(model.loaded[4:]) <= 3 and max(model.loaded[:4]) <= 16 and sum(model.loaded[4:]) > 100
+    # 50 tokens fill three blocks, which are in host memory with their representations.
+    for name, count in (("a", 63), ("b", 48)):
+        table = model.table[name][:count]
+        for layer in LAYERS:
+            assert np.array_equal(model.host[layer, table].view(np.float32).ravel(), model.tokens[name][layer, : count * T].ravel())
+            assert model.handler.representations.update(layer, table) == 0
+        rows, _ = model.manager.lookup_with_sparse(model.hashes(name, count), np.ones((H * G, D), np.float32), 2)
+        assert len(rows) == 16 and set(rows) <= set(table)
+
+
+def test_regions_of_hot_slots_are_used_again() -> None:
+    model = Model(SparseConfig(sparse_topk=1.0), 40)
+    model.prefill("a", 10)
+    model.prefill("b", 10)
+    with pytest.raises(HotKVError, match="end a sequence first"):
+        model.handler.begin("c")
+    for _ in range(40):
+        model.step("a")
+    model.handler.end("a")
+    model.prefill("c", 20)
+    for _ in range(20):
+        model.step("c")
+        model.step("b")
+    model.handler.close()
+
+
+def test_refusals_and_failed_stores() -> None:
+    model = Model(SparseConfig(sparse_topk=256), 20, num_host=8)
+    blocks = model.manager.prepare_store(model.hashes("x", 8))
+    with pytest.raises(HotKVError, match="give it more blocks"):
+        model.manager.prepare_store([b"y"])
+    with pytest.raises(HotKVError, match="not ready"):
+        model.manager.prepare_sparse_load(blocks[:1])
+    model.manager.complete_store(blocks[:3], success=True)
+    model.manager.complete_store(blocks, success=False)
+    with pytest.raises(HotKVError, match="not reserved"):
+        model.manager.complete_store(blocks[3:], success=True)
+    assert len(model.manager.prepare_store([b"y"])) == 1
+    found, _ = model.manager.lookup_with_sparse(model.hashes("x", 8), np.ones((H * G, D), np.float32), 2)
+    assert found.tolist() == blocks[:3].tolist()
+    spec = model.manager.prepare_sparse_load(found)
+    model.manager.complete_load(spec.blocks)
+    with pytest.raises(HotKVError, match="not pinned"):
+        model.manager.complete_load(spec.blocks)
+    model.handler.close()
+
+
+@given(st.data(), st.sampled_from(["memcpy", "batch", "kernel", "auto"]))
+def test_copies_are_right_and_runs_are_merged(data: st.DataObject, method: str) -> None:
+    count = data.draw(st.integers(0, 30))
+    sources = np.array(data.draw(st.lists(st.integers(0, 39), min_size=count, max_size=count)), np.int32)
+    destinations = np.array(data.draw(st.permutations(range(40))), np.int32)[:count]
+    if data.draw(st.booleans()):
+        sources, destinations = np.sort(sources), np.sort(destinations)
+    source = np.random.default_rng(0).integers(0, 256, (40, 64), np.uint8)
+    destination = np.zeros((40, 64), np.uint8)
+    expected = destination.copy()
+    expected[destinations] = source[sources]
+    copy_blocks(source, destination, sources, destinations, method)
+    assert np.array_equal(destination, expected)
+    runs = merged(sources, destinations)
+    assert int(runs.counts.sum()) == count
+    for i in range(1, len(runs.counts)):
+        follows = runs.sources[i] == runs.sources[i - 1] + runs.counts[i - 1]
+        assert not (follows and runs.destinations[i] == runs.destinations[i - 1] + runs.counts[i - 1])
+
+
+def test_copies_that_do_not_fit_are_refused() -> None:
+    blocks, none = np.zeros((4, 8), np.uint8), np.empty(0, np.int32)
+    for source, destination, rows, method, message in (
+        (blocks, blocks[:, :4], none, "auto", "destination is uint8"),
+        (blocks, np.zeros((4, 9), np.uint8), none, "auto", "must be equal"),
+        (blocks, blocks.copy(), np.array([4], np.int32), "auto", "source blocks must be from 0 to 3"),
+        (blocks, blocks.copy(), none, "dma", "copy_method is 'dma'"),
+    ):
+        with pytest.raises(HotKVError, match=message):
+            copy_blocks(source, destination, rows, rows, method)
