@@ -71,6 +71,11 @@ class CacheModel:
         self.arena: dict[tuple[int, int], Key] = {}
         self.key_of = {(ks, group, words_of([n])[0].tobytes()): (ks, group, n) for ks, group, n in slot_bytes}
 
+    def restart(self, core: CacheCore) -> None:
+        """Another core has taken over: what was ready is there, and nobody holds anything."""
+        self.core = core
+        self.leases, self.transfers, self.written, self.aborted = {}, {}, {}, set()
+
     # What may be read off the model
 
     def pins(self) -> dict[Key, int]:

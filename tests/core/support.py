@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.table import HEADER, BlockTable, TableGeometry, Words, hash_words
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.restore import Restored, restore
 
 Int64s = NDArray[np.int64]
 
@@ -45,3 +48,13 @@ def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: in
 def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
     first = slot_bytes - (num_shards - 1)
     return (first,) + (1,) * (num_shards - 1)
+
+
+def taken_over(old: CacheCore, policy: str, last_used_s: float | None, now_s: float) -> tuple[CacheCore, Restored]:
+    """Another core over what the old one would leave if it were killed now; every block was used at the same time, if that is known."""
+    core = CacheCore(old.config, make_table(old.config.capacity), POLICIES[policy](old.config.capacity))
+    for record in old.key_spaces.values():
+        core.catalog.register(record.key_space, record.representations)
+    records = old.space.index.table.records.copy()
+    used = None if last_used_s is None else np.full(len(records), last_used_s)
+    return core, restore(core, records, {number: number for number in old.key_spaces}, used, now_s)

@@ -18,7 +18,7 @@ from hotkv_server.core.slabs import aligned
 from hotkv_server.core.transfers import StoreTransfer
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run, SlotRun
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, ModelTransfer, no_room_left, reserve_allowed, snapshot
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import make_key_space, make_table, taken_over, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
@@ -49,9 +49,9 @@ class CacheMachine(RuleBasedStateMachine):
             NUM_SLABS * SLAB, SLAB, capacity, lease_ttl_s=10.0, unadmitted_share=share, max_blocks_per_call=MAX_BLOCKS, max_leases=8
         )
         self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
+        self.policy, self.twins = policy, twins
         if twins:
-            self.core.space.index._kernels = self.core.space.pool._kernels = core_twins
-            self.core.space.index.table._kernels = None
+            self.use_twins()
         self.now_s = 100.0
         self.whole = (1 << num_shards) - 1
         self.num_shards = num_shards
@@ -63,6 +63,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.open(engine)
         keys = [(ks, group, number) for ks in (1, 2) for group in (0, 1) for number in range(NUM_HASHES)]
         self.model = CacheModel(self.core, {key: self.sizes[key[1]] for key in keys})
+
+    def use_twins(self) -> None:
+        self.core.space.index._kernels = self.core.space.pool._kernels = core_twins
+        self.core.space.index.table._kernels = None
 
     def call(self, function: Callable[[], T], *reasons: Reason) -> T | None:
         """Calls the core. With `reasons` it must refuse for one of them; in either case, what raises has changed nothing."""
@@ -486,6 +490,18 @@ class CacheMachine(RuleBasedStateMachine):
             ]
         function, reason = data.draw(st.sampled_from(calls))
         self.call(function, reason)
+
+    @rule(knows_use=st.booleans())
+    def restart(self, knows_use: bool) -> None:
+        """The server is killed, whatever it was doing, and another one takes over its table."""
+        self.core, restored = taken_over(self.core, self.policy, self.now_s - 1.0 if knows_use else None, self.now_s)
+        if self.twins:
+            self.use_twins()
+        assert restored.blocks == len(self.model.ready) and set(restored.dropped) <= {"unfinished"}
+        self.model.restart(self.core)
+        self.sessions.clear()
+        for engine in ENGINES:
+            self.open(engine)
 
     @invariant()
     def settles(self) -> None:

@@ -16,7 +16,7 @@ from hotkv_server.core.catalog import MAX_REPRESENTATIONS
 from hotkv_server.core.policies import LRU, POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import make_key_space, make_table, taken_over, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
@@ -57,9 +57,10 @@ class RepresentationMachine(RuleBasedStateMachine):
     def start(self, num_shards: int, block_bytes: int, sizes: tuple[int, int], capacity: int, policy: str) -> None:
         config = CoreConfig(NUM_SLABS * SLAB, SLAB, capacity, lease_ttl_s=10.0, unadmitted_share=1.0)
         self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
-        self.num_shards = num_shards
-        key_space = make_key_space("one", block_bytes, SLOT_ALIGN, num_shards)
+        self.num_shards, self.policy = num_shards, policy
+        self.key_space = key_space = make_key_space("one", block_bytes, SLOT_ALIGN, num_shards)
         kinds = [Representation(0, "rot2u", number, (size - 1, 1)[:num_shards]) for number, size in enumerate(sizes)]
+        self.kinds = kinds
         self.now_s = 0.0
         self.sessions = [self.core.open_session(f"e{at}", "rank", key_space, 0.0, (kind,)).number for at, kind in enumerate(kinds)]
         again = self.core.open_session("e9", "rank", key_space, 0.0, tuple(reversed(kinds)))
@@ -281,6 +282,19 @@ class RepresentationMachine(RuleBasedStateMachine):
                     del self.writes[name]
         self.settle()
         assert not self.ready
+
+    @rule(really=RARELY)
+    def restart(self, really: bool) -> None:
+        """The server is killed, whatever it was doing, and another one takes over its table."""
+        if not really:
+            return
+        self.core, restored = taken_over(self.core, self.policy, None, self.now_s)
+        assert (restored.blocks, restored.representations) == (len(self.ready), len(self.kept)) and set(restored.dropped) <= {"unfinished"}
+        self.writes, self.reads = {}, {}
+        self.sessions = [
+            self.core.open_session(f"e{at}", "rank", self.key_space, self.now_s, (kind,)).number for at, kind in enumerate(self.kinds)
+        ]
+        self.settle()
 
     @rule(group=st.sampled_from([-1, 2, MAX_GROUPS - 1, MAX_GROUPS + 2]))
     def nonsense(self, group: int) -> None:

@@ -7,6 +7,8 @@ Always true: an acknowledged block is found by the very next lookup; a pinned sl
 stays as it is; a lease that ends during a copy keeps its slots until the copy ends; a block becomes ready only when every shard is written.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +21,7 @@ from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
 from hotkv_server.core.arrays import first_occurrences, without
 from hotkv_server.core.catalog import Catalog
+from hotkv_server.core.checks import Evidence, Sums, sealed
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
 from hotkv_server.core.policies.protocol import Policy
@@ -317,7 +320,7 @@ class CacheCore:
         results[wanted] = BlockResult.NO_SPACE
         slot_bytes = record.shape(run.group_index).slot_bytes
         # Blocks of this run that are ready, and those before it, stay while room is made for the rest.
-        staying = np.concatenate((self._before(record, run), present))
+        staying = np.concatenate((index.chain_to(record.number, record.block_group(run.group_index), run.parent, MAX_REFRESHED), present))
         if not is_block:
             wanted, blocks = self._representable(lease, record, run, wanted, results)
             staying = np.concatenate((staying, self.space.representations.of(present), blocks))
@@ -328,7 +331,7 @@ class CacheCore:
         results[wanted[: len(entries)]] = BlockResult.RESERVED
         lease.entries = np.concatenate((lease.entries, entries))
         if is_block:
-            self._link(lease.key_space_id, run, words)
+            index.link(lease.key_space_id, run.group_index, words, run.parent)
             self.counters.no_space_blocks += len(wanted) - len(entries)
         return results, words
 
@@ -344,26 +347,6 @@ class CacheCore:
         mine = reserved & (self.space.index.owners(words & ~RESERVED_FLAG) == lease.number)
         results[wanted[reserved & ~mine]] = BlockResult.IN_FLIGHT
         return wanted[ready | mine], words[ready]
-
-    def _before(self, record: KeySpaceRecord, run: Run) -> Entries:
-        """Ready blocks of the chain that a run goes on, as far as they are linked."""
-        if run.parent is None:
-            return np.empty(0, np.uint32)
-        parent = self.space.index.find(record.number, record.block_group(run.group_index), run.parent.reshape(1, 8))
-        if not table.is_ready(parent)[0]:
-            return np.empty(0, np.uint32)
-        return np.append(self.space.index.ancestors(int(parent[0]), MAX_REFRESHED), parent)
-
-    def _link(self, key_space_id: int, run: Run, words: Entries) -> None:
-        """Notes for the run's entries which entry comes before them in the chain; 0 where that block is not in the index.
-
-        For those that were there already too: the block before them may have come back under another number.
-        """
-        before = np.zeros(len(words), np.uint32)
-        before[1:] = words[:-1]
-        if run.parent is not None:
-            before[0] = self.space.index.find(key_space_id, run.group_index, run.parent.reshape(1, 8))[0] & ~RESERVED_FLAG
-        self.space.index.set_parents(words[words != 0], before[words != 0])
 
     def begin_load(self, session_number: int, transfer_id: str, lease_id: str, runs: list[LoadPositions]) -> list[SlotRun]:
         """Starts a load under a read lease; returns the slots to copy from."""
@@ -385,7 +368,7 @@ class CacheCore:
             chosen = entries[run.positions]
             if np.any(chosen == 0):
                 raise _invalid("runs.lease_positions name a block that the lease does not pin")
-            slots.append(SlotRun(run.group_index, np.arange(len(chosen)), self.space.index.offsets(chosen)))
+            slots.append(SlotRun(run.group_index, np.arange(len(chosen)), self.space.index.offsets(chosen), chosen))
         if not lease.admitted:
             lease.admitted = True
             self._unadmitted_bytes -= lease.pinned_bytes
@@ -435,7 +418,7 @@ class CacheCore:
                 entries, positions = entries[todo], positions[todo]
             busy = np.concatenate((busy, entries)) if len(runs) > 1 else busy
             transfer.add_run(run.group_index, entries, positions, results)
-            slots.append(SlotRun(run.group_index, positions, self.space.index.offsets(entries)))
+            slots.append(SlotRun(run.group_index, positions, self.space.index.offsets(entries), entries))
         if transfer.lease is not None:
             transfer.lease.num_copies += 1
         self.transfers.add(transfer)
@@ -451,10 +434,13 @@ class CacheCore:
         if transfer.lease.released:
             self._end_lease(transfer.lease)
 
-    def end_store(self, session_number: int, transfer_id: str, succeeded: bool, now_s: float) -> list[NDArray[np.uint8]]:
+    def end_store(
+        self, session_number: int, transfer_id: str, succeeded: bool, now_s: float, sums: Sequence[Sums] = ()
+    ) -> list[NDArray[np.uint8]]:
         """The copy of a store has ended; publishes what has all its shards written. Returns BlockResult values a run.
 
-        A representation whose block is not ready by now is not kept: ABORTED.
+        A representation whose block is not ready by now is not kept: ABORTED. `sums`: for check values, of what was copied, one array a
+        run in the order of `begin_store`; or none.
         """
         transfer = self.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
@@ -467,10 +453,13 @@ class CacheCore:
             entries, positions, results = transfer.entries[at], transfer.positions[at], transfer.results[at]
             masks = self.space.index.mark_written(entries, 1 << transfer.shard_index if succeeded else ABORTED_MARK)
             complete = masks == whole
+            if sums and succeeded:
+                lease.add_sums(entries, sums[at])
+            checks = sealed(lease.sums_of(entries[complete]), self.space.index.mixed(entries[complete]), self.config.check_stride)
             if transfer.groups[at] < MAX_GROUPS:
-                self._publish_blocks(lease, entries[complete], now_s)
+                self._publish_blocks(lease, entries[complete], checks, now_s)
             else:
-                kept = self._publish_representations(lease, entries[complete])
+                kept = self._publish_representations(lease, entries[complete], checks)
                 masks[complete] |= np.where(kept, np.uint32(0), np.uint32(ABORTED_MARK))
                 complete[complete] = kept
             results[positions] = np.where(complete, BlockResult.STORED, BlockResult.WRITTEN if succeeded else BlockResult.ABORTED)
@@ -480,16 +469,16 @@ class CacheCore:
         self._settle_write(lease, whole)
         return transfer.results
 
-    def _publish_blocks(self, lease: WriteLease, entries: Entries, now_s: float) -> None:
+    def _publish_blocks(self, lease: WriteLease, entries: Entries, checks: Sums, now_s: float) -> None:
         """Makes blocks ready that all shards have been written of."""
-        self.space.publish(entries, now_s, lease.retention)
+        self.space.publish(entries, now_s, lease.retention, checks)
         if len(entries):
             self.space.refresh_ancestors(int(entries[0]), now_s)
         if lease.retention.pin:
             self.counters.held_blocks += self.holds.hold(entries, now_s + lease.retention.ttl_s)
         self.counters.stored_blocks += len(entries)
 
-    def _publish_representations(self, lease: WriteLease, entries: Entries) -> BoolMask:
+    def _publish_representations(self, lease: WriteLease, entries: Entries, checks: Sums) -> BoolMask:
         """Makes representations of one kind ready whose blocks are; the others are marked as aborted. Returns which are ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
@@ -497,7 +486,7 @@ class CacheCore:
         blocks = self.space.index.find(lease.key_space_id, self.catalog.record(lease.key_space_id).block_group(int(groups[0])), hashes)
         has_block = table.is_ready(blocks)
         self.space.index.mark_written(entries[~has_block], ABORTED_MARK)
-        self.space.representations.publish(entries[has_block], blocks[has_block])
+        self.space.representations.publish(entries[has_block], blocks[has_block], checks[has_block])
         self.counters.stored_representations += int(has_block.sum())
         return has_block
 
@@ -543,6 +532,24 @@ class CacheCore:
         self.space.flush(entries)
         self.counters.flushed_blocks += len(entries)
         return len(entries)
+
+    def evidence(self, entries: Entries) -> list[Evidence]:
+        """What says whether ready entries hold what was stored: slots, shapes and check values, in parts of one shape."""
+        index, parts = self.space.index, []
+        key_spaces, groups, _ = index.keys(entries)
+        for number, group in np.unique(np.stack((key_spaces, groups), axis=1), axis=0).tolist():
+            part = entries[(key_spaces == number) & (groups == group)]
+            shape = self.catalog.record(number).shape(group)
+            parts.append(Evidence(part, index.offsets(part), shape.shard_bytes, index.mixed(part), index.checks(part)))
+        return parts
+
+    def condemn(self, entries: Entries) -> None:
+        """Ready entries whose bytes can't be trusted: from here on nobody finds them. Pinned ones keep their slot until they are let go."""
+        of_blocks = entries[~self.space.representations.among(entries)]
+        self.space.representations.drop(entries[self.space.representations.among(entries)])
+        self.holds.let_go(of_blocks)
+        self.space.flush(of_blocks)
+        self.counters.condemned_blocks += len(of_blocks)
 
     def take_effects(self) -> list[EvictionNotice]:
         """What must be told since the last call."""

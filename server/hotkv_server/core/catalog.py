@@ -32,6 +32,11 @@ class Catalog:
     def __repr__(self) -> str:
         return f"Catalog({len(self.records)} key spaces)"
 
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of representations, over all key spaces."""
+        return sum(len(record.representations) for record in self.records.values())
+
     def record(self, number: int) -> KeySpaceRecord:
         """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
         record = self.records.get(number)

@@ -18,12 +18,14 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key. `num_entries`: those that are not free. `_salts` [key space, group]: mixed into hashes; row 0 is never used."""
+    """Entries by key. `num_entries`: those that are not free. `unverified`: came back from an old table, and their bytes have not been
+    compared with their check value since. `_salts` [key space, group]: mixed into hashes; row 0 is never used."""
 
     def __init__(self, block_table: BlockTable) -> None:
         self.table = block_table
         self.capacity = block_table.geometry.capacity
         self.pins = np.zeros(self.capacity + 1, np.uint32)
+        self.unverified = np.zeros(self.capacity + 1, np.bool_)
         self.num_entries = 0
         # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all from `_next_unused` on.
         self._free_head = 0
@@ -80,6 +82,26 @@ class BlockIndex:
         """Notes the entry before each reserved one in its chain. A hint: that entry may go, and its number be used anew."""
         self.table.records[entries, table.W_PARENT] = parents
 
+    def link(self, key_space_id: int, group_index: int, words: Entries, parent: Words | None) -> None:
+        """Notes for the entry words [n] of a chain (0 where there is none) which entry comes before each; `parent` [8] before the first.
+
+        For those that were there already too: the block before them may have come back under another number.
+        """
+        before = np.zeros(len(words), np.uint32)
+        before[1:] = words[:-1]
+        if parent is not None:
+            before[0] = self.find(key_space_id, group_index, parent.reshape(1, 8))[0] & ~RESERVED_FLAG
+        self.set_parents(words[words != 0], before[words != 0])
+
+    def chain_to(self, key_space_id: int, group_index: int, last: Words | None, most: int) -> Entries:
+        """Ready blocks of the chain that ends with the hash `last` [8], as far as they are linked; none where that one is not ready."""
+        if last is None:
+            return np.empty(0, np.uint32)
+        end = self.find(key_space_id, group_index, last.reshape(1, 8))
+        if not table.is_ready(end)[0]:
+            return np.empty(0, np.uint32)
+        return np.append(self.ancestors(int(end[0]), most), end)
+
     def owners(self, entries: Entries) -> NDArray[np.uint32]:
         """Number of the write lease of reserved entries; meaningless for others."""
         owners: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK]
@@ -134,6 +156,7 @@ class BlockIndex:
 
     def _release(self, entries: Entries) -> None:
         self._free_head = int(self._kernels.release(self.table.records, entries, self._free_head))
+        self.unverified[entries] = False
         self.num_entries -= len(entries)
 
     def pin(self, entries: Entries, change: int) -> None:
@@ -162,6 +185,11 @@ class BlockIndex:
         """Slot sizes in bytes, rounded up to SLOT_ALIGN."""
         sizes: Int64s = self.table.records[entries, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
         return sizes
+
+    def checks(self, entries: Entries) -> NDArray[np.uint64]:
+        """Check values of ready entries; 0 for none."""
+        words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
+        return words.view(np.uint64)[:, 0]
 
     def states(self) -> NDArray[np.uint32]:
         """State of every entry number that was ever used: 0 free, STATE_RESERVED, STATE_READY or STATE_DETACHED."""

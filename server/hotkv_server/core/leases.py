@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core.checks import Sums
 
 Entries = NDArray[np.uint32]
 
@@ -43,7 +44,8 @@ class ReadLease:
 class WriteLease:
     """Owns reserved entries until each is published or dropped. Its first call decides which blocks it owns, for all ranks.
 
-    `entries`: entry numbers still reserved. `shards_seen`: bitmask of shards whose store has ended.
+    `entries`: entry numbers still reserved. `shards_seen`: bitmask of shards whose store has ended. `parts`: entries whose bytes some
+    copy has written, and the sums of those bytes.
     """
 
     engine_id: str
@@ -54,9 +56,23 @@ class WriteLease:
     expires_s: float
     retention: Retention = NO_RETENTION
     entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+    parts: list[tuple[Entries, Sums]] = field(default_factory=list)
     shards_seen: int = 0
     num_copies: int = 0
     released: bool = False
+
+    def add_sums(self, entries: Entries, sums: Sums) -> None:
+        """Notes the sums [n] of what a copy has written of entries [n], each once."""
+        order = np.argsort(entries)
+        self.parts.append((entries[order], sums[order]))
+
+    def sums_of(self, entries: Entries) -> Sums:
+        """Sums [n] over all copies of entries [n]."""
+        total = np.zeros(len(entries), np.uint64)
+        for written, sums in self.parts:
+            at = np.minimum(np.searchsorted(written, entries), len(written) - 1) if len(written) else np.empty(0, np.int64)
+            total += np.where(written[at] == entries, sums[at], np.uint64(0)) if len(written) else np.uint64(0)
+        return total
 
 
 Lease = ReadLease | WriteLease
@@ -96,6 +112,14 @@ class LeaseBook:
 
     def get(self, engine_id: str, lease_id: str) -> Lease | None:
         return self._by_key.get((engine_id, lease_id))
+
+    def renew(self, engine_id: str, lease_id: str, expires_s: float) -> ReadLease | None:
+        """The engine's read lease, which expires no earlier than then; None where it has ended."""
+        lease = self.get(engine_id, lease_id)
+        if not isinstance(lease, ReadLease) or lease.released:
+            return None
+        lease.expires_s = max(lease.expires_s, expires_s)
+        return lease
 
     def elsewhere(self, engine_id: str, lease_id: str) -> bool:
         """True where another engine has a lease with this id."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hotkv import table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import Words
-from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.values import Entries
 
 FreeSlots = Callable[[list[Words]], None]
@@ -67,11 +67,11 @@ class Representations:
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
-    def publish(self, entries: Entries, blocks: Entries) -> None:
-        """Makes reserved ones ready, each for a ready block, in place of what that had."""
+    def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
+        """Makes reserved ones ready, each for a ready block, in place of what that had. `checks`: as in `Space.publish`."""
         former = self.of(blocks)
         self._go(former[former != 0])
-        self._index.publish(entries, self._index.mixed(entries), np.zeros(len(entries), np.uint64))
+        self._index.publish(entries, self._index.mixed(entries), np.zeros(len(entries), np.uint64) if checks is None else checks)
         self._records[blocks, table.W_REPRESENTATION] = entries
         self._records[entries, table.W_REPRESENTATION] = blocks
 

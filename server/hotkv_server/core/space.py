@@ -98,10 +98,10 @@ class Space:
             order = np.argsort(self.policy.heat(self.representations.blocks_of(entries)), kind="stable")
             self.representations.drop(entries[order[:count]])
 
-    def publish(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Makes reserved entries, in chain order, ready and used."""
+    def publish(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION, checks: Keys | None = None) -> None:
+        """Makes reserved entries, in chain order, ready and used. `checks` uint64 [n]: their check values, none if not given."""
         keys = self.index.mixed(entries)
-        self.index.publish(entries, keys, np.zeros(len(entries), np.uint64))
+        self.index.publish(entries, keys, np.zeros(len(entries), np.uint64) if checks is None else checks)
         self.policy.admit(entries, keys, now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:

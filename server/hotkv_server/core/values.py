@@ -18,7 +18,7 @@ BoolMask = NDArray[np.bool_]
 class CoreConfig:
     """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most that requests may ask to keep.
 
-    Times in seconds.
+    `check_stride`: of check values, see `checks`; 0 for none. Times in seconds.
     """
 
     arena_bytes: int
@@ -30,6 +30,7 @@ class CoreConfig:
     held_share: float = 0.25
     max_blocks_per_call: int = 1 << 18
     max_leases: int = 60_000
+    check_stride: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,12 @@ class LoadPositions:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """What one run of a transfer copies: which of its blocks (int64 [m], positions in the run) and their slot offsets [m]."""
+    """What one run of a transfer copies: which of its blocks (int64 [m], positions in the run), their slot offsets [m] and entries [m]."""
 
     group_index: int
     positions: Int64s
     offsets: Int64s
+    entries: Entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class Counters:
     loaded_blocks: int = 0
     held_blocks: int = 0
     flushed_blocks: int = 0
+    condemned_blocks: int = 0
+    restored_blocks: int = 0
     stored_representations: int = 0
     acquired_representations: int = 0
     missed_representations: int = 0

@@ -3,6 +3,7 @@
 A plan is checked against both memories before anything moves, and neighbours that are contiguous on both sides are merged.
 """
 
+import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ class Region:
     address: int
     num_bytes: int
     name: str
+
+    def array(self) -> NDArray[np.uint8]:
+        """Its bytes, writable."""
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
 
 @dataclass(frozen=True, slots=True)

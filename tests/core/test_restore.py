@@ -1,0 +1,112 @@
+"""Taking over an old table: whatever its records say, what comes back is consistent; sums of shards make one check value."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hotkv import table
+from hotkv.keys import Representation
+from hotkv.results import BlockResult
+from hotkv.table import SLOT_ALIGN, Words
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.checks import strides_of
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.restore import restore
+from hotkv_server.core.values import CoreConfig, HashList, Run
+from tests.core.support import make_key_space, make_table, taken_over, words_of
+
+SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 12, 40
+KEY_SPACE = make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN)
+KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
+CONFIG = CoreConfig(NUM_SLABS * SLAB, SLAB, CAPACITY, check_stride=64)
+
+
+def filled() -> CacheCore:
+    """Blocks of two groups, some with representations, some being written."""
+    core = CacheCore(CONFIG, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
+    session = core.open_session("e", "rank", KEY_SPACE, 0.0, (KIND,))
+    runs = [Run(0, words_of(range(8))), Run(1, words_of(range(6))), Run(session.representations[0], words_of(range(4)))]
+    core.begin_store(session.number, "t", "l", runs, 0, 0.0, 1.0)
+    core.end_store(session.number, "t", True, 1.0, [np.arange(len(run.hashes), dtype=np.uint64) for run in runs])
+    core.reserve(session.number, "m", [Run(0, words_of([20, 21]))], 0.0, 2.0)
+    return core
+
+
+def empty() -> CacheCore:
+    core = CacheCore(CONFIG, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
+    core.catalog.register(KEY_SPACE, (KIND,))
+    return core
+
+
+def damage(records: Words, data: st.DataObject) -> Words:
+    """Some words of some records are others: values that occur elsewhere in the table, or any."""
+    for _ in range(data.draw(st.integers(1, 12))):
+        row, word = data.draw(st.integers(0, len(records) - 1)), data.draw(st.integers(0, table.RECORD_WORDS - 1))
+        other = int(records[data.draw(st.integers(0, len(records) - 1)), word])
+        value = data.draw(st.one_of(st.just(other), st.integers(0, 40), st.integers(0, 2**32 - 1), st.just(other ^ (1 << 16))))
+        records[row, word] = value
+    return records
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
+    records = damage(filled().space.index.table.records.copy(), data)
+    core = empty()
+    restore(core, records, {1: 1}, None, 5.0)
+    core.check_invariants()
+    session = core.open_session("f", "rank", KEY_SPACE, 5.0, (KIND,)).number
+    core.acquire(session, "r", [HashList(0, words_of(range(30)))], 0.0, 5.0)
+    core.begin_store(session, "t", "l", [Run(0, words_of(range(50)))], 0, 0.0, 6.0)
+    core.end_store(session, "t", True, 6.0)
+    core.check_invariants()
+
+
+def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
+    old = filled()
+    core, restored = taken_over(old, "lru", 3.0, 5.0)
+    assert (restored.blocks, restored.representations, restored.dropped) == (14, 4, {"unfinished": 2})
+    for group, count in ((0, 8), (1, 6)):
+        entries = core.space.index.find(1, group, words_of(range(count)))
+        was = old.space.index.find(1, group, words_of(range(count)))
+        words = slice(table.W_CHECK, table.W_CHECK + 2)
+        records, old_records = core.space.index.table.records[entries], old.space.index.table.records[was]
+        assert np.array_equal(records[:, words], old_records[:, words]) and records[:, words].any(axis=1).all()
+        assert core.space.index.unverified[entries].all()
+        assert core.space.policy.last_used_s(entries) == pytest.approx(3.0, abs=0.001)
+    core.evict(1, 0, None)
+    assert int(core.space.index.unverified.sum()) == 0
+
+
+def test_key_spaces_that_are_not_known_any_more_are_dropped() -> None:
+    core = empty()
+    restored = restore(core, filled().space.index.table.records.copy(), {}, None, 5.0)
+    assert restored.blocks == 0 and restored.dropped == {"unfinished": 2, "misshapen": 18}
+
+
+def test_a_smaller_arena_takes_what_fits() -> None:
+    config = CoreConfig(4 * SLAB, SLAB, CAPACITY)
+    core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
+    core.catalog.register(KEY_SPACE, (KIND,))
+    restored = restore(core, filled().space.index.table.records.copy(), {1: 1}, None, 5.0)
+    assert 0 < restored.blocks < 14
+    core.check_invariants()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_shards_that_are_written_apart_make_one_check_value(order: tuple[int, int]) -> None:
+    core = CacheCore(CONFIG, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
+    session = core.open_session("e", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN, 2), 0.0).number
+    run = Run(0, words_of([3, 1, 2]))
+    for shard in order:
+        sums = np.array([1, 2, 3], np.uint64) * np.uint64(1000**shard)
+        core.begin_store(session, f"t{shard}", "l", [run], shard, 0.0, 1.0)
+        results = core.end_store(session, f"t{shard}", True, 1.0, [sums])
+    assert results[0].tolist() == [BlockResult.STORED] * 3
+    entries = core.space.index.find(1, 0, run.hashes)
+    words = np.ascontiguousarray(core.space.index.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
+    checks = words.view(np.uint64)[:, 0]
+    keys = core.space.index.mixed(entries) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    assert strides_of(checks).tolist() == [64] * 3
+    assert ((checks ^ keys) >> np.uint64(4)).tolist() == [(1001 * n) >> 4 for n in (1, 2, 3)]
