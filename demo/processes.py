@@ -254,11 +254,14 @@ class Engine:
 
 
 class Server:
-    """A hotkv-server in a child process with its runtime directory in `folder`. Use in a `with` block."""
+    """A hotkv-server in a child process with its runtime directory and its arena in `folder`. Use in a `with` block.
+
+    One after the other in the same folder, each goes on with what the one before has left.
+    """
 
     def __init__(self, folder: Path, arena: str, *flags: str) -> None:
         self.runtime_folder = folder / "run"
-        self.runtime_folder.mkdir(mode=0o700)
+        self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
         self.target = f"unix:{self.runtime_folder}/grpc.sock"
         self.begin_s = time.monotonic()
         command = [sys.executable, "-m", "hotkv_server.cli", "run"]

@@ -21,6 +21,7 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
     "flush": ("FlushKeySpace", admin_pb2.FlushKeySpaceRequest),
     "drain": ("Drain", admin_pb2.DrainRequest),
     "explain": ("Explain", admin_pb2.ExplainRequest),
+    "sparse": ("ListSparseLayers", admin_pb2.ListSparseLayersRequest),
 }
 
 

@@ -12,16 +12,19 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv.v1 import cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
+from hotkv.v1 import cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc, sparse_pb2
 from hotkv_client.types import (
     BlockExtraKeys,
     BlockRun,
     BoolMask,
     Evicted,
     GroupHashes,
+    LayerHotSet,
     LeaseGrant,
     LoadRun,
     RequestReport,
+    SequenceCreated,
+    SequenceState,
     SessionConfig,
     TransferResult,
     TransferStatus,
@@ -308,8 +311,22 @@ def result(response: Response, lease_id: str = "") -> Any:
             store_end = response.store
             runs = tuple(np.frombuffer(run.results, np.uint8) for run in store_end.runs)
             return TransferResult(store_end.transfer_id, TransferStatus(store_end.status), store_end.byte_count, runs, store_end.message)
+        case "create_sequence":
+            return _sequence_created(response.create_sequence)
+        case "append_blocks":
+            state = response.append_blocks
+            return SequenceState(state.block_count, state.lease_id, state.covered_block_count)
+        case "delete_sequence":
+            return response.delete_sequence.deleted
         case _:
             return None
+
+
+def _sequence_created(message: sparse_pb2.CreateSequenceResponse) -> SequenceCreated:
+    hot_sets = tuple(
+        LayerHotSet(s.layer_index, s.shard_index, np.frombuffer(s.positions, "<i4").astype(np.int32)) for s in message.hot_sets
+    )
+    return SequenceCreated(message.lease_id, message.covered_block_count, hot_sets, message.remembered_block_count)
 
 
 def evicted(response: Response, hash_bytes: int) -> Evicted:

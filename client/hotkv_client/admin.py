@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from hotkv.counters import sparse_figures
 from hotkv_client import _admin_wire, _wire
 from hotkv_client.types import WatchedRequest
 
@@ -72,6 +73,11 @@ class AdminClient:
     def explain(self, key_space_id: int = 0, hashes: bytes = b"", token_ids: bytes = b"") -> list[dict[str, Any]]:
         """Of each block of a prompt, would it hit, and why not. `token_ids`: packed little-endian int32."""
         return list(self._call("explain", key_space_id=key_space_id, hashes=hashes, token_ids=token_ids)["key_spaces"])
+
+    def sparse_layers(self) -> list[dict[str, Any]]:
+        """What engines report of sparse decode: per engine and layer their counters, and what `sparse_figures` makes of them."""
+        rows = [{"engine_id": row["engine_id"], **row["counters"]} for row in self._call("sparse")["layers"]]
+        return [{**row, **sparse_figures(row)} for row in rows]
 
     def _call(self, name: str, **fields: Any) -> dict[str, Any]:
         return _admin_wire.call(self._channel, name, self._timeout_s, **fields)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
 from hotkv_client import recorder
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
@@ -207,6 +208,42 @@ def show_record(answer: dict[str, Any], options: argparse.Namespace) -> str:
     return text + lost + ("; stopped at --max-blocks" if answer["is_full"] else "")
 
 
+def sparse(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Sparse decode, layer by layer: hot-set hits, recall, attention mass, blocks, bytes swapped, time to select."""
+    rows = client.sparse_layers()
+    total = {name: sum(row[name] for row in rows) for name in SPARSE_COUNTERS}
+    return {"layers": rows, "total": {**total, **sparse_figures(total)}}
+
+
+def show_sparse(answer: dict[str, Any], options: argparse.Namespace) -> str:
+    if not answer["layers"]:
+        return "no engine has reported sparse decode"
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    def mean(value: float | None, scale: float = 1.0) -> str:
+        return "-" if value is None else f"{value * scale:.1f}"
+
+    columns = ("engine", "layer", "selects", "hits", "recall", "est. mass", "selected", "swapped", "select us", "faults")
+    rows = [
+        (
+            row.get("engine_id", "total"),
+            row.get("layer_index", "all"),
+            int(row["selects"]),
+            share(row["hit_ratio"]),
+            share(row["recall_ratio"]),
+            share(row["mean_estimated_mass"]),
+            mean(row["mean_selected_blocks"]),
+            human_bytes(row["swap_bytes"]),
+            mean(row["mean_select_s"], 1e6),
+            int(row["faults"]),
+        )
+        for row in (*answer["layers"], answer["total"])
+    ]
+    return table(columns, rows)
+
+
 def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Takes no new work and stops when all has ended."""
     return client.drain(options.timeout)
@@ -267,6 +304,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any, argparse.Namespace], str]]] = 
     "flush": (flush, show_flush),
     "events": (events, lambda answer, options: ""),
     "record": (record, show_record),
+    "sparse": (sparse, show_sparse),
     "drain": (drain, show_drain),
     "explain": (explain, show_explain),
 }

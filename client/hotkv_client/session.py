@@ -11,7 +11,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +24,24 @@ from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.layout import FENCE_HANDLE
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable
-from hotkv_client import _wire
+from hotkv_client import _sparse_wire, _wire
 from hotkv_client.fence import Fence
 from hotkv_client.link import Link, descriptor_socket
+from hotkv_client.selects import Selects
 from hotkv_client.types import (
     BlockRun,
     BoolMask,
     EngineMemory,
     GroupHashes,
+    Int32s,
+    LayerHotSet,
     LeaseGrant,
     LinkState,
     LoadRun,
     RequestReport,
+    SelectConfig,
+    SequenceCreated,
+    SequenceState,
     SessionConfig,
     TransferResult,
     TransferStatus,
@@ -66,6 +72,7 @@ class _Connection:
     link: Link | None = None
     table: BlockTable | None = None
     call: Any = None
+    session_id: str = ""
 
 
 class Session:
@@ -207,6 +214,42 @@ class Session:
         """
         self._send_only(_wire.report_requests(reports, self._hash_bytes))
 
+    # Sparse decode. Sequence ids are the caller's choice, unique in the session; all sequences are gone when the link breaks.
+
+    def create_sequence(
+        self, sequence_id: str, group_index: int, hashes: Sequence[bytes], select: SelectConfig | None = None
+    ) -> "Future[SequenceCreated]":
+        """Begins a sequence over the complete blocks `hashes` of its context; with `select` the server selects for it (`selects`).
+
+        Without, nothing is pinned: reports name the sequence, and remembered hot sets are handed out.
+        """
+        return self._call(lambda: _sparse_wire.create_sequence(sequence_id, group_index, hashes, select, self._hash_bytes))
+
+    def append_blocks(self, sequence_id: str, first_position: int, hashes: Sequence[bytes]) -> "Future[SequenceState]":
+        """Adds blocks that have become complete, the first of them at `first_position` of the context; those that the sequence has already
+        must be the same. Where the server selects, it leases anew what is ready now, also where `hashes` is empty.
+        """
+        return self._call(lambda: _sparse_wire.append_blocks(sequence_id, first_position, hashes, self._hash_bytes))
+
+    def report_sparse(self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]) -> None:
+        """Tells the server what sparse decode did since the report before; nothing to wait for.
+
+        `positions`: by sequence id, int32 positions of blocks that were selected or joined a hot set in any layer; they count as used.
+        `counters`: by layer, growth of counters by the names of `SPARSE_COUNTERS`; raises HotKVError for others.
+        """
+        self._send_only(_sparse_wire.report_sparse(positions, counters))
+
+    def delete_sequence(self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()) -> "Future[bool]":
+        """Ends a sequence; its hot sets are remembered for the next one over the same prefix. False where there was none."""
+        return self._call(lambda: _sparse_wire.delete_sequence(sequence_id, hot_sets))
+
+    def selects(self) -> Selects:
+        """Opens a stream of selections by the server; close it. Raises SessionLostError without a connection."""
+        connection = self._connection
+        if connection is None or not connection.session_id:
+            raise SessionLostError(f"no server at {self.config.target} ({self._state.value})")
+        return Selects(connection.channel, connection.session_id)
+
     def flush(self) -> "Future[int]":
         """Forgets every block of this session's key space, whoever stored it; gives how many were ready.
 
@@ -308,6 +351,7 @@ class Session:
         opened = next(connection.call, None)
         if opened is None or opened.WhichOneof("body") != "session_opened":
             raise SessionLostError("the server did not open the session")
+        connection.session_id = opened.session_opened.session_id
         path = descriptor_socket(self.config.target) if opened.session_opened.has_descriptor_socket else None
         if path is not None and (self.config.use_table or self._memory is not None):
             fds = {} if self._memory is None or self._fence is None else {**self._memory.fds, FENCE_HANDLE: self._fence.fd}

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,11 @@ from hotkv.results import TransferStatus as TransferStatus
 from hotkv.retention import NO_RETENTION
 from hotkv.retention import Retention as Retention
 
+if TYPE_CHECKING:
+    from hotkv.sparse.config import SparseConfig
+
 Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
 BoolMask = NDArray[np.bool_]
 
 
@@ -133,6 +138,75 @@ class WatchedRequest:
     device_hit_tokens: int
     hit_tokens: int
     unix_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SelectConfig:
+    """How the server is to select for a sequence. Of `config` counts what matters to a selection.
+
+    `representation_group`: see `SessionConfig`. A shard's part of a representation holds `layer_indices`, the sparse layers, ascending,
+    in order, in each the formats of `config.scorers_of(layer)` in order, in each `kv_heads` heads. `hot_blocks`: size of the hot set that
+    the server keeps for each layer and shard; 0 for none. `scale` of attention; None for 1 / sqrt(head_size).
+    """
+
+    config: "SparseConfig"
+    representation_group: int
+    layer_indices: Sequence[int]
+    kv_heads: int
+    head_size: int
+    hot_blocks: int = 0
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHotSet:
+    """The hot set of one layer and shard: positions of blocks in the context, int32, most recently used first."""
+
+    layer_index: int
+    shard_index: int
+    positions: Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCreated:
+    """A sequence has begun.
+
+    Where the server selects, `lease_id` pins the `covered_blocks` leading blocks of the context with their representations; positions of
+    the context are positions in the lease's lists. `hot_sets`: what the last sequence over the longest known part of this context ended
+    with; all positions are below `remembered_blocks`, the length of that part.
+    """
+
+    lease_id: str
+    covered_blocks: int
+    hot_sets: tuple[LayerHotSet, ...]
+    remembered_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """What a sequence has: complete blocks, and, where the server selects, the lease that takes the place of the one before."""
+
+    num_blocks: int
+    lease_id: str
+    covered_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedBlocks:
+    """An answer of the server's selection. `positions` int32, ascending, always kept ones included; `weights` float32, inf for these.
+
+    Of the hot set, where the server keeps one: load `load_positions` into `load_slots` before attending; `evict_positions` have lost their
+    slot; `hot_positions` (ascending) in `hot_slots` may then be attended.
+    """
+
+    positions: Int32s
+    weights: Float32s
+    estimated_mass: float
+    load_positions: Int32s
+    load_slots: Int32s
+    evict_positions: Int32s
+    hot_positions: Int32s
+    hot_slots: Int32s
 
 
 @dataclass(frozen=True, slots=True)

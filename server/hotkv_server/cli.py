@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     run.add_argument("--config", type=Path, help="TOML file with settings")
     run.add_argument("--check", action="store_true", help="check the settings, print them as JSON, and exit")
+    run.add_argument("--reset", action="store_true", help="start with an empty cache, whatever an earlier server has left")
     run.add_argument("--help-settings", action="store_true", help="list all settings and exit")
     simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
     simulation.add_arguments(simulate)
@@ -53,9 +54,9 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     try:
         import uvloop
 
-        uvloop.run(serve(settings))
+        uvloop.run(serve(settings, reset=options.reset))
     except ImportError:
-        asyncio.run(serve(settings))
+        asyncio.run(serve(settings, reset=options.reset))
     except StartError as error:
         print_error(str(error))
         return 1

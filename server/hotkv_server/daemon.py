@@ -5,7 +5,6 @@ Owns the order of start and stop, and the lock on the runtime directory: the sec
 
 import asyncio
 import ctypes
-import fcntl
 import gc
 import logging
 import mmap
@@ -27,11 +26,14 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.dataplane.plan import Region
 from hotkv_server.http_endpoint import HttpServer
-from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.arena import BusyError, NodeMemory, clear, lock_file
 from hotkv_server.rpc.descriptors import DescriptorServer
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.takeover import take_over
+from hotkv_server.runtime.verify import Verifier
 from hotkv_server.settings import EventSettings, Settings
 
 if TYPE_CHECKING:
@@ -54,18 +56,11 @@ def lock_runtime_dir(directory: Path) -> int:
     """Descriptor of the locked directory. Raises StartError, with the other server's pid, where it is taken."""
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return lock_file(directory / "lock")
+    except BusyError as error:
+        raise StartError(f"runtime_dir: {error}") from error
     except OSError as error:
         raise StartError(f"runtime_dir: {error}; choose a directory this user may write, with --runtime-dir") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        pid = os.read(fd, 32).decode(errors="replace").strip()
-        os.close(fd)
-        raise StartError(f"runtime_dir: {directory} is in use by hotkv-server with pid {pid or 'unknown'}") from error
-    os.truncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
 
 
 def notify_systemd(state: str) -> None:
@@ -143,15 +138,27 @@ def make_publisher(settings: EventSettings) -> "ZmqPublisher | None":
         ) from error
 
 
-async def serve(settings: Settings) -> None:
-    """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises StartError."""
+async def serve(settings: Settings, *, reset: bool = False) -> None:
+    """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises StartError.
+
+    `reset`: forget what an earlier server has left.
+    """
     started_s = time.monotonic()
     lock_fd = lock_runtime_dir(settings.runtime_dir)
     native.load("hotkv.kernels")
     try:
-        memory = NodeMemory.create(
-            settings.arena_dir, settings.arena.bytes, settings.arena.capacity, secrets.randbits(62) | 1, prefault=settings.arena.prefault
+        if reset:
+            clear(settings.arena_dir)
+        memory = NodeMemory.open(
+            settings.arena_dir,
+            settings.arena.bytes,
+            settings.arena.slab_bytes,
+            settings.arena.capacity,
+            secrets.randbits(62) | 1,
+            prefault=settings.arena.prefault,
         )
+    except BusyError as error:
+        raise StartError(f"arena.dir: {error}") from error
     except OSError as error:
         raise StartError(f"arena: {error}") from error
     config = CoreConfig(
@@ -161,15 +168,18 @@ async def serve(settings: Settings) -> None:
         lease_ttl_s=settings.leases.ttl_s,
         unadmitted_share=settings.leases.unadmitted_share,
         held_share=settings.leases.held_share,
+        check_stride=settings.integrity.stride,
     )
+    core = CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity))
+    verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
     try:
-        publisher = make_publisher(settings.events)
-    except StartError:
-        memory.remove()
-        raise
+        take_over(core, memory, verifier, settings.integrity.start_check_s if settings.integrity.stride else None)
+    except OSError as error:
+        raise StartError(f"arena.dir: {error}") from error
+    publisher = make_publisher(settings.events)
     copy_engine = HostCopyEngine(settings.copy_.num_threads)
-    node = Node(CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity)), memory, copy_engine, publisher)
-    node.start()
+    node = Node(core, memory, copy_engine, publisher, verifier)
+    node.start(settings.integrity.scrub_bytes_per_s)
 
     def is_ready() -> bool:
         return not node.core.draining and copy_engine.is_alive() and time.monotonic() - node.last_tick_s < STALLED_LOOP_S
@@ -181,7 +191,6 @@ async def serve(settings: Settings) -> None:
         descriptors = DescriptorServer(node, settings.descriptor_socket, mode, uids)
         http = HttpServer(settings.http.host, settings.http.port, node, is_ready) if settings.http.port >= 0 else None
     except (OSError, RuntimeError) as error:
-        memory.remove()
         raise StartError(f"can't listen: {error}") from error
     await rpc.start()
     loop = asyncio.get_running_loop()
@@ -213,6 +222,10 @@ async def serve(settings: Settings) -> None:
     copy_engine.close()
     if publisher is not None:
         publisher.close()
-    memory.remove()
+    if settings.arena.keep:
+        node.save_use()
+        memory.release()
+    else:
+        memory.remove()
     os.close(lock_fd)
     log.info("stopped")

@@ -4,16 +4,20 @@ Runs on threads of its own and asks the event loop for figures, so an answer als
 """
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hotkv.counters import SPARSE_COUNTERS
 from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.stats import counters, gauges
+from hotkv_server.sparse.figures import LATENCY_BOUNDS_S
 
 ANSWER_TIMEOUT_S = 2.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -25,10 +29,10 @@ class _NodeCollector(Collector):
         self._loop = loop
 
     def collect(self) -> list[Metric]:
-        async def read() -> tuple[dict[str, float], dict[str, float]]:
-            return counters(self._node), gauges(self._node)
+        async def read() -> tuple[dict[str, float], dict[str, float], list[Metric]]:
+            return counters(self._node), gauges(self._node), _sparse_metrics(self._node.sparse)
 
-        totals, levels = asyncio.run_coroutine_threadsafe(read(), self._loop).result(ANSWER_TIMEOUT_S)
+        totals, levels, of_sparse = asyncio.run_coroutine_threadsafe(read(), self._loop).result(ANSWER_TIMEOUT_S)
         metrics: list[Metric] = []
         for name, value in totals.items():
             metrics.append(
@@ -36,10 +40,26 @@ class _NodeCollector(Collector):
             )
         for name, value in levels.items():
             metrics.append(GaugeMetricFamily(f"hotkv_{name}", name.replace("_", " "), value=value))
-        return metrics
+        return metrics + of_sparse
 
     def describe(self) -> list[Metric]:
         return []
+
+
+def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
+    """What engines have reported per layer, at most MAX_LAYERS of them, and how long selections by the server took."""
+    rows = list(sparse.figures.totals())
+    metrics: list[Metric] = []
+    for place, name in enumerate(SPARSE_COUNTERS):
+        title = f"sparse decode: {name.replace('_', ' ')} of a layer, over all engines since start"
+        family = CounterMetricFamily(f"hotkv_sparse_layer_{name}", title, labels=["layer"])
+        for growth in rows:
+            family.add_metric([str(growth.layer_index)], float(growth.values[place]))
+        metrics.append(family)
+    latency = HistogramMetricFamily("hotkv_sparse_select_seconds", "selections by the server, from request to answer")
+    names = [*map(str, LATENCY_BOUNDS_S), "+Inf"]
+    latency.add_metric([], list(zip(names, itertools.accumulate(sparse.latency.counts), strict=True)), sparse.latency.sum_s)
+    return [*metrics, latency]
 
 
 class HttpServer:

@@ -24,8 +24,11 @@ class ArenaSettings(BaseModel, extra="forbid"):
         None, description="Directory of the arena, on tmpfs or hugetlbfs. Default: a directory under /dev/shm named after runtime_dir."
     )
     slab_bytes: Annotated[ByteSize, Field(ge=64 << 10)] = Field(ByteSize(4 * MIB), description="Size of one slab; a multiple of 4KiB.")
-    max_blocks: Annotated[int, Field(ge=0, le=1 << 30)] = Field(0, description="Most blocks in the index; 0 for one per 16 KiB of arena.")
+    max_blocks: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
+        0, description="Most entries of the index, blocks and representations; 0 for one per 16 KiB of arena."
+    )
     prefault: bool = Field(True, description="Bring all memory in before ready, as huge pages where the kernel gives them.")
+    keep: bool = Field(True, description="Leave the arena behind at a clean stop, so that the next server goes on with it.")
 
     @field_validator("slab_bytes")
     @classmethod
@@ -42,8 +45,27 @@ class ArenaSettings(BaseModel, extra="forbid"):
 
     @property
     def capacity(self) -> int:
-        """Most blocks in the index."""
+        """Most entries of the index."""
         return self.max_blocks or max(1 << 16, self.bytes // (16 << 10))
+
+
+class IntegritySettings(BaseModel, extra="forbid"):
+    """Check values: how the server knows a block's bytes again."""
+
+    check: Literal["sampled", "full", "off"] = Field(
+        "sampled", description="What a check value covers: one line of 64 bytes in each 4 KiB, all bytes, or nothing."
+    )
+    start_check_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        0.3, description="Longest time that a start compares blocks with their check values, in seconds; the rest when it is first loaded."
+    )
+    scrub_bytes_per_s: Annotated[ByteSize, Field(ge=0)] = Field(
+        ByteSize(256 * MIB), description="Slots that are compared with their check values in the background, in bytes a second; 0 for none."
+    )
+
+    @property
+    def stride(self) -> int:
+        """Lines of which one is covered; 0 for no check values."""
+        return {"sampled": 64, "full": 1, "off": 0}[self.check]
 
 
 class LeaseSettings(BaseModel, extra="forbid"):
@@ -144,6 +166,7 @@ class Settings(BaseSettings):
         10.0, description="Longest wait for work in flight at SIGTERM, in seconds."
     )
     arena: ArenaSettings = Field(default_factory=lambda: ArenaSettings())  # type: ignore[call-arg]
+    integrity: IntegritySettings = Field(default_factory=lambda: IntegritySettings())  # type: ignore[call-arg]
     leases: LeaseSettings = Field(default_factory=lambda: LeaseSettings())  # type: ignore[call-arg]
     copy_: CopySettings = Field(default_factory=lambda: CopySettings(), alias="copy")  # type: ignore[call-arg]
     http: HttpSettings = Field(default_factory=lambda: HttpSettings())  # type: ignore[call-arg]

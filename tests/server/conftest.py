@@ -9,6 +9,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.testing import PagedEngine
+from tests.server.sparse_support import RepresentationEngine
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,20 @@ def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
 
         def make(target: str = server.target, **settings: object) -> PagedEngine:
             made = PagedEngine(target, **{"engine_id": uuid.uuid4().hex, **settings}).connect()  # type: ignore[arg-type]
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def sparse_engine(server: Server) -> Iterator[Callable[..., RepresentationEngine]]:
+    """Makes connected engines with representations, of one model unless another is named; closes them."""
+    with contextlib.ExitStack() as stack:
+        model = uuid.uuid4().hex
+
+        def make(*, target: str = server.target, engine_id: str = "", model: str = model) -> RepresentationEngine:
+            made = RepresentationEngine(target, model, engine_id)
             stack.callback(made.close)
             return made
 

@@ -213,7 +213,7 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.M
     from hotkv_server.runtime import node as node_module
 
     async def scenario() -> None:
-        memory = NodeMemory.create(tmp_path / "arena", 1 << 20, 64, 1, prefault=False)
+        memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
         copies = HostCopyEngine(1)
         node = node_module.Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, copies)
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)

@@ -6,7 +6,7 @@ Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls w
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,11 +21,16 @@ from hotkv_client.types import (
     BlockResult,
     BlockRun,
     GroupHashes,
+    Int32s,
+    LayerHotSet,
     LeaseGrant,
     LinkState,
     LoadRun,
     RequestReport,
     Role,
+    SelectConfig,
+    SequenceCreated,
+    SequenceState,
     SessionConfig,
     TransferResult,
     TransferStatus,
@@ -52,6 +57,8 @@ class FakeServer:
         self.leases: dict[str, list[tuple[int, list[bytes]]]] = {}
         self.released: list[str] = []
         self.calls: list[tuple[str, Any]] = []
+        self.sequences: dict[tuple[int, str], tuple[bytes, int, list[bytes]]] = {}
+        self.hot_sets: dict[tuple[bytes, int, tuple[bytes, ...]], tuple[LayerHotSet, ...]] = {}
         self.retentions: list[tuple[Retention, Sequence[BlockRun]]] = []
         self.held: list[tuple[str, str, Future[Any], Callable[[], Any]]] = []
         self.sessions: list[FakeSession] = []
@@ -86,10 +93,12 @@ class FakeServer:
             future.set_exception(SessionLostError("the server died"))
         self.held.clear()
         self.leases.clear()
+        self.sequences.clear()
         for session in self.sessions:
             session.tell(LinkState.ABSENT, "the server died")
         if empty:
             self.blocks.clear()
+            self.hot_sets.clear()
             self.epoch += 1
 
     def come_back(self) -> None:
@@ -188,6 +197,44 @@ class FakeSession:
 
     def report_requests(self, reports: Sequence[RequestReport]) -> None:
         self.server.calls.append(("report_requests", list(reports)))
+
+    def create_sequence(
+        self, sequence_id: str, group_index: int, hashes: Sequence[bytes], select: SelectConfig | None = None
+    ) -> Future[Any]:
+        """Hot sets of the longest remembered context that is a prefix of this one, or the same; it selects for nobody."""
+
+        def act() -> SequenceCreated:
+            self.server.sequences[id(self), sequence_id] = (self.space, group_index, list(hashes))
+            for count in range(len(hashes), 0, -1):
+                known = self.server.hot_sets.get((self.space, group_index, tuple(hashes[:count])))
+                if known is not None:
+                    return SequenceCreated("", 0, known, count)
+            return SequenceCreated("", 0, (), 0)
+
+        return self._call("create_sequence", sequence_id, (group_index, list(hashes)), act)
+
+    def append_blocks(self, sequence_id: str, first_position: int, hashes: Sequence[bytes]) -> Future[Any]:
+        def act() -> SequenceState:
+            if (id(self), sequence_id) not in self.server.sequences:
+                raise HotKVError(Reason.INVALID_FIELD, f"sequence_id {sequence_id!r} is unknown in this session; create it first")
+            blocks = self.server.sequences[id(self), sequence_id][2]
+            blocks[first_position:] = [*hashes, *blocks[first_position + len(hashes) :]]
+            return SequenceState(len(blocks), "", 0)
+
+        return self._call("append_blocks", sequence_id, (first_position, list(hashes)), act)
+
+    def report_sparse(self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]) -> None:
+        self.server.calls.append(("report_sparse", (dict(positions), dict(counters))))
+
+    def delete_sequence(self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()) -> Future[Any]:
+        def act() -> bool:
+            sequence = self.server.sequences.pop((id(self), sequence_id), None)
+            if sequence is not None and hot_sets:
+                space, group_index, hashes = sequence
+                self.server.hot_sets[space, group_index, tuple(hashes)] = tuple(hot_sets)
+            return sequence is not None
+
+        return self._call("delete_sequence", sequence_id, list(hot_sets), act)
 
     def flush(self) -> Future[Any]:
         def act() -> int:

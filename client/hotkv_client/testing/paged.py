@@ -35,6 +35,7 @@ class PagedEngine:
         shard_index: int = 0,
         num_shards: int = 1,
         on_evicted: Callable[[Evicted], None] | None = None,
+        reconnect_max_s: float = 0.5,
     ) -> None:
         layer_bytes = num_blocks * page_bytes
         self.fd = os.memfd_create("hotkv-engine")
@@ -53,7 +54,15 @@ class PagedEngine:
             for window in windows
         )
         self.key_space = KeySpace(model, model, "bfloat16", groups, block_tokens)
-        config = SessionConfig(target, engine_id, Role.WORKER, self.key_space, on_evicted=on_evicted, reconnect_max_s=0.5)
+        config = SessionConfig(
+            target,
+            engine_id,
+            Role.WORKER,
+            self.key_space,
+            on_evicted=on_evicted,
+            reconnect_initial_s=min(0.1, reconnect_max_s),
+            reconnect_max_s=reconnect_max_s,
+        )
         self.session = Session(config, EngineMemory(self.layout, {"kv": self.fd}))
 
     def connect(self, timeout_s: float = 20.0) -> "PagedEngine":

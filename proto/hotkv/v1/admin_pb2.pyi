@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import hotkv.v1.layout_pb2
+import hotkv.v1.sparse_pb2
 import sys
 import typing
 
@@ -807,3 +808,60 @@ class ExplainResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["key_spaces", b"key_spaces"]) -> None: ...
 
 Global___ExplainResponse: typing_extensions.TypeAlias = ExplainResponse
+
+@typing.final
+class ListSparseLayersRequest(google.protobuf.message.Message):
+    """Asks for the layers of sparse decode."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListSparseLayersRequest: typing_extensions.TypeAlias = ListSparseLayersRequest
+
+@typing.final
+class SparseLayer(google.protobuf.message.Message):
+    """One layer of one engine."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    COUNTERS_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    """The engine."""
+    @property
+    def counters(self) -> hotkv.v1.sparse_pb2.LayerCounters:
+        """What it has counted since its first session here."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        counters: hotkv.v1.sparse_pb2.LayerCounters | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["counters", b"counters", "engine_id", b"engine_id"]) -> None: ...
+
+Global___SparseLayer: typing_extensions.TypeAlias = SparseLayer
+
+@typing.final
+class ListSparseLayersResponse(google.protobuf.message.Message):
+    """The layers of all engines that have a session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: builtins.int
+    @property
+    def layers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SparseLayer]:
+        """By engine, then by layer."""
+
+    def __init__(
+        self,
+        *,
+        layers: collections.abc.Iterable[Global___SparseLayer] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["layers", b"layers"]) -> None: ...
+
+Global___ListSparseLayersResponse: typing_extensions.TypeAlias = ListSparseLayersResponse

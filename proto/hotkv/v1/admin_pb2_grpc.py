@@ -85,6 +85,11 @@ class AdminServiceStub(object):
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.ListSparseLayers = channel.unary_unary(
+                '/hotkv.v1.AdminService/ListSparseLayers',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -161,6 +166,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSparseLayers(self, request, context):
+        """What engines report of their sparse decode, per layer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -213,6 +225,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListSparseLayers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSparseLayers,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -486,6 +503,33 @@ class AdminService(object):
             '/hotkv.v1.AdminService/Explain',
             hotkv_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             hotkv_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSparseLayers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotkv.v1.AdminService/ListSparseLayers',
+            hotkv_dot_v1_dot_admin__pb2.ListSparseLayersRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.ListSparseLayersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -185,7 +185,23 @@ _AdminServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
+_AdminServiceListSparseLayersType = typing_extensions.TypeVar(
+    '_AdminServiceListSparseLayersType',
+    grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListSparseLayersRequest,
+        hotkv.v1.admin_pb2.ListSparseLayersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListSparseLayersRequest,
+        hotkv.v1.admin_pb2.ListSparseLayersResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListSparseLayersRequest,
+        hotkv.v1.admin_pb2.ListSparseLayersResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType]):
     """For operators: what the server holds, and levers."""
 
     @typing.overload
@@ -229,6 +245,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
         grpc.UnaryUnaryMultiCallable[
             hotkv.v1.admin_pb2.ExplainRequest,
             hotkv.v1.admin_pb2.ExplainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.ListSparseLayersRequest,
+            hotkv.v1.admin_pb2.ListSparseLayersResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -274,6 +294,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
             hotkv.v1.admin_pb2.ExplainRequest,
             hotkv.v1.admin_pb2.ExplainResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.ListSparseLayersRequest,
+            hotkv.v1.admin_pb2.ListSparseLayersResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetInfo: _AdminServiceGetInfoType
@@ -305,6 +329,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
 
     Explain: _AdminServiceExplainType
     """Says of each block of a prompt whether it would hit, and if not, why."""
+
+    ListSparseLayers: _AdminServiceListSparseLayersType
+    """What engines report of their sparse decode, per layer."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -346,6 +373,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv.v1.admin_pb2.ExplainRequest,
         hotkv.v1.admin_pb2.ExplainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListSparseLayersRequest,
+        hotkv.v1.admin_pb2.ListSparseLayersResponse,
     ],
 ]
 
@@ -431,5 +462,13 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hotkv.v1.admin_pb2.ExplainResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.ExplainResponse]]:
         """Says of each block of a prompt whether it would hit, and if not, why."""
+
+    @abc.abstractmethod
+    def ListSparseLayers(
+        self,
+        request: hotkv.v1.admin_pb2.ListSparseLayersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hotkv.v1.admin_pb2.ListSparseLayersResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.ListSparseLayersResponse]]:
+        """What engines report of their sparse decode, per layer."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -12,6 +12,7 @@ import google.protobuf.message
 import hotkv.v1.cache_pb2
 import hotkv.v1.errors_pb2
 import hotkv.v1.layout_pb2
+import hotkv.v1.sparse_pb2
 import sys
 import typing
 
@@ -310,6 +311,10 @@ class ConnectRequest(google.protobuf.message.Message):
     REPORT_USE_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
     FLUSH_FIELD_NUMBER: builtins.int
+    CREATE_SEQUENCE_FIELD_NUMBER: builtins.int
+    APPEND_BLOCKS_FIELD_NUMBER: builtins.int
+    DELETE_SEQUENCE_FIELD_NUMBER: builtins.int
+    REPORT_SPARSE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Chosen by the client, repeated in the answer; zero where no answer is wanted."""
     @property
@@ -360,6 +365,22 @@ class ConnectRequest(google.protobuf.message.Message):
     def flush(self) -> Global___Flush:
         """Forgets the key space's blocks."""
 
+    @property
+    def create_sequence(self) -> hotkv.v1.sparse_pb2.CreateSequenceRequest:
+        """As SparseService.CreateSequence."""
+
+    @property
+    def append_blocks(self) -> hotkv.v1.sparse_pb2.AppendBlocksRequest:
+        """As SparseService.AppendBlocks."""
+
+    @property
+    def delete_sequence(self) -> hotkv.v1.sparse_pb2.DeleteSequenceRequest:
+        """As SparseService.DeleteSequence."""
+
+    @property
+    def report_sparse(self) -> hotkv.v1.sparse_pb2.ReportSparse:
+        """Reports what sparse decode did."""
+
     def __init__(
         self,
         *,
@@ -376,10 +397,14 @@ class ConnectRequest(google.protobuf.message.Message):
         report_use: Global___ReportUse | None = ...,
         ping: Global___Ping | None = ...,
         flush: Global___Flush | None = ...,
+        create_sequence: hotkv.v1.sparse_pb2.CreateSequenceRequest | None = ...,
+        append_blocks: hotkv.v1.sparse_pb2.AppendBlocksRequest | None = ...,
+        delete_sequence: hotkv.v1.sparse_pb2.DeleteSequenceRequest | None = ...,
+        report_sparse: hotkv.v1.sparse_pb2.ReportSparse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping", "flush"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping", "flush", "create_sequence", "append_blocks", "delete_sequence", "report_sparse"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
@@ -442,6 +467,9 @@ class ConnectResponse(google.protobuf.message.Message):
     EVICTION_NOTICE_FIELD_NUMBER: builtins.int
     DRAIN_NOTICE_FIELD_NUMBER: builtins.int
     FLUSHED_FIELD_NUMBER: builtins.int
+    CREATE_SEQUENCE_FIELD_NUMBER: builtins.int
+    APPEND_BLOCKS_FIELD_NUMBER: builtins.int
+    DELETE_SEQUENCE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """The request answered, or zero."""
     @property
@@ -500,6 +528,18 @@ class ConnectResponse(google.protobuf.message.Message):
     def flushed(self) -> Global___Flushed:
         """The blocks are forgotten."""
 
+    @property
+    def create_sequence(self) -> hotkv.v1.sparse_pb2.CreateSequenceResponse:
+        """The sequence has begun."""
+
+    @property
+    def append_blocks(self) -> hotkv.v1.sparse_pb2.AppendBlocksResponse:
+        """What the sequence has now."""
+
+    @property
+    def delete_sequence(self) -> hotkv.v1.sparse_pb2.DeleteSequenceResponse:
+        """The sequence has ended."""
+
     def __init__(
         self,
         *,
@@ -518,10 +558,13 @@ class ConnectResponse(google.protobuf.message.Message):
         eviction_notice: Global___EvictionNotice | None = ...,
         drain_notice: Global___DrainNotice | None = ...,
         flushed: Global___Flushed | None = ...,
+        create_sequence: hotkv.v1.sparse_pb2.CreateSequenceResponse | None = ...,
+        append_blocks: hotkv.v1.sparse_pb2.AppendBlocksResponse | None = ...,
+        delete_sequence: hotkv.v1.sparse_pb2.DeleteSequenceResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "body", b"body", "cancel_transfer", b"cancel_transfer", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice", "flushed"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice", "flushed", "create_sequence", "append_blocks", "delete_sequence"] | None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 

@@ -1,64 +1,137 @@
-"""The arena: the file of host memory in which all slots lie, and the block table beside it.
+"""The arena: the file of host memory in which all slots lie, and what lies beside it: block table, state, times of last use.
 
-Both are files in one directory on tmpfs, created anew at start and removed at a clean stop. They are complete, mapped and
-prefaulted before the server is ready.
+All are files of one directory on tmpfs, locked by one server. They outlive it: the next server over the directory goes on with the arena
+as it is and makes a table of its own out of the old one's records (`Leftover`). Until `adopt` the directory is as the old server
+left it, so that a start that is killed has lost nothing. Arena and table are complete, mapped and prefaulted before the server is ready.
 """
 
+import fcntl
 import os
+import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hotkv.table import BlockTable, TableGeometry
 from hotkv_server.memory.mapping import HUGE_PAGE_BYTES, FileMapping
+from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
-ARENA_FILE = "arena"
-TABLE_FILE = "table"
+ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = "arena", "table", "table.new", "state.json", "use", "lock"
+FILES: Final = (STATE_FILE, USE_FILE, TABLE_FILE, NEW_TABLE_FILE, ARENA_FILE)
+"""In the order in which they go: without the state nothing of the rest counts."""
 HUGE_PAGE_BUDGET_S = 0.5
 """Longest time that the start spends on huge pages before it goes on without."""
+USE_HEADER: Final = struct.Struct("<8sqdq")
+USE_MAGIC: Final = b"HOTKVUS1"
+
+
+class BusyError(OSError):
+    """Another server has locked the directory; the message names its pid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What an old server left. `last_used_s` float64 by entry number, in seconds of the monotonic clock, nan for not known."""
+
+    table: BlockTable
+    state: ServerState
+    last_used_s: NDArray[np.float64] | None
 
 
 @dataclass(slots=True)
 class NodeMemory:
-    """Arena and table of one server. `arena.huge_bytes` says how much of it lies in huge pages."""
+    """Arena and table of one server, and `leftover` of another until `adopt`. `why_empty`: why there is none, empty on a fresh directory.
+
+    `arena.huge_bytes` says how much of it lies in huge pages.
+    """
 
     directory: Path
+    slab_bytes: int
     arena: FileMapping
     table_file: FileMapping
     table: BlockTable
+    leftover: Leftover | None = None
+    why_empty: str = ""
+    _lock_fd: int = -1
+    _old_table: FileMapping | None = None
     _collapsed_bytes: int = 0
 
     @staticmethod
-    def create(directory: Path, arena_bytes: int, capacity: int, epoch: int, mode: int = 0o640, *, prefault: bool = True) -> "NodeMemory":
-        """Makes and prefaults both files. Raises OSError, naming what to do, where memory is short."""
+    def open(
+        directory: Path, arena_bytes: int, slab_bytes: int, capacity: int, fresh_epoch: int, mode: int = 0o640, *, prefault: bool = True
+    ) -> "NodeMemory":
+        """Goes on with what is in the directory where that fits, else makes all files anew, under `fresh_epoch`; prefaults them.
+
+        Raises BusyError, or OSError that names what to do where memory is short.
+        """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
-        geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
-        for name in (ARENA_FILE, TABLE_FILE):
-            (directory / name).unlink(missing_ok=True)
-        space = os.statvfs(directory)
-        free_bytes = space.f_bavail * space.f_frsize
-        if free_bytes < arena_bytes + geometry.file_bytes:
-            _remove_if_empty(directory)
-            raise OSError(
-                f"{directory} has {free_bytes >> 20} MiB free, the arena needs {arena_bytes >> 20} MiB: lower arena.bytes, "
-                "or enlarge the file system (Docker: --shm-size; Kubernetes: an emptyDir with medium Memory)"
-            )
-        arena = FileMapping.create(directory / ARENA_FILE, arena_bytes, mode)
-        table_file = FileMapping.create(directory / TABLE_FILE, geometry.file_bytes, mode)
+        lock_fd = _locked(directory)
+        (directory / NEW_TABLE_FILE).unlink(missing_ok=True)
+        try:
+            leftover, old_table, why_empty = None, None, ""
+            if (directory / STATE_FILE).exists() or (directory / TABLE_FILE).exists():
+                try:
+                    leftover, old_table = _leftover(directory, arena_bytes, slab_bytes)
+                except (OSError, ValueError, StateError) as error:
+                    why_empty = str(error)
+            if leftover is None:
+                _remove_files(directory)
+            epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
+            geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
+            _check_room(directory, geometry.file_bytes + (arena_bytes if leftover is None else 0), arena_bytes)
+            if leftover is None:
+                arena = FileMapping.create(directory / ARENA_FILE, arena_bytes, mode)
+            else:
+                arena = FileMapping(_open_own(directory / ARENA_FILE, os.O_RDWR), arena_bytes, str(directory / ARENA_FILE), exclusive=True)
+            table_file = FileMapping.create(directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE), geometry.file_bytes, mode)
+        except BaseException:
+            os.close(lock_fd)
+            raise
         view = table_file.array()
         view[: len(geometry.pack())] = memoryview(geometry.pack())
-        memory = NodeMemory(directory, arena, table_file, BlockTable(view, geometry))
+        table = BlockTable(view, geometry)
+        memory = NodeMemory(directory, slab_bytes, arena, table_file, table, leftover, why_empty, lock_fd, old_table)
         if prefault:
             memory._prefault()
         return memory
 
+    def adopt(self) -> None:
+        """The new table holds what is kept of the old one, and takes its place. Raises OSError."""
+        if self._old_table is None:
+            return
+        # Its entry numbers are those of the old table.
+        (self.directory / USE_FILE).unlink(missing_ok=True)
+        (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
+        self.leftover = None
+        self._old_table.close()
+        self._old_table = None
+
+    def save_state(self, state: ServerState) -> None:
+        """Notes what the bytes mean; before the first of them are stored. Raises OSError."""
+        write_state(self.directory / STATE_FILE, state)
+
+    def save_use(self, last_used_s: NDArray[np.float64]) -> None:
+        """Notes when entries were last used: float64 by entry number, seconds of the monotonic clock, nan for not known. Raises OSError."""
+        scratch = self.directory / f"{USE_FILE}.new"
+        with open(scratch, "wb") as file:
+            file.write(USE_HEADER.pack(USE_MAGIC, self.table.geometry.epoch, time.monotonic(), len(last_used_s)))
+            file.write((last_used_s - time.monotonic()).astype("<f4").tobytes())
+        scratch.replace(self.directory / USE_FILE)
+
     def _prefault(self) -> None:
-        """Brings the arena in: as huge pages while that is quick, then as it comes."""
+        """Brings the arena in: as huge pages while that is quick, then as it comes. What an old server has left is all there."""
+        if self.leftover is not None and not self.arena.has_holes():
+            return
         self._collapsed_bytes = self.arena.make_huge(0, HUGE_PAGE_BUDGET_S)
         self.arena.populate()
 
     def collapse_rest(self, pause_s: float = 0.01) -> None:
         """Turns the rest of the arena into huge pages, piece by piece, as far as the kernel goes along. Blocks; for a thread of its own."""
+        self.arena.populate()
         while (end := self.arena.make_huge(self._collapsed_bytes, pause_s, HUGE_PAGE_BYTES)) > self._collapsed_bytes:
             self._collapsed_bytes = end
             time.sleep(pause_s)
@@ -68,13 +141,116 @@ class NodeMemory:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(self.directory / ARENA_FILE, flags), os.open(self.directory / TABLE_FILE, flags)
 
+    def release(self) -> None:
+        """Lets another server have the directory with all that is in it."""
+        os.close(self._lock_fd)
+
     def remove(self) -> None:
         """Removes the files; the memory goes when nobody maps it any more."""
-        for name in (ARENA_FILE, TABLE_FILE):
-            (self.directory / name).unlink(missing_ok=True)
-        _remove_if_empty(self.directory)
+        remove_files(self.directory, self._lock_fd)
 
 
-def _remove_if_empty(directory: Path) -> None:
+def clear(directory: Path) -> None:
+    """Forgets what servers have left in the directory. Raises BusyError where one is running, OSError."""
+    if directory.is_dir():
+        remove_files(directory, _locked(directory))
+
+
+def remove_files(directory: Path, lock_fd: int) -> None:
+    """Removes all files, then the lock, which is given up, and the directory where nothing else is in it."""
+    _remove_files(directory)
+    (directory / LOCK_FILE).unlink(missing_ok=True)
+    os.close(lock_fd)
     if not any(directory.iterdir()):
         directory.rmdir()
+
+
+def _remove_files(directory: Path) -> None:
+    for name in FILES:
+        (directory / name).unlink(missing_ok=True)
+
+
+def lock_file(path: Path) -> int:
+    """Descriptor of the locked file, with this process's pid in it. Raises BusyError, or OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise BusyError(f"{path.parent} is in use by hotkv-server with pid {pid or 'unknown'}") from error
+    os.truncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _locked(directory: Path) -> int:
+    while True:
+        fd = lock_file(directory / LOCK_FILE)
+        # Who removes the directory's files removes the lock while it is held: then this is a lock on nothing.
+        try:
+            if os.stat(directory / LOCK_FILE).st_ino == os.fstat(fd).st_ino:
+                return fd
+        except FileNotFoundError:
+            directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        os.close(fd)
+
+
+def _check_room(directory: Path, needed_bytes: int, arena_bytes: int) -> None:
+    space = os.statvfs(directory)
+    free_bytes = space.f_bavail * space.f_frsize
+    if free_bytes < needed_bytes:
+        raise OSError(
+            f"{directory} has {free_bytes >> 20} MiB free, arena and table need {needed_bytes >> 20} MiB more: lower arena.bytes "
+            f"({arena_bytes >> 20} MiB), or enlarge the file system (Docker: --shm-size; Kubernetes: an emptyDir with medium Memory)"
+        )
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """Raises OSError for a link, StateError for another user's file."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
+        os.close(fd)
+        raise StateError(f"{path.name} belongs to uid {owner}")
+    return fd
+
+
+def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Leftover, FileMapping]:
+    """Raises StateError, ValueError or OSError where the files are not whole or were made with other settings."""
+    state = read_state(directory / STATE_FILE)
+    if state.slab_bytes != slab_bytes:
+        raise StateError(f"arena.slab_bytes was {state.slab_bytes} and is {slab_bytes} now")
+    found = _open_own(directory / ARENA_FILE, os.O_RDWR)
+    size = os.fstat(found).st_size
+    os.close(found)
+    if size != arena_bytes:
+        raise StateError(f"arena.bytes was {size} and is {arena_bytes} now")
+    fd = _open_own(directory / TABLE_FILE, os.O_RDWR)
+    mapping = FileMapping(fd, os.fstat(fd).st_size, str(directory / TABLE_FILE))
+    try:
+        old = BlockTable.open(mapping.array())
+        if old.geometry.arena_bytes != arena_bytes:
+            raise StateError(f"the block table is that of an arena of {old.geometry.arena_bytes} bytes")
+    except BaseException:
+        mapping.close()
+        raise
+    return Leftover(old, state, _read_use(directory / USE_FILE, old.geometry)), mapping
+
+
+def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None:
+    """None where there is no such file of this table."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if len(content) < USE_HEADER.size:
+        return None
+    magic, epoch, saved_s, count = USE_HEADER.unpack_from(content)
+    whole = len(content) == USE_HEADER.size + 4 * count
+    if magic != USE_MAGIC or epoch != geometry.epoch or not whole or not saved_s <= time.monotonic():
+        return None
+    used_s = np.full(geometry.capacity + 1, np.nan)
+    ages = np.frombuffer(content, "<f4", offset=USE_HEADER.size)[: len(used_s)]
+    used_s[: len(ages)] = saved_s + np.minimum(ages, 0.0)
+    return used_s

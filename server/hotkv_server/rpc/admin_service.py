@@ -11,7 +11,7 @@ import hotkv
 from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc
-from hotkv_server.rpc import convert
+from hotkv_server.rpc import convert, sparse_convert
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
 from hotkv_server.rpc.streams import stream
@@ -193,6 +193,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return admin_pb2.DrainResponse(lease_count=len(self._node.core.leases), transfer_count=len(self._node.core.transfers))
 
         return await answer(context, call)
+
+    async def ListSparseLayers(self, request: admin_pb2.ListSparseLayersRequest, context: Any) -> admin_pb2.ListSparseLayersResponse:
+        return admin_pb2.ListSparseLayersResponse(
+            layers=[
+                admin_pb2.SparseLayer(engine_id=engine_id, counters=sparse_convert.layer_counters(growth))
+                for engine_id, growth in self._node.sparse.figures.rows()
+            ]
+        )
 
     async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:
         async def call() -> admin_pb2.ExplainResponse:

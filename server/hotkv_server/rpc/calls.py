@@ -3,8 +3,9 @@
 import asyncio
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import cache_pb2, session_pb2
-from hotkv_server.rpc import convert
+from hotkv.keys import MAX_GROUPS
+from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
+from hotkv_server.rpc import convert, sparse_convert
 from hotkv_server.runtime.node import Node, TransferEnd
 from hotkv_server.runtime.session import LiveSession
 
@@ -85,6 +86,52 @@ def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse)
     """Notes what the engine used."""
     node.touch(session, convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index))
     node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
+
+
+def _sequence_id(text: str) -> str:
+    return convert.identifier("sequence_id", text)
+
+
+def create_sequence(node: Node, session: LiveSession, request: sparse_pb2.CreateSequenceRequest) -> sparse_pb2.CreateSequenceResponse:
+    """Begins a sequence of sparse decode."""
+    if not 0 <= request.group_index < len(session.key_space.groups):
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"group_index is {request.group_index}; this key space has {len(session.key_space.groups)} groups"
+        )
+    spec = None
+    if request.HasField("select"):
+        spec = sparse_convert.select_spec(request.select, session, request.group_index)
+        record = node.core.catalog.record(session.record.key_space_id)
+        if spec.representation_group < MAX_GROUPS or record.block_group(spec.representation_group) != request.group_index:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"select.representation_group_index is {request.select.representation_group_index}; name a representation of group "
+                f"{request.group_index} that the session declares",
+            )
+        spec.check_slots(record.representation(spec.representation_group).shard_bytes)
+    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
+    return sparse_convert.create_response(node.sparse.create(session, _sequence_id(request.sequence_id), request.group_index, hashes, spec))
+
+
+def append_blocks(node: Node, session: LiveSession, request: sparse_pb2.AppendBlocksRequest) -> sparse_pb2.AppendBlocksResponse:
+    """Adds blocks to a sequence."""
+    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
+    sequence = node.sparse.append(session, _sequence_id(request.sequence_id), request.first_position, hashes)
+    return sparse_pb2.AppendBlocksResponse(
+        block_count=len(sequence.hashes), lease_id=sequence.lease_id, covered_block_count=len(sequence.slots)
+    )
+
+
+async def delete_sequence(node: Node, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest) -> sparse_pb2.DeleteSequenceResponse:
+    """Ends a sequence; answers when nothing is selected for it any more."""
+    hot_sets = sparse_convert.hot_sets(request.hot_sets, session.key_space.num_shards, node.core.config.max_blocks_per_call)
+    return sparse_pb2.DeleteSequenceResponse(deleted=await node.sparse.delete(session, _sequence_id(request.sequence_id), hot_sets))
+
+
+def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSparse) -> None:
+    """Notes what an engine's sparse decode did."""
+    used = sparse_convert.used(request.sequences, node.core.config.max_blocks_per_call)
+    node.sparse.report(session, used, sparse_convert.layer_growth(request.layers))
 
 
 def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:

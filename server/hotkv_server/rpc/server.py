@@ -8,12 +8,24 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, events_pb2, events_pb2_grpc, session_pb2, session_pb2_grpc
+from hotkv.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    events_pb2,
+    events_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    sparse_pb2,
+    sparse_pb2_grpc,
+)
 from hotkv_server.rpc.admin_service import AdminService
 from hotkv_server.rpc.cache_service import CacheService
 from hotkv_server.rpc.event_service import EventService
 from hotkv_server.rpc.interceptor import MalformedInterceptor
 from hotkv_server.rpc.session_service import SessionService
+from hotkv_server.rpc.sparse_service import SparseService
 from hotkv_server.runtime.node import Node
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -23,6 +35,7 @@ SERVICE_NAMES = tuple(
     for service in (
         session_pb2.DESCRIPTOR.services_by_name["SessionService"],
         cache_pb2.DESCRIPTOR.services_by_name["CacheService"],
+        sparse_pb2.DESCRIPTOR.services_by_name["SparseService"],
         events_pb2.DESCRIPTOR.services_by_name["EventService"],
         admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
     )
@@ -49,6 +62,7 @@ class RpcServer:
             SessionService(node, has_descriptor_socket=has_descriptor_socket), self._server
         )
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(node), self._server)
+        sparse_pb2_grpc.add_SparseServiceServicer_to_server(SparseService(node), self._server)
         events_pb2_grpc.add_EventServiceServicer_to_server(EventService(node), self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(node), self._server)
         self._health = health.aio.HealthServicer()

@@ -179,6 +179,15 @@ class _Stream:
             case "report_use":
                 calls.report_use(node, session, request.report_use)
                 return None
+            case "create_sequence":
+                return session_pb2.ConnectResponse(create_sequence=calls.create_sequence(node, session, request.create_sequence))
+            case "append_blocks":
+                return session_pb2.ConnectResponse(append_blocks=calls.append_blocks(node, session, request.append_blocks))
+            case "delete_sequence":
+                return session_pb2.ConnectResponse(delete_sequence=await calls.delete_sequence(node, session, request.delete_sequence))
+            case "report_sparse":
+                calls.report_sparse(node, session, request.report_sparse)
+                return None
             case "flush":
                 return session_pb2.ConnectResponse(flushed=calls.flush(node, session))
             case "ping":

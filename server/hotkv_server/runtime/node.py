@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,9 @@ from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.layout import FENCE_WORDS, Layout
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.checks import Sums
 from hotkv_server.core.values import EvictionNotice, HashList, LoadPositions, Run, SlotRun
+from hotkv_server.dataplane.checks import add_sums
 from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Region, plans_for
 from hotkv_server.memory.arena import NodeMemory
@@ -29,6 +32,9 @@ from hotkv_server.runtime.events import EventHub, EventPublisher, RunContent, re
 from hotkv_server.runtime.feed import Feeds
 from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
 from hotkv_server.runtime.session import Drain, EngineMemory, LiveSession
+from hotkv_server.runtime.sparse import SparseDecode
+from hotkv_server.runtime.takeover import last_used, state_of
+from hotkv_server.runtime.verify import Verifier
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +63,14 @@ class TransferEnd:
 class Node:
     """See the module. `copy_engine` and `publisher` are closed by whoever made them."""
 
-    def __init__(self, core: CacheCore, memory: NodeMemory, copy_engine: CopyEngine, publisher: EventPublisher | None = None) -> None:
+    def __init__(
+        self,
+        core: CacheCore,
+        memory: NodeMemory,
+        copy_engine: CopyEngine,
+        publisher: EventPublisher | None = None,
+        verifier: Verifier | None = None,
+    ) -> None:
         self.core = core
         self.memory = memory
         self.copy_engine = copy_engine
@@ -71,20 +84,27 @@ class Node:
         self.watched: Feeds[WatchedReport] = Feeds()
         self.last_tick_s = time.monotonic()
         self._arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
-        self._timer: asyncio.Task[None] | None = None
+        self.verifier = verifier or Verifier(core, self._arena)
+        self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
+        self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
         return f"Node({len(self.sessions)} sessions, {self.core!r})"
 
-    def start(self) -> None:
-        """Starts the timer."""
-        self._timer = asyncio.create_task(self._tick(), name="hotkv-timer")
+    def start(self, scrub_bytes_per_s: float = 0.0) -> None:
+        """Starts the timer, and the scrubber unless it may read nothing."""
+        for number, record in self.core.key_spaces.items():
+            self.events.add_key_space(number, record.key_space)
+        self._tasks.append(asyncio.create_task(self._tick(), name="hotkv-timer"))
+        if scrub_bytes_per_s and self.core.config.check_stride:
+            self._tasks.append(asyncio.create_task(self.verifier.scrub(scrub_bytes_per_s, self._run_effects), name="hotkv-scrub"))
 
     async def close(self) -> None:
         """Closes all sessions and stops the timer."""
         await asyncio.gather(*(self.close_session(session) for session in list(self.sessions.values())))
-        if self._timer is not None:
-            self._timer.cancel()
+        self.sparse.close()
+        for task in self._tasks:
+            task.cancel()
 
     @property
     def epoch(self) -> int:
@@ -98,14 +118,30 @@ class Node:
         """Opens a session; whoever holds its secret id may use it."""
         if len(self.sessions) >= MAX_SESSIONS:
             raise HotKVError(Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first")
-        num_known = len(self.core.key_spaces)
+        num_known, num_kinds = len(self.core.key_spaces), self.core.catalog.num_kinds
         record = self.core.open_session(engine_id, role, key_space, time.monotonic(), representations)
         if len(self.core.key_spaces) > num_known:
             self.events.add_key_space(record.key_space_id, key_space)
+        if (len(self.core.key_spaces), self.core.catalog.num_kinds) != (num_known, num_kinds):
+            self._save_state()
         session = LiveSession(record, secrets.token_hex(16), self.core.key_space(record.key_space_id), client_name)
         self.sessions[session.secret_id] = session
         log.info("session opened number=%d engine=%s role=%s key_space=%d", record.number, engine_id, role, record.key_space_id)
         return session
+
+    def _save_state(self) -> None:
+        """Before anything is stored that only it explains."""
+        try:
+            self.memory.save_state(state_of(self.core, self.memory.slab_bytes))
+        except OSError as error:
+            log.warning("state not saved, a restart will lose what is new: %s", error)
+
+    def save_use(self) -> None:
+        """Notes for the next server when blocks were last used."""
+        try:
+            self.memory.save_use(last_used(self.core))
+        except OSError as error:
+            log.warning("times of last use not saved: %s", error)
 
     def session(self, secret_id: str) -> LiveSession:
         """The open session with this secret id. Raises UNKNOWN_SESSION."""
@@ -121,12 +157,14 @@ class Node:
         session.closing = True
         for job in session.jobs.values():
             job.cancel()
-        while session.jobs:
+        while session.jobs or session.num_selects:
             session.settled.clear()
             await session.settled.wait()
         session.release_memory()
         self.core.close_session(session.record.number, time.monotonic())
         del self.sessions[session.secret_id]
+        is_last = all(other.record.engine_id != session.record.engine_id for other in self.sessions.values())
+        self.sparse.close_session(session, is_last=is_last)
         self._run_effects()
         log.info("session closed number=%d engine=%s", session.record.number, session.record.engine_id)
 
@@ -239,9 +277,11 @@ class Node:
         ttl_s, shard_index = max(timeout_s, 0.0) * 2, memory.layout.shard_index
         slots = self.core.begin_store(session.record.number, transfer_id, lease_id, runs, shard_index, ttl_s, time.monotonic(), retention)
 
+        sums: list[Sums] = []
+
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
             kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
-            results = self.core.end_store(session.record.number, transfer_id, kept, time.monotonic())
+            results = self.core.end_store(session.record.number, transfer_id, kept, time.monotonic(), sums)
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
             if self.events.is_heard and contents:
@@ -249,10 +289,20 @@ class Node:
             return results
 
         try:
-            return self._transfer(session, transfer_id, memory, slots, block_ids, timeout_s, finish, to_engine=False)
+            take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
+            return self._transfer(session, transfer_id, memory, slots, block_ids, timeout_s, finish, take_sums, to_engine=False)
         finally:
             # Notices of what made room go out while the bytes move.
             self._run_effects()
+
+    def _take_sums(self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]) -> None:
+        """What a store has written, for its check values. In the copy thread that wrote last."""
+        stride, record = self.core.config.check_stride, self.core.catalog.record(key_space_id)
+        for run in slots if stride else ():
+            shard_bytes, found = record.shape(run.group_index).shard_bytes, np.zeros(len(run.offsets), np.uint64)
+            strides = np.full(len(found), stride)
+            add_sums(self._arena, run.offsets + sum(shard_bytes[:shard_index]), shard_bytes[shard_index], shard_index, strides, found)
+            sums.append(found)
 
     def cancel(self, session: LiveSession, transfer_id: str) -> bool:
         """Asks a transfer to end early; False where it has ended."""
@@ -271,9 +321,11 @@ class Node:
         block_ids: Sequence[NDArray[np.int64]],
         timeout_s: float,
         finish: Finish,
+        after: Callable[[], None] | None = None,
         *,
         to_engine: bool,
     ) -> "asyncio.Future[TransferEnd]":
+        """`after`: called in a copy thread when all has been copied."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TransferEnd] = loop.create_future()
         record = self.core.catalog.record(session.record.key_space_id)
@@ -307,13 +359,29 @@ class Node:
             job.cancel()
 
         def on_done(outcome: Outcome, message: str) -> None:
+            try:
+                if after is not None and outcome is Outcome.DONE:
+                    after()
+            except Exception as error:  # noqa: BLE001 The edge of the effect executor: what can't be checked is not kept.
+                outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
             loop.call_soon_threadsafe(ended, outcome, message)
 
         job = CopyJob(plans, on_done)
         session.jobs[transfer_id] = job
         timeout_s = timeout_s or DEFAULT_TRANSFER_TIMEOUT_S
         timer = loop.call_later(timeout_s, cancel_late)
-        self.copy_engine.submit(job)
+        cases = self.verifier.unverified(slots) if to_engine else []
+        if not cases:
+            self.copy_engine.submit(job)
+            return future
+
+        def judged(checking: "asyncio.Future[list[NDArray[np.bool_]]]") -> None:
+            if len(self.verifier.settle(cases, checking.result())):
+                ended(Outcome.FAILED, "a block's bytes are not those that were stored; it is dropped")
+            else:
+                self.copy_engine.submit(job)
+
+        loop.run_in_executor(None, self.verifier.judge, cases).add_done_callback(judged)
         return future
 
     # Draining, effects, time
@@ -338,6 +406,7 @@ class Node:
         """As CacheCore.flush."""
         self._run_effects()
         num_blocks = self.core.flush(key_space_id)
+        self.sparse.forget(key_space_id)
         self._run_effects(flushed_key_space_id=key_space_id)
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks

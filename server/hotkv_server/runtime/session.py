@@ -63,6 +63,8 @@ class LiveSession:
     client_name: str
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
     jobs: dict[str, CopyJob] = field(default_factory=dict)
+    num_selects: int = 0
+    """Selections that are under way: they read the arena under its leases."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: EngineMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)

@@ -2,6 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from hotkv_server.core.slabs import SlabClassStats
 from hotkv_server.runtime.node import Node
 
@@ -43,10 +45,13 @@ def counters(node: Node) -> dict[str, float]:
     values["stored_bytes_total"] = float(node.stored_bytes)
     values["events_lost_by_readers_total"] = float(node.events.feeds.lost_items)
     values["watched_requests_lost_total"] = float(node.watched.lost_items)
+    values["verified_blocks_total"] = float(node.verifier.verified_blocks)
+    values["scrub_passes_total"] = float(node.verifier.passes)
     publisher = node.events.publisher
     values["events_published_total"] = float(publisher.published_events) if publisher else 0.0
     values["events_lost_total"] = float(publisher.lost_events) if publisher else 0.0
     values.update((f"reported_{name}_total", float(value)) for name, value in asdict(node.report_counters).items())
+    values.update((f"sparse_{name}_total", float(value)) for name, value in asdict(node.sparse.counters).items())
     return values
 
 
@@ -70,6 +75,7 @@ def gauges(node: Node) -> dict[str, float]:
         "arena_imbalance_ratio": pool.imbalance_ratio,
         "representation_bytes": float(host.representation_bytes),
         "ready_blocks": float(host.num_blocks),
+        "unverified_blocks": float(np.count_nonzero(node.core.space.index.unverified)),
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),
         "draining": float(node.core.draining),
@@ -78,6 +84,11 @@ def gauges(node: Node) -> dict[str, float]:
         "events_queued_bytes": float(node.events.publisher.queued_bytes if node.events.publisher else 0),
         "event_readers": float(len(node.events.feeds)),
         "request_watchers": float(len(node.watched)),
+        "sparse_sequences": float(len(node.sparse.sequences)),
+        "sparse_sequence_blocks": float(node.sparse.sequences.num_blocks),
+        "sparse_selects_in_flight": float(node.sparse.num_selects),
+        "sparse_remembered_contexts": float(len(node.sparse.remembered)),
+        "sparse_remembered_bytes": float(node.sparse.remembered.num_bytes),
         "notices_queued": float(max((s.notices.qsize() for s in node.sessions.values()), default=0)),
         **{f"eviction_{name}": value for name, value in node.core.space.policy.figures().items()},
     }

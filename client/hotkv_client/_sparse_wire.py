@@ -1,0 +1,136 @@
+"""The stubs of sparse decode; with `_wire` and `_admin_wire` the only modules of the client that see protobuf."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+
+from hotkv.counters import SPARSE_COUNTERS
+from hotkv.errors import HotKVError, Reason
+from hotkv.v1 import sparse_pb2, sparse_pb2_grpc
+from hotkv_client._wire import Request, pack, refusal
+from hotkv_client.types import Float32s, Int32s, LayerHotSet, SelectConfig, SelectedBlocks
+
+SelectRequest = sparse_pb2.SelectBlocksRequest
+
+
+def _int32s(values: Int32s) -> bytes:
+    return np.ascontiguousarray(values, "<i4").tobytes()
+
+
+def _float32s(values: Float32s) -> bytes:
+    return np.ascontiguousarray(values, "<f4").tobytes()
+
+
+def _read_int32s(packed: bytes) -> Int32s:
+    return np.frombuffer(packed, "<i4").astype(np.int32)
+
+
+def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
+    config = value.config
+    message = sparse_pb2.SelectConfig(
+        representation_group_index=value.representation_group,
+        layer_indices=value.layer_indices,
+        kv_head_count=value.kv_heads,
+        head_size=value.head_size,
+        adaptive_p=config.adaptive_p or 0.0,
+        scorer=config.scorer,
+        layer_scorers=[sparse_pb2.LayerScorer(layer_index=layer, scorer=name) for layer, name in sorted(config.scorer_of_layer.items())],
+        fusion=[sparse_pb2.FusedScorer(scorer=name, exponent=exponent) for name, exponent in config.fusion.items()],
+        sink_token_count=config.sink_tokens,
+        recent_token_count=config.recent_tokens,
+        max_correction_block_count=config.max_correction_blocks,
+        cache_policy=config.cache_policy,
+        residency_prior=config.residency_prior,
+        scale=value.scale or 0.0,
+        hot_block_count=value.hot_blocks,
+    )
+    if isinstance(config.sparse_topk, int):
+        message.sparse_topk_token_count = config.sparse_topk
+    else:
+        message.sparse_topk_ratio = config.sparse_topk
+    return message
+
+
+def create_sequence(sequence_id: str, group_index: int, hashes: Sequence[bytes], select: SelectConfig | None, hash_bytes: int) -> Request:
+    """Begins a sequence."""
+    return Request(
+        create_sequence=sparse_pb2.CreateSequenceRequest(
+            sequence_id=sequence_id,
+            group_index=group_index,
+            hashes=pack(hashes, hash_bytes),
+            select=None if select is None else _select_message(select),
+        )
+    )
+
+
+def append_blocks(sequence_id: str, first_position: int, hashes: Sequence[bytes], hash_bytes: int) -> Request:
+    """Adds blocks to a sequence."""
+    return Request(
+        append_blocks=sparse_pb2.AppendBlocksRequest(
+            sequence_id=sequence_id, first_position=first_position, hashes=pack(hashes, hash_bytes)
+        )
+    )
+
+
+def delete_sequence(sequence_id: str, hot_sets: Sequence[LayerHotSet]) -> Request:
+    """Ends a sequence."""
+    messages = [sparse_pb2.HotSet(layer_index=s.layer_index, shard_index=s.shard_index, positions=_int32s(s.positions)) for s in hot_sets]
+    return Request(delete_sequence=sparse_pb2.DeleteSequenceRequest(sequence_id=sequence_id, hot_sets=messages))
+
+
+def report_sparse(positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]) -> Request:
+    """Reports what sparse decode did. Raises INVALID_FIELD for a counter that is unknown."""
+    for layer, values in counters.items():
+        unknown = values.keys() - set(SPARSE_COUNTERS)
+        if unknown:
+            raise HotKVError(Reason.INVALID_FIELD, f"counters[{layer}] has {sorted(unknown)[0]!r}; known are {', '.join(SPARSE_COUNTERS)}")
+    return Request(
+        report_sparse=sparse_pb2.ReportSparse(
+            sequences=[sparse_pb2.SequenceReport(sequence_id=name, positions=_int32s(at)) for name, at in positions.items()],
+            layers=[sparse_pb2.LayerCounters(layer_index=layer, **values) for layer, values in counters.items()],
+        )
+    )
+
+
+def select_request(
+    session_id: str,
+    sequence_id: str,
+    layer_index: int,
+    query_QD: Float32s,
+    context_tokens: int,
+    always_log_mass_Q: Float32s | None,
+    shard_index: int,
+) -> SelectRequest:
+    """Asks for a selection."""
+    return SelectRequest(
+        session_id=session_id,
+        sequence_id=sequence_id,
+        layer_index=layer_index,
+        shard_index=shard_index,
+        query=_float32s(query_QD),
+        context_token_count=context_tokens,
+        always_log_mass=b"" if always_log_mass_Q is None else _float32s(always_log_mass_Q),
+    )
+
+
+def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
+    """A selection. Raises HotKVError where it was refused."""
+    if response.HasField("error"):
+        raise refusal(response.error)
+    return SelectedBlocks(
+        _read_int32s(response.positions),
+        np.frombuffer(response.weights, "<f4").astype(np.float32),
+        response.estimated_mass,
+        _read_int32s(response.load_positions),
+        _read_int32s(response.load_slots),
+        _read_int32s(response.evict_positions),
+        _read_int32s(response.hot_positions),
+        _read_int32s(response.hot_slots),
+    )
+
+
+def select_blocks(channel: grpc.Channel, requests: Iterator[SelectRequest]) -> Any:
+    """Opens a stream of selections; iterate over it for responses."""
+    return sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks(requests)

@@ -1,0 +1,62 @@
+"""A stream of selections that the server makes, for engines that can't map its memory, and for inspection.
+
+One call at a time: each waits for its answer. The stream belongs to its session and ends with it.
+"""
+
+import queue
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from hotkv.errors import SessionLostError
+from hotkv_client import _sparse_wire, _wire
+from hotkv_client.types import Float32s, SelectedBlocks
+
+
+class Selects:
+    """See the module. One thread; use in a `with` block or close it."""
+
+    def __init__(self, channel: grpc.Channel, session_id: str) -> None:
+        self._session_id = session_id
+        self._outbox: queue.SimpleQueue[_sparse_wire.SelectRequest | None] = queue.SimpleQueue()
+        self._call: Any = _sparse_wire.select_blocks(channel, iter(self._outbox.get, None))
+
+    def __enter__(self) -> "Selects":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def select(
+        self,
+        sequence_id: str,
+        layer_index: int,
+        query_QD: Float32s,
+        context_tokens: int,
+        always_log_mass_Q: Float32s | None = None,
+        *,
+        shard_index: int = 0,
+    ) -> SelectedBlocks:
+        """What a layer of a sequence should attend to; blocks until the server has answered. Raises HotKVError.
+
+        `query_QD` float32 [query heads of the shard, head size] after positional encoding. `always_log_mass_Q` float32: log mass of what is
+        always kept; None to have it estimated from representations.
+        """
+        self._outbox.put(
+            _sparse_wire.select_request(
+                self._session_id, sequence_id, layer_index, query_QD, context_tokens, always_log_mass_Q, shard_index
+            )
+        )
+        try:
+            response = next(self._call, None)
+        except grpc.RpcError as error:
+            raise _wire.as_error(error) from error
+        if response is None:
+            raise SessionLostError("the server ended the stream of selections")
+        return _sparse_wire.selected(response)
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self._outbox.put(None)
+        self._call.cancel()

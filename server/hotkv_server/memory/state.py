@@ -1,0 +1,94 @@
+"""What of a server's catalog outlives it: a small file beside arena and table that says what their bytes mean.
+
+Written anew, as a whole, before the first block of a new key space can be stored; so whatever is ready in the table has its key space
+here. A file of another format version, or one that does not agree with itself, is refused, never read in part.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace, Representation
+
+FORMAT_VERSION = 1
+
+
+class StateError(Exception):
+    """The file can't be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKeySpace:
+    """A key space as the old server numbered it, with the kinds of its representations in the order of their numbers."""
+
+    number: int
+    key_space: KeySpace
+    representations: tuple[Representation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """`slab_bytes`: how the arena was divided. `key_spaces` in the order of their numbers."""
+
+    slab_bytes: int
+    key_spaces: tuple[KnownKeySpace, ...] = ()
+
+
+def write_state(path: Path, state: ServerState) -> None:
+    """Replaces the file. Raises OSError; the old file is whole then."""
+    spaces = [
+        {
+            "number": known.number,
+            "fingerprint": known.key_space.fingerprint.hex(),
+            "key_space": asdict(known.key_space),
+            "representations": [asdict(kind) for kind in known.representations],
+        }
+        for known in state.key_spaces
+    ]
+    scratch = path.with_name(f"{path.name}.new")
+    scratch.unlink(missing_ok=True)
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump({"format": FORMAT_VERSION, "slab_bytes": state.slab_bytes, "key_spaces": spaces}, file)
+    scratch.replace(path)
+
+
+def read_state(path: Path) -> ServerState:
+    """Raises StateError where there is no file, or not one of this format."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StateError(f"{path.name}: {error}") from error
+    if not isinstance(content, Mapping) or content.get("format") != FORMAT_VERSION:
+        found = content.get("format") if isinstance(content, Mapping) else None
+        raise StateError(f"{path.name} has format {found!r}; this version reads {FORMAT_VERSION}")
+    try:
+        known = tuple(_known(entry) for entry in content["key_spaces"])
+        state = ServerState(int(content["slab_bytes"]), known)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(f"{path.name} is damaged: {type(error).__name__} {error}") from error
+    if [entry.number for entry in known] != sorted({entry.number for entry in known}):
+        raise StateError(f"{path.name} is damaged: key spaces are numbered out of order")
+    return state
+
+
+def _known(entry: Mapping[str, Any]) -> KnownKeySpace:
+    fields = dict(entry["key_space"])
+    groups = tuple(
+        GroupSpec(**{**group, **_tuples(group, "shard_bytes", "layer_names"), "kind": GroupKind(group["kind"])})
+        for group in fields.pop("groups")
+    )
+    key_space = KeySpace(**{**fields, **_tuples(fields, "extra"), "groups": groups})
+    if key_space.fingerprint.hex() != entry["fingerprint"]:
+        raise ValueError("a key space does not have its fingerprint")
+    kinds = tuple(Representation(**{**kind, **_tuples(kind, "shard_bytes")}) for kind in entry["representations"])
+    return KnownKeySpace(int(entry["number"]), key_space, kinds)
+
+
+def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
+    """JSON has no tuples."""
+    return {name: tuple(fields[name]) for name in names if name in fields}

@@ -1,0 +1,135 @@
+"""Comparing blocks with their check values: as many as time allows at start, the rest at their first load, all in the background.
+
+Always true: a block that came back from an old server is loaded by nobody before its bytes have been compared once; a block whose bytes
+are not those of its check value is condemned: nobody finds it from then on. Bytes are read on copy threads. A block that is not pinned may
+go while it is read; so what does not agree counts only where the entry is still the same afterwards.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import table
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.checks import Evidence
+from hotkv_server.core.values import Entries, SlotRun
+from hotkv_server.dataplane.checks import holds
+from hotkv_server.dataplane.plan import Region
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 64 << 20
+"""Slots that are compared in one go."""
+MIN_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Entries to compare, and their generations when that was decided."""
+
+    evidence: Evidence
+    generations: Entries
+
+
+class Verifier:
+    """Over one core and its arena. All methods but `judge` belong to the event loop's thread."""
+
+    def __init__(self, core: CacheCore, arena: Region) -> None:
+        self._core = core
+        self._arena = arena
+        self._next_entry = 1
+        self.verified_blocks = 0
+        self.condemned_blocks = 0
+        self.passes = 0
+
+    def __repr__(self) -> str:
+        return f"Verifier(verified {self.verified_blocks}, condemned {self.condemned_blocks}, passes {self.passes})"
+
+    def cases(self, entries: Entries) -> list[Case]:
+        """What is to be compared of ready entries, in parts of one shape."""
+        records = self._core.space.index.table.records
+        return [Case(evidence, records[evidence.entries, table.W_GENERATION].copy()) for evidence in self._core.evidence(entries)]
+
+    def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
+        """What of a load has to be compared before it is copied; nothing, as a rule."""
+        index = self._core.space.index
+        waiting = [run.entries[index.unverified[run.entries]] for run in slots]
+        return [case for entries in waiting if len(entries) for case in self.cases(np.unique(entries))]
+
+    def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
+        """Whose bytes agree, one mask a case. Blocks for as long as reading takes; from any thread, without the GIL."""
+        return [holds(self._arena, case.evidence) for case in cases]
+
+    def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
+        """Notes what agrees, condemns what doesn't; returns the condemned."""
+        records, index = self._core.space.index.table.records, self._core.space.index
+        condemned = [np.empty(0, np.uint32)]
+        for case, good in zip(cases, verdicts, strict=True):
+            entries = case.evidence.entries
+            ready = records[entries, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY
+            same = ready & (records[entries, table.W_GENERATION] == case.generations)
+            index.unverified[entries[same & good]] = False
+            self.verified_blocks += int((same & good).sum())
+            condemned.append(entries[same & ~good])
+        bad = np.concatenate(condemned)
+        if len(bad):
+            self.condemned_blocks += len(bad)
+            log.error("condemned blocks=%d first=%s: their bytes are not those of their check values", len(bad), self._name(int(bad[0])))
+            self._core.condemn(bad)
+        return bad
+
+    def _name(self, entry: int) -> str:
+        (key_space,), (group,), hashes = self._core.space.index.keys(np.array([entry], np.uint32))
+        return f"key_space={key_space}/group={group}/hash={hashes[0].tobytes().hex()[:16]}"
+
+    # At start
+
+    def verify_for(self, budget_s: float) -> int:
+        """Compares what came back, in random order, for `budget_s` at most; returns how many are left for their first load. Blocks."""
+        deadline_s = time.monotonic() + budget_s
+        index = self._core.space.index
+        waiting = np.random.default_rng().permutation(np.flatnonzero(index.unverified).astype(np.uint32))
+        at = 0
+        while at < len(waiting) and time.monotonic() < deadline_s:
+            batch = waiting[at : at + self._batch_length(waiting[at:])]
+            at += len(batch)
+            cases = self.cases(batch)
+            self.settle(cases, self.judge(cases))
+        return int(index.unverified.sum())
+
+    def _batch_length(self, entries: Entries) -> int:
+        """How many of the first entries make a batch."""
+        upto = np.cumsum(self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN]))
+        return max(1, int(np.searchsorted(upto, BATCH_BYTES, side="right")))
+
+    # In the background
+
+    def next_batch(self) -> Entries:
+        """The ready entries that a scrub looks at next: by number, round and round; empty at the end of a pass."""
+        states = self._core.space.index.states()
+        ready = self._next_entry + np.flatnonzero(states[self._next_entry :] == table.STATE_READY).astype(np.uint32)
+        if not len(ready):
+            self._next_entry = 1
+            self.passes += 1
+            return ready
+        batch = ready[: self._batch_length(ready)]
+        self._next_entry = int(batch[-1]) + 1
+        return batch
+
+    async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:
+        """Compares everything, again and again, slots of `bytes_per_s` in a second; `tell` after each batch. Runs until it is cancelled."""
+        while True:
+            batch = self.next_batch()
+            began_s = time.monotonic()
+            num_bytes = int(self._core.space.index.slot_bytes(batch).sum())
+            cases = self.cases(batch)
+            verdicts = await asyncio.get_running_loop().run_in_executor(None, self.judge, cases)
+            self.settle(cases, verdicts)
+            tell()
+            pause_s = num_bytes / bytes_per_s - (time.monotonic() - began_s)
+            await asyncio.sleep(max(pause_s, MIN_PAUSE_S) if len(batch) else 1.0)

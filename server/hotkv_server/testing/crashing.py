@@ -1,0 +1,169 @@
+"""Servers that kill themselves at chosen instructions, started in milliseconds: what the kill campaign is made of.
+
+`python -m hotkv_server.testing.crashing` loads a server once and forks one for each line that it reads from standard input: a JSON object
+`{"flags": [...], "point": "publish", "when": "during", "pass": 3, "delay_us": 120, "log": "/path"}`; `point` may be null. It answers
+`started PID`, and `ended PID STATUS` when a child has ended. Children die with it. A point is a function of the server (`POINTS`): the
+child is killed (SIGKILL, by itself) before or after its n-th call, or so many microseconds after it began, wherever it then is: kernels
+give the GIL up, so also in the middle of one.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+POINTS = {
+    "insert": "hotkv_server.core.index:BlockIndex.insert",
+    "publish": "hotkv_server.core.index:BlockIndex.publish",
+    "unlink": "hotkv_server.core.index:BlockIndex._unlink",
+    "release": "hotkv_server.core.index:BlockIndex._release",
+    "detach": "hotkv_server.core.index:BlockIndex.detach",
+    "evict": "hotkv_server.core.space:Space._evict_checked",
+    "rebalance": "hotkv_server.core.space:Space._take_cold_slabs",
+    "flush": "hotkv_server.core.space:Space.flush",
+    "allocate": "hotkv_server.core.slabs:SlabPool.allocate",
+    "free": "hotkv_server.core.slabs:SlabPool.free",
+    "begin_load": "hotkv_server.core.cache:CacheCore.begin_load",
+    "end_load": "hotkv_server.core.cache:CacheCore.end_load",
+    "begin_store": "hotkv_server.core.cache:CacheCore.begin_store",
+    "end_store": "hotkv_server.core.cache:CacheCore.end_store",
+    "representations": "hotkv_server.core.representations:Representations.publish",
+    "copy": "hotkv_server.dataplane.host:HostCopyEngine._copy",
+    "sums": "hotkv_server.runtime.node:Node._take_sums",
+    "restore": "hotkv_server.runtime.takeover:restore",
+    "adopt": "hotkv_server.memory.arena:NodeMemory.adopt",
+    "open": "hotkv_server.memory.arena:NodeMemory.open",
+    "state": "hotkv_server.memory.arena:write_state",
+    "use": "hotkv_server.memory.arena:NodeMemory.save_use",
+    "verify": "hotkv_server.runtime.verify:Verifier.settle",
+}
+"""Where a server may be killed: stores, loads, evictions, rebalancing, restarts."""
+MOMENTS = ("before", "during", "after")
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """Kill at the `nth` call of a point, `when` it is `before`, `after`, or `during`: `delay_us` microseconds after it began."""
+
+    point: str
+    when: str
+    nth: int
+    delay_us: int
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_later(delay_us: int) -> None:
+    def wait() -> None:
+        until_s = time.perf_counter() + delay_us * 1e-6
+        while time.perf_counter() < until_s:
+            pass
+        _die()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def arm(crash: Crash) -> None:
+    """Puts the crash in place. Raises KeyError for an unknown point."""
+    module_name, _, path = POINTS[crash.point].partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    found = vars(owner)[name]
+    function: Callable[..., Any] = found.__func__ if isinstance(found, staticmethod) else found
+    calls = 0
+
+    @functools.wraps(function)
+    def armed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != crash.nth:
+            return function(*args, **kwargs)
+        if crash.when == "before":
+            _die()
+        if crash.when == "during":
+            _die_later(crash.delay_us)
+        result = function(*args, **kwargs)
+        if crash.when == "after":
+            _die()
+        return result
+
+    setattr(owner, name, staticmethod(armed) if isinstance(found, staticmethod) else armed)
+
+
+def _run_child(order: dict[str, Any]) -> None:
+    """A server, in the child; never returns."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    status = 1
+    try:
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(fd, target)
+        if order.get("point"):
+            arm(Crash(order["point"], order["when"], order["pass"], order["delay_us"]))
+        from hotkv_server.cli import main
+
+        status = main(["run", *order["flags"]])
+    finally:
+        os._exit(status)
+
+
+def _preload() -> None:
+    """What a start would spend its time on."""
+    from hotkv import native
+
+    for name in ("hotkv.kernels", "hotkv_server.core.kernels", "hotkv_server.core.policies.kernels", "hotkv_server.dataplane.kernels"):
+        native.load(name)
+    importlib.import_module("hotkv_server.daemon")
+    importlib.import_module("uvloop")
+
+
+def main() -> int:
+    """Reads orders until standard input ends; then its children are killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    _preload()
+    children: set[int] = set()
+    print("ready", flush=True)
+    buffer = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.005)
+        if readable:
+            data = os.read(0, 1 << 16)
+            if not data:
+                break
+            buffer += data
+            *lines, buffer = buffer.split(b"\n")
+            for line in lines:
+                sys.stdout.flush()
+                pid = os.fork()
+                if not pid:
+                    _run_child(json.loads(line))
+                children.add(pid)
+                print(f"started {pid}", flush=True)
+        for pid in list(children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                children.discard(pid)
+                print(f"ended {pid} {os.waitstatus_to_exitcode(status)}", flush=True)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""The kill campaign: engines store and load, the server or an engine is killed again and again, and nothing wrong may ever be loaded.
+
+Always checked: each loaded byte, against content that follows from the block's hash. Where the arena has room for everything (`roomy`),
+also that each acknowledged block is found after each restart; where it has not (`tight`), blocks may go, and rebalancing and evictions are
+killed too. A seed decides arenas, kills and what the engines ask for; the threads' timing is the machine's.
+
+`python -m tests.robustness.campaign --kills 1000 --seed 7` runs the long form and prints a table; `make torture` calls it.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from demo.processes import runtime_folder
+from hotkv.errors import HotKVError
+from hotkv_client import GroupHashes
+from hotkv_client.testing import PagedEngine
+from hotkv_server.testing.crashing import MOMENTS, POINTS
+from tests.robustness.engine import Shape, hash_of
+
+MODELS = (Shape("large pages", 2, 8192, 160), Shape("small pages", 3, 1024, 200))
+ARENA = "16MiB"
+TIGHT_HASHES = 3000
+START_DEADLINE_S = 60.0
+RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a campaign has seen. `wrong`, `lost`: must stay empty."""
+
+    kills: collections.Counter[str] = field(default_factory=collections.Counter)
+    restarts: int = 0
+    clean_stops: int = 0
+    loaded_blocks: int = 0
+    acknowledged_blocks: int = 0
+    found_again_blocks: int = 0
+    condemned_blocks: int = 0
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def num_kills(self) -> int:
+        return sum(self.kills.values())
+
+    def rows(self) -> list[tuple[str, object]]:
+        names = ("restarts", "clean_stops", "acknowledged_blocks", "found_again_blocks", "loaded_blocks", "condemned_blocks")
+        rows: list[tuple[str, object]] = [("kills", self.num_kills), *((name, getattr(self, name)) for name in names)]
+        return [*rows, ("wrong", len(self.wrong)), ("lost", len(self.lost)), *sorted(self.kills.items())]
+
+
+class Servers:
+    """Forks servers over one folder; see `hotkv_server.testing.crashing`."""
+
+    def __init__(self, folder: Path, arena: str) -> None:
+        self.folder = folder
+        self.target = f"unix:{folder}/run/grpc.sock"
+        (folder / "run").mkdir(mode=0o700, exist_ok=True)
+        self.flags = ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena"), "--arena.bytes", arena]
+        self.flags += [
+            "--arena.slab-bytes",
+            "64KiB",
+            "--http.port",
+            "-1",
+            "--integrity.scrub-bytes-per-s",
+            "16MiB",
+            "--log-level",
+            "warning",
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hotkv_server.testing.crashing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
+        self._ended: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._started: list[int] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            kind, *numbers = line.split()
+            with self._changed:
+                if kind == "started":
+                    self._started.append(int(numbers[0]))
+                else:
+                    self._ended[int(numbers[0])] = int(numbers[1])
+                self._changed.notify_all()
+
+    def start(self, crash: dict[str, object], *flags: str) -> int:
+        """The pid of a new server, which may not be ready yet."""
+        assert self.process.stdin is not None
+        order = {"flags": [*self.flags, *flags], "log": str(self.folder / "server.log"), "point": None, **crash}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(self._started), START_DEADLINE_S)
+            return self._started.pop()
+
+    def has_ended(self, pid: int, timeout_s: float = 0.0) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: pid in self._ended, timeout_s)
+
+    def status(self, pid: int) -> int:
+        return self._ended[pid]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(20)
+
+
+class Engines:
+    """Processes of `tests.robustness.engine`, and what they say."""
+
+    def __init__(self, target: str, shapes: tuple[Shape, ...], chance: random.Random, findings: Findings) -> None:
+        self.target, self.shapes, self.chance, self.findings = target, shapes, chance, findings
+        self.acknowledged: set[str] = set()
+        self.processes: list[subprocess.Popen[str]] = []
+        for shape in shapes:
+            self.processes.append(self._start(shape))
+
+    def _start(self, shape: Shape) -> "subprocess.Popen[str]":
+        words = [self.target, shape.model, shape.layers, shape.page_bytes, shape.num_hashes, self.chance.randrange(1 << 30)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.robustness.engine", *map(str, words)], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        )
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        return process
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            kind, *rest = line.split()
+            if kind == "stored":
+                self.findings.acknowledged_blocks += len(rest)
+                self.acknowledged.update(rest)
+            elif kind == "missing":
+                self.acknowledged.difference_update(rest)
+            elif kind == "loaded":
+                self.findings.loaded_blocks += int(rest[0])
+            else:
+                self.findings.wrong.append(line.strip())
+
+    def kill_one(self) -> None:
+        at = self.chance.randrange(len(self.processes))
+        self.processes[at].kill()
+        self.processes[at].wait(20)
+        self.processes[at] = self._start(self.shapes[at])
+
+    def are_alive(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(20)
+
+
+class Campaign:
+    """One arena, its servers and engines, until `kills` kills are done."""
+
+    def __init__(self, folder: Path, seed: int, *, roomy: bool, findings: Findings) -> None:
+        self.chance = random.Random(seed)
+        self.roomy = roomy
+        self.findings = findings
+        shapes = MODELS if roomy else tuple(Shape(s.model, s.layers, s.page_bytes, TIGHT_HASHES) for s in MODELS)
+        self.shapes = shapes
+        self.servers = Servers(folder, ARENA)
+        self.engines = Engines(self.servers.target, shapes, self.chance, findings)
+
+    def close(self) -> None:
+        self.engines.close()
+        self.servers.close()
+
+    def run(self, kills: int) -> None:
+        """Raises AssertionError at the first thing that may not be."""
+        until = self.findings.num_kills + kills
+        while self.findings.num_kills < until:
+            self.cycle()
+            assert not self.findings.wrong, f"wrong bytes: {self.findings.wrong[:3]}"
+            assert not self.findings.lost, f"acknowledged blocks are gone: {self.findings.lost[:3]}"
+            assert self.engines.are_alive(), "an engine ended by itself"
+
+    def cycle(self) -> None:
+        """A server's life and its end."""
+        crash = self.choose()
+        pid = self.servers.start(crash)
+        self.findings.restarts += 1
+        if crash.get("point") in RESTART_POINTS:
+            if self.servers.has_ended(pid, 1.0):
+                self.count(f"server {crash['when']} {crash['point']}", pid)
+                return
+        elif not self.ready(pid):
+            self.count(f"server {crash['when']} {crash['point']}", pid)
+            return
+        else:
+            self.look()
+        if self.servers.has_ended(pid, self.chance.choice((0.02, 0.1, 0.3, 0.6))) or (crash and self.servers.has_ended(pid, 1.0)):
+            self.count(f"server {crash['when']} {crash['point']}", pid)
+            return
+        if self.chance.random() < 0.2:
+            self.engines.kill_one()
+            self.findings.kills["engine"] += 1
+        if self.chance.random() < 0.1:
+            os.kill(pid, signal.SIGTERM)
+            assert self.servers.has_ended(pid, START_DEADLINE_S)
+            self.findings.clean_stops += 1
+            return
+        os.kill(pid, signal.SIGKILL)
+        assert self.servers.has_ended(pid, START_DEADLINE_S)
+        self.findings.kills["server at any time"] += 1
+
+    def choose(self) -> dict[str, object]:
+        if self.chance.random() < 0.3:
+            return {}
+        point, when = self.chance.choice(sorted(POINTS)), self.chance.choice(MOMENTS)
+        nth = 1 if point in RESTART_POINTS else self.chance.choice((1, 2, 5, 20))
+        return {"point": point, "when": when, "pass": nth, "delay_us": self.chance.choice((0, 5, 20, 100, 500, 2000))}
+
+    def count(self, kind: str, pid: int) -> None:
+        status = self.servers.status(pid)
+        assert status == -signal.SIGKILL, f"a server ended by itself with status {status}; see {self.servers.folder / 'server.log'}"
+        self.findings.kills[kind] += 1
+
+    def observer(self, shape: Shape) -> PagedEngine:
+        sizes = {"layers": shape.layers, "num_blocks": 1, "page_bytes": shape.page_bytes}
+        return PagedEngine(self.servers.target, model=shape.model, engine_id="observer", reconnect_max_s=0.02, **sizes)  # type: ignore[arg-type]
+
+    def ready(self, pid: int) -> bool:
+        """False where the server was killed before it served."""
+        deadline_s = time.monotonic() + START_DEADLINE_S
+        sock = Path(self.servers.target.removeprefix("unix:"))
+        while time.monotonic() < deadline_s:
+            if self.servers.has_ended(pid):
+                return False
+            if sock.exists():
+                return True
+            time.sleep(0.005)
+        raise AssertionError("the server did not come up")
+
+    def look(self) -> None:
+        """Right after a restart: is all there that was acknowledged?"""
+        if not self.roomy:
+            return
+        for shape in self.shapes:
+            known = {hash_of(shape, number) for number in range(shape.num_hashes)}
+            promised = [block for block in map(bytes.fromhex, self.engines.acknowledged.copy()) if block in known]
+            observer = self.observer(shape)
+            try:
+                observer.connect(2.0)
+                mask = observer.session.lookup([GroupHashes(0, promised)]).result(5)[0]
+            except (HotKVError, TimeoutError):
+                return  # Killed meanwhile: the next server is asked.
+            finally:
+                observer.close()
+            self.findings.found_again_blocks += int(mask.sum())
+            self.findings.lost += [block.hex() for block, is_there in zip(promised, mask.tolist(), strict=True) if not is_there]
+
+
+@contextlib.contextmanager
+def campaign(seed: int, *, roomy: bool, findings: Findings) -> Iterator[Campaign]:
+    """A campaign in a folder of its own."""
+    with runtime_folder(256 << 20) as folder:
+        running = Campaign(folder, seed, roomy=roomy, findings=findings)
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+def main() -> int:
+    """Command line."""
+    options = argparse.ArgumentParser(description="Kills servers and engines, and checks every byte that is loaded.")
+    options.add_argument("--kills", type=int, default=1000)
+    options.add_argument("--seed", type=int, default=int(time.time()))
+    chosen = options.parse_args()
+    findings, began_s = Findings(), time.monotonic()
+    print(f"seed {chosen.seed}", flush=True)
+    for part in range(4):
+        with campaign(chosen.seed + part, roomy=part % 2 == 0, findings=findings) as running:
+            running.run(-(-chosen.kills // 4))
+        print(f"{findings.num_kills} kills, {findings.loaded_blocks} blocks loaded, {time.monotonic() - began_s:.0f} s", flush=True)
+    for name, value in findings.rows():
+        print(f"{name:32} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

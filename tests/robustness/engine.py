@@ -1,0 +1,175 @@
+"""One engine of the kill campaign, a process of its own: random stores, loads, withdrawn stores; checks every byte it loads.
+
+The content of a block follows from its hash, so nobody has to remember it. Prints a line for each thing the campaign must know, whole lines
+in one write: `stored HASH...` (acknowledged), `missing HASH...` (no longer kept, as a notice said), `loaded COUNT`, `wrong HASH`.
+"""
+
+import hashlib
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotkv.errors import HotKVError
+from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferResult, TransferStatus
+from hotkv_client.testing import PagedEngine
+
+NUM_BLOCKS = 96
+MOST_BLOCKS = 24
+IN_FLIGHT = 4
+REGION = NUM_BLOCKS // IN_FLIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model: its name, its pages, how many hashes there are."""
+
+    model: str
+    layers: int
+    page_bytes: int
+    num_hashes: int
+
+
+def hash_of(shape: Shape, number: int) -> bytes:
+    return hashlib.sha256(f"{shape.model}/{number}".encode()).digest()
+
+
+def content(shape: Shape, block_hash: bytes) -> np.ndarray:
+    """uint8 [layers, page bytes]: no two words of two blocks or two places are alike."""
+    words = np.arange(shape.layers * shape.page_bytes // 8, dtype=np.uint64)
+    mixed = (words + np.uint64(1)) * (np.frombuffer(block_hash[:8], np.uint64)[0] | np.uint64(1))
+    return (mixed ^ (mixed >> np.uint64(29))).view(np.uint8).reshape(shape.layers, shape.page_bytes)
+
+
+@dataclass(slots=True)
+class Work:
+    """What one region of the engine's blocks is busy with."""
+
+    future: "Future[TransferResult] | None" = None
+    hashes: Sequence[bytes] = ()
+    lease_id: str = ""
+    is_load: bool = False
+
+
+class CampaignEngine:
+    """Each region of blocks does one thing at a time."""
+
+    def __init__(self, target: str, shape: Shape, seed: int) -> None:
+        self.shape = shape
+        self.random = random.Random(seed)
+        self.engine = PagedEngine(
+            target, layers=shape.layers, num_blocks=NUM_BLOCKS, page_bytes=shape.page_bytes, model=shape.model,
+            engine_id=os.urandom(8).hex(),
+            on_evicted=self.evicted, reconnect_max_s=0.02,
+        )  # fmt: skip
+        self.engine.session.start()
+        self.work = [Work() for _ in range(IN_FLIGHT)]
+        self.count = 0
+
+    @staticmethod
+    def say(*words: str) -> None:
+        os.write(1, (" ".join(words) + "\n").encode())
+
+    def evicted(self, notice: Evicted) -> None:
+        for group in notice.groups:
+            for start in range(0, len(group.hashes), MOST_BLOCKS):
+                self.say("missing", *(block.hex() for block in group.hashes[start : start + MOST_BLOCKS]))
+
+    def run(self) -> None:
+        while True:
+            if not self.engine.session.connected:
+                self.engine.session.wait_connected(1.0)
+            for region in range(IN_FLIGHT):
+                self.turn(region)
+            time.sleep(self.random.choice((0.0, 0.0005, 0.002)))
+
+    def turn(self, region: int) -> None:
+        work = self.work[region]
+        if work.future is not None:
+            if not work.future.done():
+                if not work.is_load and self.random.random() < 0.02:
+                    self.withdraw(region)
+                return
+            self.ended(region)
+        self.work[region] = Work()
+        numbers = self.random.sample(range(self.shape.num_hashes), self.random.randint(1, MOST_BLOCKS))
+        hashes = [hash_of(self.shape, number) for number in sorted(numbers)]
+        try:
+            if self.random.random() < 0.55:
+                self.store(region, hashes)
+            else:
+                self.load(region, hashes)
+        except (HotKVError, TimeoutError):
+            time.sleep(0.005)
+
+    def ids(self, region: int, count: int) -> np.ndarray:
+        return np.arange(region * REGION, region * REGION + count, dtype=np.int32)
+
+    def store(self, region: int, hashes: list[bytes]) -> None:
+        ids = self.ids(region, len(hashes))
+        for block_id, block_hash in zip(ids.tolist(), hashes, strict=True):
+            self.engine.kv[:, block_id] = content(self.shape, block_hash)
+        self.count += 1
+        name = f"s{self.count}-{os.getpid()}"
+        self.work[region] = Work(self.engine.session.store(name, name, [BlockRun(0, hashes, ids)], 10), hashes, name)
+
+    def withdraw(self, region: int) -> None:
+        """Takes the blocks back at once, and overwrites them: what is stored of them must not be kept."""
+        work = self.work[region]
+        self.engine.session.cancel(work.lease_id)
+        if work.future is not None and work.future.done() and self.was_revoked(work.future):
+            self.engine.kv[:, region * REGION : (region + 1) * REGION] = 0xAA
+            self.work[region] = Work()
+
+    @staticmethod
+    def was_revoked(future: "Future[TransferResult]") -> bool:
+        return future.exception() is None and future.result().status is TransferStatus.CANCELLED
+
+    def load(self, region: int, hashes: list[bytes]) -> None:
+        self.count += 1
+        name = f"l{self.count}-{os.getpid()}"
+        pinned = self.engine.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0]
+        positions = np.flatnonzero(pinned).astype(np.int32)
+        wanted = [hashes[position] for position in positions.tolist()]
+        if not wanted:
+            self.engine.session.release(name)
+            return
+        ids = self.ids(region, len(wanted))
+        self.engine.kv[:, ids] = 0x55
+        future = self.engine.session.load(name, name, [LoadRun(0, positions, ids)], 10)
+        self.work[region] = Work(future, wanted, name, is_load=True)
+
+    def ended(self, region: int) -> None:
+        work = self.work[region]
+        assert work.future is not None
+        good = work.future.exception() is None and work.future.result().status is TransferStatus.DONE
+        if work.is_load:
+            self.engine.session.release(work.lease_id)
+        if good and work.is_load:
+            self.check(region, work.hashes)
+        elif good:
+            kept = work.future.result().results[0] <= int(BlockResult.PRESENT)
+            names = [block.hex() for block, is_kept in zip(work.hashes, kept.tolist(), strict=True) if is_kept]
+            if names:
+                self.say("stored", *names)
+
+    def check(self, region: int, hashes: Sequence[bytes]) -> None:
+        for block_id, block_hash in zip(self.ids(region, len(hashes)).tolist(), hashes, strict=True):
+            if not np.array_equal(self.engine.kv[:, block_id], content(self.shape, block_hash)):
+                self.say("wrong", block_hash.hex())
+        self.say("loaded", str(len(hashes)))
+
+
+def main() -> int:
+    target, model, layers, page_bytes, num_hashes, seed = sys.argv[1:]
+    CampaignEngine(target, Shape(model, int(layers), int(page_bytes), int(num_hashes)), int(seed)).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+"""The kill campaign in short; `make torture` runs the long form."""
+
+import pytest
+
+from tests.robustness.campaign import Findings, campaign
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
+def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(roomy: bool) -> None:
+    """`run` raises at the first wrong byte, lost block, or server that ends by itself."""
+    findings = Findings()
+    with campaign(5, roomy=roomy, findings=findings) as running:
+        running.run(15)
+    assert findings.num_kills >= 15 and findings.loaded_blocks > 0 and findings.acknowledged_blocks > 0
+    assert not roomy or findings.found_again_blocks > 0
+    assert findings.condemned_blocks == 0

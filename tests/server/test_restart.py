@@ -1,0 +1,267 @@
+"""A server that comes back: after a clean stop or a kill it serves what was acknowledged, byte for byte, and never anything else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from demo.processes import Server, runtime_folder
+from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+from tests.server.support import block_ids, hashes
+from tests.server.test_life import wait_until
+
+FLAGS = ("--arena.slab-bytes", "64KiB", "--integrity.scrub-bytes-per-s", "0")
+PAGE_BYTES, LAYERS, NUM_BLOCKS = 4096, 2, 128
+
+
+class Place:
+    """One folder in which servers follow each other, and an engine that stays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.server: Server | None = None
+        self.engine: PagedEngine | None = None
+
+    def start(self, *flags: str, arena: str = "16MiB") -> Server:
+        """The next server; the engine, if there is one, has found it by itself."""
+        self.server = Server(self.folder, arena, *FLAGS, *flags)
+        self.server.wait_ready()
+        if self.engine is not None:
+            assert self.engine.session.wait_connected(20)
+        return self.server
+
+    def stop(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """Ends the server and waits until it and the engine's link are gone."""
+        assert self.server is not None
+        os.kill(self.server.pid, how)
+        self.server._child.process.wait(20)
+        self.server.__exit__()
+        if self.engine is not None:
+            wait_until(lambda: not self.engine.session.connected)  # type: ignore[union-attr]
+
+    def connect(self, on_evicted: Callable[[Evicted], None] | None = None) -> PagedEngine:
+        """An engine with random pages."""
+        assert self.server is not None
+        settings = {"layers": LAYERS, "num_blocks": NUM_BLOCKS, "page_bytes": PAGE_BYTES, "on_evicted": on_evicted}
+        self.engine = PagedEngine(self.server.target, **settings).connect()  # type: ignore[arg-type]
+        self.engine.kv[:] = np.random.default_rng().integers(0, 256, self.engine.kv.shape, np.uint8)
+        return self.engine
+
+    def counter(self, name: str) -> float:
+        assert self.server is not None
+        with AdminClient(self.server.target) as admin:
+            return float(admin.info()["counters"][name])
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with runtime_folder(64 << 20) as folder:
+        made = Place(folder)
+        yield made
+        if made.engine is not None:
+            made.engine.close()
+        if made.server is not None:
+            made.server.__exit__()
+
+
+def store(engine: PagedEngine, blocks: list[bytes], first: int = 0) -> set[int]:
+    name = os.urandom(8).hex()
+    return set(engine.session.store(name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20).result(20).results[0].tolist())
+
+
+def found(engine: PagedEngine, blocks: list[bytes]) -> list[bool]:
+    masks = engine.session.lookup([GroupHashes(0, blocks)]).result(10)
+    found_here: list[bool] = masks[0].tolist()
+    return found_here
+
+
+def load(engine: PagedEngine, blocks: list[bytes], first: int) -> TransferStatus:
+    name, ids = os.urandom(8).hex(), block_ids(len(blocks))
+    assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(10).pinned[0].all()
+    result = engine.session.load(name, name, [LoadRun(0, ids, ids + np.int32(first))], 20).result(20)
+    engine.session.release(name)
+    return result.status
+
+
+def spoil(place: Place, page: np.ndarray) -> None:
+    """Changes one byte of the slot whose first page this is, behind the server's back."""
+    path = place.folder / "arena" / "arena"
+    arena = np.memmap(path, np.uint8, "r+")
+    at = arena.tobytes().find(page.tobytes())
+    assert at >= 0
+    arena[at] ^= 1
+    arena.flush()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_what_was_stored_is_served_again(place: Place, how: signal.Signals) -> None:
+    place.start()
+    engine = place.connect()
+    blocks = hashes(50)
+    assert store(engine, blocks) == {BlockResult.STORED}
+    epoch = engine.session.epoch
+    place.stop(how)
+    place.start()
+    assert engine.session.epoch == epoch
+    assert all(found(engine, blocks))
+    assert store(engine, blocks[:10], 100) == {BlockResult.PRESENT}
+    assert load(engine, blocks, 60) is TransferStatus.DONE
+    assert np.array_equal(engine.kv[:, :50], engine.kv[:, 60:110])
+    assert (place.counter("restored_blocks_total"), place.counter("condemned_blocks_total")) == (50, 0)
+    more = hashes(NUM_BLOCKS)
+    assert store(engine, more) == {BlockResult.STORED}
+
+
+def test_kills_in_the_middle_of_stores_lose_nothing_acknowledged(place: Place) -> None:
+    """Every block that is found after a kill holds what was stored under its name; what was acknowledged and not evicted is found."""
+    place.start()
+    engine = place.connect()
+    contents: dict[bytes, bytes] = {}
+    acknowledged: set[bytes] = set()
+    for _ in range(4):
+        futures = []
+        for i in range(12):
+            blocks, first = hashes(20), 20 * (i % 5)
+            for at, block in enumerate(blocks):
+                contents[block] = engine.kv[:, first + at].tobytes()
+            name = os.urandom(8).hex()
+            futures.append((blocks, engine.session.store(name, name, [BlockRun(0, blocks, block_ids(20, first))], 20)))
+        time.sleep(np.random.default_rng().uniform(0.0, 0.01))
+        place.stop()
+        for blocks, future in futures:
+            if future.exception(20) is None and future.result().status is TransferStatus.DONE:
+                acknowledged.update(blocks)
+        place.start()
+        names = list(contents)
+        mask = found(engine, names)
+        there = [block for block, is_there in zip(names, mask, strict=True) if is_there]
+        assert not acknowledged - set(there), "an acknowledged block is gone though nothing was evicted"
+        for start in range(0, len(there), 20):
+            part = there[start : start + 20]
+            assert load(engine, part, 104) is TransferStatus.DONE
+            for at, block in enumerate(part):
+                assert engine.kv[:, 104 + at].tobytes() == contents[block]
+        assert place.counter("evicted_blocks_total") == 0
+
+
+def test_a_flush_outlives_a_kill(place: Place) -> None:
+    place.start()
+    engine = place.connect()
+    blocks = hashes(20)
+    store(engine, blocks)
+    engine.session.acquire("held", [GroupHashes(0, blocks[:5])]).result(5)
+    assert engine.session.flush().result(5) == 20
+    place.stop()
+    place.start()
+    assert not any(found(engine, blocks))
+
+
+def test_bytes_that_changed_are_found_at_start(place: Place) -> None:
+    place.start("--integrity.check", "full")
+    engine = place.connect()
+    blocks = hashes(30)
+    store(engine, blocks)
+    place.stop()
+    spoil(place, engine.kv[0, 7])
+    place.start("--integrity.check", "full")
+    assert found(engine, blocks) == [at != 7 for at in range(30)]
+    assert (place.counter("condemned_blocks_total"), place.counter("restored_blocks_total")) == (1, 30)
+
+
+def test_bytes_that_changed_are_found_at_the_first_load(place: Place) -> None:
+    place.start("--integrity.check", "full")
+    engine = place.connect()
+    blocks = hashes(30)
+    store(engine, blocks)
+    place.stop()
+    spoil(place, engine.kv[0, 7])
+    place.start("--integrity.check", "full", "--integrity.start-check-s", "0")
+    assert all(found(engine, blocks)) and place.counter("unverified_blocks") == 30
+    assert load(engine, blocks[:10], 60) is TransferStatus.FAILED
+    assert found(engine, blocks) == [at != 7 for at in range(30)]
+    assert load(engine, blocks[10:], 60) is TransferStatus.DONE
+    assert np.array_equal(engine.kv[:, 10:30], engine.kv[:, 60:80])
+    assert place.counter("unverified_blocks") == 0
+
+
+def test_bytes_that_change_are_found_in_the_background(place: Place) -> None:
+    evicted: list[Evicted] = []
+    place.start("--integrity.check", "full", "--integrity.scrub-bytes-per-s", "1GiB")
+    engine = place.connect(evicted.append)
+    blocks = hashes(30)
+    store(engine, blocks)
+    spoil(place, engine.kv[0, 7])
+    wait_until(lambda: bool(evicted))
+    assert evicted[0].groups[0].hashes == [blocks[7]]
+    assert found(engine, blocks) == [at != 7 for at in range(30)]
+
+
+def test_without_check_values_everything_is_trusted(place: Place) -> None:
+    place.start("--integrity.check", "off")
+    engine = place.connect()
+    blocks = hashes(5)
+    store(engine, blocks)
+    place.stop()
+    place.start("--integrity.check", "off")
+    assert all(found(engine, blocks))
+    place.stop()
+    place.start()
+    assert not any(found(engine, blocks)), "blocks without a check value can't be compared, so they are not served"
+
+
+@pytest.mark.parametrize("change", ["arena", "slab", "state", "format", "table", "no state"])
+def test_what_does_not_fit_is_left_behind(place: Place, change: str) -> None:
+    place.start()
+    engine = place.connect()
+    blocks = hashes(5)
+    store(engine, blocks)
+    epoch = engine.session.epoch
+    place.stop()
+    state, table_file = place.folder / "arena" / "state.json", place.folder / "arena" / "table"
+    if change == "state":
+        state.write_bytes(state.read_bytes()[:-20])
+    elif change == "format":
+        state.write_text(json.dumps({**json.loads(state.read_text()), "format": 99}))
+    elif change == "table":
+        table_file.write_bytes(b"HOTKVTB9" + table_file.read_bytes()[8:])
+    elif change == "no state":
+        state.unlink()
+    flags = ("--arena.slab-bytes", "128KiB") if change == "slab" else ()
+    server = place.start(*flags, arena="32MiB" if change == "arena" else "16MiB")
+    assert not any(found(engine, blocks)) and engine.session.epoch != epoch
+    assert "starting empty reason=" in server.log.read_text()
+    assert store(engine, blocks) == {BlockResult.STORED}
+
+
+def test_reset_starts_empty(place: Place) -> None:
+    place.start()
+    engine = place.connect()
+    blocks = hashes(5)
+    store(engine, blocks)
+    place.stop(signal.SIGTERM)
+    place.start("--reset")
+    assert not any(found(engine, blocks))
+
+
+def test_nothing_is_left_where_that_is_asked_for(place: Place) -> None:
+    place.start("--arena.keep", "false")
+    place.stop(signal.SIGTERM)
+    assert not (place.folder / "arena").exists()
+
+
+def test_one_arena_has_one_server(place: Place) -> None:
+    """Also where the runtime directories differ; the refusal names the pid."""
+    server = place.start()
+    command = [sys.executable, "-m", "hotkv_server.cli", "run", "--runtime-dir", str(place.folder / "other")]
+    command += ["--arena.dir", str(place.folder / "arena"), "--arena.bytes", "16MiB", "--http.port", "-1", *FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and f"arena.dir: {place.folder / 'arena'} is in use by hotkv-server with pid {server.pid}" in done.stderr

@@ -1,0 +1,266 @@
+"""Sparse decode through a real server: sequences, selections over stored representations, reports, remembered hot sets, figures."""
+
+import json
+import re
+import threading
+import time
+import urllib.request
+
+import numpy as np
+
+from demo.processes import Server, runtime_folder
+from hotkv.counters import SPARSE_COUNTERS
+from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.selector import select_layer
+from hotkv.v1 import sparse_pb2
+from hotkv_client import LayerHotSet, LoadRun, Session, TransferStatus
+from hotkv_client.admin import AdminClient
+from tests.server.sparse_support import BLOCK_TOKENS, CONFIG, LAYERS, LOG_MASS, Make, RepresentationEngine, ints, queries, refused
+from tests.server.support import hashes
+from tests.server.test_life import wait_until
+from tests.server.test_restart import Place, place, spoil
+from tests.server.test_service import http_port
+
+__all__ = ["place"]
+
+
+def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(sparse_engine: Make) -> None:
+    engine, other = sparse_engine(), sparse_engine()
+    blocks = hashes(100)
+    engine.store(blocks)
+    created = other.session.create_sequence("s", 0, blocks, other.select_config()).result(20)
+    assert (created.covered_blocks, created.remembered_blocks, created.hot_sets) == (100, 0, ())
+    with other.session.selects() as stream:
+        for query in queries(6):
+            for layer in LAYERS:
+                context_tokens = 100 * BLOCK_TOKENS + 5
+                found = stream.select("s", layer, query, context_tokens, LOG_MASS)
+                rows = np.arange(100, dtype=np.int32)
+                expected = select_layer(CONFIG, layer, query, engine.sources(layer), rows, LOG_MASS, context_tokens, BLOCK_TOKENS)
+                assert found.positions.tolist() == expected.blocks.tolist()
+                assert np.array_equal(found.weights, expected.weights) and found.estimated_mass == expected.mass
+                assert not len(found.hot_positions) and not len(found.load_positions)
+        estimated = stream.select("s", 2, queries(1)[0], 100 * BLOCK_TOKENS)
+    chosen = estimated.positions
+    result = other.session.load("l", created.lease_id, [LoadRun(0, chosen, chosen)], 10).result(10)
+    assert result.status is TransferStatus.DONE
+    assert np.array_equal(other.kv[chosen], engine.kv[chosen])
+
+
+def test_what_is_covered_is_pinned_until_the_sequence_ends(sparse_engine: Make, server: Server) -> None:
+    engine = sparse_engine()
+    blocks = hashes(60)
+    engine.store(blocks[:30])
+    engine.store(blocks[30:40], first=30, with_representations=False)
+    created = engine.session.create_sequence("s", 0, blocks[:50], engine.select_config()).result(20)
+    assert created.covered_blocks == 30
+    # The same again, then more of it, some of it again.
+    assert engine.session.create_sequence("s", 0, blocks[:50], engine.select_config()).result(20) == created
+    engine.store(blocks[30:60], first=30)
+    state = engine.session.append_blocks("s", 45, blocks[45:60]).result(20)
+    assert (state.num_blocks, state.covered_blocks) == (60, 60) and state.lease_id != created.lease_id
+    assert engine.session.append_blocks("s", 60, []).result(20).covered_blocks == 60
+    with AdminClient(server.target) as admin:
+        (number,) = (k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == engine.key_space.model)
+        assert admin.evict(number, 0, b"".join(blocks))["evicted_block_count"] == 0
+        assert engine.session.delete_sequence("s").result(20) is True
+        assert engine.session.delete_sequence("s").result(20) is False
+        assert admin.evict(number, 0, b"".join(blocks))["evicted_block_count"] == 60
+    # Without select nothing is pinned.
+    engine.store(blocks)
+    created = engine.session.create_sequence("plain", 0, blocks).result(20)
+    assert (created.lease_id, created.covered_blocks) == ("", 0)
+    with AdminClient(server.target) as admin:
+        assert admin.evict(number, 0, b"".join(blocks))["evicted_block_count"] == 60
+
+
+def test_the_server_keeps_a_hot_set_and_hands_it_on(sparse_engine: Make) -> None:
+    engine = sparse_engine()
+    blocks = hashes(100)
+    engine.store(blocks)
+    engine.session.create_sequence("s", 0, blocks, engine.select_config(hot_blocks=50)).result(20)
+    held: dict[int, int] = {}
+    where = (1, 97)
+    with engine.session.selects() as stream:
+        for step, query in enumerate(queries(12)):
+            answer = stream.select("s", 2, query, 100 * BLOCK_TOKENS + 5, LOG_MASS)
+            for block in answer.evict_positions.tolist():
+                del held[block]
+            loads = dict(zip(answer.load_positions.tolist(), answer.load_slots.tolist(), strict=True))
+            assert step == 0 or sum(where[0] <= block < where[1] for block in loads) <= CONFIG.max_correction_blocks
+            held |= loads
+            mapped = dict(zip(answer.hot_positions.tolist(), answer.hot_slots.tolist(), strict=True))
+            # The partial block has a slot that the client fills.
+            assert mapped == held | {100: mapped[100]} and len(mapped) <= 50
+            held = mapped
+    assert engine.session.delete_sequence("s").result(20)
+    # Another sequence goes on from there; blocks beyond what both share are left out.
+    created = engine.session.create_sequence("next", 0, [*blocks[:64], *hashes(8)]).result(20)
+    assert created.remembered_blocks == 64
+    (hot_set,) = created.hot_sets
+    assert (hot_set.layer_index, hot_set.shard_index) == (2, 0)
+    assert set(hot_set.positions.tolist()) == {block for block in held if block < 64}
+
+
+def test_hot_sets_of_engines_are_remembered_until_a_flush(sparse_engine: Make) -> None:
+    engine, other = sparse_engine(), sparse_engine()
+    blocks = hashes(20)
+    engine.session.create_sequence("s", 0, blocks[:16]).result(20)
+    engine.session.append_blocks("s", 16, blocks[16:]).result(20)
+    sets = [LayerHotSet(4, 0, ints([19, 3, 7, 3, 20, 99])), LayerHotSet(6, 0, ints([]))]
+    engine.session.delete_sequence("s", sets).result(20)
+    created = other.session.create_sequence("t", 0, blocks).result(20)
+    assert created.remembered_blocks == 20
+    assert {s.layer_index: s.positions.tolist() for s in created.hot_sets} == {4: [19, 3, 7], 6: []}
+    shorter = other.session.create_sequence("u", 0, blocks[:8]).result(20)
+    assert {s.layer_index: s.positions.tolist() for s in shorter.hot_sets} == {4: [3, 7], 6: []}
+    stranger = sparse_engine(model="another")
+    assert stranger.session.create_sequence("t", 0, blocks).result(20).hot_sets == ()
+    other.session.flush().result(20)
+    assert other.session.create_sequence("v", 0, blocks).result(20).hot_sets == ()
+
+
+def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server) -> None:
+    engine = sparse_engine()
+    blocks, mark = hashes(10), hashes(1)
+    engine.store(blocks, with_representations=False)
+    engine.session.create_sequence("s", 0, blocks).result(20)
+    engine.store(mark, first=20, with_representations=False)
+    # Longer than the steps in which a policy keeps time.
+    time.sleep(0.1)
+    with AdminClient(server.target) as admin:
+        before = admin.info()["counters"]
+        engine.session.report_sparse({"s": ints([2, 5, 5, 400]), "unknown": ints([1])}, {})
+        # Within the second, the rest of a sequence's use counts when it ends.
+        engine.session.report_sparse({"s": ints([6])}, {})
+        engine.session.ping(10)
+        (number,) = (k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == engine.key_space.model)
+
+        def touched() -> set[int]:
+            idle_s = {bytes.fromhex(b["block_hash"]): b["idle_s"] for b in admin.blocks(number)["blocks"]}
+            return {place for place, block in enumerate(blocks) if idle_s[block] < idle_s[mark[0]]}
+
+        assert touched() == {2, 5}
+        engine.session.delete_sequence("s").result(20)
+        assert touched() == {2, 5, 6}
+        after = admin.info()["counters"]
+    names = ("reports", "unknown_sequences", "used_blocks")
+    assert [after[f"sparse_{n}_total"] - before[f"sparse_{n}_total"] for n in names] == [2, 1, 3]
+
+
+def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Server) -> None:
+    one, two = sparse_engine(engine_id="figures-one"), sparse_engine(engine_id="figures-two")
+    first = {"selects": 10, "selected_blocks": 250, "wanted_blocks": 200, "hit_blocks": 190, "estimated_mass": 9.5, "select_s": 0.002}
+    one.session.report_sparse({}, {2: first, 7: {"selects": 1, "swap_bytes": 4096}})
+    one.session.report_sparse({}, {2: {"recall_samples": 2, "recall": 1.5, "swap_bytes": 2048}})
+    two.session.report_sparse({}, {2: {"selects": 30, "selected_blocks": 350}})
+    for engine in (one, two):
+        engine.session.ping(10)
+    with AdminClient(server.target) as admin:
+        rows = [row for row in admin.sparse_layers() if row["engine_id"].startswith("figures-")]
+        assert [(row["engine_id"], row["layer_index"]) for row in rows] == [("figures-one", 2), ("figures-one", 7), ("figures-two", 2)]
+        assert (rows[0]["hit_ratio"], rows[0]["recall_ratio"], rows[0]["mean_estimated_mass"]) == (0.95, 0.75, 0.95)
+        assert (rows[0]["mean_selected_blocks"], rows[0]["swap_bytes"], rows[1]["recall_ratio"]) == (25.0, 2048, None)
+    shown = server.cli("sparse")
+    assert re.search(r"figures-one +2 +10 +95.0% +75.0% +95.0% +25.0 +2.0 KiB +200.0 +0", shown) and "total" in shown
+    answer = json.loads(server.cli("sparse", "--json"))
+    assert set(SPARSE_COUNTERS) <= answer["total"].keys() and answer["total"]["selects"] >= 41
+    base = f"http://127.0.0.1:{http_port(server)}"
+    with urllib.request.urlopen(base + "/metrics", timeout=10) as response:
+        metrics = response.read().decode()
+    (selects,) = re.findall(r'^hotkv_sparse_layer_selects_total\{layer="2"\} ([0-9.]+)$', metrics, re.MULTILINE)
+    assert float(selects) >= 40
+    assert re.search(r"^hotkv_sparse_select_seconds_count [0-9.]+$", metrics, re.MULTILINE)
+    assert re.search(r"^hotkv_sparse_sequences [0-9.]+$", metrics, re.MULTILINE)
+    two.session.close()
+    with AdminClient(server.target) as admin:
+        names = {row["engine_id"] for row in admin.sparse_layers()}
+        assert "figures-one" in names and "figures-two" not in names
+
+
+def test_the_counters_have_the_names_of_the_wire() -> None:
+    assert tuple(f.name for f in sparse_pb2.LayerCounters.DESCRIPTOR.fields if f.name != "layer_index") == SPARSE_COUNTERS
+
+
+def test_a_sequence_ends_with_its_session(sparse_engine: Make, server: Server) -> None:
+    with AdminClient(server.target) as admin:
+        before = admin.info()["counters"]
+        engine = sparse_engine()
+        blocks = hashes(20)
+        engine.store(blocks)
+        engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(20)
+        during = admin.info()["counters"]
+        engine.session.close()
+        after = admin.info()["counters"]
+    for name, growth in (("sparse_sequences", 1), ("sparse_sequence_blocks", 20), ("leases", 1)):
+        assert during[name] - before[name] == growth and after[name] == before[name]
+
+
+def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make) -> None:
+    """A second's lease that is used every third of a second, then left alone, then taken anew."""
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", "--leases.ttl-s", "1") as own:
+        own.wait_ready()
+        engine, blocks, query = sparse_engine(target=own.target), hashes(30), queries(1)[0]
+        engine.store(blocks)
+        engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(20)
+        with engine.session.selects() as stream:
+            for _ in range(6):
+                stream.select("s", 2, query, 30 * BLOCK_TOKENS)
+                time.sleep(0.33)
+            time.sleep(1.5)
+            error = refused(lambda: stream.select("s", 2, query, 30 * BLOCK_TOKENS))
+            assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
+            assert engine.session.append_blocks("s", 30, []).result(20).covered_blocks == 30
+            assert len(stream.select("s", 2, query, 30 * BLOCK_TOKENS).positions) == 6
+        engine.session.close()
+
+
+def test_representations_that_changed_over_a_restart_are_never_scored(place: Place) -> None:
+    server = place.start("--integrity.check", "full")
+    engine, blocks, query = RepresentationEngine(server.target, "restarted"), hashes(40), queries(1)[0]
+    try:
+        engine.store(blocks)
+        place.stop()
+        wait_until(lambda: not engine.session.connected)
+        spoil(place, engine.pools[2][30])
+        place.start("--integrity.check", "full", "--integrity.start-check-s", "0")
+        assert engine.session.wait_connected(20)
+        assert engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(20).covered_blocks == 40
+        with engine.session.selects() as stream:
+            error = refused(lambda: stream.select("s", 2, query, 40 * BLOCK_TOKENS))
+            assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
+            # Without the one that is gone.
+            assert engine.session.append_blocks("s", 40, []).result(20).covered_blocks == 30
+            assert len(stream.select("s", 2, query, 30 * BLOCK_TOKENS).positions) == 6
+    finally:
+        engine.close()
+
+
+def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Server) -> None:
+    blocks = hashes(100)
+    sparse_engine().store(blocks)
+    outcomes: list[Reason | None] = []
+
+    def select(session: Session, layer: int) -> None:
+        try:
+            with session.selects() as stream:
+                for query in queries(500):
+                    stream.select("s", layer, query, 100 * BLOCK_TOKENS, LOG_MASS)
+            outcomes.append(None)
+        except HotKVError as error:
+            outcomes.append(error.reason)
+
+    for _ in range(3):
+        engine = sparse_engine()
+        engine.session.create_sequence("s", 0, blocks, engine.select_config(hot_blocks=40)).result(20)
+        threads = [threading.Thread(target=select, args=(engine.session, layer)) for layer in (*LAYERS, *LAYERS)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.05)
+        engine.session.close()
+        for thread in threads:
+            thread.join(30)
+    assert len(outcomes) == 12
+    with AdminClient(server.target) as admin:
+        counters = admin.info()["counters"]
+        assert (counters["sparse_selects_in_flight"], counters["transfers_in_flight"]) == (0, 0)

@@ -1,0 +1,108 @@
+"""The book of sequences against dicts, and when uses count."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.table import Words, hash_words
+from hotkv_server.sparse.sequences import TOUCH_INTERVAL_S, LiveSequence, SequenceBook
+
+SESSIONS = st.sampled_from([1, 2])
+IDS = st.sampled_from(["a", "b", "c", "d"])
+BLOCKS = st.lists(st.integers(0, 2), max_size=7)
+
+
+def words(blocks: list[int]) -> Words:
+    return hash_words(b"".join(bytes([block]) * 32 for block in blocks), 32)
+
+
+class BookMachine(RuleBasedStateMachine):
+    """Two sessions with at most three sequences of at most nine blocks each, and at most twenty blocks in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = SequenceBook(3, 9, 20)
+        self.model: dict[tuple[int, str], tuple[int, list[int], int]] = {}
+
+    def num_blocks(self) -> int:
+        return sum(len(blocks) for _, blocks, _ in self.model.values())
+
+    def refused(self, more: int, length: int) -> Reason | None:
+        return Reason.TOO_LARGE if length > 9 else Reason.OVERLOADED if self.num_blocks() + more > 20 else None
+
+    @rule(session=SESSIONS, name=IDS, group=st.sampled_from([0, 1]), blocks=BLOCKS)
+    def create(self, session: int, name: str, group: int, blocks: list[int]) -> None:
+        existing = self.model.get((session, name))
+        reason = None
+        if existing is not None:
+            if (existing[0], existing[2]) != (group, len(blocks)) or existing[1][: len(blocks)] != blocks:
+                reason = Reason.DUPLICATE_ID
+        elif sum(key[0] == session for key in self.model) >= 3:
+            reason = Reason.OVERLOADED
+        else:
+            reason = self.refused(len(blocks), len(blocks))
+        if reason is not None:
+            with pytest.raises(HotKVError) as caught:
+                self.book.create(session, name, group, words(blocks), None)
+            assert caught.value.reason is reason
+            return
+        sequence, is_new = self.book.create(session, name, group, words(blocks), None)
+        assert is_new == (existing is None) and sequence is self.book.get(session, name)
+        if is_new:
+            self.model[session, name] = (group, blocks, len(blocks))
+
+    @rule(session=SESSIONS, name=IDS, first=st.integers(-1, 10), blocks=BLOCKS)
+    def append(self, session: int, name: str, first: int, blocks: list[int]) -> None:
+        existing = self.model.get((session, name))
+        reason: Reason | None = Reason.INVALID_FIELD
+        whole: list[int] = []
+        if existing is not None and 0 <= first <= len(existing[1]):
+            old = existing[1]
+            whole = old[:first] + blocks + old[first + len(blocks) :]
+            if whole[: len(old)] == old:
+                reason = self.refused(len(whole) - len(old), len(whole))
+        if reason is not None:
+            with pytest.raises(HotKVError) as caught:
+                self.book.append(session, name, first, words(blocks))
+            assert caught.value.reason is reason
+            return
+        assert existing is not None
+        self.book.append(session, name, first, words(blocks))
+        self.model[session, name] = (existing[0], whole, existing[2])
+
+    @rule(session=SESSIONS, name=IDS)
+    def pop(self, session: int, name: str) -> None:
+        assert (self.book.pop(session, name) is None) == (self.model.pop((session, name), None) is None)
+
+    @rule(session=SESSIONS)
+    def drop_session(self, session: int) -> None:
+        self.book.drop_session(session)
+        self.model = {key: value for key, value in self.model.items() if key[0] != session}
+
+    @invariant()
+    def agrees(self) -> None:
+        self.book.check_invariants()
+        assert (len(self.book), self.book.num_blocks) == (len(self.model), self.num_blocks())
+        for (session, name), (group, blocks, created) in self.model.items():
+            sequence = self.book.get(session, name)
+            assert (sequence.group_index, sequence.created_blocks) == (group, created)
+            assert np.array_equal(sequence.hashes, words(blocks))
+
+
+TestBook = BookMachine.TestCase
+
+
+def test_a_use_counts_once_in_an_interval_and_none_is_lost() -> None:
+    sequence = LiveSequence("s", 0, words([0] * 6), None, 6)
+
+    def use(positions: list[int], now_s: float) -> list[int]:
+        return sequence.use(np.array(positions, np.int32), now_s).tolist()
+
+    assert use([4, 1, 99], 10.0) == [1, 4]
+    assert use([4], 10.1) == [] and use([2, 4], 10.2) == []
+    assert use([], 10.0 + TOUCH_INTERVAL_S) == [2, 4]
+    sequence.hashes = words([0] * 8)
+    assert use([7], 11.1) == []
+    assert sequence.take_used(11.2).tolist() == [7] and sequence.take_used(11.2).tolist() == []

@@ -1,0 +1,168 @@
+"""Selections straight from slots of an arena against the same functions on copies, and what is refused."""
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hotkv import sparse
+from hotkv.errors import HotKVError
+from hotkv.sparse.formats import FORMATS
+from hotkv.sparse.selector import Source, select_layer
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.sparse.figures import LATENCY_BOUNDS_S, Latency, LayerFigures, LayerGrowth
+from hotkv_server.sparse.selection import KeptHotSet, SelectRequest, SelectSpec, check_request, select
+from tests.sparse.support import F32
+
+CONFIG = sparse.SparseConfig(sparse_topk=0.3, sink_tokens=16, recent_tokens=20, dense_layers=())
+
+
+class Slots:
+    """Representations of a context in slots of an arena, in no order, with rubbish around them."""
+
+    def __init__(self, spec: SelectSpec, num_blocks: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        slot_bytes = -(-spec.num_shards * spec.shard_bytes // SLOT_ALIGN) * SLOT_ALIGN
+        self.arena = random.integers(0, 256, (num_blocks + 3) * slot_bytes, np.uint8)
+        self.slots = random.permutation(num_blocks + 3)[:num_blocks] * slot_bytes
+        self.pools: dict[tuple[int, int, str], np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = {}
+        for shard in range(spec.num_shards):
+            at = shard * spec.shard_bytes
+            for layer in spec.layer_indices:
+                for name in spec.config.scorers_of(layer):
+                    keys = random.standard_normal((num_blocks, spec.block_tokens, spec.kv_heads, spec.head_size), np.float32)
+                    pool = sparse.build(name, keys)
+                    for slot, block in zip(self.slots, pool, strict=True):
+                        self.arena[slot + at : slot + at + block.size] = block.ravel()
+                    self.pools[layer, shard, name] = pool
+                    at += pool[0].size
+
+    def sources(self, spec: SelectSpec, layer: int, shard: int) -> dict[str, Source]:
+        return {name: Source(self.pools[layer, shard, name]) for name in spec.config.scorers_of(layer)}
+
+
+@given(
+    scorer=st.sampled_from(sorted(FORMATS)),
+    other=st.sampled_from(sorted(FORMATS)),
+    fusion=st.booleans(),
+    layers=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True).map(sorted),
+    kv_heads=st.integers(1, 3),
+    head_size=st.sampled_from([32, 64, 80, 128]),
+    block_tokens=st.sampled_from([16, 32]),
+    num_shards=st.integers(1, 2),
+    num_blocks=st.integers(1, 40),
+    seed=st.integers(0, 1 << 30),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
+    scorer: str, other: str, fusion: bool, layers: list[int], kv_heads: int, head_size: int, block_tokens: int, num_shards: int,
+    num_blocks: int, seed: int, data: st.DataObject,
+) -> None:  # fmt: skip
+    config = replace(CONFIG, scorer=scorer, scorer_of_layer={layers[0]: other}, fusion={scorer: 1.0, other: 0.5} if fusion else {})
+    spec = SelectSpec(config, 256, tuple(layers), kv_heads, head_size, block_tokens, num_shards)
+    slots = Slots(spec, num_blocks, seed)
+    layer, shard = data.draw(st.sampled_from(layers)), data.draw(st.integers(0, num_shards - 1))
+    query: F32 = np.random.default_rng(seed).standard_normal((kv_heads * data.draw(st.integers(1, 4)), head_size), np.float32)
+    context_tokens = data.draw(st.integers(1, num_blocks * block_tokens + block_tokens - 1))
+    log_mass = np.full(len(query), data.draw(st.sampled_from([-np.inf, 0.0, 3.0])), np.float32)
+    request = SelectRequest(layer, shard, query, context_tokens, log_mass)
+    where = check_request(spec, request, num_blocks)
+    found = select(spec, slots.arena, slots.slots, request, where, None).selection
+    rows = np.arange(num_blocks, dtype=np.int32)
+    sources = slots.sources(spec, layer, shard)
+    expected = select_layer(config, layer, query, sources, rows, log_mass, context_tokens, block_tokens)
+    assert found.blocks.tolist() == expected.blocks.tolist()
+    assert np.array_equal(found.weights, expected.weights) and found.mass == expected.mass
+    # Without exact mass, it is estimated from what of the always kept blocks is there.
+    always = where.always[where.always < num_blocks]
+    name = next(iter(sources))
+    estimated = sparse.score(sparse.prepare(name, query), sources[name].pool, always)
+    log_mass = np.logaddexp.reduce(estimated, axis=1, initial=-np.inf).astype(np.float32)
+    found = select(spec, slots.arena, slots.slots, replace(request, always_log_mass=None), where, None).selection
+    expected = select_layer(config, layer, query, sources, rows, log_mass, context_tokens, block_tokens)
+    assert found.blocks.tolist() == expected.blocks.tolist() and np.array_equal(found.weights, expected.weights)
+
+
+@given(seed=st.integers(0, 1 << 30), policy=st.sampled_from(["lru", "clock", "lru_prior", "none"]), corrections=st.integers(0, 5))
+@settings(deadline=None, max_examples=30)
+def test_a_client_that_follows_its_moves_holds_the_hot_set(seed: int, policy: str, corrections: int) -> None:
+    random = np.random.default_rng(seed)
+    config = replace(CONFIG, cache_policy=policy, max_correction_blocks=corrections)
+    spec = SelectSpec(config, 256, (0,), 1, 32, 16, 1, hot_blocks=24)
+    slots = Slots(spec, 60, seed)
+    hot = KeptHotSet(config, spec.hot_blocks)
+    held: dict[int, int] = {}
+    context_tokens = 40 * 16
+    for step in range(25):
+        query: F32 = random.standard_normal((2, 32), np.float32)
+        request = SelectRequest(0, 0, query, context_tokens)
+        where = check_request(spec, request, 60)
+        answer = select(spec, slots.arena, slots.slots, request, where, hot)
+        for block in answer.evicted.tolist():
+            del held[block]
+        loads = dict(zip(answer.load.blocks.tolist(), answer.load.slots.tolist(), strict=True))
+        candidates = [block for block in loads if where.first <= block < where.last]
+        assert step == 0 or len(candidates) <= corrections
+        assert not set(loads.values()) & set(held.values()) and not loads.keys() & held.keys()
+        held |= loads
+        mapped = dict(zip(answer.map.blocks.tolist(), answer.map.slots.tolist(), strict=True))
+        # The partial block gets its slot without a load.
+        fresh = mapped.keys() - held.keys()
+        assert fresh <= {where.count - 1} and held.items() <= mapped.items()
+        held = mapped
+        assert len(held) <= spec.hot_blocks and set(where.always.tolist()) <= held.keys() and max(held.values()) < spec.hot_blocks
+        context_tokens = int(np.clip(context_tokens + random.integers(0, 40), 1, 60 * 16))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layer_indices": ()}, "select.layer_indices"),
+        ({"layer_indices": (3, 2)}, "select.layer_indices"),
+        ({"layer_indices": (2, 2)}, "select.layer_indices"),
+        ({"layer_indices": (-1, 2)}, "select.layer_indices"),
+        ({"layer_indices": (256,)}, "select.layer_indices"),
+        ({"kv_heads": 0}, "select.kv_head_count is 0"),
+        ({"head_size": 1 << 20}, "select.head_size is 1048576"),
+        ({"scale": -1.0}, "select.scale is -1.0"),
+        ({"scale": float("nan")}, "select.scale is nan"),
+        ({"hot_blocks": 3}, "select.hot_block_count is 3; what is always kept"),
+        ({"hot_blocks": -1}, "select.hot_block_count is -1"),
+        ({"hot_blocks": 1 << 30}, "select.hot_block_count is 1073741824; allowed are 0 to"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_refused_with_its_field(fields: dict[str, object], words: str) -> None:
+    good = {"layer_indices": (0, 1), "kv_heads": 2, "head_size": 64, "hot_blocks": 0, "scale": None}
+    with pytest.raises(HotKVError, match=words.replace(".", r"\.")):
+        SelectSpec(config=CONFIG, representation_group=256, block_tokens=16, num_shards=1, **{**good, **fields})  # type: ignore[arg-type]
+    with pytest.raises(HotKVError, match="make 2 × 100 bytes".replace("2 × 100", "[0-9]+") + r" a shard; the representation is .*\[7\]"):
+        SelectSpec(CONFIG, 256, (0,), 1, 64, 16, 1).check_slots((7,))
+
+
+def test_the_work_of_a_selection_is_bounded() -> None:
+    spec = SelectSpec(CONFIG, 256, (0,), 1, 32, 16, 1)
+    many = np.broadcast_to(np.zeros((1, 32), np.float32), (1 << 23, 32))
+    with pytest.raises(HotKVError, match="query has 8388608 heads for 50 blocks"):
+        check_request(spec, SelectRequest(0, 0, many, 800), 50)
+    with pytest.raises(HotKVError, match="context_token_count is 4194305; allowed are 1 to 4194304"):
+        check_request(spec, SelectRequest(0, 0, many[:1], (1 << 22) + 1), 50)
+
+
+def test_figures_are_per_engine_and_totals_never_fall() -> None:
+    figures, size = LayerFigures(), len(LayerGrowth(0, np.zeros(19)).values)
+    for engine, layer, amount in (("a", 3, 1.0), ("b", 3, 2.0), ("a", 0, 4.0), ("a", 3, 8.0)):
+        figures.add(engine, LayerGrowth(layer, np.full(size, amount)))
+    assert [(engine, row.layer_index, row.values[0]) for engine, row in figures.rows()] == [("a", 0, 4.0), ("a", 3, 9.0), ("b", 3, 2.0)]
+    figures.drop("a")
+    assert [engine for engine, _ in figures.rows()] == ["b"]
+    assert [(row.layer_index, row.values[-1]) for row in figures.totals()] == [(0, 4.0), (3, 11.0)]
+
+
+def test_latencies_fall_into_buckets() -> None:
+    latency = Latency()
+    for seconds in (*LATENCY_BOUNDS_S, 5.0, 0.0):
+        latency.add(seconds)
+    assert latency.counts == [2, *[1] * (len(LATENCY_BOUNDS_S) - 1), 1] and latency.count == len(LATENCY_BOUNDS_S) + 2
