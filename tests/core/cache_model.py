@@ -17,6 +17,7 @@ from hotkv_server.core.holds import Holds
 from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.policies.queue import Highest
 from hotkv_server.core.space import Space
+from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import HashList
 from tests.core.support import words_of
 
@@ -171,7 +172,7 @@ class CacheModel:
             (lease.engine_id, lease.lease_id, lease.copies, lease.released) for lease in self.leases.values()
         )
         assert len(core.transfers) == len(self.transfers)
-        assert core._unadmitted_bytes == self.unadmitted_bytes()
+        assert sum(core._unadmitted.values()) == self.unadmitted_bytes()
 
 
 def reserve_allowed(
@@ -201,7 +202,7 @@ def values(thing: object) -> object:
         return thing.number
     if isinstance(thing, Holds) or type(thing).__module__.startswith("hotkv_server.core.policies"):
         return {name: values(value) for name, value in vars(thing).items()}
-    return None if callable(thing) or isinstance(thing, BlockIndex | ModuleType) else copy.deepcopy(thing)
+    return None if callable(thing) or isinstance(thing, BlockIndex | TenantBook | ModuleType) else copy.deepcopy(thing)
 
 
 def snapshot(core: CacheCore) -> object:
@@ -227,7 +228,14 @@ def snapshot(core: CacheCore) -> object:
         repr(core.key_spaces),
         repr(core.counters),
         repr(space.effects),
-        (space.evicted_blocks, core._unadmitted_bytes, core.draining, core._next_session, core.leases._next_number),
+        (
+            space.evicted_blocks,
+            {t: n for t, n in core._unadmitted.items() if n},
+            space.tenants.used.tolist(),
+            core.draining,
+            core._next_session,
+            core.leases._next_number,
+        ),
     )
 
 

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import Entries
 from tests.core.support import make_table, words_of
 
@@ -33,7 +34,7 @@ class HoldsMachine(RuleBasedStateMachine):
         # Others pin too.
         index.pin(self.numbers[: NUM_ENTRIES // 3], 1)
         self.others = index.pins.copy()
-        self.index, self.holds = index, Holds(index, budget_bytes)
+        self.index, self.holds = index, Holds(index, TenantBook({}, budget_bytes), 1.0)
         self.now_s = 0.0
         self.until_s: dict[int, float] = {}
 

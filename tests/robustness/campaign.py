@@ -214,13 +214,18 @@ class Campaign:
             self.engines.kill_one()
             self.findings.kills["engine"] += 1
         if self.chance.random() < 0.1:
-            os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
             assert self.servers.has_ended(pid, START_DEADLINE_S)
-            self.findings.clean_stops += 1
+            if self.servers.status(pid) in (0, -signal.SIGTERM):  # By itself, or before it was up.
+                self.findings.clean_stops += 1
+            else:
+                self.count(f"server {crash.get('when')} {crash.get('point')}", pid)
             return
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
         assert self.servers.has_ended(pid, START_DEADLINE_S)
-        self.findings.kills["server at any time"] += 1
+        self.count("server at any time", pid)
 
     def choose(self) -> dict[str, object]:
         if self.chance.random() < 0.3:

@@ -63,15 +63,16 @@ class CacheCore:
     def __init__(self, config: CoreConfig, block_table: BlockTable, policy: Policy) -> None:
         self.config = config
         self.counters = Counters()
-        self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy)
+        self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants)
         self.catalog = Catalog(self.space)
-        self.holds = Holds(self.space.index, int(config.held_share * config.arena_bytes))
+        self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
         self.leases = LeaseBook()
         self.transfers = TransferBook()
         self.sessions: dict[int, SessionRecord] = {}
         self.draining = False
         self._next_session = 1
-        self._unadmitted_bytes = 0
+        # Per tenant: bytes that leases without a load pin.
+        self._unadmitted: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"CacheCore({len(self.sessions)} sessions, {len(self.leases)} leases, {len(self.transfers)} transfers, {self.space!r})"
@@ -167,7 +168,8 @@ class CacheCore:
                 raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use for another call; choose a new id")
             return Grant(tuple(entries != 0 for _, entries in existing.groups), max(0.0, existing.expires_s - now_s))
         ttl_s = self._ttl(ttl_s)
-        budget = int(self.config.unadmitted_share * self.config.arena_bytes) - self._unadmitted_bytes
+        tenant = self.space.tenants.number(session.key_space_id)
+        budget = int(self.config.unadmitted_share * self.space.tenants.surely_bytes(tenant)) - self._unadmitted.get(tenant, 0)
         pinned: list[tuple[int, Entries]] = []
         total = 0
         for g in groups:
@@ -181,7 +183,7 @@ class CacheCore:
             session.engine_id, lease_id, self.leases.next_number(), session_number, session.key_space_id, now_s + ttl_s, pinned, total
         )
         self.leases.add(lease)
-        self._unadmitted_bytes += total
+        self._count_unadmitted(lease, total)
         self.space.index.pin(lease.entries(), 1)
         for group_index, entries in pinned:
             found = entries[entries != 0]
@@ -193,6 +195,10 @@ class CacheCore:
                 self.counters.acquired_representations += len(found)
                 self.counters.missed_representations += len(entries) - len(found)
         return Grant(tuple(entries != 0 for _, entries in pinned), ttl_s)
+
+    def _count_unadmitted(self, lease: ReadLease, num_bytes: int) -> None:
+        tenant = self.space.tenants.number(lease.key_space_id)
+        self._unadmitted[tenant] = self._unadmitted.get(tenant, 0) + num_bytes
 
     def release(self, session_number: int, lease_id: str) -> bool:
         """Gives a lease back; during copies it takes effect when they end. False where there is none."""
@@ -242,7 +248,7 @@ class CacheCore:
             self.space.index.pin(lease.entries(), -1)
             self.space.reap(lease.entries())
             if not lease.admitted:
-                self._unadmitted_bytes -= lease.pinned_bytes
+                self._count_unadmitted(lease, -lease.pinned_bytes)
         else:
             self._drop(lease.entries)
         self.leases.remove(lease)
@@ -371,7 +377,7 @@ class CacheCore:
             slots.append(SlotRun(run.group_index, np.arange(len(chosen)), self.space.index.offsets(chosen), chosen))
         if not lease.admitted:
             lease.admitted = True
-            self._unadmitted_bytes -= lease.pinned_bytes
+            self._count_unadmitted(lease, -lease.pinned_bytes)
         lease.num_copies += 1
         num_blocks = sum(len(run.positions) for run in slots if run.group_index < MAX_GROUPS)
         self.transfers.add(LoadTransfer(session_number, transfer_id, lease, num_blocks))
@@ -565,21 +571,22 @@ class CacheCore:
         """Raises AssertionError where any book disagrees with another. Linear in capacity."""
         self.space.check_invariants()
         pins = np.zeros(self.space.index.capacity + 1, np.int64)
-        unadmitted = 0
+        unadmitted: dict[int, int] = {}
         owned: list[Entries] = []
         for lease in self.leases.all():
             assert lease.num_copies == self.transfers.count(lease), "copies miscounted"
             assert not lease.released or lease.num_copies, "a released lease without copies was kept"
             if isinstance(lease, ReadLease):
                 np.add.at(pins, lease.entries(), 1)
-                unadmitted += 0 if lease.admitted else lease.pinned_bytes
+                tenant = self.space.tenants.number(lease.key_space_id)
+                unadmitted[tenant] = unadmitted.get(tenant, 0) + (0 if lease.admitted else lease.pinned_bytes)
             else:
                 owned.append(lease.entries)
                 assert np.all(self.space.index.owners(lease.entries) == lease.number), "a write lease owns an entry that is not its own"
         self.holds.check_invariants()
         np.add.at(pins, self.holds.entries(), 1)
         assert np.array_equal(pins, self.space.index.pins), "pins and read leases disagree"
-        assert unadmitted == self._unadmitted_bytes, "unadmitted bytes miscounted"
+        assert all(unadmitted.get(tenant, 0) == count for tenant, count in self._unadmitted.items()), "unadmitted bytes miscounted"
         for entry in self.space.representations.ready():
             (key_space_id, _), (kind, group), _ = self.space.index.keys(np.append(entry, self.space.representations.of(entry)))
             assert self.catalog.record(int(key_space_id)).block_group(int(kind)) == group, "a representation belongs to another group"

@@ -54,6 +54,7 @@ class Catalog:
             number = len(self.records) + 1
             self.records[number] = KeySpaceRecord(number, key_space)
             self._numbers[key_space.fingerprint] = number
+            self._space.tenants.add_key_space(number, key_space.tenant)
             self._space.index.add_key_space(number, [key_space.group_salt(g) for g in range(len(key_space.groups))])
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 

@@ -60,6 +60,7 @@ def restore(core: CacheCore, old: Words, key_spaces: Mapping[int, int], last_use
         here = came[old[came, table.W_SIZE] == size]
         core.space.pool.claim(size * SLOT_ALIGN, old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN)
     _publish(core, old, came, new_of, last_used_s, now_s, report)
+    core.space.keep_bounds()
     return report
 
 
@@ -134,6 +135,7 @@ def _link_entries(core: CacheCore, old: Words, rows: Int64s, numbers: Entries, n
         depths = old[here, table.W_DEPTH].astype(np.int64)
         size = aligned(core.catalog.record(number).shape(group).slot_bytes)
         entries = index.insert(number, group, hashes, offsets, size, depths, 0)
+        core.space.tenants.count(number, len(entries) * size)
         new_of[here[: len(entries)]] = entries
 
 

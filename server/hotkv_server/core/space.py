@@ -5,6 +5,8 @@ reserved is never evicted; what is evicted is reported as an effect. Evict on al
 Representations are entries too, but nothing is decided by them: see `representations`.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +18,10 @@ from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.representations import Representations
 from hotkv_server.core.slabs import SlabPool, aligned
-from hotkv_server.core.values import Entries, EvictionNotice, Int64s
+from hotkv_server.core.tenants import Payers, TenantBook
+from hotkv_server.core.values import BoolMask, Entries, EvictionNotice, Int64s, TenantShare
+
+_NO_SHARES: Mapping[str, TenantShare] = {}
 
 GHOST_KEYS = 1 << 16
 """Evicted keys remembered for `explain`."""
@@ -55,9 +60,12 @@ MAX_REFRESHED = 1 << 14
 class Space:
     """All slots of one tier and the entries that own them."""
 
-    def __init__(self, block_table: BlockTable, arena_bytes: int, slab_bytes: int, policy: Policy) -> None:
+    def __init__(
+        self, block_table: BlockTable, arena_bytes: int, slab_bytes: int, policy: Policy, shares: Mapping[str, TenantShare] = _NO_SHARES
+    ) -> None:
         self.index = BlockIndex(block_table)
         self.pool = SlabPool(arena_bytes, slab_bytes)
+        self.tenants = TenantBook(shares, self.pool.num_slabs * slab_bytes)
         self.policy = policy
         self.representations = Representations(self.index, self._free_slots)
         self.evicted_blocks = 0
@@ -72,21 +80,33 @@ class Space:
 
     def insert(self, key_space_id: int, group_index: int, hashes: Words, slot_bytes: int, depths: Int64s, lease: int) -> Entries:
         """Reserves slots for keys that are not in the index, evicting where it must; as many as possible, from the first on."""
-        size = aligned(slot_bytes)
+        size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
+        hashes = hashes[: self._within_bound(taker, size, len(hashes))]
         if self.pool.available_slots(size) < len(hashes):
-            self._make_room(size, len(hashes))
+            self._make_room(size, len(hashes), taker)
         is_block = group_index < MAX_GROUPS
         if is_block:
             self._drop_representations(size, len(hashes) - self.pool.available_slots(size))
         offsets = self.pool.allocate(size, len(hashes))
         n = len(offsets)
         if n > self._free_numbers():
-            self._evict_coldest(0, n - self._free_numbers())
+            self._evict_coldest(0, n - self._free_numbers(), taker)
             if is_block:
                 self._drop_representations(0, n - self._free_numbers())
         entries = self.index.insert(key_space_id, group_index, hashes[:n], offsets, size, depths[:n], lease)
         self.pool.free(size, offsets[len(entries) :])
+        self.tenants.count(key_space_id, len(entries) * size)
         return entries
+
+    def _within_bound(self, taker: int, size: int, count: int) -> int:
+        """How many slots a tenant may have under its burst bound, after its own coldest blocks have made room for them."""
+        if not self.tenants.is_used:
+            return count
+        for slot_bytes in (size, 0):
+            while (short := count - self.tenants.room_bytes(taker) // size) > 0:
+                if not self._evict_for(taker, slot_bytes, short, lambda owners: owners == taker):
+                    break
+        return min(count, self.tenants.room_bytes(taker) // size)
 
     def _free_numbers(self) -> int:
         return self.index.capacity - self.index.num_entries
@@ -128,6 +148,7 @@ class Space:
         """Frees the slots of records that are gone, given in parts of one slot size."""
         for rows in parts:
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
+            self.tenants.count(int(rows[0, table.W_KEY_SPACE]), -len(rows) * int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN)
             self.pool.free(int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN, offsets, for_reuse=for_reuse)
 
     def evict(self, entries: Entries) -> int:
@@ -197,8 +218,8 @@ class Space:
         pinned = np.flatnonzero(self.index.pins).astype(np.uint32)
         return int(self.index.slot_bytes(pinned).sum())
 
-    def _make_room(self, slot_bytes: int, num_slots: int) -> None:
-        """Evicts until `num_slots` slots of this size can be had, or nothing more may go."""
+    def _make_room(self, slot_bytes: int, num_slots: int, taker: int) -> None:
+        """Evicts until a tenant can have `num_slots` slots of this size, or nothing more may go for it."""
         shared = self.pool.is_shared(slot_bytes)
         if shared:
             # Comparing with other sizes looks at every entry; so it is done for a share of the arena at a time.
@@ -207,26 +228,71 @@ class Space:
             pressure_bytes = self._pressure_bytes.get(slot_bytes, share_bytes) + missing_bytes
             if pressure_bytes >= share_bytes:
                 wanted = max(num_slots, share_bytes // slot_bytes)
-                self._take_until(slot_bytes, wanted)
+                self._take_until(slot_bytes, wanted, taker, self._payers(taker, wanted * slot_bytes)[:1])
                 pressure_bytes = share_bytes if self.pool.available_slots(slot_bytes) >= wanted else 0
             self._pressure_bytes[slot_bytes] = pressure_bytes
         short = num_slots - self.pool.available_slots(slot_bytes)
         if short > 0:
-            self._evict_coldest(slot_bytes, short)
+            self._evict_coldest(slot_bytes, short, taker)
         if shared:
-            self._take_until(slot_bytes, num_slots)
+            self._take_until(slot_bytes, num_slots, taker, self._payers(taker, num_slots * slot_bytes))
 
-    def _take_until(self, slot_bytes: int, num_slots: int) -> None:
+    def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
+        """Whose blocks go first, and whose where that is not enough."""
+        return (Payers.OTHERS, Payers.ALL, Payers.ANYBODY) if self.tenants.may_claim(taker, more_bytes) else (Payers.ALL,)
+
+    def _take_until(self, slot_bytes: int, num_slots: int, taker: int, payers: Sequence[Payers]) -> None:
         """Takes slabs of other sizes until there is room, or none is worth taking."""
-        # Again, because what is emptied is more than what was chosen where slots span slabs.
-        while self.pool.available_slots(slot_bytes) < num_slots and self._take_cold_slabs(slot_bytes, num_slots):
-            pass
+        for paying in payers:
+            # Again, because what is emptied is more than what was chosen where slots span slabs.
+            while self.pool.available_slots(slot_bytes) < num_slots and self._take_cold_slabs(slot_bytes, num_slots, taker, paying):
+                pass
 
-    def _evict_coldest(self, slot_bytes: int, count: int) -> None:
-        victims = self.policy.victims(slot_bytes, count, lambda entries: self.index.evictable(entries, slot_bytes))
-        self._evict_checked(victims, for_reuse=slot_bytes > 0)
+    def _evict_coldest(self, slot_bytes: int, count: int, taker: int) -> None:
+        """Evicts up to `count` of the coldest blocks of a slot size (0: of any) that may go for this tenant."""
+        if not self.tenants.is_used:
+            victims = self.policy.victims(slot_bytes, count, lambda entries: self.index.evictable(entries, slot_bytes))
+            self._evict_checked(victims, for_reuse=slot_bytes > 0)
+            return
+        if self.tenants.may_claim(taker, count * slot_bytes):
+            count -= self._evict_for(taker, slot_bytes, count, lambda owners: owners != taker)
+        self._evict_for(taker, slot_bytes, count, lambda owners: owners >= 0)
 
-    def _take_cold_slabs(self, slot_bytes: int, num_slots: int) -> int:
+    def _evict_for(self, taker: int, slot_bytes: int, count: int, may_pay: Callable[[Int64s], BoolMask]) -> int:
+        """Evicts up to `count` of the coldest blocks of those tenants that `may_pay`, none below its guarantee; returns how many."""
+        evicted = 0
+
+        def evictable(entries: Entries) -> BoolMask:
+            owners = self._owners(entries)
+            mask: BoolMask = self.index.evictable(entries, slot_bytes) & may_pay(owners)
+            return mask & self.tenants.may_give(owners, self.index.slot_bytes(entries), taker)
+
+        while evicted < count:
+            victims = self.policy.victims(slot_bytes, count - evicted, evictable)
+            # Each of them may go, but perhaps not all of them.
+            victims = victims[self.tenants.within(self._owners(victims), self.index.slot_bytes(victims), taker)]
+            if not self._evict_checked(victims, for_reuse=slot_bytes > 0):
+                break
+            evicted += len(victims)
+        return evicted
+
+    def _owners(self, entries: Entries) -> Int64s:
+        """The tenants that entries belong to."""
+        return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
+
+    def _may_go(self, live: Entries, taker: int, paying: Payers) -> BoolMask:
+        """Which of all entries may go, coldest first, when a tenant takes slabs."""
+        mask = self.index.evictable(live)
+        if not self.tenants.is_used or paying is Payers.ANYBODY:
+            return mask
+        if paying is Payers.OTHERS:
+            mask &= self._owners(live) != taker
+        order = np.argsort(np.where(mask, self.policy.heat(self.representations.blocks_of(live)), np.inf), kind="stable")
+        order = order[: int(mask.sum())]
+        mask[order] = self.tenants.within(self._owners(live[order]), self.index.slot_bytes(live[order]), taker)
+        return mask
+
+    def _take_cold_slabs(self, slot_bytes: int, num_slots: int, taker: int, paying: Payers) -> int:
         """Empties slabs lent to other sizes: where they are colder than what this size would evict itself, or it has not enough of that.
 
         First slabs that are wholly colder, then those that are but for `HOT_SHARE` of their blocks.
@@ -234,7 +300,7 @@ class Space:
         """
         live = np.flatnonzero(self.index.states()).astype(np.uint32)
         sizes = self.index.slot_bytes(live)
-        evictable = self.index.evictable(live)
+        evictable = self._may_go(live, taker, paying)
         owners = self.representations.blocks_of(live)
         heat = np.where(evictable, self.policy.heat(owners), np.inf)
         own = np.sort(heat[(sizes == slot_bytes) & evictable & (owners == live)])
@@ -269,12 +335,24 @@ class Space:
         cost[self.pool.slab_owner() == slot_bytes] = np.inf
         return cost
 
+    def keep_bounds(self) -> None:
+        """Brings tenants back within burst bounds that are other than they were."""
+        for tenant, excess_bytes in self.tenants.over_bound():
+            blocks = self.index.ready_blocks()
+            mine = blocks[self._owners(blocks) == tenant]
+            mine = mine[np.argsort(self.policy.heat(mine), kind="stable")]
+            count = int(np.searchsorted(np.cumsum(self.index.slot_bytes(mine)), excess_bytes)) + 1
+            self.evict(mine[:count])
+
     def check_invariants(self) -> None:
         """Raises AssertionError where index and pool disagree. Linear in capacity."""
         self.index.check_invariants()
         self.pool.check_invariants()
         self.policy.check_invariants()
         self.representations.check_invariants()
+        live = np.flatnonzero(self.index.states()).astype(np.uint32)
+        key_spaces, sizes = self.index.keys(live)[0], self.index.slot_bytes(live)
+        self.tenants.check({number: int(sizes[key_spaces == number].sum()) for number in np.unique(key_spaces).tolist()})
         live = np.flatnonzero(self.index.states()).astype(np.uint32)
         offsets, sizes = self.index.offsets(live), self.index.slot_bytes(live)
         order = np.argsort(offsets)

@@ -1,5 +1,6 @@
 """Frozen values that go into and come out of the core."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,10 +16,20 @@ BoolMask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class TenantShare:
+    """What a tenant may have of the arena. `guaranteed_bytes`: nobody else's blocks take this from it. `burst_bytes`: beyond this its
+    blocks take room from its own; 0 for no such bound."""
+
+    guaranteed_bytes: int = 0
+    burst_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CoreConfig:
     """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most that requests may ask to keep.
 
-    `check_stride`: of check values, see `checks`; 0 for none. Times in seconds.
+    `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares by name; a tenant that is not named has none of its own and
+    no bound. Times in seconds.
     """
 
     arena_bytes: int
@@ -31,6 +42,7 @@ class CoreConfig:
     max_blocks_per_call: int = 1 << 18
     max_leases: int = 60_000
     check_stride: int = 0
+    tenants: Mapping[str, TenantShare] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

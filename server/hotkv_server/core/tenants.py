@@ -1,0 +1,124 @@
+"""What each tenant has of the arena, and what may be taken from whom.
+
+Always true: a tenant with a burst bound never holds more than it; nobody's block goes for another tenant's while its owner holds no more
+than its guarantee, with one exception. Guarantees are claims, too: as long as a tenant stays within its own, room for it comes from those
+beyond theirs first; and where its slot size gets no slab otherwise, because each has some block in it that is guaranteed, slabs are
+emptied all the same: whoever loses blocks so is below its guarantee, and takes as much back from those who are not.
+Bytes are those of slots, whatever their state: reserved, ready or detached, blocks and representations.
+"""
+
+import enum
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_server.core.values import BoolMask, Int64s, TenantShare
+
+
+class Payers(enum.Enum):
+    """Whose blocks may go for a tenant's new ones: those of others beyond their guarantees; its own as well; whoever's."""
+
+    OTHERS = enum.auto()
+    ALL = enum.auto()
+    ANYBODY = enum.auto()
+
+
+_NO_BOUND = np.iinfo(np.int64).max // 2
+
+
+class TenantBook:
+    """Bytes by tenant. `is_used`: False where no shares are configured; then nothing here costs anything."""
+
+    def __init__(self, shares: Mapping[str, TenantShare], arena_bytes: int) -> None:
+        self.is_used = bool(shares)
+        self.arena_bytes = arena_bytes
+        self._names = [*shares]
+        self._guaranteed = np.array([share.guaranteed_bytes for share in shares.values()], np.int64)
+        self._burst = np.array([share.burst_bytes or _NO_BOUND for share in shares.values()], np.int64)
+        if np.any(self._guaranteed < 0) or np.any(self._burst < self._guaranteed):
+            raise HotKVError(Reason.INVALID_FIELD, "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given")
+        if int(self._guaranteed.sum()) > arena_bytes:
+            total = int(self._guaranteed.sum())
+            raise HotKVError(Reason.INVALID_FIELD, f"tenants: their guaranteed_bytes are {total} together; the arena has {arena_bytes}")
+        self.used = np.zeros(len(shares), np.int64)
+        self._of_key_space = np.zeros(1, np.int64)
+
+    def __repr__(self) -> str:
+        return f"TenantBook({', '.join(f'{name}: {used}' for name, used in zip(self._names, self.used.tolist(), strict=True))})"
+
+    def add_key_space(self, number: int, tenant: str) -> None:
+        """A tenant without a share has no guarantee and no bound of its own; those that are not named share nothing but that."""
+        if not self.is_used:
+            return
+        if tenant not in self._names:
+            self._names.append(tenant)
+            self._guaranteed, self._burst = np.append(self._guaranteed, 0), np.append(self._burst, _NO_BOUND)
+            self.used = np.append(self.used, 0)
+        grown = np.zeros(max(len(self._of_key_space), number + 1), np.int64)
+        grown[: len(self._of_key_space)] = self._of_key_space
+        grown[number] = self._names.index(tenant)
+        self._of_key_space = grown
+
+    def number(self, key_space_id: int) -> int:
+        """The tenant of a key space, as its place in the book."""
+        return int(self._of_key_space[key_space_id]) if self.is_used else 0
+
+    def of(self, key_spaces: NDArray[np.uint32]) -> Int64s:
+        """Tenant of each key space number [n]."""
+        return self._of_key_space[key_spaces]
+
+    def count(self, key_space_id: int, num_bytes: int) -> None:
+        """A key space has so many bytes more (less, where negative)."""
+        if self.is_used:
+            self.used[self._of_key_space[key_space_id]] += num_bytes
+
+    def usage(self) -> dict[str, tuple[int, TenantShare]]:
+        """Bytes that each tenant holds, and its share."""
+        bounds = (0 if burst == _NO_BOUND else burst for burst in self._burst.tolist())
+        shares = (TenantShare(guaranteed, burst) for guaranteed, burst in zip(self._guaranteed.tolist(), bounds, strict=True))
+        return dict(zip(self._names, zip(self.used.tolist(), shares, strict=True), strict=True))
+
+    def room_bytes(self, tenant: int) -> int:
+        """What the tenant may still take under its burst bound."""
+        return max(0, int(self._burst[tenant] - self.used[tenant]))
+
+    def surely_bytes(self, tenant: int) -> int:
+        """What the tenant could have though all others took their guarantees: bounds what it may pin."""
+        if not self.is_used:
+            return self.arena_bytes
+        others = int(self._guaranteed.sum() - self._guaranteed[tenant])
+        return int(min(self._burst[tenant], self.arena_bytes - others))
+
+    def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
+        """Which entries with these owners [n] and slot sizes [n] may each go, alone, for one of tenant `taker`."""
+        allowed: BoolMask = (owners == taker) | (self.used[owners] - sizes >= self._guaranteed[owners])
+        return allowed
+
+    def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
+        """Of entries that would go for one of `taker` in this order, which may: none takes its owner below the guarantee."""
+        allowed: BoolMask = owners == taker
+        for owner in np.unique(owners[~allowed]).tolist():
+            here = owners == owner
+            allowed[here] = np.cumsum(sizes[here]) <= self.used[owner] - self._guaranteed[owner]
+        return allowed
+
+    def may_claim(self, taker: int, more_bytes: int) -> bool:
+        """Whether a tenant stays within its guarantee with so many bytes more: then others give first."""
+        return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
+
+    def over_bound(self) -> list[tuple[int, int]]:
+        """Tenants that hold more than their burst bound, and by how many bytes: after a restart with another configuration."""
+        excess = self.used - self._burst
+        return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
+
+    def check(self, used_by_key_space: Mapping[int, int]) -> None:
+        """Raises AssertionError where bytes are miscounted or a bound is broken."""
+        if not self.is_used:
+            return
+        counted = np.zeros(len(self.used), np.int64)
+        for number, num_bytes in used_by_key_space.items():
+            counted[self._of_key_space[number]] += num_bytes
+        assert np.array_equal(counted, self.used), "bytes of tenants miscounted"
+        assert np.all(self.used <= self._burst), "a tenant is beyond its burst bound"
