@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 FREE = {"compat.py", "layout.py", "sparse/backend.py"}
 PUBLIC = (
+    "vllm.LLM",
+    "vllm.SamplingParams",
     "vllm.config",
     "vllm.distributed.kv_events",
     "vllm.distributed.kv_transfer.kv_connector.v1",
@@ -24,7 +26,7 @@ PUBLIC = (
     "vllm.v1.outputs",
     "vllm.v1.request",
 )
-"""Base classes and the values passed to a connector's hooks; a name covers its submodules."""
+"""Base classes, the values passed to a connector's hooks, and what vLLM offers to programs; a name covers its submodules."""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:

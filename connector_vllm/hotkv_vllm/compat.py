@@ -24,7 +24,8 @@ from hotkv.errors import HotKVError
 from hotkv.groups import GroupKind, GroupSpec, check_context_parallel
 from hotkv.keys import KeySpace
 from hotkv.sparse import SparseConfig
-from hotkv_vllm.config import SPARSE, ConfigError, ConnectorConfig
+from hotkv.sparse.centre import Centres
+from hotkv_vllm.config import CENTRE, SPARSE, ConfigError, ConnectorConfig
 from hotkv_vllm.weights import files_identity, is_commit
 
 NULL_BLOCK = 0
@@ -356,6 +357,17 @@ class DeviceOrder:
             mark.synchronize()
 
 
+def name_connector(name: str, module: str) -> None:
+    """Makes the connector known to vLLM by name, unless it is. Its MultiConnector wants that of all it holds, module path or not."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(name, module, name)
+    except ValueError:
+        # It is known already.
+        return
+
+
 # -------------------------------------------------------------------------------------------------------- sparse decode
 
 
@@ -386,6 +398,29 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
             config.check(vllm_config.model_config.get_total_num_hidden_layers(), block_tokens)
     except HotKVError as error:
         raise ConfigError(f"hotkv.{error.message}") from None
+
+
+def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> None:
+    """Refuses (ConfigError) centres of another model than this worker's."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if max(centres.layers) >= num_layers:
+        raise ConfigError(
+            f"{CENTRE}: it has a centre of layer {max(centres.layers)}, the model has {num_layers} layers; calibrate with this model"
+        )
+    num_shards = vllm_config.parallel_config.tensor_parallel_size // kv_cache_config.kv_tp_replicas
+    for group_index, _ in sparse_groups(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[group_index]
+        for name in group.layer_names:
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            index, needed = extract_layer_index(name), (spec.num_kv_heads * num_shards, spec.head_size)
+            mu_HD = centres.mu(index)
+            if mu_HD is not None and mu_HD.shape != needed:
+                raise ConfigError(
+                    f"{CENTRE}: its centre of layer {index} is {list(mu_HD.shape)}, the model's layer has {needed[0]} KV heads of size "
+                    f"{needed[1]}; calibrate with this model"
+                )
 
 
 def sparse_groups(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:

@@ -11,9 +11,13 @@ from typing import Any
 
 from hotkv.errors import HotKVError
 from hotkv.sparse import SparseConfig
+from hotkv.sparse.centre import Centres
+from hotkv.sparse.centre_file import read_centres
+from hotkv_client.types import Credentials
 
 PREFIX = "hotkv."
 SPARSE = PREFIX + "sparse"
+CENTRE = PREFIX + "sparse_centre"
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 TARGET_ENV = "HOTKV_TARGET"
 
@@ -27,7 +31,8 @@ class ConnectorConfig:
     """All settings.
 
     target: `unix:/path/grpc.sock` or `host:port`; default from the environment variable HOTKV_TARGET.
-    tenant: engines of different tenants never share blocks.
+    tenant: engines of different tenants never share blocks; a server that knows tenants demands a proof that this engine may act for it.
+    tls_ca, tls_certificate, tls_key, tls_server_name, token_file: over TCP, see `hotkv_client.types.Credentials`.
     weights_identity: replaces the identity computed from the weights; equal values promise equal weights.
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it counts as a miss.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
@@ -43,11 +48,18 @@ class ConnectorConfig:
         that can be hit, and the last one of a prompt; 0 for every state that vLLM hands over.
     hook_timing_file: where to write time spent in connector hooks, as JSON, at shutdown; empty for nowhere.
     sparse: sparse decode (CPU engines), an object with the fields of `SparseConfig`; absent: attention is vLLM's own.
+    sparse_centre: file with the model's calibrated centres (`python -m hotkv_vllm.sparse.calibrate`), which make selections better; empty
+        for none. Engines share representations only where it is the same.
     sparse_recall_steps: every so many decode steps, one layer's selection is measured against exact attention; 0 for never.
     """
 
     target: str = DEFAULT_TARGET
     tenant: str = ""
+    tls_ca: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_server_name: str = ""
+    token_file: str = ""
     weights_identity: str = ""
     lookup_timeout_s: float = 0.25
     lease_ttl_s: float = 30.0
@@ -62,6 +74,7 @@ class ConnectorConfig:
     state_interval_tokens: int = 0
     hook_timing_file: str = ""
     sparse: SparseConfig | None = None
+    sparse_centre: str = ""
     sparse_recall_steps: int = 256
 
     @staticmethod
@@ -78,7 +91,23 @@ class ConnectorConfig:
                 raise ConfigError(f"{key} = {value!r}: there is no such setting; allowed are {allowed}")
             values[name] = _READERS[str(known[name].type)](key, value)
         _check_target(values["target"])
+        if values.get("sparse_centre") and "sparse" not in values:
+            raise ConfigError(f"{CENTRE} = {values['sparse_centre']!r}: it serves sparse decode only; set {SPARSE} too, or leave it out")
         return ConnectorConfig(**values)
+
+    @property
+    def credentials(self) -> Credentials:
+        """What proves this engine to a server over TCP."""
+        return Credentials(self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file)
+
+    def read_centres(self) -> Centres | None:
+        """What `sparse_centre` names. Raises ConfigError."""
+        if not self.sparse_centre:
+            return None
+        try:
+            return read_centres(self.sparse_centre)
+        except HotKVError as error:
+            raise ConfigError(f"{CENTRE} = {self.sparse_centre!r}: {error.message}") from None
 
 
 def _read_str(key: str, value: Any) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -79,6 +80,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._sparse: SparseWorker | None = None
         if config.sparse is not None:
             compat.check_sparse(vllm_config, kv_cache_config, config.sparse)
+        self._centres = config.read_centres()
         if role is KVConnectorRole.SCHEDULER:
             if compat.use_recompute_policy(vllm_config):
                 logger.info("hotkv: kv_load_failure_policy is set to 'recompute', so that a failed load costs time, not the request")
@@ -86,6 +88,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             if config.sparse is not None:
                 self._rows = RowNames(config.sparse, compat.sparse_groups(kv_cache_config))
         else:
+            if self._centres is not None:
+                compat.check_centres(vllm_config, kv_cache_config, self._centres)
             self._worker = HotKVWorker(vllm_config, kv_cache_config, config)
         rank = vllm_config.parallel_config.rank
         self.clock = HookClock("scheduler" if self._scheduler else f"worker-{rank}", str(transfer.engine_id))
@@ -111,14 +115,25 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is not None:
-            self._worker.register(kv_caches)
-            self._install_sparse(kv_caches)
+            # First the memory moves, then others look at it; the session tells the server of all of it at once.
+            self._worker.export(kv_caches)
+            try:
+                self._install_sparse(kv_caches)
+            finally:
+                self._worker.open(self._sparse, self._centres)
 
     def _install_sparse(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self.config.sparse is None:
             return
         try:
-            self._sparse = install(self.config.sparse, self.config.sparse_recall_steps, self._vllm_config, self._kv_cache_config, kv_caches)
+            self._sparse = install(
+                self.config.sparse,
+                self.config.sparse_recall_steps,
+                self._vllm_config,
+                self._kv_cache_config,
+                kv_caches,
+                self._centres,
+            )
         except compat.Unsupported as error:
             logger.warning("hotkv: sparse decode is off in this worker: %s", error)
 
@@ -132,6 +147,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and isinstance(kv_connector_metadata, HotKVMetadata):
             self._worker.before_step(kv_connector_metadata)
             if self._sparse is not None:
+                self._sparse.will_write(np.array(kv_connector_metadata.allocated_blocks, np.int32))
                 self._sparse.begin_step(kv_connector_metadata.sparse_rows or SparseRows())
 
     def _loads_broke(self, *_: Any, **__: Any) -> None:
@@ -174,7 +190,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         counters = self._sparse.take_counters() if self._sparse is not None else {}
         if counters:
             report = report or HotKVWorkerMetadata()
-            report.counters.update(counters)
+            for name, value in counters.items():
+                report.counters[name] = report.counters.get(name, 0) + value
         self.clock.end_step()
         return report
 

@@ -4,7 +4,8 @@
 
 What is always true: at most one lease per request; every lease taken is given back or runs out by itself; an answer that comes after
 its deadline is a miss and its lease is given back, and while one is overdue nobody else waits; a hit leaves at least one token to
-compute; keys of a failed load are not offered again until the server answers for them or has a new epoch.
+compute; keys of a failed load are not offered again until the server answers for them or has a new epoch; representations never make a
+hit longer or shorter.
 """
 
 import enum
@@ -23,6 +24,7 @@ from hotkv_client.types import GroupHashes, LeaseGrant, LoadRun
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.metadata import LoadJob
+from hotkv_vllm.represented import Represented
 from hotkv_vllm.stats import HotKVStats
 
 MISS_MEMORY_S = 0.05
@@ -53,9 +55,10 @@ class Phase(enum.Enum):
 class RequestState:
     """What the connector knows of one request of the scheduler.
 
-    `computed_tokens`: local hit for which the lease was taken. `leased`: first leased block per group. `stored_blocks`: per group the
-    first block not yet considered for storing; `next_store_tokens`: computed tokens at which another block is full. `may_store`: False
-    where its blocks build on what a reset of the cache has made void. `device_hit_tokens`: hit in the engine's own cache, as last asked.
+    `computed_tokens`: local hit for which the lease was taken. `leased`: leased blocks per group; `represented`: by group, of which of
+    them the representation is leased too. `stored_blocks`: per group the first block not yet considered for storing;
+    `next_store_tokens`: computed tokens at which another block is full. `may_store`: False where its blocks build on what a reset of the
+    cache has made void. `device_hit_tokens`: hit in the engine's own cache, as last asked.
     """
 
     request: Any
@@ -74,6 +77,7 @@ class RequestState:
     hit_tokens: int = 0
     leased: list[range] = field(default_factory=list)
     ready: Masks = ()
+    represented: dict[int, BoolMask] = field(default_factory=dict)
     granted_s: float = 0.0
     lease_ends_s: float = 0.0
     hint: Masks | None = None
@@ -131,8 +135,10 @@ class HitFinder:
         stats: HotKVStats,
         id_prefix: str,
         draft_groups: frozenset[int] = frozenset(),
+        represented: Represented | None = None,
     ) -> None:
         self.specs = tuple(specs)
+        self.represented = represented or Represented(len(self.specs))
         self.alignment_tokens = alignment_tokens
         self.draft_groups = draft_groups
         self._probe_order = sorted(range(len(self.specs)), key=lambda index: self.specs[index].kind not in PREFIX_CLOSED)
@@ -221,7 +227,8 @@ class HitFinder:
         state.phase = Phase.LOADING
         state.hit_tokens = hit
         transfer_id = f"{self._prefix}-l{next(self._counter)}"
-        return LoadJob(state.request.request_id, transfer_id, state.lease_id, tuple(runs), self._config.load_timeout_s)
+        along = self.represented.loads(state.represented, runs)
+        return LoadJob(state.request.request_id, transfer_id, state.lease_id, tuple(runs), self._config.load_timeout_s, along)
 
     def load_failed(self, state: RequestState) -> None:
         """vLLM was told, or will be, that the request's load failed."""
@@ -239,13 +246,17 @@ class HitFinder:
                 self.hidden.hide(index, self.hashes(state.request, index)[blocks.start : blocks.stop])
         else:
             for index, spec in enumerate(self.specs):
-                state.stored_blocks[index] = max(state.stored_blocks[index], state.hit_tokens // spec.block_tokens)
+                stored = state.hit_tokens // spec.block_tokens
+                if index in state.represented and not state.represented[index].all():
+                    # Blocks that came without a representation are looked at once more, so that they get one.
+                    stored = min(stored, state.leased[index].start + int(np.argmin(state.represented[index])))
+                state.stored_blocks[index] = max(state.stored_blocks[index], stored)
         self.give_back(state)
 
     def give_back(self, state: RequestState) -> None:
         """Ends whatever the request holds; nothing where it holds nothing."""
         answer, lease_id = state.answer, state.lease_id
-        state.phase, state.answer, state.lease_id, state.ready = Phase.IDLE, None, "", ()
+        state.phase, state.answer, state.lease_id, state.ready, state.represented = Phase.IDLE, None, "", (), {}
         if not lease_id:
             return
         self._session.release(lease_id)
@@ -337,7 +348,7 @@ class HitFinder:
             GroupHashes(index, self.hashes(state.request, index)[blocks.start : blocks.stop]) for index, blocks in enumerate(state.leased)
         ]
         state.lease_id = f"{self._prefix}-r{next(self._counter)}"
-        state.answer = self._session.acquire(state.lease_id, groups, self._config.lease_ttl_s)
+        state.answer = self._session.acquire(state.lease_id, groups + self.represented.asked(groups), self._config.lease_ttl_s)
         state.phase = Phase.LEASING
         state.computed_tokens, state.hit_tokens = computed_tokens, hit
         state.deadline_s = now_s + self._config.lookup_timeout_s
@@ -369,7 +380,8 @@ class HitFinder:
 
     def _granted(self, state: RequestState, grant: LeaseGrant) -> Masks:
         masks = []
-        for index, (blocks, pinned) in enumerate(zip(state.leased, grant.pinned, strict=True)):
+        state.represented = self.represented.granted(grant.pinned[len(state.leased) :])
+        for index, (blocks, pinned) in enumerate(zip(state.leased, grant.pinned[: len(state.leased)], strict=True)):
             # Of the block behind a drafter's hit only the hash matters, so it is not leased.
             mask = np.ones(self._looked_at(index, state.hit_tokens), np.bool_)
             mask[: blocks.stop] = False

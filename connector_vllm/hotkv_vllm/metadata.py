@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from hotkv.keys import KeySpace
+from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import BlockRun, LoadRun
 from hotkv_vllm.sparse.rows import SparseRows
@@ -20,23 +20,28 @@ from hotkv_vllm.sparse.rows import SparseRows
 
 @dataclass(slots=True)
 class LoadJob:
-    """Blocks of one request to load under a read lease."""
+    """Blocks of one request to load under a read lease, and the representations that come along."""
 
     request_id: str
     transfer_id: str
     lease_id: str
     runs: tuple[LoadRun, ...]
     timeout_s: float
+    representations: tuple[LoadRun, ...] = ()
 
 
 @dataclass(slots=True)
 class StoreJob:
-    """Blocks that are complete at the end of the step. All ranks store their shard under the same lease."""
+    """Blocks that are complete at the end of the step. All ranks store their shard under the same lease.
+
+    `representations`: which of these blocks, or of others that are stored already, want theirs stored.
+    """
 
     store_id: int
     lease_id: str
     runs: tuple[BlockRun, ...]
     retention: Retention = NO_RETENTION
+    representations: tuple[BlockRun, ...] = ()
 
 
 @dataclass(slots=True)
@@ -44,7 +49,8 @@ class HotKVMetadata(KVConnectorMetadata):
     """One step's work for a worker.
 
     flush_stores: stores that must have ended before this step's first write. cancel_loads, abandoned_loads: request ids whose load
-    is to be cancelled, or was never begun and is to be reported as failed. sparse_rows: None without sparse decode.
+    is to be cancelled, or was never begun and is to be reported as failed. sparse_rows: None without sparse decode; allocated_blocks:
+    blocks that somebody is about to fill.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -53,11 +59,12 @@ class HotKVMetadata(KVConnectorMetadata):
     cancel_loads: tuple[str, ...] = ()
     abandoned_loads: tuple[str, ...] = ()
     sparse_rows: SparseRows | None = None
+    allocated_blocks: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class StoreReport:
-    """How one store ended: `BlockResult` bytes per rank (empty where a rank's transfer failed as a whole)."""
+    """How one store ended: `BlockResult` bytes of its blocks, per rank (empty where a rank's transfer failed as a whole)."""
 
     results: list[bytes]
 
@@ -87,7 +94,11 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class HotKVHandshake(KVConnectorHandshakeMetadata):
-    """What a rank found out when it registered its memory: the key space, or why it runs without the cache."""
+    """What a rank found out when it registered its memory: the key space, or why it runs without the cache.
+
+    `representations`: those that it stores and loads with blocks.
+    """
 
     key_space: KeySpace | None
     why_off: str = ""
+    representations: tuple[Representation, ...] = ()

@@ -10,14 +10,16 @@ import uuid
 from typing import Any
 
 from hotkv import native
-from hotkv.keys import KeySpace
+from hotkv.keys import KeySpace, Representation
 from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm import compat, link
+from hotkv_vllm.allocations import Allocations
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hints import HintReader
 from hotkv_vllm.lookup import NO_HIT, HitFinder, Phase, RequestState
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, LoadJob
 from hotkv_vllm.reports import UseReports
+from hotkv_vllm.represented import Represented
 from hotkv_vllm.reset import CacheReset
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.stores import StorePlanner
@@ -50,6 +52,8 @@ class HotKVScheduler:
         self._reset: CacheReset | None = None
         self._groups: tuple[compat.CacheGroup, ...] = ()
         self._block_tokens = compat.group_block_tokens(vllm_config, kv_cache_config)
+        self._allocations = Allocations(self._block_tokens)
+        self._allocated: set[int] = set()
 
     def __repr__(self) -> str:
         return f"HotKVScheduler(requests={len(self._requests)}, loads={len(self._loads)}, planner={self.planner})"
@@ -65,9 +69,13 @@ class HotKVScheduler:
         if off:
             logger.warning("hotkv is off: %s; the engine runs without it", off)
             return
-        self._start(spaces[0])
+        kinds = handshakes[0].representations
+        if any(h.representations != kinds for h in handshakes):
+            logger.warning("hotkv: the ranks do not agree on representations; each rank builds its own")
+            kinds = ()
+        self._start(spaces[0], kinds)
 
-    def _start(self, space: KeySpace) -> None:
+    def _start(self, space: KeySpace, kinds: tuple[Representation, ...]) -> None:
         # Before the first request: numba takes a second to load and some kernels to compile.
         native.load("hotkv.kernels")
         self._groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
@@ -77,8 +85,10 @@ class HotKVScheduler:
                 engine_id=self._engine_id,
                 role=Role.SCHEDULER,
                 key_space=space,
+                representations=kinds,
                 client_name="hotkv-vllm scheduler",
                 use_table=self._config.use_table,
+                credentials=self._config.credentials,
                 on_state=link.log_state("scheduler", logging.INFO),
             )
         )
@@ -93,6 +103,7 @@ class HotKVScheduler:
             self.stats,
             prefix,
             compat.draft_groups(self._vllm_config, self._groups),
+            Represented(len(space.groups), kinds),
         )
         self.planner = StorePlanner(
             session,
@@ -134,6 +145,7 @@ class HotKVScheduler:
         return self._may_load and not request.skip_reading_prefix_cache and not is_resetting
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._allocations.matched(request.request_id, num_computed_tokens)
         state = self._requests.get(request.request_id)
         if state is None or self.finder is None:
             return NO_HIT
@@ -147,6 +159,7 @@ class HotKVScheduler:
 
     def after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks were allocated: begin the load, or give back what was taken for it."""
+        self._allocations.allocated(request, blocks)
         state = self._requests.get(request.request_id)
         if state is not None and self._reports is not None:
             self._reports.admitted(state, num_external_tokens)
@@ -164,7 +177,6 @@ class HotKVScheduler:
         if job is None:
             self.abandon(request.request_id)
             return
-        self.planner.load_writes(int(block) for run in job.runs for block in run.block_ids)
         self._loads[request.request_id] = job
         self.stats.add("loads")
 
@@ -179,6 +191,7 @@ class HotKVScheduler:
 
     def finished(self, request: Any, block_ids: Any) -> None:
         """A request ended, or was aborted wherever it stood."""
+        self._allocations.ended(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None or self.finder is None or self.planner is None:
             return
@@ -199,8 +212,12 @@ class HotKVScheduler:
 
     def build_meta(self, scheduler_output: Any) -> HotKVMetadata:
         """This step's work for the workers."""
+        self._allocated |= self._allocations.take()
+        if self._config.sparse is not None:
+            self._allocated |= compat.fresh_block_ids(scheduler_output, self._block_tokens)
         if self.planner is None or self.finder is None or self._reports is None or self._reset is None:
             return self.only_pending()
+        allocated = self._allocated
         now_s = time.monotonic()
         self._reports.send(now_s)
         self._reset.step(now_s)
@@ -221,7 +238,7 @@ class HotKVScheduler:
             scheduled,
             block_state.get_block_ids if block_state is not None else lambda _: None,
             handoffs,
-            lambda: compat.fresh_block_ids(scheduler_output, self._block_tokens),
+            lambda: compat.fresh_block_ids(scheduler_output, self._block_tokens) | allocated,
         )
         if flush:
             self.stats.add("flushes", len(flush))
@@ -230,9 +247,11 @@ class HotKVScheduler:
         return meta
 
     def only_pending(self) -> HotKVMetadata:
-        """What must reach the workers in any case: loads, cancels, loads that are no more."""
+        """What must reach the workers in any case: loads, cancels, loads that are no more, and for sparse decode allocated blocks."""
         meta = HotKVMetadata(loads=tuple(self._loads.values()), cancel_loads=tuple(self._cancel), abandoned_loads=tuple(self._abandoned))
-        self._loads, self._cancel, self._abandoned = {}, [], []
+        if self._config.sparse is not None:
+            meta.allocated_blocks = tuple(self._allocated)
+        self._loads, self._cancel, self._abandoned, self._allocated = {}, [], [], set()
         return meta
 
     def update(self, output: Any) -> None:

@@ -1,12 +1,13 @@
 """Which blocks to store after a step, and which stores a step has to wait for. Scheduler thread only; never blocks.
 
 What is always true: a block being stored is not written before its store has ended, because every step that may write blocks for the
-first time (new requests, growth, loads) lists the stores that read any of them, and the worker waits for those first. Block tables are
-read from vLLM at each step and never kept. A block has at most one store in flight. Only blocks that a hit can use are stored (`reach`).
+first time (new requests, growth, loads by whomever) lists the stores that read any of them, and the worker waits for those first. Block
+tables are read from vLLM at each step and never kept. A block has at most one store in flight. Only blocks that a hit can use are stored
+(`reach`). What holds for a block that is stored holds for one whose representation is.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,10 @@ from hotkv_vllm.stats import HotKVStats
 
 @dataclass(slots=True)
 class StoreInFlight:
-    """A store that ranks are working at. `ranks_left`: ranks that have not reported its end."""
+    """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have not reported its end."""
 
     runs: tuple[BlockRun, ...]
+    read: tuple[int, ...]
     num_bytes: int
     ranks_left: int
     results: list[bytes]
@@ -49,7 +51,8 @@ class StorePlanner:
         self._session = session
         self._finder = finder
         self._groups = tuple(groups)
-        self._slot_bytes = tuple(spec.slot_bytes for spec in finder.specs)
+        self._represented = finder.represented
+        self._slot_bytes = (*(spec.slot_bytes for spec in finder.specs), *finder.represented.slot_bytes)
         self._reach = tuple(
             Reach(spec, finder.alignment_tokens, config.state_interval_tokens, index in finder.draft_groups)
             for index, spec in enumerate(finder.specs)
@@ -62,7 +65,6 @@ class StorePlanner:
         self._in_flight: dict[int, StoreInFlight] = {}
         self._bytes = 0
         self._reading: dict[int, int] = {}
-        self._load_targets: set[int] = set()
         self._tails: list[tuple[Retention, tuple[BlockRun, ...]]] = []
         self._tail_blocks: set[int] = set()
         self._smallest_block = min(group.block_tokens for group in self._groups)
@@ -80,10 +82,6 @@ class StorePlanner:
         """Computed tokens at which a new request has its first full block."""
         return self._smallest_block
 
-    def load_writes(self, block_ids: Iterable[int]) -> None:
-        """A load is about to write these blocks."""
-        self._load_targets.update(block_ids)
-
     def plan(
         self,
         scheduled: Sequence[tuple[RequestState, int]],
@@ -93,8 +91,8 @@ class StorePlanner:
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
         """This step's stores, and the stores in flight that it has to wait for.
 
-        `scheduled`: requests and how many tokens the step computes for each. `fresh_blocks`: blocks that the step may write for the first
-        time; asked only where something reads blocks.
+        `scheduled`: requests and how many tokens the step computes for each. `fresh_blocks`: blocks that the step, or a load that begins
+        with it, may write for the first time; asked only where something reads blocks.
         """
         flush = self._fences(fresh_blocks)
         if self.is_held:
@@ -142,10 +140,8 @@ class StorePlanner:
 
     def _fences(self, fresh_blocks: Callable[[], set[int]]) -> tuple[int, ...]:
         if not self._reading and not self._tails:
-            self._load_targets.clear()
             return ()
-        fresh = fresh_blocks() | self._load_targets
-        self._load_targets.clear()
+        fresh = fresh_blocks()
         self._tails = [(kept, tail) for kept, tail in self._tails if not any(int(b) in fresh for run in tail for b in run.block_ids)]
         flush = {self._reading[block] for block in fresh if block in self._reading} if self._reading else set()
         for store_id in flush:
@@ -153,10 +149,9 @@ class StorePlanner:
         return tuple(sorted(flush))
 
     def _unfence(self, store_id: int) -> None:
-        for run in self._in_flight[store_id].runs:
-            for block in run.block_ids.tolist():
-                if self._reading.get(block) == store_id:
-                    del self._reading[block]
+        for block in self._in_flight[store_id].read:
+            if self._reading.get(block) == store_id:
+                del self._reading[block]
 
     def _runs_of(
         self,
@@ -199,7 +194,10 @@ class StorePlanner:
     def _missing(
         self, state: RequestState, index: int, hashes: Sequence[bytes], begin: int, ids: Int32s, planned: set[int]
     ) -> list[BlockRun]:
-        """What of one group's blocks, from block `begin` on, is to be stored, as chains of neighbours; adds them to `planned`."""
+        """What of one group's blocks, from block `begin` on, is to be stored, as chains of neighbours; adds them to `planned`.
+
+        A representation is stored with its block, or after it where the server lacks it.
+        """
         if not len(ids):
             return []
         end, wanted = begin + len(ids), ids != NULL_BLOCK
@@ -209,17 +207,24 @@ class StorePlanner:
             if unreachable:
                 self._stats.add("unreachable_blocks", unreachable)
             wanted &= reachable
+        if self._reading or planned:
+            wanted &= np.fromiter((b not in self._reading and b not in planned for b in ids.tolist()), np.bool_, len(ids))
+        lacking = self._represented.lacking(self._session, index, hashes[begin:end])
+        along = [] if lacking is None else self._chains(state, index, hashes, begin, ids, wanted & lacking)
         ready = self._session.probe(index, hashes[begin:end])
         if ready is not None:
             wanted &= ~self._finder.hidden.mask(index, hashes[begin:end], ready)
-        if self._reading or planned:
-            wanted &= np.fromiter((b not in self._reading and b not in planned for b in ids.tolist()), np.bool_, len(ids))
-        places = np.flatnonzero(wanted)
-        runs = []
-        for chain in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []:
-            runs.append(self._run(state, index, hashes, begin + int(chain[0]), ids[chain]))
-            planned.update(ids[chain].tolist())
+        runs = self._chains(state, index, hashes, begin, ids, wanted) + [self._represented.of_run(run) for run in along]
+        planned.update(block for run in runs for block in run.block_ids.tolist())
         return runs
+
+    def _chains(
+        self, state: RequestState, index: int, hashes: Sequence[bytes], begin: int, ids: Int32s, wanted: BoolMask
+    ) -> list[BlockRun]:
+        """The wanted ones of a group's blocks `ids`, the first of which is block `begin`, as chains of neighbours."""
+        places = np.flatnonzero(wanted)
+        chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
+        return [self._run(state, index, hashes, begin + int(chain[0]), ids[chain]) for chain in chains]
 
     def _run(self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s) -> BlockRun:
         """A chain of neighbours that begins with the group's block `first`."""
@@ -253,13 +258,13 @@ class StorePlanner:
     def _job(self, runs: Sequence[BlockRun], retention: Retention = NO_RETENTION) -> StoreJob:
         store_id = next(self._ids)
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
-        self._in_flight[store_id] = StoreInFlight(tuple(runs), num_bytes, self._num_ranks, [])
+        blocks, representations = self._represented.split(runs)
+        read = tuple(dict.fromkeys(block for run in runs for block in run.block_ids.tolist()))
+        self._in_flight[store_id] = StoreInFlight(blocks, read, num_bytes, self._num_ranks, [])
         self._bytes += num_bytes
-        for run in runs:
-            for block in run.block_ids.tolist():
-                self._reading[block] = store_id
+        self._reading.update(dict.fromkeys(read, store_id))
         self._stats.add("stores")
-        return StoreJob(store_id, f"{self._prefix}-w{store_id}", tuple(runs), retention)
+        return StoreJob(store_id, f"{self._prefix}-w{store_id}", blocks, retention, representations)
 
     def _settle(self, store_id: int, store: StoreInFlight) -> None:
         self._unfence(store_id)

@@ -3,9 +3,13 @@
 Owns the worker's session, the exported memory and all transfers of this rank. What is always true: a load is reported ended (well or
 failed) exactly once, and only after its future is resolved, so that nobody writes its blocks any more; a store that a step must wait
 for has ended, or its session is closed, before the step goes on. Nothing else here waits.
+
+With sparse decode, representations go with blocks: built before their block's store begins, and marked as built when a load has ended
+well. What goes wrong with them leaves blocks without, and no more.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -16,12 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.keys import KeySpace
-from hotkv_client.types import BlockResult, Role, SessionConfig, TransferResult, TransferStatus
+from hotkv.keys import KeySpace, Representation
+from hotkv.sparse.centre import Centres
+from hotkv_client.types import BlockResult, BlockRun, Role, SessionConfig, TransferResult, TransferStatus
 from hotkv_vllm import compat, link
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.layout import ExportedMemory, describe, export
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, LoadJob, StoreJob, StoreReport
+from hotkv_vllm.sparse.shared import HANDLE, shared_pool
+from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.stores import report_of
 
 logger = link.logger
@@ -43,16 +50,17 @@ class ActiveLoad:
 
 @dataclass(slots=True)
 class ActiveStore:
-    """A store of this rank. `answer` is None until the device has passed `after`."""
+    """A store of this rank. `answer` is None until the device has passed `after`. `representations`: runs whose rows are built."""
 
     job: StoreJob
     after: Any
     began_s: float
+    representations: tuple[BlockRun, ...] = ()
     answer: "Future[TransferResult] | None" = None
 
 
 class HotKVWorker:
-    """Worker side. Idle until `register` has found the memory exportable."""
+    """Worker side. Idle until `export` has found the memory exportable and `open` has begun a session."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
         self._vllm_config = vllm_config
@@ -65,8 +73,12 @@ class HotKVWorker:
         self._failed_now: set[str] = set()
         self._report = HotKVWorkerMetadata()
         self._server_slow = False
+        self._said_build = False
         self._order = compat.DeviceOrder("cpu")
         self._memory: ExportedMemory | None = None
+        self._space: KeySpace | None = None
+        self._groups: tuple[compat.CacheGroup, ...] = ()
+        self._sparse: SparseWorker | None = None
         self._session_config: SessionConfig | None = None
         self.session: link.CacheSession | None = None
         self.handshake = HotKVHandshake(None, "the worker registered no KV cache")
@@ -76,16 +88,18 @@ class HotKVWorker:
 
     # ------------------------------------------------------------------------------------------------------------ start
 
-    def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports the memory and opens the session. Where that can't be, the engine runs without hotkv and says why once."""
+    def export(self, kv_caches: Mapping[str, Any]) -> None:
+        """Finds out what the memory is and makes it one that the server can map. Where that can't be, the engine runs without hotkv and
+        says why once. CPU memory moves; views of the tensors follow.
+        """
         try:
-            self._register(kv_caches)
+            self._export(kv_caches)
         except (compat.Unsupported, OSError, ValueError) as error:
             logger.warning("hotkv is off in this worker: %s", error)
             self.handshake = HotKVHandshake(None, str(error))
 
-    def _register(self, kv_caches: Mapping[str, Any]) -> None:
-        groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
+    def _export(self, kv_caches: Mapping[str, Any]) -> None:
+        groups = self._groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
         self._place = compat.rank_place(self._vllm_config, self._kv_cache_config)
         found = describe(kv_caches, self._kv_cache_config, groups)
         device_type = next(iter(found.storages.values())).device.type
@@ -101,21 +115,56 @@ class HotKVWorker:
         except ValueError:
             memory.close()
             raise
-        self._memory = memory
-        self._open(space)
-        self.handshake = HotKVHandshake(space)
+        self._memory, self._space = memory, space
+
+    def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
+        """Opens the session over the exported memory, with the representations of `sparse` beside it; nothing where none was exported.
+
+        Where those can't be shared, blocks go without them, and it is said once.
+        """
+        if self._memory is None or self._space is None:
+            return
+        kinds: tuple[Representation, ...] = ()
+        if sparse is not None:
+            try:
+                kinds = self._share(sparse, centres)
+            except (compat.Unsupported, OSError, ValueError) as error:
+                logger.warning("hotkv: representations are built in this engine and not shared: %s", error)
+        try:
+            self._open(self._space, kinds)
+        except (OSError, ValueError) as error:
+            logger.warning("hotkv is off in this worker: %s", error)
+            self.handshake = HotKVHandshake(None, str(error))
+            return
+        self.handshake = HotKVHandshake(self._space, representations=kinds)
         # A step that came before the server knows this memory would lose its stores.
         if self.session is not None:
             self.session.wait_connected(self._config.startup_wait_s)
 
-    def _open(self, space: KeySpace) -> None:
+    def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Representation, ...]:
+        """Puts the pool beside the exported memory; the kinds that lie in it."""
+        assert self._memory is not None and self._space is not None
+        pool = shared_pool(sparse.representations, list(sparse.layers.values()), self._groups, self._place.num_shards, centres)
+        num_groups = len(self._space.groups)
+        memory = pool.beside(self._memory, num_groups)
+        try:
+            memory.layout.validate(self._space.groups, {num_groups + place: kind for place, kind in enumerate(pool.kinds)})
+        except ValueError:
+            os.close(memory.fds[HANDLE])
+            raise
+        self._memory, self._sparse = memory, sparse
+        return pool.kinds
+
+    def _open(self, space: KeySpace, kinds: tuple[Representation, ...]) -> None:
         self._session_config = SessionConfig(
             target=self._config.target,
             engine_id=self._engine_id,
             role=Role.WORKER,
             key_space=space,
+            representations=kinds,
             client_name=f"hotkv-vllm worker {self._place.rank}",
             use_table=False,
+            credentials=self._config.credentials,
             on_state=link.log_state(f"worker {self._place.rank}", logging.DEBUG),
         )
         assert self._memory is not None
@@ -187,10 +236,32 @@ class HotKVWorker:
             if not self._place.is_writer:
                 self._report.stores[job.store_id] = _nothing_to_write(job)
                 continue
-            store = ActiveStore(job, after, time.monotonic())
+            store = ActiveStore(job, after, time.monotonic(), self._built(job.representations))
             self._stores[job.store_id] = store
             if self._order.passed(after):
                 self._submit_store(store)
+
+    def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
+        """The runs, their representations all built; none where they can't be, or nobody would take them."""
+        if not runs or self._sparse is None or self.session is None or not self.session.connected:
+            return ()
+        try:
+            for run in runs:
+                self._sparse.build(self._sparse_group(run.group_index), run.block_ids)
+        except Exception:
+            # Blocks are stored whatever becomes of their representations.
+            self._count("sparse_faults", 1)
+            if not self._said_build:
+                self._said_build = True
+                logger.exception("hotkv: representations could not be built; their blocks are stored without (said once)")
+            return ()
+        return runs
+
+    def _sparse_group(self, group_index: int) -> int:
+        """vLLM's group of the blocks whose representations have this index in the session."""
+        assert self._session_config is not None
+        config = self._session_config
+        return self._groups[config.representations[group_index - len(config.key_space.groups)].group_index].vllm_group
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended, and those of them whose load failed."""
@@ -208,6 +279,9 @@ class HotKVWorker:
                 finished.add(request_id)
                 if not self._load_went_well(load.answer):
                     failed.add(request_id)
+                elif self._sparse is not None:
+                    for run in load.job.representations:
+                        self._sparse.loaded(self._sparse_group(run.group_index), run.block_ids)
             elif now_s >= load.deadline_s:
                 self._cancel(load)
         return finished, failed
@@ -217,7 +291,7 @@ class HotKVWorker:
         for store_id, store in list(self._stores.items()):
             if store.answer is not None and store.answer.done():
                 del self._stores[store_id]
-                self._report.stores[store_id] = self._store_report(store.answer)
+                self._report.stores[store_id] = self._store_report(store, store.answer)
         if self._report.is_empty():
             return None
         report, self._report = self._report, HotKVWorkerMetadata()
@@ -259,12 +333,19 @@ class HotKVWorker:
     def _submit_load(self, load: ActiveLoad) -> None:
         job = load.job
         transfer_id = f"{job.transfer_id}-k{self._place.rank}"
-        load.answer = self._begun(lambda s: s.load(transfer_id, job.lease_id, job.runs, job.timeout_s))
+        runs = job.runs if self._sparse is None else (*job.runs, *job.representations)
+        load.answer = self._begun(lambda s: s.load(transfer_id, job.lease_id, runs, job.timeout_s))
 
     def _submit_store(self, store: ActiveStore) -> None:
         job = store.job
         transfer_id = self._transfer_id(job)
-        store.answer = self._begun(lambda s: s.store(transfer_id, job.lease_id, job.runs, self._config.store_timeout_s, job.retention))
+        runs = (*job.runs, *store.representations)
+        if not runs:
+            # Nothing but representations, and they could not be built.
+            store.answer = Future()
+            store.answer.set_result(TransferResult(transfer_id, TransferStatus.DONE))
+            return
+        store.answer = self._begun(lambda s: s.store(transfer_id, job.lease_id, runs, self._config.store_timeout_s, job.retention))
 
     def _begun(self, begin: Any) -> "Future[TransferResult]":
         """The transfer's future; a failed one where it could not be begun."""
@@ -298,7 +379,7 @@ class HotKVWorker:
         self._count("load_bytes", result.num_bytes)
         return True
 
-    def _store_report(self, answer: "Future[TransferResult]") -> StoreReport:
+    def _store_report(self, store: ActiveStore, answer: "Future[TransferResult]") -> StoreReport:
         if answer.cancelled() or answer.exception() is not None:
             logger.debug("hotkv: a store failed: %s", None if answer.cancelled() else answer.exception())
             return StoreReport([b""])
@@ -306,7 +387,7 @@ class HotKVWorker:
         if result.status is TransferStatus.DONE:
             self._server_slow = False
         self._count("store_bytes", result.num_bytes)
-        return report_of(result.results)
+        return report_of(result.results[: len(store.job.runs)])
 
     def _count(self, name: str, value: float) -> None:
         self._report.counters[name] = self._report.counters.get(name, 0) + value

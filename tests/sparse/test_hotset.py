@@ -27,6 +27,8 @@ def full_set(capacity: int, num_blocks: int, policy: str = "lru", spare: int = 4
 class Machine(RuleBasedStateMachine):
     """`content` is what slots hold; the engine and the prefetcher write it when they are told to."""
 
+    compiled = True
+
     @initialize(
         capacity=st.integers(4, 14),
         spare=st.integers(0, 4),
@@ -35,6 +37,8 @@ class Machine(RuleBasedStateMachine):
     )
     def begin(self, capacity: int, spare: int, policy: str, num_host: int) -> None:
         self.hot = HotSet(capacity, spare, policy)
+        if not self.compiled:
+            self.hot._kernels = None
         self.model = NaiveHotSet(capacity, spare, policy)
         self.exact = policy != "clock"
         self.content: dict[int, int] = {}
@@ -160,7 +164,40 @@ class Machine(RuleBasedStateMachine):
             assert present.blocks.tolist() == sorted(self.model.used_at)
 
 
+class TwinMachine(Machine):
+    compiled = False
+
+
 TestHotSet = Machine.TestCase
+TestHotSetTwin = TwinMachine.TestCase
+
+
+@pytest.mark.parametrize("policy", ["lru", "clock", "none"])
+@pytest.mark.parametrize("num_blocks", [5, 90, 1000])
+def test_kernels_do_what_their_twins_do(policy: str, num_blocks: int) -> None:
+    """Large sets, ties, selections larger than the set, prefetches that fail: all that a caller sees, and all tables."""
+    rng = np.random.default_rng(num_blocks)
+    capacity = max(4, num_blocks // 5)
+    one, twin = (full_set(capacity, num_blocks, policy, spare=6) for _ in range(2))
+    twin._kernels = None
+    arriving = np.empty(0, np.int32)
+    for number in range(60):
+        chosen = rng.choice(num_blocks, rng.integers(1, min(num_blocks, 2 * capacity)), replace=False)
+        weights = dict(zip(chosen.tolist(), rng.choice([-1.0, -0.0, 0.0, 0.25, 0.5, 0.75], len(chosen)).tolist(), strict=True))
+        selection = selection_of(weights | dict.fromkeys((0, num_blocks - 2, num_blocks - 1), np.inf))
+        most = int(rng.choice([0, 2, 4, num_blocks]))
+        found = []
+        for hot in (one, twin):
+            hot.finish_prefetch(arriving, number % 7 > 0)
+            adopted = hot.adopt()
+            step = hot.step(selection, most)
+            started = hot.begin_prefetch(step.prefetch)
+            counts = [[step.num_selected, step.num_resident, hot._hand, hot._clock]]
+            parts = (*(getattr(moves, name) for moves in (adopted, step.load, started) for name in ("blocks", "slots", "victims")),)
+            found.append([part.tolist() for part in (*parts, step.prefetch, step.map.blocks, step.map.slots, *hot._tables())] + counts)
+            hot.check_invariants()
+        assert found[0] == found[1]
+        arriving = started.slots
 
 
 @pytest.mark.parametrize("policy", ["lru", "lru_prior", "clock"])

@@ -2,14 +2,19 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hotkv import native
 from hotkv.errors import HotKVError
+from hotkv.sparse import selector
 from hotkv.sparse.config import SparseConfig
 from hotkv.sparse.hotset import HotSet
 from hotkv.sparse.representations import build
 from hotkv.sparse.selector import Source, exact_log_mass, select_layer
 from hotkv.sparse.superblocks import merge
-from hotkv.sparse.topk import span
+from hotkv.sparse.topk import Span, span
+from hotkv.sparse.weights import aggregate
 
 BLOCK, HEADS, GROUP, SIZE = 16, 2, 3, 64
 
@@ -144,6 +149,42 @@ def test_refusals() -> None:
         select_layer(SparseConfig(), 0, query, context.sources("rot2u"), rows, np.zeros(6, np.float32), 500, BLOCK)
     with pytest.raises(HotKVError, match="layer 5 has no source for rot2u"):
         select_layer(SparseConfig(), 5, query, context.sources("mean"), rows, np.zeros(6, np.float32), 500, BLOCK)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), num=st.integers(0, 300), heads=st.integers(1, 9), first=st.integers(0, 3), recent=st.integers(0, 4),
+    budget=st.integers(0, 320), spread=st.sampled_from([0.0, 1.0, 30.0]), empty=st.sampled_from([0.0, 0.3, 1.0]),
+    p=st.none() | st.floats(0.05, 0.99), prior=st.sampled_from([0.0, 0.5]),
+)  # fmt: skip
+def test_choosing_in_one_kernel_equals_its_twin(
+    seed: int, num: int, heads: int, first: int, recent: int, budget: int, spread: float, empty: float, p: float | None, prior: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    scores = (rng.standard_normal((heads, num)) * spread).astype(np.float32)
+    scores[rng.random(scores.shape) < empty] = -np.inf
+    always, where = rng.standard_normal(heads).astype(np.float32), Span(first, first + num, first + num + recent)
+    resident = rng.random(num) < 0.3
+    options = {"adaptive_p": p, "floor_blocks": 2, "resident_S": resident, "prior": prior}
+    found = selector.choose(scores, always, where, budget, **options)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "load", lambda module: None)
+        expected = selector.choose(scores, always, where, budget, **options)  # type: ignore[arg-type]
+        shares = aggregate(scores, always, 1)
+    assert abs(len(found.blocks) - len(expected.blocks)) <= (p is not None)
+    assert found.mass == pytest.approx(expected.mass, abs=1e-4 if p is None else 0.05)
+    assert (np.diff(found.blocks) > 0).all() and (np.isinf(found.weights) == np.isin(found.blocks, where.always)).all()
+    middle = ~np.isinf(found.weights)
+    np.testing.assert_allclose(found.weights[middle], shares.shared[found.blocks[middle] - first], rtol=1e-4, atol=1e-6)
+    if len(found.blocks) == len(expected.blocks) and prior == 0.0:
+        # Where blocks weigh the same but for rounding, either may be chosen.
+        np.testing.assert_allclose(np.sort(found.weights), np.sort(expected.weights), rtol=1e-4, atol=1e-6)
+
+
+def test_choosing_refuses_what_does_not_fit() -> None:
+    with pytest.raises(HotKVError, match="the span has 3 candidates"):
+        selector.choose(np.zeros((2, 4), np.float32), np.zeros(2, np.float32), Span(0, 3, 3), 2)
+    with pytest.raises(HotKVError, match="always_log_mass is"):
+        selector.choose(np.zeros((2, 3), np.float32), np.zeros(3, np.float32), Span(0, 3, 3), 2)
 
 
 def test_exact_mass_of_nothing() -> None:

@@ -1,7 +1,10 @@
 """`engine_driver` with commands for sparse decode.
 
 `sparse`: whether it is on, its layers, sequences that are tracked, requests that were preempted. `rewrite_always`: rows are rewritten also
-where nothing is left out. `break_after` (calls): the selection raises from then on.
+where nothing is left out. `break_after` (calls): the selection raises from then on. `pool`: built blocks of each layer, and how many of
+them hold another representation than their page gives. `come_alone`: blocks are loaded without representations from then on. `in_flight`:
+stores that were begun and not reported.
+Of several connectors in one engine, the first is meant.
 """
 
 from typing import Any
@@ -12,7 +15,18 @@ import engine_driver
 def _worker() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group()._sparse
+    return _first(get_kv_transfer_group())._sparse
+
+
+def _first(connector: Any) -> Any:
+    return getattr(connector, "sub_connectors", [connector])[0]
+
+
+def _scheduler_side(llm: Any) -> Any:
+    return _first(llm.llm_engine.engine_core.engine_core.scheduler.connector)._scheduler
+
+
+engine_driver._scheduler_side = _scheduler_side
 
 
 def sparse(llm: Any) -> dict[str, Any]:
@@ -47,7 +61,43 @@ def break_after(_: Any, calls: int) -> dict[str, Any]:
     return {}
 
 
-engine_driver.OPERATIONS |= {"sparse": sparse, "rewrite_always": rewrite_always, "break_after": break_after}
+def pool(_: Any) -> dict[str, Any]:
+    import numpy as np
+
+    from hotkv.sparse import build
+
+    worker = _worker()
+    built, wrong = {}, 0
+    for layer in worker.layers.values():
+        rows = np.flatnonzero(worker.representations.built(layer.index)).astype(np.int32)
+        built[layer.index] = len(rows)
+        for name, source in worker.representations.sources(layer.index).items():
+            fresh = build(name, layer.keys_of(rows), source.mu)
+            wrong += int((fresh != source.pool[rows]).any(axis=(1, 2)).sum())
+    return {"built": list(built.values()), "wrong": wrong}
+
+
+def come_alone(llm: Any) -> dict[str, Any]:
+    from hotkv_vllm.represented import Represented
+
+    finder = _scheduler_side(llm).finder
+    finder.represented = Represented(len(finder.specs))
+    return {}
+
+
+def in_flight(llm: Any) -> dict[str, Any]:
+    planner = _scheduler_side(llm).planner
+    return {"stores": 0 if planner is None else planner.num_in_flight}
+
+
+engine_driver.OPERATIONS |= {
+    "sparse": sparse,
+    "rewrite_always": rewrite_always,
+    "break_after": break_after,
+    "pool": pool,
+    "come_alone": come_alone,
+    "in_flight": in_flight,
+}
 
 if __name__ == "__main__":
     engine_driver.main()

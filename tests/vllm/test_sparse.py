@@ -118,7 +118,7 @@ def test_local_prefix_hits_and_preemption(start: Start) -> None:
 
 
 def test_blocks_that_hotkv_loads(start: Start, daemon: Daemon) -> None:  # noqa: F811 - a fixture
-    """Their representations are built from the loaded pages, so a loaded prompt decodes as the one that was computed."""
+    """A loaded prompt decodes as the one that was computed, whatever was in its blocks before."""
     target = daemon.start().target
     first, second = (start(SMALL, target=target) for _ in range(2))
     for engine in (first, second):
@@ -205,8 +205,9 @@ def test_a_fault_falls_back_to_dense_attention(start: Start) -> None:
     expected, found = (engine.ask("generate", prompts=batch, max_tokens=30) for engine in (dense, one))
     assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
     counted = totals(one)
-    assert counted["sparse_faults"] == 3 * 29 and "sparse_selects" not in counted
-    assert one.log().count("RuntimeError: injected") == 3
+    # Each of the three layers breaks in three steps, rests for 16, and breaks when it is tried again.
+    assert counted["sparse_faults"] == 3 * 4 and "sparse_selects" not in counted
+    assert one.log().count("RuntimeError: injected") == 3 and one.log().count("broke 3 times in a row; it rests for 16 steps") == 3
 
 
 def test_a_fault_in_the_middle_of_a_step(start: Start) -> None:

@@ -1,6 +1,7 @@
 """The parts of sparse decode in the engine, one by one: vLLM's own attention kernel over rewritten rows, hot sets, names of rows, pools."""
 
 import copy
+from dataclasses import replace
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from hotkv_vllm import compat, plugin
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.layout import KeyPacking, key_packing, unpacked_keys
 from hotkv_vllm.sparse.backend import HotAttentionBackend, HotAttentionImpl
+from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.recall import block_mass
 from hotkv_vllm.sparse.rows import RowNames, SparseRows
@@ -58,7 +60,7 @@ class Cache:
     def layer(self, formats: tuple[str, ...] = ("rot2u",), sink_logits: np.ndarray | None = None) -> SparseLayer:
         num_blocks, heads, block_tokens, width = self.pages.shape
         shape = LayerShape(num_blocks, block_tokens, heads, width // 2, formats)
-        return SparseLayer("layer", 5, 0, shape, (width // 2) ** -0.5, self.keys_of, sink_logits)
+        return SparseLayer("layer", 5, 0, shape, (width // 2) ** -0.5, KeyPages(self.pages, self.packing), sink_logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -151,6 +153,39 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(vllm_con
         assert torch.allclose(output[token], attention(cache, query[token], tokens), atol=1e-5), token
     assert worker.take_counters().keys() == {"sparse_built_blocks", "sparse_build_s", "sparse_select_s"}
     assert given_metadata.seq_lens.tolist() == seq_lens
+
+
+class ChosenByLayer(SparseWorker):
+    """Attends to what a test says, by layer and request; None: to everything."""
+
+    chosen: dict[tuple[str, str], list[int] | None]
+
+    def _select(self, layer: SparseLayer, row: Any, query_QD: Any) -> Any:
+        chosen = self.chosen[layer.name, row.request_id]
+        return np.arange(len(row.blocks_C), dtype=np.int32) if chosen is None else np.array(chosen, np.int32)
+
+
+def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: VllmConfig) -> None:
+    """Four layers of a group in turn: unlike choices, as many blocks but others, a row left alone, both rows left alone."""
+    caches = [Cache(24, 64, torch.float32, seed) for seed in range(4)]
+    layers = [replace(cache.layer(), name=f"layer{n}", index=n) for n, cache in enumerate(caches)]
+    worker = ChosenByLayer(SparseConfig(min_context_tokens=256), layers)
+    tables, seq_lens = [[7, 3, 21, 9, 14, 2, 11, 0, 5], [4, 6, 8, 10, 12, 13, 15, 16, 17]], [8 * BLOCK + 9, 9 * BLOCK]
+    chosen: list[list[list[int] | None]] = [[[0, 2, 8], [1, 2, 3, 8]], [[1, 5, 8], [0, 4, 5, 8]], [None, [6, 8]], [None, None]]
+    worker.chosen = {(f"layer{n}", request): one[row] for n, one in enumerate(chosen) for row, request in enumerate("ab")}
+    worker.begin_step(SparseRows((5, 17), ("a", "b")))
+    given = metadata(tables, seq_lens, [1, 1], 64, torch.float32, caches[0].isa)
+    for cache, layer, positions in zip(caches, layers, chosen, strict=True):
+        one = impl(vllm_config, 64)
+        one.attach(worker, layer)
+        query, output = torch.randn((2, QUERIES, 64)), torch.zeros((2, QUERIES, 64))
+        holder = SimpleNamespace(isa=cache.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+        one.forward(holder, query, None, None, cache.pages, given, output)  # type: ignore[arg-type]
+        for row, wanted in enumerate(positions):
+            seen = range(9) if wanted is None else wanted
+            tokens = [tables[row][p] * BLOCK + t for p in seen for t in range(BLOCK) if p * BLOCK + t < seq_lens[row]]
+            assert torch.allclose(output[row], attention(cache, query[row], tokens), atol=1e-5), (layer.name, row)
+    assert given.seq_lens.tolist() == seq_lens and given.block_table[:, :9].tolist() == tables
 
 
 def test_rows_that_the_scheduler_has_not_named_stay_dense(vllm_config: VllmConfig) -> None:

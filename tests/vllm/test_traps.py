@@ -137,7 +137,7 @@ def test_zero_after_a_hit_gives_the_lease_back(engine: Any, server: Any) -> None
     request = one.add("a", PROMPT)
     ask = one.connector.get_num_new_matched_tokens
     assert ask(request, 0) == (None, False) and ask(request, 0) == (192, True)
-    one.connector.update_state_after_alloc(request, None, 0)
+    one.connector.update_state_after_alloc(request, one.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0)
     assert not server.leases
 
 

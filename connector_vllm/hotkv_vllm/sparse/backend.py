@@ -5,7 +5,7 @@ everything in that step. Until the connector attaches a `SparseWorker`, and for 
 Source: `vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,23 +65,35 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
     ) -> CPUAttentionMetadata | None:
         if not isinstance(metadata.causal, bool) or not metadata.causal or metadata.dynamic_causal is not None:
             return None
-        starts = metadata.query_start_loc
 
-        def query_of(row: int) -> Any:
-            return query[int(starts[row])].view(self.num_heads, self.head_size).float().numpy()
+        def query_of(token: int) -> Any:
+            return query[token].view(self.num_heads, self.head_size).float().numpy()
 
         rewrite = worker.attend(sparse_layer, metadata, lambda: _batch(metadata), query_of)
         return None if rewrite is None else self._with(rewrite, isa, query.dtype, metadata)
 
     def _with(self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata) -> CPUAttentionMetadata:
-        """The metadata with other tables and lengths, and with the plan of work that vLLM's kernel makes of them."""
-        seq_lens = torch.from_numpy(rewrite.seq_lens)
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(rewrite.seq_lens),
+        """The metadata with other tables and lengths, and with the plan of work that vLLM's kernel makes of them.
+
+        Layers with equal lengths share that plan, as all of vLLM's layers do.
+        """
+        made = rewrite.made
+        if not isinstance(made, _Made):
+            tables, seq_lens = torch.from_numpy(rewrite.tables), torch.from_numpy(rewrite.seq_lens)
+            made = rewrite.made = _Made(replace(metadata, block_table=tables, seq_lens=seq_lens), None)
+        key = (rewrite.seq_lens.tobytes(), self.num_heads, self.num_kv_heads, self.head_size, isa, dtype)
+        if key != made.key:
+            made.metadata.scheduler_metadata = self._schedule(made.metadata, isa, dtype)
+            made.key = key
+        return made.metadata
+
+    def _schedule(self, metadata: CPUAttentionMetadata, isa: str, dtype: torch.dtype) -> torch.Tensor:
+        schedule: torch.Tensor = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(metadata.seq_lens),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
-            seq_lens=seq_lens,
+            seq_lens=metadata.seq_lens,
             dtype=dtype,
             query_start_loc=metadata.query_start_loc,
             causal=metadata.causal,
@@ -91,7 +103,15 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
             dynamic_causal=None,
             kv_cache_dtype=self.kv_cache_dtype,
         )
-        return replace(metadata, block_table=torch.from_numpy(rewrite.tables), seq_lens=seq_lens, scheduler_metadata=schedule)
+        return schedule
+
+
+@dataclass(slots=True)
+class _Made:
+    """Metadata over the arrays of a rewrite. `key`: what its schedule was made for."""
+
+    metadata: CPUAttentionMetadata
+    key: tuple[bytes, int, int, int, str, torch.dtype] | None
 
 
 def _batch(metadata: CPUAttentionMetadata) -> Batch:

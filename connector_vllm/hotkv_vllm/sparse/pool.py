@@ -1,24 +1,33 @@
-"""Representations of the engine's blocks, by layer and block id.
+"""Representations of the engine's blocks, by layer and block id, in memory that the server may map.
 
 What is always true: a block that is marked built holds the representation of the keys in its page. Whoever writes a page calls
-`forget` first; `update` builds from the pages what is missing. So it makes no difference how keys came: by prefill, decode, a local
-prefix hit, or a load.
+`forget` first; `update` builds from the pages what is missing, `mark_built` says that somebody else has written it. So it makes no
+difference how keys came: by prefill, decode, a local prefix hit, or a load.
+
+A row is written only while it is not marked, and a mark goes only when the block's page is written anew. A step that does so waits for
+the stores that read the block; so no row changes under a store.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """
 
+import logging
+import mmap
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv.sparse import build
-from hotkv.sparse.formats import head_bytes
+from hotkv.sparse.formats import bytes_per_block, token_scorer
 from hotkv.sparse.selector import Source
 
+logger = logging.getLogger("vllm.hotkv")
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
 KeysOf = Callable[[I32], F32]
 """Unpacked keys float32 [B, T, H, D] of the blocks int32 [B]."""
 
@@ -28,29 +37,58 @@ BUILD_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer's representations are made of; `formats` are their names."""
+    """What a layer's representations are made of; `formats` are their names.
+
+    `mu` float32 [H, D]: the centre of token formats (None: 0); `biases`: theirs with it, by name, where measured.
+    """
 
     num_blocks: int
     block_tokens: int
     kv_heads: int
     head_size: int
     formats: tuple[str, ...]
+    mu: F32 | None = None
+    biases: Mapping[str, float] = field(default_factory=dict)
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of one block's representation in a format."""
+        return bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
+
+    def centre_of(self, name: str) -> F32 | None:
+        """The centre in a format; summaries have none."""
+        return self.mu if token_scorer(name) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where a layer's representations of one format lie in the pool: block b's at byte `offset` + b * `row_bytes`."""
+
+    layer: int
+    name: str
+    offset: int
+    row_bytes: int
 
 
 class BlockReprManager:
-    """Owns the representations of all sparse layers. One thread. Memory is taken as blocks are built."""
+    """Owns the representations of all sparse layers. One thread. Memory is taken as blocks are built.
+
+    `fd`: the pool as a file that another process can map, open as long as this object lives; None where there is none. `rows`: the
+    pool's parts, layers ascending, each layer's formats in their order.
+    """
 
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:
         self._layers = dict(layers)
         self._keys_of = dict(keys_of)
         self._built = {index: np.zeros(shape.num_blocks, np.bool_) for index, shape in layers.items()}
-        self._sources = {
-            index: {
-                name: Source(np.zeros((shape.num_blocks, shape.kv_heads, head_bytes(name, shape.block_tokens, shape.head_size)), np.uint8))
-                for name in shape.formats
-            }
-            for index, shape in layers.items()
-        }
+        self.rows, self.num_bytes = _placed(self._layers)
+        self.fd, memory = _zeros(self.num_bytes)
+        if self.fd is not None:
+            weakref.finalize(self, os.close, self.fd)
+        self._sources: dict[int, dict[str, Source]] = {index: {} for index in layers}
+        for part in self.rows:
+            shape = self._layers[part.layer]
+            pool = memory[part.offset : part.offset + shape.num_blocks * part.row_bytes].reshape(shape.num_blocks, shape.kv_heads, -1)
+            self._sources[part.layer][part.name] = Source(pool, shape.centre_of(part.name), shape.biases.get(part.name))
 
     def __repr__(self) -> str:
         return f"BlockReprManager(layers {len(self._layers)}, built {sum(int(built.sum()) for built in self._built.values())})"
@@ -59,19 +97,53 @@ class BlockReprManager:
         """Where a layer's representations lie, by format; row b is block b."""
         return self._sources[layer_idx]
 
+    def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
+        """Which blocks are marked built, a copy."""
+        return self._built[layer_idx].copy()
+
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
         """The pages of `blocks` are about to change, or have changed (`layers` None: in all layers)."""
         for index in self._built if layers is None else layers:
             self._built[index][blocks] = False
 
+    def mark_built(self, layer_idx: int, blocks: I32) -> None:
+        """Somebody has written pages and rows of these blocks, and both belong together."""
+        self._built[layer_idx][blocks] = True
+
     def update(self, layer_idx: int, new_blocks: I32) -> int:
         """Builds what is missing of `new_blocks`, all of them complete; returns how many blocks that were."""
-        built = self._built[layer_idx]
+        built, shape = self._built[layer_idx], self._layers[layer_idx]
         missing = new_blocks[~built[new_blocks]]
         for start in range(0, len(missing), BUILD_BLOCKS):
             part = missing[start : start + BUILD_BLOCKS]
             keys = self._keys_of[layer_idx](part)
             for name, source in self._sources[layer_idx].items():
-                source.pool[part] = build(name, keys)
+                source.pool[part] = build(name, keys, shape.centre_of(name))
             built[part] = True
         return len(missing)
+
+
+def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[Rows, ...], int]:
+    """The parts of a pool, each on memory pages of its own, and its size."""
+    rows, at = [], 0
+    for index in sorted(layers):
+        for name in layers[index].formats:
+            rows.append(Rows(index, name, at, layers[index].row_bytes(name)))
+            at += -(-layers[index].num_blocks * rows[-1].row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return tuple(rows), at
+
+
+def _zeros(num_bytes: int) -> tuple[int | None, U8]:
+    """Zeroed memory that costs nothing before it is written, and the file behind it; None where the system gives no such file."""
+    try:
+        fd = os.memfd_create("hotkv-representations")
+    except (AttributeError, OSError) as error:
+        logger.warning("hotkv: representations stay in this engine, the system gives no memory to share: %s", error)
+        return None, np.zeros(num_bytes, np.uint8)
+    try:
+        os.truncate(fd, num_bytes)
+        return fd, np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
+    except (OSError, ValueError) as error:
+        os.close(fd)
+        logger.warning("hotkv: representations stay in this engine, %d bytes can't be shared: %s", num_bytes, error)
+        return None, np.zeros(num_bytes, np.uint8)

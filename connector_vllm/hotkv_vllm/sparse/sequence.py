@@ -26,8 +26,8 @@ USUAL_SETS = 2
 class Attended:
     """One step of one layer: attend to `blocks` int32, ascending positions in the context.
 
-    Counts of blocks: `num_seeded` joined in the first step, `num_corrected` with the fresh query, `num_prefetched` from the step before;
-    `num_hits` of `num_wanted` selected ones (always kept ones aside) were resident before.
+    Counts of blocks: `num_seeded` joined in the first step, remembered ones included, `num_corrected` with the fresh query,
+    `num_prefetched` from the step before; `num_hits` of `num_wanted` selected ones (always kept ones aside) were resident before.
     """
 
     blocks: I32
@@ -40,19 +40,28 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set of one sequence and layer, shared by the layer's KV heads."""
+    """The hot set of one sequence and layer, shared by the layer's KV heads.
 
-    def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
+    `remembered` int32: positions of a hot set that another sequence over the same prefix ended with, most recently used first. The first
+    step starts from it, as far as the context reaches; what it selects beyond that takes the place of what it doesn't.
+    """
+
+    def __init__(self, config: SparseConfig, layer: int, block_tokens: int, remembered: I32 = NO_BLOCKS) -> None:
         self._config = config
         self._layer = layer
         self._block_tokens = block_tokens
         self._hot: HotSet | None = None
         self._adaptive: AdaptiveCapacity | None = None
+        self._remembered = remembered
         self._num_complete = 0
         self._arriving = NO_BLOCKS
 
     def __repr__(self) -> str:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
+
+    def recency(self) -> I32:
+        """Positions of the hot set's blocks, most recently used first; none before the first step."""
+        return NO_BLOCKS if self._hot is None else self._hot.recency()
 
     def step(
         self, query_QD: F32, sources: Mapping[str, Source], rows_C: I32, always_log_mass_Q: F32, context_tokens: int, scale: float
@@ -63,7 +72,7 @@ class LayerSequence:
         budget = config.budget_blocks(context_tokens, self._block_tokens)
         is_first = self._hot is None
         hot = self._follow(where, context_tokens // self._block_tokens, budget)
-        num_prefetched = self._adopt(hot)
+        num_prefetched, num_remembered = self._adopt(hot), self._recall(hot)
         resident = hot.resident(0, where.count) if config.cache_policy == "lru_prior" else None
         selection = select_layer(
             _filling(config) if is_first else config,
@@ -86,7 +95,7 @@ class LayerSequence:
         return Attended(
             step.map.blocks,
             selection,
-            num_moved if is_first else 0,
+            num_remembered + num_moved if is_first else 0,
             0 if is_first else num_moved,
             num_prefetched,
             step.num_selected,
@@ -118,6 +127,13 @@ class LayerSequence:
         hot.finish_prefetch(self._arriving, True)
         self._arriving = NO_BLOCKS
         return len(hot.adopt().blocks)
+
+    def _recall(self, hot: HotSet) -> int:
+        """The remembered blocks that the context still has between sinks and recent window join the map."""
+        if not len(self._remembered):
+            return 0
+        blocks, self._remembered = self._remembered, NO_BLOCKS
+        return len(hot.seed(blocks[(blocks >= hot.span.first) & (blocks < hot.span.last)]).blocks)
 
 
 def _filling(config: SparseConfig) -> SparseConfig:

@@ -9,8 +9,11 @@ import torch
 
 from hotkv import native
 from hotkv.sparse import SparseConfig
+from hotkv.sparse.centre import Centres
+from hotkv.sparse.formats import token_scorer
 from hotkv_vllm import compat, link
-from hotkv_vllm.layout import key_packing, unpacked_keys
+from hotkv_vllm.layout import key_packing
+from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
 
@@ -18,11 +21,17 @@ logger = link.logger
 
 
 def install(
-    config: SparseConfig, recall_steps: int, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+    config: SparseConfig,
+    recall_steps: int,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+    centres: Centres | None = None,
 ) -> SparseWorker:
     """Attaches a worker to all layers that may be sparse. Raises compat.Unsupported where there are none."""
     from hotkv_vllm.sparse.backend import HotAttentionImpl
 
+    place = compat.rank_place(vllm_config, kv_cache_config)
     layers, impls = [], []
     for layer in compat.full_attention_layers(vllm_config, kv_cache_config):
         if layer.index in config.dense_layers:
@@ -32,7 +41,7 @@ def install(
                 f"layer {layer.name} has attention of type {type(layer.impl).__name__}; hotkv announces its own to vLLM by an entry point: "
                 "install hotkv again, and name it where VLLM_PLUGINS is set"
             )
-        layers.append(_sparse_layer(config, layer, kv_caches[layer.name], kv_cache_config.num_blocks))
+        layers.append(_sparse_layer(config, layer, kv_caches[layer.name], kv_cache_config.num_blocks, place.shard_index, centres))
         impls.append(layer.impl)
     if not layers:
         raise compat.Unsupported("the model has no layer of plain full attention beside dense_layers")
@@ -45,24 +54,34 @@ def install(
     return worker
 
 
-def _sparse_layer(config: SparseConfig, layer: compat.AttentionLayer, pages: torch.Tensor, num_blocks: int) -> SparseLayer:
+def _sparse_layer(
+    config: SparseConfig, layer: compat.AttentionLayer, pages: torch.Tensor, num_blocks: int, shard: int, centres: Centres | None
+) -> SparseLayer:
     heads, block_tokens, width = pages.shape[1:]
     if len(pages) != num_blocks or block_tokens != layer.block_tokens:
         raise compat.Unsupported(f"layer {layer.name} splits its blocks of {layer.block_tokens} tokens into smaller ones")
     head_size = width // 2
     packing = key_packing(block_tokens, head_size, pages.dtype, layer.isa)
-
-    def keys_of(blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        keys: npt.NDArray[np.float32] = unpacked_keys(pages, torch.from_numpy(blocks), packing).numpy()
-        return keys
-
     sinks = layer.impl.sinks
+    names = tuple(config.scorers_of(layer.index))
+    mu_HD, biases = _centre(layer.index, names, shard * heads, heads, centres)
     return SparseLayer(
         layer.name,
         layer.index,
         layer.group,
-        LayerShape(num_blocks, block_tokens, heads, head_size, tuple(config.scorers_of(layer.index))),
+        LayerShape(num_blocks, block_tokens, heads, head_size, names, mu_HD, biases),
         layer.impl.scale,
-        keys_of,
+        KeyPages(pages, packing),
         None if sinks is None else sinks.detach().float().numpy(),
     )
+
+
+def _centre(
+    layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
+) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
+    """A rank's heads of a layer's centre, and the biases that are measured with it; nothing where the layer has none."""
+    mu_HD = centres.mu(layer) if centres is not None else None
+    if centres is None or mu_HD is None:
+        return None, {}
+    found = {name: centres.bias(layer, name) for name in names if token_scorer(name)}
+    return np.ascontiguousarray(mu_HD[first_head : first_head + heads]), {name: bias for name, bias in found.items() if bias is not None}

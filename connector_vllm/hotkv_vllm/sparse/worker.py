@@ -10,21 +10,21 @@ Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv.sparse import SparseConfig, span
-from hotkv.sparse.selector import exact_log_mass
-from hotkv_vllm import link
+from hotkv_vllm.sparse.counters import LayerCounters
+from hotkv_vllm.sparse.faults import Faults
+from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.recall import measure
 from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.sequence import Attended, LayerSequence
+from hotkv_vllm.sparse.sequence import NO_BLOCKS, Attended, LayerSequence
 
-logger = link.logger
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
@@ -33,7 +33,7 @@ I32 = npt.NDArray[np.int32]
 class SparseLayer:
     """A layer that may be sparse. `index` counts the model's layers; `group` is its KV cache group.
 
-    `keys_of(blocks)`: unpacked keys float32 [B, T, H, D]. `sink_logits` float32 [Q]: learned sinks of the softmax, if any.
+    `sink_logits` float32 [Q]: learned sinks of the softmax, if any.
     """
 
     name: str
@@ -41,8 +41,12 @@ class SparseLayer:
     group: int
     shape: LayerShape
     scale: float
-    keys_of: Callable[[I32], F32]
+    pages: KeyPages
     sink_logits: F32 | None = None
+
+    def keys_of(self, blocks: I32) -> F32:
+        """Unpacked keys float32 [B, T, H, D] of blocks int32 [B]."""
+        return self.pages.keys_of(blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +64,57 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row that may be sparse."""
+    """A row that may be sparse; its query is token `token` of the batch.
+
+    `always_blocks` int32: the blocks that are always attended, whose first `always_tokens` tokens exist.
+    """
 
     row: int
+    token: int
     request_id: str
     context_tokens: int
     blocks_C: I32
+    always_blocks: I32
+    always_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rewrite:
-    """New block tables int32 [R, width] and lengths int32 [R] of the whole batch."""
+    """Block tables int32 [R, width] and lengths int32 [R] of the whole batch; the group's next layer writes its own into the same arrays.
+
+    `made`: what the engine's side has made around the arrays, once a step.
+    """
 
     tables: I32
     seq_lens: I32
+    made: object = None
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What all layers of a group share in a step. `key`: the metadata object it was made from."""
+    """What all layers of a group share in a step. `key`: the metadata object it was made from; `rewritten`: rows that `rewrite` changes."""
 
     key: object
     batch: Batch
     rows: list[Row] = field(default_factory=list)
     complete: list[I32] = field(default_factory=list)
+    rewrite: Rewrite | None = None
+    rewritten: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One request. `layers` by name; `selected` bool: positions that were selected since somebody asked; `remembered` by layer index."""
+
+    layers: dict[str, LayerSequence] = field(default_factory=dict)
+    selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    remembered: dict[int, I32] = field(default_factory=dict)
+
+    def note(self, positions: I32, num_blocks: int) -> None:
+        """`positions` of a context of `num_blocks` were selected."""
+        if num_blocks > len(self.selected):
+            self.selected = np.concatenate([self.selected, np.zeros(max(num_blocks, 64), np.bool_)])
+        self.selected[positions] = True
 
 
 class SparseWorker:
@@ -95,12 +126,12 @@ class SparseWorker:
         self._order = {layer.name: place for place, layer in enumerate(layers)}
         self._recall_steps = recall_steps
         self._reprs = BlockReprManager({layer.index: layer.shape for layer in layers}, {layer.index: layer.keys_of for layer in layers})
-        self._sequences: dict[str, dict[str, LayerSequence]] = {}
+        self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, _Plan] = {}
         self._num_steps = 0
-        self._said: set[str] = set()
-        self._counters: dict[str, float] = {}
+        self._faults = Faults()
+        self._counters = LayerCounters(layer.index for layer in layers)
 
     def __repr__(self) -> str:
         return f"SparseWorker(layers {len(self.layers)}, sequences {len(self._sequences)}, {self._reprs})"
@@ -119,48 +150,97 @@ class SparseWorker:
         """Somebody else, such as a load, is about to write these blocks."""
         self._reprs.forget(blocks)
 
+    @property
+    def representations(self) -> BlockReprManager:
+        """The pool of all layers."""
+        return self._reprs
+
+    def build(self, group: int, blocks: I32) -> None:
+        """Somebody is about to read the representations of these complete blocks of a KV cache group."""
+        for index in self._layers_of(group):
+            self._update(index, [blocks])
+
+    def loaded(self, group: int, blocks: I32) -> None:
+        """Pages and representations of these blocks have come together, into all layers of the group."""
+        for index in self._layers_of(group):
+            self._reprs.mark_built(index, blocks)
+            self._counters.add(index, "loaded_blocks", len(blocks))
+
+    def _layers_of(self, group: int) -> list[int]:
+        return [layer.index for layer in self.layers.values() if layer.group == group]
+
     def take_counters(self) -> dict[str, float]:
-        """What was counted since the last call."""
-        taken, self._counters = self._counters, {}
+        """What was counted since the last call, over all layers, by the names of `stats.COUNTERS`."""
+        return self._counters.take()
+
+    def take_layer_counters(self) -> dict[int, dict[str, float]]:
+        """What was counted since the last call of this, by layer index and the names of `hotkv.counters.SPARSE_COUNTERS`."""
+        return self._counters.take_by_layer()
+
+    def take_steps(self) -> dict[str, I32]:
+        """By request: positions of the blocks that some layer has selected since the last call, ascending; those always kept as well."""
+        taken = {}
+        for request_id, sequence in self._sequences.items():
+            positions = np.flatnonzero(sequence.selected).astype(np.int32)
+            if len(positions):
+                taken[request_id] = positions
+                sequence.selected[positions] = False
         return taken
 
+    def hot_sets(self, request_id: str) -> dict[int, I32]:
+        """By layer index: positions of the blocks in its hot sets, most recently used first. Gone when `begin_step` names its end."""
+        sequence = self._sequences.get(request_id)
+        layers = {} if sequence is None else sequence.layers
+        found = {self.layers[name].index: layer.recency() for name, layer in layers.items()}
+        return {index: positions for index, positions in found.items() if len(positions)}
+
+    def seed(self, request_id: str, hot_sets: Mapping[int, I32]) -> None:
+        """Hot sets that the request's first step starts from, as `hot_sets` gives them; kept until then, or until the request ends."""
+        remembered = {index: np.asarray(positions, np.int32) for index, positions in hot_sets.items()}
+        self._sequences.setdefault(request_id, _Sequence()).remembered = remembered
+
     def fault(self, layer_name: str) -> None:
-        """Called where an exception is handled: logs the first one of a layer, counts all, and starts that layer's sequences anew."""
-        self._count("sparse_faults", 1)
-        for layers in self._sequences.values():
-            layers.pop(layer_name, None)
-        if layer_name not in self._said:
-            self._said.add(layer_name)
-            logger.exception("hotkv: sparse attention of %s broke; the layer attends to everything in this step", layer_name)
+        """Called where an exception is handled: counts it, starts the layer's sequences anew, has the layer rest if it goes on breaking."""
+        self._counters.add(self.layers[layer_name].index, "faults", 1)
+        for sequence in self._sequences.values():
+            sequence.layers.pop(layer_name, None)
+        self._faults.broke(layer_name, self._num_steps)
+        if self._faults.rests(layer_name, self._num_steps + 1):
+            # While it rests, nobody may look at what the steps overwrite.
+            layer = self.layers[layer_name]
+            self._reprs.forget(np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index])
 
     # ----------------------------------------------------------------------------------------------------------- layers
 
     def attend(self, layer: SparseLayer, key: object, batch: Callable[[], Batch], query_of: Callable[[int], F32]) -> Rewrite | None:
         """What `layer` attends to in the present step; None: to everything.
 
-        `key` stands for the step's metadata: layers of a group that pass the same object share a plan. `query_of(row)` is the query
-        float32 [Q, D] of a row of one token. The step's keys are in the pages already.
+        `key` stands for the step's metadata: layers of a group that pass the same object share a plan. `query_of(token)` is the query
+        float32 [Q, D] of a token of the batch. The step's keys are in the pages already. The result holds until the group's next layer.
         """
+        if self._faults.rests(layer.name, self._num_steps):
+            return None
         plan = self._plans.get(layer.group)
         if plan is None or plan.key is not key:
             plan = self._plans[layer.group] = self._planned(layer, key, batch())
-        self._build(layer, plan)
+        self._update(layer.index, plan.complete)
         if not plan.rows:
             return None
         began_s = time.perf_counter()
-        chosen = [(row, self._select(layer, row, query_of(row.row))) for row in plan.rows]
+        chosen = [(row, self._select(layer, row, query_of(row.token))) for row in plan.rows]
         chosen = [(row, blocks) for row, blocks in chosen if self._leaves_out(row, blocks)]
-        rewrite = self._rewritten(layer, plan.batch, chosen) if chosen else None
-        self._count("sparse_select_s", time.perf_counter() - began_s)
+        rewrite = self._rewritten(layer, plan, chosen) if chosen else None
+        self._faults.good_step(layer.name)
+        self._counters.add(layer.index, "select_s", time.perf_counter() - began_s)
         return rewrite
 
-    def _build(self, layer: SparseLayer, plan: _Plan) -> None:
-        """Representations of blocks that are new to this layer, or were overwritten."""
+    def _update(self, index: int, blocks: list[I32]) -> None:
+        """Representations of complete blocks that are new to a layer, or were overwritten."""
         began_s = time.perf_counter()
-        num_built = sum(self._reprs.update(layer.index, blocks) for blocks in plan.complete)
+        num_built = sum(self._reprs.update(index, part) for part in blocks)
         if num_built:
-            self._count("sparse_built_blocks", num_built)
-            self._count("sparse_build_s", time.perf_counter() - began_s)
+            self._counters.add(index, "built_blocks", num_built)
+            self._counters.add(index, "build_s", time.perf_counter() - began_s)
 
     def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> _Plan:
         """Forgets what the step has overwritten, and finds the rows that matter."""
@@ -175,7 +255,10 @@ class SparseWorker:
             plan.complete.append(blocks[: context_tokens // block_tokens])
             request_id = self._request_of.get(int(blocks[-1])) if num_queries[row] == 1 else None
             if request_id is not None:
-                plan.rows.append(Row(row, request_id, context_tokens, blocks))
+                always = blocks[span(self._config, context_tokens, block_tokens).always]
+                # The partial block is the last one, so the tokens that do not exist yet are at the end.
+                num_tokens = len(always) * block_tokens - (len(blocks) * block_tokens - context_tokens)
+                plan.rows.append(Row(row, int(batch.starts[row]), request_id, context_tokens, blocks, always, num_tokens))
         return plan
 
     def _select(self, layer: SparseLayer, row: Row, query_QD: F32) -> I32:
@@ -183,58 +266,42 @@ class SparseWorker:
         block_tokens = layer.shape.block_tokens
         if self._config.budget_blocks(row.context_tokens, block_tokens) >= len(row.blocks_C):
             return np.arange(len(row.blocks_C), dtype=np.int32)
-        layers = self._sequences.setdefault(row.request_id, {})
-        sequence = layers.get(layer.name)
+        sequence = self._sequences.get(row.request_id)
         if sequence is None:
-            sequence = layers[layer.name] = LayerSequence(self._config, layer.index, block_tokens)
-        always = self._always_log_mass(layer, row, query_QD)
-        attended = sequence.step(query_QD, self._reprs.sources(layer.index), row.blocks_C, always, row.context_tokens, layer.scale)
-        self._count_step(attended, len(row.blocks_C))
+            sequence = self._sequences[row.request_id] = _Sequence()
+        own = sequence.layers.get(layer.name)
+        if own is None:
+            remembered = sequence.remembered.pop(layer.index, NO_BLOCKS)
+            own = sequence.layers[layer.name] = LayerSequence(self._config, layer.index, block_tokens, remembered)
+        always = layer.pages.log_mass(query_QD, row.always_blocks, row.always_tokens, layer.scale)
+        if layer.sink_logits is not None:
+            always = np.logaddexp(always, layer.sink_logits)
+        attended = own.step(query_QD, self._reprs.sources(layer.index), row.blocks_C, always, row.context_tokens, layer.scale)
+        sequence.note(attended.selection.blocks, len(row.blocks_C))
+        self._counters.add_step(layer.index, attended, len(row.blocks_C), layer.pages.page_bytes)
         if self._is_sampled(layer):
             self._sample(layer, row, query_QD, attended)
         return attended.blocks
-
-    def _always_log_mass(self, layer: SparseLayer, row: Row, query_QD: F32) -> F32:
-        """Exact log mass float32 [Q] of what is always attended."""
-        always = span(self._config, row.context_tokens, layer.shape.block_tokens).always
-        keys = layer.keys_of(row.blocks_C[always])
-        # The partial block is the last one, so the tokens that do not exist yet are at the end.
-        keys_RHD = keys.reshape(-1, *keys.shape[2:])
-        excess = len(row.blocks_C) * layer.shape.block_tokens - row.context_tokens
-        mass = exact_log_mass(query_QD, keys_RHD[: len(keys_RHD) - excess], layer.scale)
-        return mass if layer.sink_logits is None else np.logaddexp(mass, layer.sink_logits)
 
     @staticmethod
     def _leaves_out(row: Row, blocks: I32) -> bool:
         return len(blocks) < len(row.blocks_C)
 
     @staticmethod
-    def _rewritten(layer: SparseLayer, batch: Batch, chosen: list[tuple[Row, I32]]) -> Rewrite:
-        tables, seq_lens = batch.tables.copy(), batch.seq_lens.copy()
-        for row, blocks in chosen:
-            tables[row.row, : len(blocks)] = row.blocks_C[blocks]
-            seq_lens[row.row] -= (len(row.blocks_C) - len(blocks)) * layer.shape.block_tokens
-        return Rewrite(tables, seq_lens)
+    def _rewritten(layer: SparseLayer, plan: _Plan, chosen: list[tuple[Row, I32]]) -> Rewrite:
+        batch, rewrite = plan.batch, plan.rewrite
+        if rewrite is None:
+            rewrite = plan.rewrite = Rewrite(batch.tables.copy(), batch.seq_lens.copy())
+        for row in plan.rewritten:
+            rewrite.tables[row] = batch.tables[row]
+            rewrite.seq_lens[row] = batch.seq_lens[row]
+        plan.rewritten = [one.row for one, _ in chosen]
+        for one, blocks in chosen:
+            rewrite.tables[one.row, : len(blocks)] = one.blocks_C[blocks]
+            rewrite.seq_lens[one.row] -= (len(one.blocks_C) - len(blocks)) * layer.shape.block_tokens
+        return rewrite
 
-    # --------------------------------------------------------------------------------------------------------- counters
-
-    def _count(self, name: str, value: float) -> None:
-        self._counters[name] = self._counters.get(name, 0) + value
-
-    def _count_step(self, attended: Attended, context_blocks: int) -> None:
-        for name, value in (
-            ("sparse_selects", 1),
-            ("sparse_context_blocks", context_blocks),
-            ("sparse_selected_blocks", len(attended.selection.blocks)),
-            ("sparse_attended_blocks", len(attended.blocks)),
-            ("sparse_seeded_blocks", attended.num_seeded),
-            ("sparse_corrected_blocks", attended.num_corrected),
-            ("sparse_prefetched_blocks", attended.num_prefetched),
-            ("sparse_wanted_blocks", attended.num_wanted),
-            ("sparse_hit_blocks", attended.num_hits),
-            ("sparse_estimated_mass", attended.selection.mass),
-        ):
-            self._count(name, value)
+    # --------------------------------------------------------------------------------------------------------- sampling
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
         """Every `recall_steps` steps one layer, each in its turn."""
@@ -244,6 +311,6 @@ class SparseWorker:
 
     def _sample(self, layer: SparseLayer, row: Row, query_QD: F32, attended: Attended) -> None:
         found = measure(layer.keys_of, query_QD, row.blocks_C, row.context_tokens, layer.shape.block_tokens, layer.scale, attended)
-        self._count("sparse_recall_samples", 1)
-        self._count("sparse_recall", found.recall)
-        self._count("sparse_true_mass", found.mass)
+        self._counters.add(layer.index, "recall_samples", 1)
+        self._counters.add(layer.index, "recall", found.recall)
+        self._counters.add(layer.index, "true_mass", found.mass)

@@ -5,7 +5,7 @@ From unpacked keys to a selection, in the order of a step:
 fused, after `weights.fuse`); `topk.span` and `topk.select`; `hotset.HotSet.step`. `config.SparseConfig` says how,
 `budget.AdaptiveCapacity` how large, `superblocks` scores summaries in two levels, `torch_ops` is the same on a GPU.
 
-No I/O, no clock, no threads. numpy is enough; numba makes it fast, and is loaded on first use.
+No I/O but in `centre_file`, no clock, no threads. numpy is enough; numba makes it fast, and is loaded on first use.
 """
 
 from hotkv.sparse.budget import AdaptiveCapacity

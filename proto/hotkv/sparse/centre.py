@@ -4,20 +4,35 @@ Calibrated once per model from any ordinary text, a centre makes codes of the sa
 5 % budget, centre from other text: strong-block recall on long-range copy .90 to .98 with rot2u, .56 to .77 with rot1u). A
 centre that does not fit is worse than none. It is part of a representation's version.
 
-Shapes: N tokens, H KV heads, D channels.
+`CentreEstimate` measures one and `measured_bias` what it leaves to correct; `Centres` are those of a model's layers, which
+`centre_file` keeps in a file.
+
+Shapes: N tokens, S tokens of a context, Q query heads, H KV heads, D channels, B blocks.
 """
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.formats import FORMATS, RUN_TOKENS, format_named
+from hotkv.sparse.representations import build
+from hotkv.sparse.scores import prepare, score
 
+F32 = npt.NDArray[np.float32]
 MIN_TOKENS = 1024
 """Fewer tokens give no centre to rely on."""
+FIRST_TOKENS = 64
+"""The first tokens of a context are left out of its centre: attention sinks have keys unlike all others."""
+SINK_TOKENS, RECENT_TOKENS = 32, 64
+"""Always kept whatever their score, as `SparseConfig` has it by default."""
 
 
 class CentreEstimate:
-    """Mean key of one layer over the tokens it is shown; leave the first tokens of a context out, their keys are unlike all others."""
+    """Mean key of one layer over the tokens it is shown; leave the first `FIRST_TOKENS` of a context out."""
 
     def __init__(self, kv_heads: int, head_size: int) -> None:
         self.num_tokens = 0
@@ -41,3 +56,104 @@ class CentreEstimate:
         if self.num_tokens < MIN_TOKENS:
             return None
         return (self._sum_HD / self.num_tokens).astype(np.float32)
+
+
+def measured_bias(
+    name: str, mu_HD: F32 | None, keys_SHD: F32, queries_NQD: F32, positions_N: Sequence[int], scale: float | None = None
+) -> float:
+    """By how much token format `name` with centre `mu_HD` overestimates a block's log mass, in nats; its own bias where nothing has mass.
+
+    Mean of estimated minus exact log mass over blocks of 16 tokens and query heads, weighted by exact mass. `keys_SHD` float32 are
+    those of a context from its first token on, `queries_NQD` float32 the queries of its tokens `positions_N`. Sinks and recent tokens
+    are left out: no score decides on them.
+    """
+    form = format_named(name)
+    num_blocks, kv_heads, head_size = len(keys_SHD) // RUN_TOKENS, keys_SHD.shape[1], keys_SHD.shape[2]
+    scale = 1.0 / math.sqrt(head_size) if scale is None else scale
+    packed = build(
+        name, np.ascontiguousarray(keys_SHD[: num_blocks * RUN_TOKENS]).reshape(num_blocks, RUN_TOKENS, kv_heads, head_size), mu_HD
+    )
+    keys_HDS = keys_SHD.transpose(1, 2, 0)
+    first, excess, mass = SINK_TOKENS // RUN_TOKENS, 0.0, 0.0
+    for query_QD, position in zip(queries_NQD, positions_N, strict=True):
+        last = (position + 1 - RECENT_TOKENS) // RUN_TOKENS
+        if last <= first:
+            continue
+        grouped = query_QD.reshape(kv_heads, -1, head_size) @ keys_HDS[..., : position + 1] * np.float32(scale)
+        token_QS = grouped.reshape(len(query_QD), -1)
+        peak = token_QS.max(axis=1, keepdims=True)
+        share_QS = np.exp(token_QS - peak)
+        share_QB = share_QS[:, first * RUN_TOKENS : last * RUN_TOKENS].reshape(len(query_QD), -1, RUN_TOKENS).sum(axis=2)
+        candidates = np.arange(first, last, dtype=np.int32)
+        estimated_QB = score(prepare(name, query_QD, mu_HD, scale, 0.0), packed, candidates) - peak
+        share_of_all_QB = share_QB / share_QS.sum(axis=1, keepdims=True)
+        exact_QB = np.log(np.maximum(share_QB, np.float32(1e-30)))
+        excess += float((share_of_all_QB * (estimated_QB - exact_QB)).sum())
+        mass += float(share_of_all_QB.sum())
+    return excess / mass if mass > 0.0 else form.bias
+
+
+TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
+"""Formats that a centre changes: summaries need none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCentre:
+    """One layer's calibration: `mu` float32 [H, D]; `bias` by token format: how much block log mass is overestimated with it, in nats."""
+
+    mu: F32
+    bias: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Centres:
+    """A model's calibration, by layer index; layers that are absent have centre 0. INVALID_FIELD where a part cannot be used.
+
+    `model`: what it was made from, for people to read; `num_tokens`: how many keys each centre is the mean of.
+    """
+
+    model: str
+    num_tokens: int
+    layers: Mapping[int, LayerCentre]
+
+    def __post_init__(self) -> None:
+        if type(self.model) is not str:
+            raise _refuse("model", f"is {type(self.model).__name__}, not text")
+        if type(self.num_tokens) is not int or self.num_tokens < MIN_TOKENS:
+            raise _refuse("num_tokens", f"is {self.num_tokens!r}; a centre takes {MIN_TOKENS} tokens or more")
+        if not self.layers:
+            raise _refuse("layers", "is empty; there is no centre of any layer")
+        for index, layer in self.layers.items():
+            if type(index) is not int or index < 0:
+                raise _refuse("layers", f"has the number {index!r}; layers count from 0")
+            _check_layer(index, layer)
+
+    def __repr__(self) -> str:
+        return f"Centres({self.model!r}, {len(self.layers)} layers, {self.num_tokens} tokens)"
+
+    def mu(self, layer: int) -> F32 | None:
+        """The centre of a layer's keys, float32 [H, D]; None: 0."""
+        found = self.layers.get(layer)
+        return None if found is None else found.mu
+
+    def bias(self, layer: int, name: str) -> float | None:
+        """By how much a format overestimates a block's log mass in this layer with its centre, in nats; None: not measured."""
+        found = self.layers.get(layer)
+        return None if found is None else found.bias.get(name)
+
+
+def _check_layer(index: int, layer: LayerCentre) -> None:
+    mu = layer.mu
+    if mu.dtype != np.float32 or mu.ndim != 2 or not mu.size:
+        raise _refuse(f"mu of layer {index}", f"is {mu.dtype} {list(mu.shape)}, not float32 [kv_heads, head_size]")
+    if not np.isfinite(mu).all():
+        raise _refuse(f"mu of layer {index}", "has values that are not finite")
+    for name, bias in layer.bias.items():
+        if name not in TOKEN_FORMATS:
+            raise _refuse(f"bias of layer {index}", f"is for {name!r}; token formats are {', '.join(TOKEN_FORMATS)}")
+        if type(bias) is not float or not math.isfinite(bias):
+            raise _refuse(f"bias of layer {index}", f"is {bias!r} for {name}, not a finite number")
+
+
+def _refuse(field: str, problem: str) -> HotKVError:
+    return HotKVError(Reason.INVALID_FIELD, f"centres: {field} {problem}; calibrate again (python -m hotkv_vllm.sparse.calibrate)")

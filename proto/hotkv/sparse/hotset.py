@@ -7,15 +7,17 @@ Always true (`check_invariants`):
 - Prefetch gets free slots only. What it wrote becomes visible in `adopt`, at a step boundary, in a new map; maps handed out never change.
   A correction may take the slot of the block it evicts, as the engine writes it itself before it attends.
 
-Decides, and does nothing: copies are the caller's. One owner, one thread. Tables are arrays by slot and by block; a step
-costs a few passes over them and no Python object per block.
+Decides, and does nothing: copies are the caller's. One owner, one thread. Tables are arrays by slot and by block; what happens in
+every step is a compiled kernel over them (`hotset_kernels`), with a plain twin here.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hotkv import native
 from hotkv.errors import HotKVError, Reason
 from hotkv.sparse.config import CACHE_POLICIES
 from hotkv.sparse.moves import Growth, HotMap, Moves, SlotState, Step
@@ -60,6 +62,10 @@ class HotSet:
         self.version = 0
         self._clock = 0
         self._hand = 0
+        self._policy = CACHE_POLICIES.index(policy)
+        self._kernels: Any = native.load("hotkv.sparse.kernels")
+        self._map = HotMap(0, _NONE, _NONE)
+        self._mapped = _NONE
         num_slots = capacity_blocks + spare_slots
         self._state = np.full(num_slots, _FREE, np.int8)
         self._block_of = np.full(num_slots, NO_SLOT, np.int32)
@@ -82,11 +88,17 @@ class HotSet:
 
     def map(self) -> HotMap:
         """What may be attended at present."""
-        blocks = np.sort(self._block_of[self._state == _MAPPED])
-        slots = self._slot_of[blocks]
-        blocks.setflags(write=False)
-        slots.setflags(write=False)
-        return HotMap(self.version, blocks, slots)
+        if self._map.version != self.version:
+            blocks = np.sort(self._block_of[self._state == _MAPPED])
+            self._publish(np.stack([blocks, self._slot_of[blocks]]))
+        return self._map
+
+    def _publish(self, map_2M: I32) -> None:
+        """The map of the present version, from its blocks and slots."""
+        # Kernels are called sooner with arrays that may be written; they don't write this one.
+        self._mapped = map_2M[0]
+        map_2M.setflags(write=False)
+        self._map = HotMap(self.version, map_2M[0], map_2M[1])
 
     def resident(self, first: int, last: int) -> Mask:
         """bool [last - first]: which of the blocks [first, last) may be attended."""
@@ -100,11 +112,11 @@ class HotSet:
         return blocks
 
     def _num_mapped(self) -> int:
-        return int(np.count_nonzero(self._state == _MAPPED))
+        return len(self.map().blocks)
 
     def _mapped_blocks(self) -> Mask:
         mapped = np.zeros(self.span.count, np.bool_)
-        mapped[self._block_of[self._state == _MAPPED]] = True
+        mapped[self.map().blocks] = True
         return mapped
 
     def _pinned(self, blocks: I32) -> Mask:
@@ -172,6 +184,77 @@ class HotSet:
 
         Always kept blocks are resident unless they were never seeded; those that are missing are loaded first, whatever `max_loads` says.
         """
+        if self._kernels is None:
+            return self._step_twin(selection, max_loads)
+        blocks, weights = np.asarray(selection.blocks, np.int32), np.asarray(selection.weights, np.float32)
+        self.map()
+        num_slots, where = len(self._state), self.span
+        maps, moves = np.empty((2, num_slots), np.int32), np.empty((4, max(len(blocks), num_slots)), np.int32)
+        num_mapped, num_loads, num_out, num_rest, num_always, num_resident, num_kept, hand = self._kernels.hot_step(
+            blocks, weights, max_loads, self._mapped, maps, moves, *self._tables(),
+            self.capacity_blocks, self._clock + 1, self._hand, self._policy, where.first, where.last, where.count,
+        )  # fmt: skip
+        if num_mapped == self._kernels.REFUSED:
+            raise self._outside()
+        self._clock, self._hand = self._clock + 1, hand
+        if num_loads or num_out:
+            self.version += 1
+            self._publish(maps[:, :num_mapped])
+        loads = Moves(moves[0, :num_loads], moves[1, :num_loads], moves[2, :num_out])
+        return Step(self._map, loads, moves[3, :num_rest], len(blocks) - num_always, num_resident - num_kept)
+
+    def begin_prefetch(self, blocks: I32) -> Moves:
+        """Free slots for `blocks`, in order, as far as they reach; report each with `finish_prefetch`. Nothing is evicted."""
+        if not len(blocks):
+            return Moves(_NONE, _NONE, _NONE)
+        if self._kernels is None:
+            return self._begin_prefetch_twin(blocks)
+        moves = np.empty((2, min(len(blocks), self.num_slots)), np.int32)
+        num = self._kernels.hot_begin_prefetch(np.asarray(blocks, np.int32), moves, *self._tables(), self._clock, self.span.count)
+        if num == self._kernels.REFUSED:
+            raise self._outside()
+        return Moves(moves[0, :num], moves[1, :num], _NONE)
+
+    def finish_prefetch(self, slots: I32, success: bool) -> None:
+        """The prefetch has written `slots`, or will never touch them again."""
+        if self._kernels is None:
+            return self._finish_prefetch_twin(slots, success)
+        slots = np.asarray(slots, np.int32)
+        if self._kernels.hot_finish_prefetch(slots, success, self._state, self._block_of, self._slot_of) == self._kernels.REFUSED:
+            raise self._not_loading()
+
+    def adopt(self) -> Moves:
+        """Step boundary: what prefetch has written joins the map, evicting by policy; what finds no room is dropped. No copies."""
+        if self._kernels is None:
+            return self._adopt_twin()
+        maps, moves = np.empty((2, self.num_slots), np.int32), np.empty((3, self.num_slots), np.int32)
+        num_mapped, num, num_out, self._hand = self._kernels.hot_adopt(
+            self.map().blocks, maps, moves, *self._tables(),
+            self.capacity_blocks, self._clock, self._hand, self._policy, self.span.first, self.span.last,
+        )  # fmt: skip
+        if num or num_out:
+            self.version += 1
+            self._publish(maps[:, :num_mapped])
+        return Moves(moves[0, :num], moves[1, :num], moves[2, :num_out])
+
+    def resize(self, capacity_blocks: int) -> I32:
+        """A new capacity: more slots, or victims by policy (those that may be evicted; the rest goes when it may). Returns the victims."""
+        if capacity_blocks < 1:
+            raise HotKVError(Reason.INVALID_FIELD, f"capacity is {capacity_blocks} blocks; use 1 or more")
+        more = capacity_blocks + self.spare_slots - self.num_slots
+        if more > 0:
+            self._state = np.concatenate([self._state, np.full(more, _FREE, np.int8)])
+            self._block_of = np.concatenate([self._block_of, np.full(more, NO_SLOT, np.int32)])
+            self._used_at = np.concatenate([self._used_at, np.zeros(more, np.int64)])
+            self._referenced = np.concatenate([self._referenced, np.zeros(more, np.bool_)])
+        self.capacity_blocks = capacity_blocks
+        victims = self._victims(self._num_mapped() - capacity_blocks)
+        self._evict(victims)
+        return victims
+
+    # ------------------------------------------------------------------------------------------------------------- twins
+
+    def _step_twin(self, selection: Selection, max_loads: int) -> Step:
         self._check_blocks(selection.blocks)
         self._clock += 1
         blocks, weights = selection.blocks, selection.weights
@@ -196,8 +279,7 @@ class HotSet:
         moves = Moves(chosen, room.slots, np.concatenate([dropped, room.victims]))
         return Step(self.map(), moves, prefetch, len(blocks) - num_always, num_resident)
 
-    def begin_prefetch(self, blocks: I32) -> Moves:
-        """Free slots for `blocks`, in order, as far as they reach; report each with `finish_prefetch`. Nothing is evicted."""
+    def _begin_prefetch_twin(self, blocks: I32) -> Moves:
         self._check_blocks(blocks)
         _, order = np.unique(blocks, return_index=True)
         blocks = blocks[np.sort(order)]
@@ -207,13 +289,12 @@ class HotSet:
         self._put(blocks[:count], free[:count], _LOADING)
         return Moves(blocks[:count], free[:count], _NONE)
 
-    def finish_prefetch(self, slots: I32, success: bool) -> None:
-        """The prefetch has written `slots`, or will never touch them again."""
+    def _finish_prefetch_twin(self, slots: I32, success: bool) -> None:
         if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
-            raise HotKVError(Reason.INVALID_FIELD, f"slots must be from 0 to {self.num_slots - 1}")
+            raise self._not_loading()
         state = self._state[slots]
         if not np.isin(state, (_LOADING, _CANCELLED)).all():
-            raise HotKVError(Reason.INVALID_FIELD, "slots include some that no prefetch is writing; pass those of begin_prefetch, once")
+            raise self._not_loading()
         wanted = (state == _LOADING) & success
         self._state[slots[wanted]] = _READY
         unwanted = slots[~wanted]
@@ -221,8 +302,7 @@ class HotSet:
         self._slot_of[self._block_of[loading]] = NO_SLOT
         self._release(unwanted)
 
-    def adopt(self) -> Moves:
-        """Step boundary: what prefetch has written joins the map, evicting by policy; what finds no room is dropped. No copies."""
+    def _adopt_twin(self) -> Moves:
         ready = np.flatnonzero(self._state == _READY).astype(np.int32)
         if not len(ready):
             return Moves(_NONE, _NONE, _NONE)
@@ -237,21 +317,6 @@ class HotSet:
         self._referenced[kept] = True
         self.version += 1
         return Moves(self._block_of[kept], kept, victims)
-
-    def resize(self, capacity_blocks: int) -> I32:
-        """A new capacity: more slots, or victims by policy (those that may be evicted; the rest goes when it may). Returns the victims."""
-        if capacity_blocks < 1:
-            raise HotKVError(Reason.INVALID_FIELD, f"capacity is {capacity_blocks} blocks; use 1 or more")
-        more = capacity_blocks + self.spare_slots - self.num_slots
-        if more > 0:
-            self._state = np.concatenate([self._state, np.full(more, _FREE, np.int8)])
-            self._block_of = np.concatenate([self._block_of, np.full(more, NO_SLOT, np.int32)])
-            self._used_at = np.concatenate([self._used_at, np.zeros(more, np.int64)])
-            self._referenced = np.concatenate([self._referenced, np.zeros(more, np.bool_)])
-        self.capacity_blocks = capacity_blocks
-        victims = self._victims(self._num_mapped() - capacity_blocks)
-        self._evict(victims)
-        return victims
 
     # ---------------------------------------------------------------------------------------------------------- eviction
 
@@ -350,7 +415,18 @@ class HotSet:
 
     def _check_blocks(self, blocks: I32) -> None:
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.span.count:
-            raise HotKVError(Reason.INVALID_FIELD, f"blocks must be from 0 to {self.span.count - 1}")
+            raise self._outside()
+
+    def _outside(self) -> HotKVError:
+        return HotKVError(Reason.INVALID_FIELD, f"blocks must be from 0 to {self.span.count - 1}")
+
+    def _not_loading(self) -> HotKVError:
+        why = f"slots (0 to {self.num_slots - 1}) include some that no prefetch is writing; pass those of begin_prefetch, once"
+        return HotKVError(Reason.INVALID_FIELD, why)
+
+    def _tables(self) -> tuple[npt.NDArray[Any], ...]:
+        """What the kernels change."""
+        return self._state, self._block_of, self._used_at, self._referenced, self._slot_of, self._has_copy
 
     def check_invariants(self) -> None:
         """Asserts what the module promises."""
@@ -363,4 +439,6 @@ class HotSet:
         assert self._num_mapped() <= self.num_slots - self.spare_slots
         assert not self._has_copy[self.span.count :].any() and not (self._has_copy & self._swapping).any()
         present = self.map()
+        assert (present.blocks == np.sort(self._block_of[self._state == _MAPPED])).all() and len(present.blocks) == self._num_mapped()
+        assert (present.slots == self._slot_of[present.blocks]).all()
         assert (np.diff(present.blocks) > 0).all() and len(present.blocks) == self._num_mapped()

@@ -16,7 +16,26 @@ from numba import types
 
 from hotkv.kernels import prefetch_address
 from hotkv.sparse import lanes
+from hotkv.sparse.choice_kernels import aggregate, choose, top
+from hotkv.sparse.hotset_kernels import REFUSED, hot_adopt, hot_begin_prefetch, hot_finish_prefetch, hot_step
 from hotkv.sparse.vectors import MIN_SCORE
+
+__all__ = [
+    "REFUSED",
+    "aggregate",
+    "build_parts",
+    "build_tokens",
+    "choose",
+    "hot_adopt",
+    "hot_begin_prefetch",
+    "hot_finish_prefetch",
+    "hot_step",
+    "page_log_mass",
+    "prepare",
+    "score_parts",
+    "score_tokens",
+    "top",
+]
 
 _CHUNK_BLOCKS = 64
 _AHEAD_BLOCKS = 2
@@ -232,10 +251,12 @@ def _edges_of(keys: Any, mu: Any, cuboid: Any, parts: Any) -> None:
 
 
 @numba.njit(
-    types.void(_F32_2, _F32_2, _I64_1, _I64_1, types.int64, types.int64, types.float32[::1], types.int8[:, :, ::1]), nogil=True, cache=True
+    types.void(_F32_2, _F32_2, _I64_1, _I64_1, types.int64, types.int64, types.float32[::1], types.int32[:, ::1], types.int8[:, :, ::1]),
+    nogil=True,
+    cache=True,
 )
-def prepare(query: Any, factors: Any, starts: Any, sizes: Any, rotated: Any, kind: Any, peaks: Any, codes: Any) -> None:
-    """int8 codes [Q, P, C] of queries [Q, D], one step per 127th of peaks [Q]; `kind` 0: q+, q-; 1: q, |q|; 2: q."""
+def prepare(query: Any, factors: Any, starts: Any, sizes: Any, rotated: Any, kind: Any, peaks: Any, sums: Any, codes: Any) -> None:
+    """int8 codes [Q, P, C] of queries [Q, D] with their sums [Q, P], one step per 127th of peaks [Q]; `kind` 0: q+, q-; 1: q, |q|; 2: q."""
     num_heads, head_size = query.shape
     y = np.empty((head_size, 16), np.float32)
     for first in range(0, num_heads, 16):
@@ -253,9 +274,13 @@ def prepare(query: Any, factors: Any, starts: Any, sizes: Any, rotated: Any, kin
             unit = np.float32(127) / peak
             for channel in range(head_size):
                 step = np.int32(np.rint(y[channel, lane] * unit))
-                codes[first + lane, 0, channel] = max(step, 0) if kind == 0 else step
+                code = max(step, 0) if kind == 0 else step
+                codes[first + lane, 0, channel] = code
+                sums[first + lane, 0] += code
                 if kind < 2:
-                    codes[first + lane, 1, channel] = min(step, 0) if kind == 0 else abs(step)
+                    code = min(step, 0) if kind == 0 else abs(step)
+                    codes[first + lane, 1, channel] = code
+                    sums[first + lane, 1] += code
 
 
 @numba.njit(types.void(_KEYS, _F32_2, _I32_1, types.int64, types.int64, types.uint8[:, :, :]), nogil=True, cache=True)
@@ -288,75 +313,77 @@ def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, o
                     out[block, head, num_parts * channels + 4 * part + byte] = scale_bytes[byte]
 
 
-@numba.njit(types.void(_F32_2, _F32_1, types.float32[:, ::1], types.float32[::1], types.float32[::1]), nogil=True, cache=True)
-def aggregate(scores: Any, always_log_mass: Any, per_head: Any, shared: Any, always: Any) -> None:
-    """Shares of the attention mass: per_head [H, S], shared [S], always [H] from scores [Q, S] and always_log_mass [Q]."""
-    num_heads, num_blocks = scores.shape
-    kv_heads = per_head.shape[0]
-    group, runs, rest = num_heads // kv_heads, num_blocks // 16, num_blocks % 16
-    # The blocks beyond the last whole run are kept apart, padded to a run; `weights` has that run at its end.
-    weights, tail, sums = (
-        np.empty(runs * 16 + 16, np.float32),
-        np.empty(16, np.float32),
-        np.zeros((kv_heads + 1, runs * 16 + 16), np.float32),
-    )
-    peak, total, factor = np.empty(1, np.float32), np.empty(1, np.float32), np.empty(1, np.float32)
-    weights_at, tail_at, peak_at, total_at, factor_at = (
-        weights.ctypes.data, tail.ctypes.data, peak.ctypes.data, total.ctypes.data, factor.ctypes.data,
-    )  # fmt: skip
-    always[:] = 0
-    for head in range(num_heads):
-        kv_head, row_at = head // group, scores.ctypes.data + head * num_blocks * 4
-        tail[rest:] = -np.inf
-        for i in range(rest):
-            tail[i] = scores[head, runs * 16 + i]
-        peak[0] = max(always_log_mass[head], np.float32(MIN_SCORE))
-        lanes.PEAK(row_at, runs, peak_at)
-        lanes.PEAK(tail_at, 1, peak_at)
-        own = np.float32(np.exp(always_log_mass[head] - peak[0]))
-        total[0] = own
-        lanes.EXP(row_at, peak_at, weights_at, runs, total_at)
-        lanes.EXP(tail_at, peak_at, weights_at + runs * 64, 1, total_at)
-        factor[0] = np.float32(1.0) / (max(total[0], np.float32(1e-20)) * np.float32(group))
-        always[kv_head] += own * factor[0]
-        lanes.ADD_SCALED(weights_at, factor_at, sums[kv_head].ctypes.data, runs + 1)
-    factor[0] = np.float32(1.0) / np.float32(kv_heads)
-    for kv_head in range(kv_heads):
-        lanes.ADD_SCALED(sums[kv_head].ctypes.data, factor_at, sums[kv_heads].ctypes.data, runs + 1)
-        for i in range(num_blocks):
-            per_head[kv_head, i] = sums[kv_head, i]
-    for i in range(num_blocks):
-        shared[i] = sums[kv_heads, i]
+_BF16_1, _BF16_4 = lanes.BF16_KEYS
+_F16_1, _F16_4 = lanes.F16_KEYS
+_BF16_PAIR_1, _BF16_PAIR_4 = lanes.BF16_PAIRS
+_F16_PAIR_1, _F16_PAIR_4 = lanes.F16_PAIRS
+_F32_KEYS_1, _F32_KEYS_4 = lanes.F32_KEYS
 
 
-@numba.njit(types.void(_F32_1, types.int32[::1]), nogil=True, cache=True)
-def top(priority: Any, out: Any) -> None:
-    """Indices of the len(out) < len(priority) largest, ascending; of equals the lowest. What is not above 0 ranks as 0.
+@numba.njit(nogil=True, cache=True, inline="always")
+def _key_scores(
+    kind: Any, pair: Any, heads: Any, keys: Any, steps: Any, step_bytes: Any, query: Any, stride: Any, out: Any, width: Any
+) -> None:
+    if heads == 4:
+        if kind == 0:
+            if pair == 1:
+                _BF16_4(keys, steps, step_bytes, query, stride, out, width)
+            else:
+                _BF16_PAIR_4(keys, steps, step_bytes, query, stride, out, width)
+        elif kind == 1:
+            if pair == 1:
+                _F16_4(keys, steps, step_bytes, query, stride, out, width)
+            else:
+                _F16_PAIR_4(keys, steps, step_bytes, query, stride, out, width)
+        else:
+            _F32_KEYS_4(keys, steps, step_bytes, query, stride, out, width)
+    elif kind == 0:
+        if pair == 1:
+            _BF16_1(keys, steps, step_bytes, query, stride, out, width)
+        else:
+            _BF16_PAIR_1(keys, steps, step_bytes, query, stride, out, width)
+    elif kind == 1:
+        if pair == 1:
+            _F16_1(keys, steps, step_bytes, query, stride, out, width)
+        else:
+            _F16_PAIR_1(keys, steps, step_bytes, query, stride, out, width)
+    else:
+        _F32_KEYS_1(keys, steps, step_bytes, query, stride, out, width)
 
-    Radix selection: the bits of positive floats order like the floats; three digits narrow them down to the last one that is in.
+
+@numba.njit(
+    types.void(
+        types.Array(types.uint8, 3, "A", readonly=True), _I32_1, types.int64, types.int64, types.int64, types.int64, types.int64, _F32_2,
+        types.float32[::1],
+    ), nogil=True, cache=True,
+)  # fmt: skip
+def page_log_mass(pages: Any, rows: Any, num_tokens: Any, block_tokens: Any, run: Any, pair: Any, kind: Any, query: Any, out: Any) -> None:
+    """out [Q]: logsumexp of q . k over the first `num_tokens` > 0 tokens of the blocks `rows`, queries [Q, D] scaled to base 2.
+
+    `pages` [B, H, bytes]: of each head its keys, in runs of `run` tokens, each [D / pair][run][pair]; `kind` 0: bfloat16, 1: float16,
+    2: float32.
     """
-    bits = priority.view(np.int32)
-    remaining, prefix, mask = out.shape[0], np.int32(0), np.int32(0)
-    counts = np.empty(2048, np.int64)
-    for shift, width in ((20, 11), (9, 11), (0, 9)):
-        counts[:] = 0
-        last = np.int32((1 << width) - 1)
-        for i in range(bits.shape[0]):
-            value = bits[i] if priority[i] > 0 else np.int32(0)
-            if (value & mask) == prefix:
-                counts[(value >> shift) & last] += 1
-        digit = last
-        while digit > 0 and counts[digit] < remaining:
-            remaining -= counts[digit]
-            digit -= 1
-        prefix |= np.int32(digit << shift)
-        mask |= np.int32(last << shift)
-    place = 0
-    for i in range(bits.shape[0]):
-        value = bits[i] if priority[i] > 0 else np.int32(0)
-        if value > prefix or (value == prefix and remaining > 0):
-            if place < out.shape[0]:
-                out[place] = i
-                place += 1
-            if value == prefix:
-                remaining -= 1
+    num_heads, head_size = query.shape
+    group = num_heads // pages.shape[1]
+    value_bytes, num_runs = 4 if kind == 2 else 2, (num_tokens + 15) // 16
+    scores, peak, total = np.empty((num_heads, num_runs * 16), np.float32), np.empty(16, np.float32), np.ones(16, np.float32)
+    shift, width = np.zeros(1, np.float32), num_runs * 64
+    for number in range(num_runs):
+        token = number * 16 % block_tokens
+        block = pages.ctypes.data + np.int64(rows[number * 16 // block_tokens]) * pages.strides[0]
+        place = (token // run * run * head_size + token % run * pair) * value_bytes
+        for kv_head in range(pages.shape[1]):
+            head = kv_head * group
+            while head < kv_head * group + group:
+                heads = 4 if head + 4 <= kv_head * group + group else 1
+                _key_scores(
+                    kind, pair, heads, block + kv_head * pages.strides[1] + place, head_size // pair, run * pair * value_bytes,
+                    query.ctypes.data + head * head_size * 4, head_size * 4, scores.ctypes.data + (head * num_runs + number) * 64, width,
+                )  # fmt: skip
+                head += heads
+    for head in range(num_heads):
+        for i in range(num_tokens, num_runs * 16):
+            scores[head, i] = MIN_SCORE
+        lanes.EXP_SUM(scores.ctypes.data + head * width, num_runs, peak.ctypes.data, total.ctypes.data)
+        lanes.FINISH(peak.ctypes.data, total.ctypes.data, shift.ctypes.data, peak.ctypes.data, 1)
+        out[head] = peak[0]

@@ -24,12 +24,14 @@ from hotkv.sparse.vectors import (
     LANES,
     LN2,
     MIN_SCORE,
+    SHORTS,
     VNNI,
     call,
     dot4,
     exp2,
     floats,
     ints,
+    larger,
     load,
     log2,
     offset,
@@ -140,13 +142,58 @@ def _part_scores(num_heads: int) -> Any:
     return operation(9, emit)
 
 
+def _key_scores(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
+    """(keys, num_steps, step_bytes, query, query_stride, out, out_stride): q . k of sixteen tokens for `num_heads` query heads.
+
+    A step holds `pair` channels of the tokens, side by side, values of `bits` bits. `query` float32 [heads][query_stride bytes]; writes
+    float32 [heads][out_stride bytes], 16 each.
+    """
+    values = ir.VectorType(ir.HalfType() if bits == 16 else F32, LANES)
+
+    def channels(builder: Any, address: Any) -> list[Any]:
+        if pair == 2:
+            both = load(builder, address, INTS)
+            if is_bfloat:
+                return [builder.bitcast(part, FLOATS) for part in (builder.shl(both, ints(16)), builder.and_(both, ints(-65536)))]
+            halves = builder.trunc(both, SHORTS), builder.trunc(builder.lshr(both, ints(16)), SHORTS)
+            return [builder.fpext(builder.bitcast(part, values), FLOATS) for part in halves]
+        if is_bfloat:
+            return [builder.bitcast(builder.shl(builder.zext(load(builder, address, SHORTS), INTS), ints(16)), FLOATS)]
+        loaded = load(builder, address, values)
+        return [loaded if bits == 32 else builder.fpext(loaded, FLOATS)]
+
+    def emit(builder: Any, args: Any) -> None:
+        keys, num_steps, step_bytes, query, query_stride, out, out_stride = args
+        sums = [[variable(builder, floats(0.0)) for _ in range(2)] for _ in range(num_heads)]
+
+        def visit(step: Any, chain: int) -> None:
+            for place, channel in enumerate(channels(builder, builder.add(keys, builder.mul(step, step_bytes)))):
+                at = offset(builder, offset(builder, query, step, 4 * pair), place, 4)
+                for h in range(num_heads):
+                    own = splat(builder, load(builder, builder.add(at, builder.mul(query_stride, I64(h))), F32), FLOATS)
+                    total = call(builder, "llvm.fma.v16f32", FLOATS, [channel, own, builder.load(sums[h][chain])])
+                    builder.store(total, sums[h][chain])
+
+        halves = builder.lshr(num_steps, I64(1))
+        with cgutils.for_range(builder, halves, intp=I64) as loop:
+            for chain in range(2):
+                visit(builder.add(builder.shl(loop.index, I64(1)), I64(chain)), chain)
+        with builder.if_then(builder.trunc(num_steps, ir.IntType(1))):
+            visit(builder.sub(num_steps, I64(1)), 0)
+        for h in range(num_heads):
+            total = builder.fadd(builder.load(sums[h][0]), builder.load(sums[h][1]))
+            store(builder, total, builder.add(out, builder.mul(out_stride, I64(h))))
+
+    return operation(7, emit)
+
+
 def _emit_exp_sum(builder: Any, args: Any) -> None:
     """(scores, num_runs, largest, total): of float32 [num_runs][16] at `scores`, their maximum and the sum of 2^(score - maximum)."""
     scores, num_runs, largest, total = args
     peaks = variable(builder, floats(MIN_SCORE))
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
         values = load(builder, offset(builder, scores, loop.index, 4 * LANES), FLOATS)
-        builder.store(call(builder, "llvm.maxnum.v16f32", FLOATS, [builder.load(peaks), values]), peaks)
+        builder.store(larger(builder, values, builder.load(peaks)), peaks)
     peak = call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(peaks)], ("nnan", "nsz"))
     sums = variable(builder, floats(0.0))
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
@@ -169,7 +216,7 @@ def _emit_exp_sums(builder: Any, args: Any) -> None:
         at = builder.mul(loop.index, I64(4 * LANES))
         rows = transposed(builder, [load(builder, builder.add(place, at), FLOATS) for place in places])
         for place, row in zip(places, rows, strict=True):
-            builder.store(call(builder, "llvm.maxnum.v16f32", FLOATS, [builder.load(peaks), row]), peaks)
+            builder.store(larger(builder, row, builder.load(peaks)), peaks)
             store(builder, row, builder.add(place, at))
     peak = builder.load(peaks)
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
@@ -194,55 +241,6 @@ def _emit_finish(builder: Any, args: Any) -> None:
         log_mass = call(builder, "llvm.fma.v16f32", FLOATS, [log_mass, floats(LN2), added])
         absent = builder.fcmp_ordered("<=", peak, floats(MIN_SCORE))
         store(builder, builder.select(absent, floats(float("-inf")), log_mass), builder.add(out, at))
-
-
-def _emit_exp(builder: Any, args: Any) -> None:
-    """(scores, reference, out, num_runs, total): out = e^(score - reference), float32 [num_runs][16]; adds their sum to float32 `total`."""
-    scores, reference, out, num_runs, total = args
-    base = splat(builder, load(builder, reference, F32), FLOATS)
-    sums = variable(builder, floats(0.0))
-    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
-        at = builder.mul(loop.index, I64(4 * LANES))
-        difference = builder.fsub(load(builder, builder.add(scores, at), FLOATS), base)
-        weight = exp2(builder, builder.fmul(difference, floats(1 / LN2)))
-        builder.store(builder.fadd(builder.load(sums), weight), sums)
-        store(builder, weight, builder.add(out, at))
-    summed = call(builder, "llvm.vector.reduce.fadd.v16f32", F32, [load(builder, total, F32), builder.load(sums)], ("reassoc",))
-    store(builder, summed, total)
-
-
-def _emit_peak(builder: Any, args: Any) -> None:
-    """(scores, num_runs, peak): raises float32 `peak` to the maximum of float32 [num_runs][16], in four chains of which none waits long."""
-    scores, num_runs, peak = args
-    initial = splat(builder, load(builder, peak, F32), FLOATS)
-    peaks = [variable(builder, initial) for _ in range(4)]
-
-    def visit(chain: int, index: Any) -> None:
-        values = load(builder, offset(builder, scores, index, 4 * LANES), FLOATS)
-        builder.store(call(builder, "llvm.maxnum.v16f32", FLOATS, [builder.load(peaks[chain]), values]), peaks[chain])
-
-    quads = builder.lshr(num_runs, I64(2))
-    with cgutils.for_range(builder, quads, intp=I64) as loop:
-        for chain in range(4):
-            visit(chain, builder.add(builder.shl(loop.index, I64(2)), I64(chain)))
-    done = builder.shl(quads, I64(2))
-    with cgutils.for_range(builder, builder.sub(num_runs, done), intp=I64) as loop:
-        visit(0, builder.add(done, loop.index))
-    highest = builder.load(peaks[0])
-    for chain in range(1, 4):
-        highest = call(builder, "llvm.maxnum.v16f32", FLOATS, [highest, builder.load(peaks[chain])])
-    store(builder, call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [highest], ("nnan", "nsz")), peak)
-
-
-def _emit_add_scaled(builder: Any, args: Any) -> None:
-    """(values, factor, out, num_runs): out += values * factor, float32 [num_runs][16] and one float32."""
-    values, factor, out, num_runs = args
-    scale = splat(builder, load(builder, factor, F32), FLOATS)
-    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
-        at = builder.mul(loop.index, I64(4 * LANES))
-        place = builder.add(out, at)
-        operands = [load(builder, builder.add(values, at), FLOATS), scale, load(builder, place, FLOATS)]
-        store(builder, call(builder, "llvm.fma.v16f32", FLOATS, operands), place)
 
 
 def _emit_scale_rows(builder: Any, args: Any) -> None:
@@ -326,9 +324,11 @@ def _pack_run(bits: int) -> Any:
 RUN_1_1, RUN_1_2, RUN_1_3, RUN_1_4 = (_run_scores(1, heads) for heads in (1, 2, 3, 4))
 RUN_2_1, RUN_2_2, RUN_2_3, RUN_2_4 = (_run_scores(2, heads) for heads in (1, 2, 3, 4))
 RUN_3_1, RUN_3_2, RUN_3_3, RUN_3_4 = (_run_scores(3, heads) for heads in (1, 2, 3, 4))
+BF16_KEYS, F16_KEYS = [_key_scores(16, True, 1, h) for h in (1, 4)], [_key_scores(16, False, 1, h) for h in (1, 4)]
+BF16_PAIRS, F16_PAIRS = [_key_scores(16, True, 2, h) for h in (1, 4)], [_key_scores(16, False, 2, h) for h in (1, 4)]
+F32_KEYS = [_key_scores(32, False, 1, h) for h in (1, 4)]
 PART_1, PART_2, PART_3, PART_4 = (_part_scores(heads) for heads in (1, 2, 3, 4))
-EXP_SUM, FINISH, EXP = operation(4, _emit_exp_sum), operation(5, _emit_finish), operation(5, _emit_exp)
+EXP_SUM, FINISH = operation(4, _emit_exp_sum), operation(5, _emit_finish)
 EXP_SUMS = operation(5, _emit_exp_sums)
-PEAK, ADD_SCALED = operation(3, _emit_peak), operation(4, _emit_add_scaled)
 SCALE_ROWS, BUTTERFLY = operation(3, _emit_scale_rows), operation(3, _emit_butterfly)
 PACK_1, PACK_2, PACK_3 = _pack_run(1), _pack_run(2), _pack_run(3)

@@ -62,12 +62,13 @@ def prepare(name: str, query_QD: F32, mu_HD: F32 | None = None, scale: float | N
     kernels = native.load("hotkv.sparse.kernels")
     if kernels is None:
         peak = _prepare_twin(form, query_QD, codes)
+        sums = codes.sum(axis=2, dtype=np.int32)
     else:
-        peak = np.empty(num_heads, np.float32)
+        peak, sums = np.empty(num_heads, np.float32), np.zeros(codes.shape[:2], np.int32)
         starts, sizes = pass_arrays(head_size)
         query = np.ascontiguousarray(query_QD, np.float32)
-        kernels.prepare(query, factors(head_size), starts, sizes, form.bits, 2 if form.bits else form.kind, peak, codes)
-    offsets = codes.sum(axis=2, dtype=np.int32) * np.int32(-form.offset)
+        kernels.prepare(query, factors(head_size), starts, sizes, form.bits, 2 if form.bits else form.kind, peak, sums, codes)
+    offsets = sums * np.int32(-form.offset)
     unit = form.level_unit if form.bits else 1.0
     factor = (peak * np.float32(scale / (127.0 * unit))).astype(np.float32)
     return Query(
@@ -113,7 +114,8 @@ def _check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
         raise HotKVError(
             Reason.INVALID_FIELD, f"representations have {packed_BHN.shape[2]} bytes a head, which is no {form.name} of {size} channels"
         )
-    if rows_S.size and not 0 <= rows_S.min() <= rows_S.max() < packed_BHN.shape[0]:
+    # Negative numbers are large ones where the sign is a digit.
+    if rows_S.size and rows_S.view(np.uint32).max() >= packed_BHN.shape[0]:
         raise HotKVError(Reason.INVALID_FIELD, f"rows must be from 0 to {packed_BHN.shape[0] - 1}")
 
 

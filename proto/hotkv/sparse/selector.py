@@ -12,17 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hotkv import native
 from hotkv.errors import HotKVError, Reason
 from hotkv.sparse.config import SparseConfig
 from hotkv.sparse.scores import Query, prepare, score
 from hotkv.sparse.superblocks import score_pruned
-from hotkv.sparse.topk import Selection, Span, floor_blocks, select, span
+from hotkv.sparse.topk import Selection, Span, enough, floor_blocks, select, span
 from hotkv.sparse.weights import aggregate, fuse
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
+_NOBODY = np.empty(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,9 @@ def select_layer(
         _scores(sources[name], prepare(name, query_QD, sources[name].mu, scale, sources[name].bias), rows_C, where) for name in scorers
     ]
     scores, log_mass = (scored[0], always_log_mass_Q) if len(scored) == 1 else fuse(scored, list(scorers.values()), always_log_mass_Q)
-    weights = aggregate(scores, log_mass, next(iter(sources.values())).pool.shape[1])
-    return select(
-        weights.shared,
-        weights.always_shared,
+    return choose(
+        scores,
+        log_mass,
         where,
         config.budget_blocks(context_tokens, block_tokens),
         adaptive_p=config.adaptive_p,
@@ -78,6 +79,44 @@ def select_layer(
         resident_S=None if resident_C is None else resident_C[where.first : where.last],
         prior=config.residency_prior if config.cache_policy == "lru_prior" else 0.0,
     )
+
+
+def choose(
+    scores_QS: F32,
+    always_log_mass_Q: F32,
+    where: Span,
+    budget_blocks: int,
+    *,
+    adaptive_p: float | None = None,
+    floor_blocks: int = 0,
+    resident_S: Mask | None = None,
+    prior: float = 0.0,
+) -> Selection:
+    """`weights.aggregate` and `topk.select` of all heads together, in one kernel; arguments and errors as theirs.
+
+    Heads count alike, whatever KV heads share them: groups are equal in size.
+    """
+    kernels = native.load("hotkv.sparse.kernels")
+    num_heads, num_candidates = scores_QS.shape
+    if kernels is None or always_log_mass_Q.shape != (num_heads,) or num_candidates != where.last - where.first:
+        weights = aggregate(scores_QS, always_log_mass_Q, 1)
+        options = {"adaptive_p": adaptive_p, "floor_blocks": floor_blocks, "resident_S": resident_S, "prior": prior}
+        return select(weights.shared, weights.always_shared, where, budget_blocks, **options)  # type: ignore[arg-type]
+    num_always = where.count - num_candidates
+    num_blocks = num_always + min(max(budget_blocks - num_always, 0), num_candidates)
+    blocks, chosen = np.empty(num_blocks, np.int32), np.empty(num_blocks, np.float32)
+    resident = _NOBODY if resident_S is None or prior == 0.0 else np.ascontiguousarray(resident_S)
+    scores, log_mass = np.ascontiguousarray(scores_QS, np.float32), np.ascontiguousarray(always_log_mass_Q, np.float32)
+    always_mass, mass = kernels.choose(scores, log_mass, resident, prior, where.first, where.count, blocks, chosen)
+    if adaptive_p is not None:
+        middle = slice(where.first, num_blocks - (where.count - where.last))
+        weights_S = chosen[middle]
+        priority = weights_S * (1.0 + np.float32(prior) * resident[blocks[middle] - where.first]) if len(resident) else weights_S
+        kept = enough(priority, weights_S, always_mass, adaptive_p, floor_blocks)
+        mass = float(weights_S[kept].sum(dtype=np.float64))
+        parts = (np.arange(where.first), where.first + kept, np.arange(middle.stop, num_blocks))
+        blocks, chosen = blocks[np.concatenate(parts)], chosen[np.concatenate(parts)]
+    return Selection(blocks, chosen, min(always_mass + mass, 1.0))
 
 
 def _scores(source: Source, query: Query, rows_C: I32, where: Span) -> F32:

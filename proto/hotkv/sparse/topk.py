@@ -84,7 +84,7 @@ def select(
     room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
     chosen = top(priority, room)
     if adaptive_p is not None:
-        chosen = _enough(chosen, priority, weights_S, always_mass, adaptive_p, floor_blocks)
+        chosen = chosen[enough(priority[chosen], weights_S[chosen], always_mass, adaptive_p, floor_blocks)]
     mass = min(always_mass + float(weights_S[chosen].sum(dtype=np.float64)), 1.0)
     blocks = np.concatenate(
         [np.arange(where.first, dtype=np.int32), chosen + np.int32(where.first), np.arange(where.last, where.count, dtype=np.int32)]
@@ -94,8 +94,9 @@ def select(
     return Selection(blocks, weights, mass)
 
 
-def _enough(chosen: I32, priority: F32, weights: F32, always_mass: float, p: float, floor_blocks: int) -> I32:
-    order = chosen[np.argsort(-priority[chosen], kind="stable")]
+def enough(priority: F32, weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
+    """Which of the chosen blocks reach `p` together with what is always kept: ascending indices, by `priority`, at least `floor_blocks`."""
+    order = np.argsort(-priority, kind="stable")
     reached = np.concatenate([[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)])
     # Where even all of them fall short, all of them stay.
     num_needed = int(np.searchsorted(reached, p))

@@ -26,7 +26,9 @@ VNNI = {"+avx512vnni", "+avx512bw", "+avx512vl"} <= set(_FEATURES) and llvmlite.
 
 I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 BYTES, INTS, FLOATS = ir.VectorType(I8, 64), ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+SHORTS = ir.VectorType(ir.IntType(16), LANES)
 LN2 = 0.6931471805599453
+ROUNDING = 12582912.0
 
 
 def splat(builder: Any, value: Any, vector: Any) -> Any:
@@ -55,6 +57,15 @@ def offset(builder: Any, address: Any, count: Any, unit: int) -> Any:
     return builder.add(address, builder.mul(count, I64(unit)))
 
 
+def prefetch(builder: Any, address: Any) -> None:
+    """Asks the caches but the nearest for the line at an address; any address is allowed."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32]), "llvm.prefetch.p0"
+    )
+    builder.call(function, [pointer, I32(0), I32(2), I32(1)])
+
+
 def call(builder: Any, name: str, result: Any, args: list[Any], fastmath: tuple[str, ...] = ()) -> Any:
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [arg.type for arg in args]), name)
     return builder.call(function, args, fastmath=fastmath)
@@ -66,15 +77,21 @@ def variable(builder: Any, initial: Any) -> Any:
     return pointer
 
 
+def larger(builder: Any, x: Any, y: Any) -> Any:
+    """The larger of two vectors, lane by lane; y where one is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
 def exp2(builder: Any, x: Any) -> Any:
     """2^x for x <= 0 to 3e-6 relative; 2^-126 below -126 and for NaN. Taylor polynomial of degree 5 about the nearest integer."""
-    x = call(builder, "llvm.maxnum.v16f32", FLOATS, [x, floats(-126.0)])
-    whole = call(builder, "llvm.nearbyint.v16f32", FLOATS, [x])
-    part = builder.fsub(x, whole)
+    x = larger(builder, x, floats(-126.0))
+    # Adding 1.5 * 2^23 rounds to an integer, which then is the low bits of the sum.
+    shifted = builder.fadd(x, floats(ROUNDING))
+    part = builder.fsub(x, builder.fsub(shifted, floats(ROUNDING)))
     result = floats(LN2**5 / 120)
     for coefficient in (LN2**4 / 24, LN2**3 / 6, LN2**2 / 2, LN2, 1.0):
         result = call(builder, "llvm.fma.v16f32", FLOATS, [result, part, floats(coefficient)])
-    power = builder.shl(builder.fptosi(whole, INTS), ints(23))
+    power = builder.shl(builder.bitcast(shifted, INTS), ints(23))
     return builder.bitcast(builder.add(builder.bitcast(result, INTS), power), FLOATS)
 
 

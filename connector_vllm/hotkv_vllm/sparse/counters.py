@@ -1,0 +1,66 @@
+"""What sparse decode counts, by layer. Counters only grow; whoever takes gets the growth since the same was last taken.
+
+Counting costs a few additions of Python floats; tables are made when somebody takes.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.counters import SPARSE_COUNTERS
+from hotkv_vllm.sparse.sequence import Attended
+
+PREFIX = "sparse_"
+_COLUMN = {name: column for column, name in enumerate(SPARSE_COUNTERS)}
+_STEP = tuple(
+    _COLUMN[name]
+    for name in (
+        "selects", "context_blocks", "selected_blocks", "attended_blocks", "seeded_blocks", "corrected_blocks", "prefetched_blocks",
+        "wanted_blocks", "hit_blocks", "estimated_mass", "swap_bytes",
+    )
+)  # fmt: skip
+
+
+class LayerCounters:
+    """Counters of the layers `indices`, by the names of `hotkv.counters.SPARSE_COUNTERS`."""
+
+    def __init__(self, indices: Iterable[int]) -> None:
+        self._rows = {index: [0.0] * len(SPARSE_COUNTERS) for index in indices}
+        shape = len(self._rows), len(SPARSE_COUNTERS)
+        self._taken, self._taken_by_layer = np.zeros(shape), np.zeros(shape)
+
+    def __repr__(self) -> str:
+        return f"LayerCounters(layers {len(self._rows)}, selects {sum(row[_COLUMN['selects']] for row in self._rows.values()):.0f})"
+
+    def add(self, index: int, name: str, value: float) -> None:
+        self._rows[index][_COLUMN[name]] += value
+
+    def add_step(self, index: int, attended: Attended, context_blocks: int, page_bytes: int) -> None:
+        """One selection of a layer whose blocks have pages of `page_bytes`."""
+        row = self._rows[index]
+        num_joined = attended.num_seeded + attended.num_corrected + attended.num_prefetched
+        values = (
+            1, context_blocks, len(attended.selection.blocks), len(attended.blocks), attended.num_seeded, attended.num_corrected,
+            attended.num_prefetched, attended.num_wanted, attended.num_hits, attended.selection.mass, num_joined * page_bytes,
+        )  # fmt: skip
+        for column, value in zip(_STEP, values, strict=True):
+            row[column] += value
+
+    def take(self) -> dict[str, float]:
+        """Growth over all layers, by name with `sparse_` before it; without those that did not grow."""
+        growth, self._taken = self._growth(self._taken)
+        return {PREFIX + name: value for name, value in zip(SPARSE_COUNTERS, growth.sum(axis=0).tolist(), strict=True) if value}
+
+    def take_by_layer(self) -> dict[int, dict[str, float]]:
+        """Growth by layer and name; without layers and counters that did not grow."""
+        growth, self._taken_by_layer = self._growth(self._taken_by_layer)
+        found = {
+            index: {name: value for name, value in zip(SPARSE_COUNTERS, row, strict=True) if value}
+            for index, row in zip(self._rows, growth.tolist(), strict=True)
+        }
+        return {index: row for index, row in found.items() if row}
+
+    def _growth(self, taken: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        totals = np.array(list(self._rows.values())).reshape(taken.shape)
+        return totals - taken, totals

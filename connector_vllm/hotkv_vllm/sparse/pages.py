@@ -1,0 +1,70 @@
+"""One layer's pages as vLLM's CPU kernels write them, read without them: keys, and the mass that attention gives to some of them.
+
+Never writes. Block numbers are the engine's; one outside the layer raises IndexError.
+
+Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, n blocks to read.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotkv import native
+from hotkv.sparse.selector import exact_log_mass
+from hotkv_vllm.layout import KeyPacking, unpacked_keys
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+_LOG2_E = np.float32(1.4426950408889634)
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_LANES = 16
+
+
+class KeyPages:
+    """`pages` [B, H, T, 2 * D]: of each head first the keys, packed as `packing` says, then the values."""
+
+    def __init__(self, pages: torch.Tensor, packing: KeyPacking) -> None:
+        self._pages = pages
+        self._packing = packing
+        self._kind = _KINDS.get(pages.dtype)
+        self._address = 0
+        self._bytes: U8 = np.empty((0, 0, 0), np.uint8)
+        self.page_bytes = pages[0].numel() * pages.element_size()
+        """Bytes of one block: keys and values of all heads."""
+
+    def __repr__(self) -> str:
+        return f"KeyPages({list(self._pages.shape)}, {self._pages.dtype}, {self._packing})"
+
+    def keys_of(self, blocks: I32) -> F32:
+        """Unpacked keys float32 [n, T, H, D]."""
+        keys: F32 = unpacked_keys(self._pages, torch.from_numpy(blocks), self._packing).numpy()
+        return keys
+
+    def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
+        """logsumexp of q · k * scale, float32 [Q], over the first `num_tokens` tokens of `blocks` int32, in their order; -inf of none."""
+        kernels = native.load("hotkv.sparse.kernels")
+        if kernels is None or not num_tokens or not self._is_plain():
+            keys = self.keys_of(blocks)
+            return exact_log_mass(query_QD, keys.reshape(-1, *keys.shape[2:])[:num_tokens], scale)
+        # Negative numbers are large ones where the sign is a digit.
+        if blocks.view(np.uint32).max() >= len(self._pages):
+            raise IndexError(f"blocks {blocks.tolist()} of a layer that has {len(self._pages)}")
+        out = np.empty(len(query_QD), np.float32)
+        run, pair, block_tokens = self._packing.run, self._packing.pair, self._pages.shape[2]
+        query = query_QD * np.float32(scale * _LOG2_E)
+        kernels.page_log_mass(self._view(), blocks, num_tokens, block_tokens, run, pair, self._kind, query, out)
+        return out
+
+    def _is_plain(self) -> bool:
+        """Whether sixteen tokens lie side by side, channel by channel or by pairs of them."""
+        packing, tokens = self._packing, self._pages.shape[2]
+        pairs = (1,) if self._kind == _KINDS[torch.float32] else (1, 2)
+        return self._kind is not None and packing.order is None and packing.pair in pairs and not (packing.run | tokens) % _LANES
+
+    def _view(self) -> U8:
+        """The pages as uint8 [B, H, bytes], made anew where somebody has moved the tensor's memory."""
+        if self._address != self._pages.data_ptr():
+            self._address = self._pages.data_ptr()
+            self._bytes = self._pages.detach().view(*self._pages.shape[:2], -1).view(torch.uint8).numpy()
+        return self._bytes

@@ -1,0 +1,84 @@
+"""A rank's representations as the server sees them: kinds, and where their bytes lie beside the KV pages.
+
+One kind for each KV cache group that has sparse layers. A slot holds, per rank, all sparse layers of the group in the model's order, and of
+each layer its formats in the order that the configuration names them. The kind's version covers all that gives those bytes their meaning,
+so engines of unequal scorers, dense layers or centres never share any.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hotkv.keys import Representation
+from hotkv.layout import MemoryHandle, PageTensor
+from hotkv.sparse.centre import Centres
+from hotkv.sparse.formats import version
+from hotkv_vllm.compat import CacheGroup, Unsupported
+from hotkv_vllm.layout import ExportedMemory
+from hotkv_vllm.sparse.pool import BlockReprManager
+from hotkv_vllm.sparse.worker import SparseLayer
+
+HANDLE = "representations"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPool:
+    """The pool of a rank. `kinds`: one a group, in the order of the groups; `tensors` names them by that order, from 0 on."""
+
+    kinds: tuple[Representation, ...]
+    tensors: tuple[PageTensor, ...]
+    num_bytes: int
+    fd: int
+
+    def beside(self, memory: ExportedMemory, num_groups: int) -> ExportedMemory:
+        """The engine's memory with the pool, whose kinds come after `num_groups` groups; takes over the descriptors of `memory`."""
+        tensors = tuple(replace(tensor, group_index=num_groups + tensor.group_index) for tensor in self.tensors)
+        layout = replace(
+            memory.layout,
+            handles=(*memory.layout.handles, MemoryHandle(HANDLE, self.num_bytes)),
+            tensors=(*memory.layout.tensors, *tensors),
+        )
+        return ExportedMemory(layout, {**memory.fds, HANDLE: os.dup(self.fd)})
+
+
+def shared_pool(
+    pool: BlockReprManager, layers: Sequence[SparseLayer], groups: Sequence[CacheGroup], num_shards: int, centres: Centres | None
+) -> SharedPool:
+    """Describes the pool of the sparse `layers`. Raises Unsupported where it can't be shared."""
+    if pool.fd is None:
+        raise Unsupported("the system gives no memory to share")
+    kinds: list[Representation] = []
+    tensors: list[PageTensor] = []
+    for index, group in enumerate(groups):
+        mine = sorted((layer for layer in layers if layer.group == group.vllm_group), key=lambda layer: layer.index)
+        if not mine:
+            continue
+        num_bytes = 0
+        for layer in mine:
+            for rows in (rows for rows in pool.rows if rows.layer == layer.index):
+                tensors.append(
+                    PageTensor(len(kinds), HANDLE, rows.offset, rows.row_bytes, rows.row_bytes, num_bytes, layer_names=(layer.name,))
+                )
+                num_bytes += rows.row_bytes
+        kinds.append(Representation(index, _name(mine), _version(mine, centres), (num_bytes,) * num_shards))
+    if not kinds:
+        raise Unsupported("no group that hotkv keeps has sparse layers")
+    return SharedPool(tuple(kinds), tuple(tensors), pool.num_bytes, pool.fd)
+
+
+def _name(layers: Sequence[SparseLayer]) -> str:
+    """The formats of all layers, each once."""
+    return "+".join(dict.fromkeys(name for layer in layers for name in layer.shape.formats))
+
+
+def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
+    """63 bits over number, format and meaning of each layer's bytes; the same in all ranks, so centres count as a whole."""
+    parts = []
+    for layer in layers:
+        mu = centres.mu(layer.index) if centres is not None else None
+        for name in layer.shape.formats:
+            centre = mu if layer.shape.centre_of(name) is not None else None
+            parts.append(f"{layer.index}:{name}:{version(name, layer.shape.head_size, centre)}")
+    digest = hashlib.sha256(("hotkv-engine-representations-1;" + ";".join(parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,142 @@
+"""Centres in a file: the one module of `hotkv.sparse` that reads and writes.
+
+A file is an npz archive without compression and without pickled objects. What is read has been checked whole: a file that is cut
+short, damaged, or made by something else is refused with INVALID_FIELD, which names file and problem. A file appears whole or not at all.
+
+Arrays: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64 [L], ascending; `formats` text [F] and `bias`
+float64 [L, F], NaN where not measured; `mu_<layer>` float32 [H, D] of each layer.
+"""
+
+import io
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.centre import TOKEN_FORMATS, Centres, LayerCentre
+
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 1 << 30
+"""No model's centres are nearly as large."""
+
+Array = npt.NDArray[Any]
+
+
+def read_centres(path: str | os.PathLike[str]) -> Centres:
+    """The centres in the file; INVALID_FIELD where it is absent or no file that `write_centres` made. Blocks while it reads."""
+    try:
+        arrays = _arrays(Path(path))
+        return _centres(arrays)
+    except HotKVError as error:
+        raise _refuse(path, error.message) from None
+    except OSError as error:
+        raise _refuse(path, f"cannot be read: {error.strerror or error}") from None
+    except KeyError as error:
+        raise _refuse(path, f"has no array {error.args[0]!r}") from None
+    except _BROKEN as error:
+        raise _refuse(path, f"is no file of centres: {str(error) or type(error).__name__}") from None
+
+
+def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
+    """Writes the file, in place of one that is there; raises OSError, and then nothing has changed. Blocks."""
+    target = Path(path)
+    layers = sorted(centres.layers)
+    bias = [[_or_nan(centres.bias(layer, name)) for name in TOKEN_FORMATS] for layer in layers]
+    arrays: dict[str, Array] = {
+        "format_version": np.array(FORMAT_VERSION, np.int64),
+        "model": np.array(centres.model),
+        "num_tokens": np.array(centres.num_tokens, np.int64),
+        "layers": np.array(layers, np.int64),
+        "formats": np.array(TOKEN_FORMATS),
+        "bias": np.array(bias, np.float64),
+    }
+    arrays |= {f"mu_{layer}": centres.layers[layer].mu for layer in layers}
+    descriptor, building = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _write(file, arrays)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        os.replace(building, target)
+    except BaseException:
+        Path(building).unlink(missing_ok=True)
+        raise
+
+
+_BROKEN = (zipfile.BadZipFile, ValueError, EOFError, MemoryError, NotImplementedError, RuntimeError, OverflowError, TypeError)
+"""What zipfile and numpy raise where bytes are not what they should be."""
+
+
+def _refuse(path: str | os.PathLike[str], problem: str) -> HotKVError:
+    return HotKVError(Reason.INVALID_FIELD, f"{os.fspath(path)}: {problem}")
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _write(file: io.BufferedWriter, arrays: dict[str, Array]) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            data = io.BytesIO()
+            np.lib.format.write_array(data, array, allow_pickle=False)  # type: ignore[no-untyped-call]
+            # A fixed date: equal centres are equal files.
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), data.getvalue())
+
+
+def _arrays(path: Path) -> dict[str, Array]:
+    """All arrays of an archive; checksums are compared, and nothing is unpacked that the file does not itself hold byte by byte."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_FILE_BYTES:
+            raise ValueError(f"it has {size} bytes")
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(entry.file_size for entry in entries) > size:
+                raise ValueError("its arrays are compressed")
+            data = {entry.filename.removesuffix(".npy"): archive.read(entry) for entry in entries}
+    return {name: _array_in(some) for name, some in data.items()}
+
+
+def _array_in(data: bytes) -> Array:
+    array: Array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-untyped-call]
+    return array
+
+
+def _scalar(arrays: dict[str, Array], name: str, kind: str) -> Array:
+    return _array(arrays, name, kind, 0)
+
+
+def _array(arrays: dict[str, Array], name: str, kind: str, num_axes: int) -> Array:
+    """The array; ValueError unless it is of the kind (numpy's letter) and has that many axes."""
+    array = arrays[name]
+    if array.dtype.kind != kind or array.ndim != num_axes:
+        raise ValueError(f"its array {name!r} is {array.dtype} {list(array.shape)}")
+    return array
+
+
+def _centres(arrays: dict[str, Array]) -> Centres:
+    version = int(_scalar(arrays, "format_version", "i"))
+    if version != FORMAT_VERSION:
+        raise ValueError(f"its format_version is {version}, this hotkv reads {FORMAT_VERSION}")
+    layers = _array(arrays, "layers", "i", 1).tolist()
+    formats = _array(arrays, "formats", "U", 1).tolist()
+    bias = np.asarray(_array(arrays, "bias", "f", 2), np.float64)
+    if bias.shape != (len(layers), len(formats)) or len(set(layers)) != len(layers) or len(set(formats)) != len(formats):
+        raise ValueError(f"its bias is {list(bias.shape)}, its layers {layers} and its formats {formats}")
+    if np.isinf(bias).any():
+        raise ValueError("its bias has values that are not finite")
+    found = {
+        layer: LayerCentre(
+            np.ascontiguousarray(arrays[f"mu_{layer}"]),
+            {name: float(value) for name, value in zip(formats, row, strict=True) if not np.isnan(value)},
+        )
+        for layer, row in zip(layers, bias, strict=True)
+    }
+    return Centres(str(_scalar(arrays, "model", "U")), int(_scalar(arrays, "num_tokens", "i")), found)

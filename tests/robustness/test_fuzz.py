@@ -1,0 +1,14 @@
+"""The fuzzer in short; `make torture` runs the long form."""
+
+import pytest
+
+from tests.robustness.fuzz import UNARY, fuzz
+
+
+@pytest.mark.slow
+def test_no_input_breaks_the_server_or_a_reader_of_files() -> None:
+    """`fuzz` raises at the first INTERNAL, hang, traceback, changed byte, or inconsistent cache."""
+    tally = fuzz(8000, 3)
+    assert tally.inputs >= 8000
+    assert set(UNARY) < set(tally.sent), "a call was never made"
+    assert all(len(tally.answers[name]) > 1 for name in tally.sent if name.startswith(("CacheService", "SparseService", "Connect")))

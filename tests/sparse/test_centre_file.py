@@ -1,0 +1,208 @@
+"""Files of centres: what is written comes back, and whatever else a file holds is refused by name."""
+
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.centre import MIN_TOKENS, TOKEN_FORMATS, Centres, LayerCentre
+from hotkv.sparse.centre_file import read_centres, write_centres
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+BIAS = st.dictionaries(st.sampled_from(TOKEN_FORMATS), st.floats(-10, 10, allow_nan=False))
+
+
+@st.composite
+def centres_of(draw: st.DrawFn) -> Centres:
+    dice = np.random.default_rng(draw(st.integers(0, 99)))
+    layers = {}
+    for index in draw(st.sets(st.integers(0, 200), min_size=1, max_size=5)):
+        shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 40)))
+        layers[index] = LayerCentre(dice.standard_normal(shape).astype(np.float32), draw(BIAS))
+    return Centres(
+        draw(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))), draw(st.integers(MIN_TOKENS, 1 << 40)), layers
+    )
+
+
+def example() -> Centres:
+    dice = np.random.default_rng(0)
+    return Centres(
+        "some-model", 4000, {index: LayerCentre(dice.standard_normal((2, 8)).astype(np.float32), {"rot2u": 0.25}) for index in (2, 5)}
+    )
+
+
+def written(arrays: Arrays, path: Path, compression: int = zipfile.ZIP_STORED, allow_pickle: bool = False) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, array in arrays.items():
+            data = io.BytesIO()
+            np.lib.format.write_array(data, array, allow_pickle=allow_pickle)
+            archive.writestr(f"{name}.npy", data.getvalue())
+    return path
+
+
+def arrays_of(path: Path) -> Arrays:
+    with np.load(path, allow_pickle=False) as archive:
+        return dict(archive)
+
+
+@given(centres_of())
+@settings(max_examples=60, deadline=None)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, centres: Centres) -> None:
+    path = tmp_path_factory.mktemp("centres") / "a.npz"
+    write_centres(path, centres)
+    found = read_centres(path)
+    assert (found.model, found.num_tokens, set(found.layers)) == (centres.model, centres.num_tokens, set(centres.layers))
+    for index, layer in centres.layers.items():
+        mu = found.mu(index)
+        assert mu is not None and mu.dtype == np.float32
+        np.testing.assert_array_equal(mu, layer.mu)
+        assert dict(found.layers[index].bias) == dict(layer.bias)
+        for name in TOKEN_FORMATS:
+            assert found.bias(index, name) == layer.bias.get(name)
+    absent = max(centres.layers) + 1
+    assert found.mu(absent) is None and found.bias(absent, "rot2u") is None
+
+
+def test_equal_centres_are_equal_files_which_replace_others_whole(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_centres(tmp_path / name, example())
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    write_centres(tmp_path / "a", Centres("another", 5000, example().layers))
+    assert read_centres(str(tmp_path / "a")).model == "another"
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert set(arrays_of(tmp_path / "b")) == {"format_version", "model", "num_tokens", "layers", "formats", "bias", "mu_2", "mu_5"}
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError):
+        write_centres(tmp_path / "taken", example())
+    with pytest.raises(OSError):
+        write_centres(tmp_path / "absent" / "a", example())
+    assert os.listdir(tmp_path) == ["taken"]
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_damaged_files_are_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Bytes that are cut off, flipped, put in between, or any bytes at all: the same centres, or a refusal that names the file."""
+    path = tmp_path_factory.mktemp("centres") / "a.npz"
+    write_centres(path, example())
+    whole = path.read_bytes()
+    way = data.draw(st.sampled_from(["cut", "flip", "insert", "any"]))
+    place = data.draw(st.integers(0, len(whole) - 1))
+    if way == "cut":
+        broken = whole[:place]
+    elif way == "flip":
+        broken = bytearray(whole)
+        for at in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=4)):
+            broken[at] ^= data.draw(st.integers(1, 255))
+    elif way == "insert":
+        broken = whole[:place] + data.draw(st.binary(min_size=1, max_size=40)) + whole[place:]
+    else:
+        broken = data.draw(st.binary(max_size=300))
+    path.write_bytes(bytes(broken))
+    try:
+        found = read_centres(path)
+    except HotKVError as error:
+        assert error.reason is Reason.INVALID_FIELD and error.message.startswith(f"{path}: ")
+    else:
+        # Some bytes of an archive say nothing that matters, such as dates.
+        assert (found.model, found.num_tokens) == ("some-model", 4000)
+        for index, layer in example().layers.items():
+            np.testing.assert_array_equal(found.mu(index), layer.mu)
+
+
+def _with(name: str, value: Any) -> Callable[[Arrays], None]:
+    return lambda arrays: arrays.update({name: np.asarray(value)})
+
+
+def _without(name: str) -> Callable[[Arrays], None]:
+    return lambda arrays: arrays.pop(name) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_without("mu_5"), "has no array 'mu_5'"),
+        (_without("model"), "has no array 'model'"),
+        (_without("bias"), "has no array 'bias'"),
+        (_with("format_version", 2), "its format_version is 2, this hotkv reads 1"),
+        (_with("format_version", "1"), "its array 'format_version' is <U1 []"),
+        (_with("num_tokens", 3), "num_tokens is 3; a centre takes 1024 tokens or more"),
+        (_with("num_tokens", 3000.0), "its array 'num_tokens' is float64 []"),
+        (_with("model", 7), "its array 'model' is int64 []"),
+        (_with("mu_2", np.zeros((2, 8))), "mu of layer 2 is float64 [2, 8], not float32 [kv_heads, head_size]"),
+        (_with("mu_2", np.zeros((2, 8), ">f4")), "mu of layer 2 is >f4 [2, 8]"),
+        (_with("mu_2", np.zeros(8, np.float32)), "mu of layer 2 is float32 [8]"),
+        (_with("mu_2", np.zeros((0, 8), np.float32)), "mu of layer 2 is float32 [0, 8]"),
+        (_with("mu_2", np.full((2, 8), np.nan, np.float32)), "mu of layer 2 has values that are not finite"),
+        (_with("mu_2", np.full((2, 8), np.inf, np.float32)), "mu of layer 2 has values that are not finite"),
+        (_with("bias", [[0.1, 0.2, 0.3]]), "its bias is [1, 3]"),
+        (_with("bias", np.full((2, 3), np.inf)), "its bias has values that are not finite"),
+        (
+            _with("formats", ["rot2u", "rot2u", "rot1u"]),
+            "its bias is [2, 3], its layers [2, 5] and its formats ['rot2u', 'rot2u', 'rot1u']",
+        ),
+        (_with("formats", ["rot1u", "quest", "rot3u"]), "bias of layer 2 is for 'quest'"),
+        (_with("layers", [2, 2]), "its layers [2, 2]"),
+        (_with("layers", [-1, 5]), "has no array 'mu_-1'"),
+        (_with("layers", [[2, 5]]), "its array 'layers' is int64 [1, 2]"),
+    ],
+)
+def test_files_that_say_other_things_are_refused(tmp_path: Path, change: Callable[[Arrays], None], problem: str) -> None:
+    path = tmp_path / "a.npz"
+    write_centres(path, example())
+    arrays = arrays_of(path)
+    change(arrays)
+    with pytest.raises(HotKVError) as refusal:
+        read_centres(written(arrays, path))
+    assert refusal.value.reason is Reason.INVALID_FIELD
+    assert refusal.value.message.startswith(f"{path}: ") and problem in refusal.value.message
+
+
+def test_files_without_layers_are_refused(tmp_path: Path) -> None:
+    write_centres(tmp_path / "a", example())
+    arrays = arrays_of(tmp_path / "a")
+    arrays |= {"layers": np.empty(0, np.int64), "bias": np.empty((0, 3))}
+    with pytest.raises(HotKVError, match="layers is empty"):
+        read_centres(written(arrays, tmp_path / "a"))
+
+
+def test_pickles_compression_and_absent_files_are_refused(tmp_path: Path) -> None:
+    write_centres(tmp_path / "a", example())
+    arrays = arrays_of(tmp_path / "a")
+    with pytest.raises(HotKVError, match="its arrays are compressed"):
+        read_centres(written(arrays, tmp_path / "a", zipfile.ZIP_DEFLATED))
+    with pytest.raises(HotKVError, match="is no file of centres"):
+        read_centres(written(arrays | {"model": np.array([{}], object)}, tmp_path / "a", allow_pickle=True))
+    with pytest.raises(HotKVError, match="cannot be read: No such file"):
+        read_centres(tmp_path / "absent")
+    with pytest.raises(HotKVError, match="cannot be read: Is a directory"):
+        read_centres(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model": None}, "model is NoneType"),
+        ({"num_tokens": MIN_TOKENS - 1}, "num_tokens is 1023"),
+        ({"layers": {}}, "layers is empty"),
+        ({"layers": {-1: LayerCentre(np.zeros((1, 4), np.float32), {})}}, "layers has the number -1"),
+        ({"layers": {3: LayerCentre(np.zeros((1, 4), np.float32), {"rot2u": float("nan")})}}, "bias of layer 3 is nan for rot2u"),
+        ({"layers": {3: LayerCentre(np.zeros((1, 4), np.float32), {"mean": 0.1})}}, "bias of layer 3 is for 'mean'"),
+    ],
+)
+def test_centres_that_make_no_sense_cannot_be_made(change: dict[str, Any], problem: str) -> None:
+    good = {"model": "some-model", "num_tokens": 4000, "layers": example().layers}
+    with pytest.raises(HotKVError) as refusal:
+        Centres(**(good | change))
+    assert problem in refusal.value.message

@@ -1,0 +1,149 @@
+"""Calibration as a user runs it, on tiny models in real vLLM, against the keys that transformers computes for the same tokens."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotkv.sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS
+from hotkv.sparse.centre_file import read_centres
+from hotkv_vllm.sparse.calibrate import QUERY_EVERY_TOKENS, Recorder, contexts_of, default_text
+
+VOCAB = 128
+NUM_TOKENS = 1500
+"""Of no whole number of blocks."""
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+}
+
+
+def tokenizer() -> Any:
+    """One token per word, `w<id>`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>"]
+    names = [*special, *(f"w{index}" for index in range(len(special), VOCAB))]
+    words = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def text(seed: int, num_tokens: int) -> str:
+    dice = np.random.default_rng(seed)
+    return " ".join(f"w{index}" for index in dice.integers(3, VOCAB, num_tokens))
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hotkv_vllm.sparse.calibrate", *arguments]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
+    """Two texts of unequal length; a key projection with a bias, so that there is something in common."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True)).float()
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.normal_(std=2.0)
+    files = []
+    for seed, length in enumerate((NUM_TOKENS, 2000)):
+        files.append(tmp_path / f"{seed}.txt")
+        files[-1].write_text(text(seed, length))
+    output = tmp_path / "centres.npz"
+    arguments = ["--model", str(saved(model, tmp_path / "tiny")), "--output", str(output), "--dtype", "float32", "--tokens", "1800"]
+    done = run(*arguments, "--texts", *map(str, files))
+    assert done.returncode == 0, done.stderr
+    found = read_centres(output)
+    assert found.model == "tiny" and sorted(found.layers) == [0, 1, 2]
+    assert found.num_tokens == NUM_TOKENS + 1800 - 2 * FIRST_TOKENS
+    keys: list[list[torch.Tensor]] = [[], [], []]
+    for file in files:
+        tokens = torch.tensor([tokenizer().encode(file.read_text())[:1800]])
+        for layer, cached in enumerate(model(tokens, use_cache=True).past_key_values.layers):
+            keys[layer].append(cached.keys[0, :, FIRST_TOKENS:])
+    for layer in range(3):
+        np.testing.assert_allclose(found.mu(layer), torch.cat(keys[layer], dim=1).mean(dim=1), atol=2e-3)
+        assert set(found.layers[layer].bias) == set(TOKEN_FORMATS)
+
+
+@pytest.mark.slow
+def test_models_without_full_attention_are_refused(tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    folder = saved(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=96)), tmp_path / "windows")
+    (tmp_path / "a.txt").write_text(text(0, NUM_TOKENS))
+    done = run("--model", str(folder), "--output", str(tmp_path / "a.npz"), "--texts", str(tmp_path / "a.txt"))
+    assert done.returncode == 2 and "has no layer of plain full attention" in done.stderr
+    assert not (tmp_path / "a.npz").exists()
+
+
+def test_recorders_keep_a_context_that_comes_in_chunks() -> None:
+    class Metadata:
+        num_actual_tokens = 0
+
+    passed = []
+    recorder = Recorder(lambda *arguments, **named: passed.append((arguments, named)), 2, 4, 8, 0.5)
+    for _ in range(2):
+        keys, queries = torch.randn(1000, 2, 8), torch.randn(1000, 4, 8)
+        first = 0
+        for size in (1, 255, 3, 512, 229):
+            metadata = Metadata()
+            metadata.num_actual_tokens = size
+            # Attention is given more rows than there are tokens; heads may lie side by side.
+            rows = slice(first, first + size + 7)
+            recorder(None, queries[rows].flatten(1), keys[rows], None, None, metadata, output=1)
+            first += size
+        recorder(None, queries, keys, None, None, None, output=1)
+        found_keys, found_queries, positions = recorder.take()
+        assert positions == list(range(QUERY_EVERY_TOKENS - 1, 1000, QUERY_EVERY_TOKENS))
+        np.testing.assert_array_equal(found_keys, keys)
+        np.testing.assert_array_equal(found_queries, queries[positions])
+    assert len(passed) == 12 and all(named == {"output": 1} for _, named in passed)
+
+
+def test_texts_that_are_too_short_are_refused() -> None:
+    words = tokenizer()
+    long = text(0, 4000)
+    assert [len(context) for context in contexts_of({"a": long, "b": long}, words, 3000)] == [3000, 3000]
+    with pytest.raises(ValueError, match=rf"--texts: b has 900 tokens; pass files of {MIN_TOKENS + FIRST_TOKENS} or more"):
+        contexts_of({"a": long, "b": text(1, 900)}, words, 3000)
+
+
+def test_python_brings_a_long_text() -> None:
+    assert len(default_text()) > 300_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "/nonexistent/a.npz"], "--output: there is no folder /nonexistent"),
+        (["--output", "a", "--texts", "/nonexistent"], "No such file"),
+    ],
+)
+def test_bad_arguments_are_refused_before_an_engine_starts(arguments: list[str], message: str) -> None:
+    done = run("--model", "m", *arguments)
+    assert done.returncode == 2 and message in done.stderr
