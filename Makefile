@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export HOTKV_VENV := $(abspath $(VENV))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix proto bench clean
+.PHONY: help setup demo test torture check fix proto bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,11 @@ demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a lon
 
 test: $(STAMPS)/dev ## all tests that run without a GPU; PYTEST="-k name" for some
 	$(BIN)/python -m pytest $(PYTEST)
+
+torture: $(STAMPS)/dev ## hours of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs
+	$(BIN)/python -m tests.robustness.campaign --kills 1000
+	$(BIN)/python -m tests.robustness.engines --kills 20
+	$(BIN)/python -m tests.robustness.fuzz --inputs 1000000
 
 check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, wire, generated code, module size
 	$(BIN)/ruff format --check .
@@ -46,7 +51,7 @@ proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 	$(PROTO_VENV)/bin/python tools/protos.py
 
 bench: $(STAMPS)/dev ## every benchmark of bench/, tables on the terminal
-	@set -e; for script in lookup transfer footprint core hybrid sparse_speed e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
+	@set -e; for script in lookup transfer footprint core hybrid restart sparse_speed sparse_quality e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
 
 clean: ## removes environments and caches
 	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

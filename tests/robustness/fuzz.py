@@ -188,9 +188,8 @@ class Fuzzer:
         self.server = server
         self.tally = Tally()
         self.seed = seed
-        self.bystander = PagedEngine(
-            server.target, layers=2, num_blocks=NUM_BLOCKS, page_bytes=4096, model="fuzz", engine_id="by"
-        ).connect()
+        sizes = {"layers": 2, "num_blocks": NUM_BLOCKS, "page_bytes": 4096}
+        self.bystander = PagedEngine(server.target, model="fuzz", engine_id="bystander", **sizes).connect()  # type: ignore[arg-type]
         self.bystander.kv[:] = np.random.default_rng(seed).integers(0, 256, self.bystander.kv.shape, np.uint8)
         self.content = self.bystander.kv[:, :20].copy()
         self.victim = PagedEngine(server.target, model="fuzzed", engine_id="victim", **sizes).connect()  # type: ignore[arg-type]

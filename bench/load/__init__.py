@@ -1,0 +1,1 @@
+"""Parts of `bench.soak`: traffic of many sessions, and clients that mean no good."""

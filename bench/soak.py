@@ -1,0 +1,133 @@
+"""Load: many sessions at once, more than the server can do, and clients that mean no good.
+
+64 sessions (four processes) look up, store and load 16 blocks of 16 KiB a call. First as fast as they are answered (saturation), then open
+loop at half of that for `--seconds` (600), then at twice of it. Beside it, what one hostile client costs the lookups of a quiet
+session, against what a process that merely spins costs them. Prints a table; `--json` prints one JSON object last: `idle_p50_ms`,
+`saturation_ops`, `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle p50), `errors`, `memory_growth_mb`,
+`descriptor_growth`, `overload_errors`, `recovered_p50_ms`, and per hostile client `<kind>_ratio`: p50 beside it / beside the spinning one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench.footprint import rss_beyond_arena_bytes
+from bench.load.hostile import KINDS
+from bench.report import parser, percentile, print_report
+from demo.processes import Server, ends_cleanly, runtime_folder
+from hotkv_client import GroupHashes
+from hotkv_client.testing import PagedEngine
+
+PROCESSES, SESSIONS_EACH = 4, 16
+ARENA, ARENA_BYTES = "64MiB", 64 << 20
+SATURATION_S, OVERLOAD_S, HOSTILE_S, SETTLE_S = 10.0, 10.0, 8.0, 3.0
+IDLE_LOOKUPS = 2000
+TARGETS = {"p99_ratio": 20.0, "hostile": 1.2}
+
+
+def traffic(target: str, seconds: float, rate: float, seed: int) -> dict[str, object]:
+    """All sessions' operations together."""
+    words = [target, str(SESSIONS_EACH), str(seconds), str(rate / PROCESSES)]
+    command = [sys.executable, "-m", "bench.load.traffic", *words]
+    children = [
+        subprocess.Popen([*command, str(seed + at)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for at in range(PROCESSES)
+    ]
+    total: dict[str, object] = {}
+    done: dict[str, int] = {}
+    errors: dict[str, int] = {}
+    lookups_ms: list[float] = []
+    for child in children:
+        assert child.stdout is not None and child.stdout.readline() == "connected\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    for child in children:
+        assert child.stdout is not None
+        result = json.loads(child.stdout.read())
+        child.wait()
+        for counts, key in ((done, "done"), (errors, "errors")):
+            for name, count in result[key].items():
+                counts[name] = counts.get(name, 0) + count
+        lookups_ms += result["lookups_ms"]
+    total.update(done=sum(done.values()), errors=errors, lookups_ms=lookups_ms)
+    return total
+
+
+def quiet_lookups_ms(target: str, seconds: float = 0.0) -> list[float]:
+    """Latencies of one session's lookups, one after the other with a pause."""
+    engine = PagedEngine(target, model="quiet", engine_id="quiet").connect()
+    hashes = [os.urandom(32) for _ in range(16)]
+    found: list[float] = []
+    until_s = time.monotonic() + seconds
+    while len(found) < IDLE_LOOKUPS if not seconds else time.monotonic() < until_s:
+        began_s = time.perf_counter()
+        engine.session.lookup([GroupHashes(0, hashes)]).result(10)
+        found.append(1e3 * (time.perf_counter() - began_s))
+        time.sleep(0.001)
+    engine.close()
+    return found
+
+
+def beside(target: str, kind: str) -> float:
+    """p50 in ms of quiet lookups beside such a process."""
+    other = subprocess.Popen([sys.executable, "-m", "bench.load.hostile", target, kind], stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(SETTLE_S)
+        return percentile(quiet_lookups_ms(target, HOSTILE_S), 0.5)
+    finally:
+        other.kill()
+        other.wait()
+        time.sleep(1.0)
+
+
+def descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def main() -> int:
+    """Command line."""
+    flags = parser("Load: many sessions, overload, hostile clients.")
+    flags.add_argument("--seconds", type=float, default=600.0, help="how long at half of the saturation")
+    options = flags.parse_args()
+    with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 28)) as folder, Server(folder, ARENA) as server:
+        server.wait_ready()
+        idle_ms = percentile(quiet_lookups_ms(server.target), 0.5)
+        full = traffic(server.target, SATURATION_S, 0.0, 100)
+        saturation = int(str(full["done"])) / SATURATION_S
+        before = rss_beyond_arena_bytes(server.pid), descriptors(server.pid)
+        half = traffic(server.target, options.seconds, saturation / 2, 200)
+        after = rss_beyond_arena_bytes(server.pid), descriptors(server.pid)
+        over = traffic(server.target, OVERLOAD_S, saturation * 2, 300)
+        time.sleep(SETTLE_S)
+        recovered_ms = percentile(quiet_lookups_ms(server.target), 0.5)
+        costs = {kind: [beside(server.target, kind)] for kind in KINDS}
+        for kind in reversed(KINDS):
+            costs[kind].append(beside(server.target, kind))
+    half_ms = half["lookups_ms"]
+    assert isinstance(half_ms, list)
+    spinning = min(costs.pop("spin"))
+    figures: dict[str, object] = {
+        "idle_p50_ms": idle_ms,
+        "saturation_ops": saturation,
+        "half_p50_ms": percentile(half_ms, 0.5),
+        "half_p99_ms": percentile(half_ms, 0.99),
+        "p99_ratio": percentile(half_ms, 0.99) / idle_ms,
+        "errors": half["errors"],
+        "memory_growth_mb": (after[0] - before[0]) / 1e6,
+        "descriptor_growth": after[1] - before[1],
+        "overload_errors": over["errors"],
+        "recovered_p50_ms": recovered_ms,
+        "spin_p50_ms": spinning,
+        **{f"{kind}_ratio": min(values) / spinning for kind, values in costs.items()},
+    }
+    rows = [(name, f"{value:.3g}" if isinstance(value, float) else str(value)) for name, value in figures.items()]
+    print_report(("figure", "measured"), rows, figures, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

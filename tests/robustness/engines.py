@@ -1,0 +1,148 @@
+"""The kill campaign with real vLLM: engines answer prompts while their server, or they themselves, are killed; each answer must be right.
+
+`python -m tests.robustness.engines --kills 20 --seed 1`. Answers are compared with those of an engine that had no server: the same tokens,
+or a first different token whose logprobs differ by no more than what another way of computing the same prompt does.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from demo.processes import Answer, Engine, EngineSettings, ends_cleanly, largest_logprob_difference, prepare_model, runtime_folder
+from hotkv_server.testing.crashing import MOMENTS
+from tests.robustness.campaign import START_DEADLINE_S, Servers
+
+POINTS = ("publish", "unlink", "begin_load", "end_load", "begin_store", "end_store", "copy", "sums", "restore", "adopt")
+NUM_PROMPTS = 6
+MAX_TOKENS = 8
+TOLERANCE = 0.35
+"""Largest difference of logprobs at the first token that differs: bf16 keys that were computed in chunks of another size."""
+ENGINE_KILL_EVERY = 7
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Token ids; some share their first 512."""
+    chance = random.Random(seed)
+    shared = [chance.randrange(1000, 20_000) for _ in range(512)]
+    return [
+        [*(shared if number % 2 else []), *(chance.randrange(1000, 20_000) for _ in range(chance.choice((300, 700, 1200))))]
+        for number in range(NUM_PROMPTS)
+    ]
+
+
+class EngineCampaign:
+    """One engine at a time over servers that come and go."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.folder = folder
+        self.servers = Servers(folder, "256MiB")
+        self.prompts = prompts(seed)
+        self.model = str(prepare_model())
+        self.engine: Engine | None = None
+        self.num_engines = 0
+        self.server_kills = self.engine_kills = self.answers = self.hit_tokens = 0
+        self.expected: list[Answer] = []
+
+    def start_engine(self) -> Engine:
+        self.num_engines += 1
+        self.engine = Engine(f"engine {self.num_engines}", EngineSettings(self.model, self.servers.target), self.folder)
+        self.engine.wait_ready()
+        return self.engine
+
+    def ask(self, number: int) -> None:
+        """One prompt; raises AssertionError where the answer is another than expected."""
+        assert self.engine is not None
+        self.engine.reset_prefix_cache()
+        answer = self.engine.generate(self.prompts[number], MAX_TOKENS)
+        self.answers += 1
+        self.hit_tokens += answer.hit_tokens
+        if answer.token_ids != self.expected[number].token_ids:
+            difference = largest_logprob_difference(self.expected[number], answer)
+            assert difference < TOLERANCE, (
+                f"prompt {number}: {answer.token_ids} for {self.expected[number].token_ids}, off by {difference:.2f}"
+            )
+
+    def life(self) -> None:
+        """A server's life: killed at a point, or at any time, while the engine is busy."""
+        crash: dict[str, object] = {}
+        if self.chance.random() < 0.5:
+            crash = {"point": self.chance.choice(POINTS), "when": self.chance.choice(MOMENTS), "pass": self.chance.choice((1, 2, 6))}
+            crash["delay_us"] = self.chance.choice((0, 50, 500))
+        pid = self.servers.start(crash)
+
+        def kill_later(delay_s: float) -> None:
+            time.sleep(delay_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_later, args=(self.chance.uniform(1.0, 6.0),))
+        killer.start()
+        while not self.servers.has_ended(pid):
+            self.ask(self.chance.randrange(NUM_PROMPTS))
+        killer.join()
+        assert self.servers.has_ended(pid, START_DEADLINE_S) and self.servers.status(pid) == -signal.SIGKILL
+        self.server_kills += 1
+        self.ask(self.chance.randrange(NUM_PROMPTS))
+
+    def kill_engine(self) -> None:
+        """In the middle of an answer; the next engine finds what the one before has stored."""
+        assert self.engine is not None
+        pid = self.servers.start({})
+        self.ask(self.chance.randrange(NUM_PROMPTS))
+        engine = self.engine
+        threading.Timer(self.chance.uniform(0.0, 0.5), engine._child.signal_group, (signal.SIGKILL, 20.0)).start()
+        with contextlib.suppress(Exception):
+            while True:
+                self.ask(self.chance.randrange(NUM_PROMPTS))
+        engine._child.stop(hurry=True)
+        self.engine_kills += 1
+        self.start_engine()
+        self.ask(self.chance.randrange(NUM_PROMPTS))
+        os.kill(pid, signal.SIGKILL)
+        assert self.servers.has_ended(pid, START_DEADLINE_S)
+        self.server_kills += 1
+
+    def run(self, kills: int) -> None:
+        engine = self.start_engine()
+        self.expected = [engine.generate(prompt, MAX_TOKENS) for prompt in self.prompts]
+        turn = 0
+        while self.server_kills + self.engine_kills < kills:
+            turn += 1
+            if turn % ENGINE_KILL_EVERY == 0:
+                self.kill_engine()
+            else:
+                self.life()
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine._child.stop(hurry=True)
+        self.servers.close()
+
+
+def main() -> int:
+    """Command line."""
+    options = argparse.ArgumentParser(description="Kills servers and real vLLM engines, and compares every answer.")
+    options.add_argument("--kills", type=int, default=20)
+    options.add_argument("--seed", type=int, default=int(time.time()))
+    chosen = options.parse_args()
+    print(f"seed {chosen.seed}", flush=True)
+    with ends_cleanly(), runtime_folder(1 << 30) as folder:
+        campaign = EngineCampaign(folder, chosen.seed)
+        try:
+            campaign.run(chosen.kills)
+        finally:
+            campaign.close()
+    print(f"server kills {campaign.server_kills}, engine kills {campaign.engine_kills}, answers {campaign.answers}, all right;", end=" ")
+    print(f"{campaign.hit_tokens} tokens hit")
+    return 0 if campaign.hit_tokens else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
