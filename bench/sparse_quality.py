@@ -3,11 +3,11 @@
 A text of 8192 tokens; the first 7936 are prefilled dense, the rest is decoded teacher-forced with sparse attention in every layer
 but the first two, so that errors compound. Quality is KL(dense || sparse) and the rise of NLL over the dense run of the same tokens,
 per token in nats, and strong-block recall: how often a KV head's heaviest candidate block is attended when it has more than 0.1 of the
-attention. Every selection is made by hotkv.sparse. `+mu` is a centre, and `mix` a code on trial (`bench.sparse.mixed`), both
-calibrated on another text than the one measured. Texts come from the system (`bench.sparse.texts`), or from `--texts`.
+attention. Every selection is made by hotkv.sparse. `+mu` and the like are centres (`bench.sparse.calibration`), `mix` is a code on trial
+(`bench.sparse.mixed`). Texts come from the system (`bench.sparse.texts`), or from `--texts`.
 
-Prints a row per text and variant and, with `--json`, `{"model", "texts", "rows", "targets"}`. The default run has the rows that targets
-name; `--full` has all.
+Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows", "targets"}`. The default run has the rows
+that targets name; `--full` has all.
 """
 
 import argparse
@@ -21,19 +21,22 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.report import parser, print_report
+from bench.sparse.calibration import Calibration, Own, calibration
 from bench.sparse.decode import Decode, Outcome
-from bench.sparse.llama import Llama, dense_pass
-from bench.sparse.mixed import Moments
+from bench.sparse.llama import Dense, Llama, dense_pass
 from bench.sparse.texts import Text, texts
-from bench.sparse.variants import CENTRED, LRU, SERVED, TIGHT, Variant, all_variants, default_variants, passes
+from bench.sparse.variants import FROM_FILE, LRU, SERVED, TIGHT, Variant, all_variants, default_variants, passes
+from hotkv.errors import HotKVError
+from hotkv.sparse.centre import Centres
+from hotkv.sparse.centre_file import read_centres
 from tools.smollm2 import prepare
 
 CONTEXT_TOKENS = 8192
 COMPARED_TOKENS = 256
 DENSE_LAYERS = 2
-PASS_VARIANTS = 16
+PASS_VARIANTS = 28
 """Variants that decode together: they share the reading of weights, and their tails share the memory of the prompt."""
-HELD_SCORERS = ("rot2u", "rot2u" + CENTRED)
+HELD_SCORERS = ("rot2u", "rot2u+mu", "mix2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +82,49 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
     ]
 
 
-def moments_of(model: Llama, text: Text) -> tuple[Moments, ...]:
-    """What calibration takes from a text."""
-    return dense_pass(model, torch.tensor(text.tokens[:-1]), COMPARED_TOKENS, DENSE_LAYERS).moments_L
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A text, its dense pass, and what that gives for calibration."""
+
+    text: Text
+    dense: Dense
+    own: Own
 
 
-def measure(model: Llama, text: Text, moments_L: Sequence[Moments], variants: Sequence[Variant]) -> list[Row]:
-    """All variants on one text: one dense pass, then passes of sparse decode."""
+def seen(model: Llama, text: Text) -> Seen:
+    """Runs a text through the model."""
     begin = time.monotonic()
-    tokens = torch.tensor(text.tokens)
-    dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
+    dense = dense_pass(model, torch.tensor(text.tokens[:-1]), COMPARED_TOKENS, DENSE_LAYERS)
+    own = Own.of(dense)
     print(f"{text.name} ({text.source}): dense pass {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    return Seen(text, dense, own)
+
+
+def measure(model: Llama, seen: Seen, calibrated: Calibration, variants: Sequence[Variant]) -> list[Row]:
+    """All variants on one text."""
+    begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
+    num_threads = torch.get_num_threads()
+    # Decode works on small arrays, which cost more to share out than to compute.
+    torch.set_num_threads(1)
     for some in passes(variants, PASS_VARIANTS):
-        outcomes += Decode(model, dense, tokens, moments_L, some).run()
+        outcomes += Decode(model, seen.dense, torch.tensor(text.tokens), calibrated, some).run()
         print(f"{text.name}: {len(outcomes)} of {len(variants)} variants, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    torch.set_num_threads(num_threads)
     by_variant = {outcome.variant: outcome for outcome in outcomes}
     return [Row(text, by_variant[variant]) for variant in variants]
+
+
+def all_rows(model: Llama, found: Sequence[Text], file: Centres | None, variants: Sequence[Variant]) -> list[Row]:
+    """All texts. Calibrated on the first text, and for the first on the second (its copy text if there is no other)."""
+    first, second = (seen(model, text) for text in found[:2])
+    rows = measure(model, first, calibration(second.own, first.own, file, DENSE_LAYERS), variants)
+    other, later = first.own, [second]
+    del first
+    for text in found[1:]:
+        now = later.pop() if later else seen(model, text)
+        rows += measure(model, now, calibration(other, now.own, file, DENSE_LAYERS), variants)
+    return rows
 
 
 def cells(row: Row) -> list[str]:
@@ -145,8 +174,11 @@ def options() -> argparse.Namespace:
     flags = parser("Selection quality of sparse decode against dense attention.")
     flags.add_argument("--model", type=Path, help="a Llama model folder (default: SmolLM2-135M-Instruct, prepared once)")
     flags.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="long plain texts (default: what the system has)")
+    flags.add_argument(
+        "--centres", type=Path, metavar="FILE", help=f"centres of this model, as `{FROM_FILE}` (hotkv_vllm.sparse.calibrate)"
+    )
     flags.add_argument("--full", action="store_true", help="every scorer, budget, block size, sharing and freshness")
-    flags.add_argument("--threads", type=int, help="threads of torch (default: one per core)")
+    flags.add_argument("--threads", type=int, help="threads of the dense passes (default: one per core)")
     return flags.parse_args()
 
 
@@ -166,18 +198,23 @@ def main() -> int:
         if model.shape.max_tokens < CONTEXT_TOKENS:
             raise ValueError(f"{folder} takes {model.shape.max_tokens} tokens; use a model of {CONTEXT_TOKENS} or more")
         found = texts(chosen.texts, encode, CONTEXT_TOKENS + 1, COMPARED_TOKENS + 1)
-    except (OSError, ValueError) as error:
+        file = read_centres(chosen.centres) if chosen.centres else None
+    except (OSError, ValueError, HotKVError) as error:
         print(error, file=sys.stderr)
         return 2
-    with torch.inference_mode():
-        variants = all_variants() if chosen.full else default_variants()
-        # What is calibrated is calibrated on the first text, and for the first on the second (its copy text if there is no other).
-        moments = [moments_of(model, text) for text in found[:2]]
-        rows = [row for index, text in enumerate(found) for row in measure(model, text, moments[index == 0], variants)]
+    begin = time.monotonic()
+    variants = (all_variants if chosen.full else default_variants)(with_file=file is not None)
+    try:
+        with torch.inference_mode():
+            rows = all_rows(model, found, file, variants)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     held = [target for scorer in HELD_SCORERS for target in targets(rows, scorer)]
     report = {
         "model": folder.name,
         "texts": {text.name: text.source for text in found},
+        "seconds": time.monotonic() - begin,
         "rows": [figures(row) for row in rows],
         "targets": {target.name: target.value for target in held},
     }

@@ -18,6 +18,8 @@ from hotkv.sparse import HotSet, Selection, Span, aggregate, select, span
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+USUAL_SETS = 2
+"""A hot set is so many budgets large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Chooser:
         self._num_host = num_shared // variant.block_tokens
         num_sets = 1 if variant.shared else kv_heads
         self._last: list[list[Selection | None]] = [[None] * num_sets for _ in range(num_layers)]
-        capacity = 2 * self.config.budget_blocks(max_tokens, variant.block_tokens)
+        capacity = USUAL_SETS * self.config.budget_blocks(max_tokens, variant.block_tokens)
         num_hot = num_sets if variant.freshness == LRU else 0
         self._hot = [[HotSet(capacity, policy=self.config.cache_policy) for _ in range(num_hot)] for _ in range(num_layers)]
 
@@ -89,6 +91,9 @@ class Chooser:
         if not self.variant.shared:
             of_sets = [(weights.per_head[head], float(weights.always[head])) for head in range(self.kv_heads)]
         budget = self.config.budget_blocks(context.tokens, self.variant.block_tokens)
+        if self.variant.freshness == LRU and self._hot[layer][0].span.count == 0:
+            # A sequence starts with a full hot set: prefill has just had everything on the device.
+            budget *= USUAL_SETS
         return [select(of_set, always_mass, where, budget) for of_set, always_mass in of_sets]
 
     def _through_hot_sets(self, layer: int, where: Span, context_tokens: int, selections: Sequence[Selection]) -> Choice:
@@ -98,7 +103,6 @@ class Chooser:
             growth = hot.extend(where, context_tokens // self.variant.block_tokens, self._num_host if begins else 0)
             hot.swapped_out(growth.swap_out, True)
             num_moved += len(hot.adopt().blocks)
-            # A sequence starts with all of its first selection: prefill has just left everything on the device.
             step = hot.step(selection, len(selection.blocks) if begins else self.variant.corrections)
             num_moved += 0 if begins else len(step.load.blocks)
             prefetch = hot.begin_prefetch(step.prefetch)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bench.sparse.calibration import Calibration
 from bench.sparse.choosers import Choice, Chooser, Context
 from bench.sparse.llama import Dense, Llama
-from bench.sparse.mixed import Moments
 from bench.sparse.pages import Pages, open_slots
 from bench.sparse.scorers import Scorer, scorer_of
 from bench.sparse.variants import ORACLE, Variant
@@ -26,6 +26,8 @@ from hotkv.sparse.selector import exact_log_mass
 F32 = npt.NDArray[np.float32]
 STRONG_MASS = 0.1
 """A block is strong if it is a KV head's heaviest candidate and has more than this share of its attention."""
+TAIL_ALIGN = 64
+"""Tails are whole blocks of any size that is tried."""
 RECALL_EVERY_STEPS = 4
 """Steps between two looks at the exact mass of all blocks; an oracle needs it at each."""
 
@@ -79,24 +81,23 @@ class Tally:
 
 
 class Decode:
-    """All variants of one pass over one text. `tokens_S` ends with the token that the last compared one predicts; `moments_L` calibrate."""
+    """All variants of one pass over one text. `tokens_S` ends with the token that the last compared one predicts."""
 
-    def __init__(
-        self, model: Llama, dense: Dense, tokens_S: torch.Tensor, moments_L: Sequence[Moments], variants: Sequence[Variant]
-    ) -> None:
+    def __init__(self, model: Llama, dense: Dense, tokens_S: torch.Tensor, calibration: Calibration, variants: Sequence[Variant]) -> None:
         self.model, self.dense = model, dense
         num_compared = len(dense.inputs_NE)
         self.max_tokens = len(tokens_S) - 1
         self.num_shared = self.max_tokens - num_compared
         self.targets_N = tokens_S[-num_compared:]
-        self.pages = Pages(dense.keys_LHSD, dense.values_LHSD, self.num_shared, num_compared, len(variants))
+        num_tail = -(-num_compared // TAIL_ALIGN) * TAIL_ALIGN
+        self.pages = Pages(dense.keys_LHSD, dense.values_LHSD, self.num_shared, num_tail, len(variants))
         kv_heads, num_layers = model.shape.kv_heads, len(dense.keys_LHSD)
         built: dict[tuple[str, int], Scorer | None] = {}
         self.choosers = []
         for variant in variants:
             key = (variant.scorer, variant.block_tokens)
             if key not in built:
-                built[key] = scorer_of(variant, dense.keys_LHSD, self.num_shared, self.max_tokens, moments_L)
+                built[key] = scorer_of(variant, dense.keys_LHSD, self.num_shared, self.max_tokens, calibration)
             known = built[key]
             scorer = known.copy() if known else None
             self.choosers.append(Chooser(variant, num_layers, kv_heads, self.num_shared, self.max_tokens, scorer))

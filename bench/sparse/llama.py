@@ -16,6 +16,10 @@ from safetensors import safe_open
 from torch.nn import functional
 
 from bench.sparse.mixed import Moments
+from hotkv.sparse.centre import FIRST_TOKENS
+
+SAMPLE_EVERY_TOKENS = 256
+"""Of the queries, which centres' biases are measured with, one is kept of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,8 @@ class Dense:
     """A dense pass over a whole text of S tokens, of which the last N are compared.
 
     `keys_LHSD`, `values_LHSD`: of all tokens, in the layers from `first_layer` on. `inputs_NE`: what enters layer `first_layer` for the
-    last N tokens; `log_probs_NW`: what the model then says. `moments_L`: of all queries and keys, in the same layers.
+    last N tokens; `log_probs_NW`: what the model then says. `moments_L`: of queries and keys, in the same layers.
+    `sampled_queries_LQND`: queries of the tokens `sampled_N`, ascending.
     """
 
     first_layer: int
@@ -121,13 +126,16 @@ class Dense:
     inputs_NE: torch.Tensor
     log_probs_NW: torch.Tensor
     moments_L: tuple[Moments, ...]
+    sampled_N: tuple[int, ...]
+    sampled_queries_LQND: tuple[torch.Tensor, ...]
 
 
 def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_layer: int) -> Dense:
     """Runs all tokens through the model with causal attention."""
     shape, positions = model.shape, torch.arange(len(tokens_S))
     scale = 1.0 / math.sqrt(shape.head_size)
-    keys, values, moments, x = [], [], [], model.embed(tokens_S)
+    sampled = tuple(range(min(SAMPLE_EVERY_TOKENS, len(tokens_S)) - 1, len(tokens_S), SAMPLE_EVERY_TOKENS))
+    keys, values, moments, queries, x = [], [], [], [], model.embed(tokens_S)
     inputs = x[-num_compared:]
     for layer in range(shape.num_layers):
         if layer == first_layer:
@@ -138,6 +146,9 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
         if layer >= first_layer:
             keys.append(key[0])
             values.append(value[0])
-            moments.append(Moments.of(query[0], key[0]))
+            moments.append(Moments.of(query[0, :, FIRST_TOKENS:], key[0, :, FIRST_TOKENS:]))
+            queries.append(query[0, :, sampled].clone())
         x = model.after_attention(layer, x, attended[0].transpose(0, 1))
-    return Dense(first_layer, tuple(keys), tuple(values), inputs, model.log_probs(x[-num_compared:]), tuple(moments))
+    return Dense(
+        first_layer, tuple(keys), tuple(values), inputs, model.log_probs(x[-num_compared:]), tuple(moments), sampled, tuple(queries)
+    )

@@ -12,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.sparse.mixed import BIAS, Mixed, Moments, codes
+from bench.sparse.calibration import Calibration
+from bench.sparse.mixed import BIAS, Mixed, codes
 from bench.sparse.variants import CENTRED, Variant
 from hotkv.sparse import FORMATS, build, prepare, score
+from hotkv.sparse.centre import LayerCentre
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -36,23 +38,26 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A format of hotkv.sparse: pools [L][B, H, N], and their centres [L][H, D] (None: 0)."""
+    """A format of hotkv.sparse: pools [L][B, H, N], and their centres (None: 0)."""
 
     name: str
     pools: list[U8]
-    centres: list[F32] | None
-
-    def _centre(self, layer: int) -> F32 | None:
-        return None if self.centres is None else self.centres[layer]
+    centres_L: Sequence[LayerCentre | None]
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        build(self.name, keys_THD[None], self._centre(layer), out=self.pools[layer][block : block + 1])
+        build(self.name, keys_THD[None], _mu(self.centres_L[layer]), out=self.pools[layer][block : block + 1])
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
-        return score(prepare(self.name, query_QD, self._centre(layer)), self.pools[layer], candidates_S)
+        centre = self.centres_L[layer]
+        bias = None if centre is None else centre.bias.get(self.name)
+        return score(prepare(self.name, query_QD, _mu(centre), bias=bias), self.pools[layer], candidates_S)
 
     def copy(self) -> "Packed":
-        return Packed(self.name, [pool.copy() for pool in self.pools], self.centres)
+        return Packed(self.name, [pool.copy() for pool in self.pools], self.centres_L)
+
+
+def _mu(centre: LayerCentre | None) -> F32 | None:
+    return None if centre is None else centre.mu
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +87,23 @@ class Rebuilt:
 
 
 def scorer_of(
-    variant: Variant, keys_LHSD: Sequence[torch.Tensor], num_shared: int, max_tokens: int, moments_L: Sequence[Moments]
+    variant: Variant, keys_LHSD: Sequence[torch.Tensor], num_shared: int, max_tokens: int, calibration: Calibration
 ) -> Scorer | None:
-    """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None where a variant needs none.
-
-    Centres and codes on trial come from `moments_L`, of another text.
-    """
+    """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None where a variant needs none."""
     if variant.scorer in BIAS:
-        mixed = codes(variant.scorer, moments_L)
+        mixed = codes(variant.scorer, calibration.moments_L)
         room = [keys.new_zeros(keys.shape[0], max_tokens - num_shared, keys.shape[2]) for keys in keys_LHSD]
         known = [code.rebuilt(keys[:, :num_shared]) for code, keys in zip(mixed, keys_LHSD, strict=True)]
         return Rebuilt(variant.scorer, mixed, [torch.cat(pair, dim=1) for pair in zip(known, room, strict=True)], variant.block_tokens)
-    name, centred = variant.scorer.removesuffix(CENTRED), variant.scorer.endswith(CENTRED)
+    name, _, centre = variant.scorer.partition(CENTRED)
     if name not in FORMATS:
         return None
-    centres = [moments.key_mean.numpy() for moments in moments_L] if centred else None
+    centres: Sequence[LayerCentre | None] = calibration.centres[centre] if centre else [None] * len(keys_LHSD)
     pools = []
     for layer, keys_HSD in enumerate(keys_LHSD):
         kv_heads, _, head_size = keys_HSD.shape
         keys_BTHD = keys_HSD[:, :num_shared].transpose(0, 1).reshape(-1, variant.block_tokens, kv_heads, head_size)
-        known_blocks = build(name, keys_BTHD.contiguous().numpy(), None if centres is None else centres[layer])
+        known_blocks = build(name, keys_BTHD.contiguous().numpy(), _mu(centres[layer]))
         pool = np.zeros((-(-max_tokens // variant.block_tokens), *known_blocks.shape[1:]), np.uint8)
         pool[: len(known_blocks)] = known_blocks
         pools.append(pool)

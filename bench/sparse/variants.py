@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from hotkv.sparse import FORMATS, SparseConfig
 
-ORACLE, ENDS, CENTRED = "oracle", "ends", "+mu"
-"""Beside the formats of hotkv.sparse: exact block mass; nothing but sinks and recent window; how the names of centred formats end."""
+ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
+"""Beside the formats of hotkv.sparse: exact block mass; nothing but sinks and recent window; what stands before a centre's name."""
 FRESH, PREVIOUS, LRU = "fresh", "previous", "lru"
 
 
@@ -57,14 +57,23 @@ SERVED = (0.10, 32, True)
 """The same of the second: what vLLM's block tables allow."""
 
 
-def default_variants() -> list[Variant]:
-    """The rows that the targets name, beside Quest, exact scores, codes on trial, and sinks and recent window alone."""
-    tight = [Variant(scorer, *TIGHT) for scorer in (ORACLE, "rot3u", "rot2u", "rot2u+mu", "rot1u", "mix2", "mix1.5", "quest", ENDS)]
-    served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (ORACLE, "rot2u", "rot2u+mu", "mix2", "quest")]
-    return [*tight, *served]
+TIGHT_SCORERS = (
+    *(ORACLE, "rot3u", "rot2u", "rot2u+mu", "rot2u+mu2k", "rot2u+own", "rot1u", "rot1u+mu"),
+    *("mix2", "mix1.5", "cuboid", "mean", "quest", ENDS),
+)
+SERVED_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "rot1u+mu", "mix2", "cuboid", "mean", "quest")
+FROM_FILE = "rot2u+file"
 
 
-def all_variants() -> list[Variant]:
+def default_variants(*, with_file: bool = False) -> list[Variant]:
+    """What the targets name, beside exact scores, summaries, codes on trial, and sinks and recent window alone."""
+    more = (FROM_FILE,) if with_file else ()
+    tight = [Variant(scorer, *TIGHT) for scorer in (*TIGHT_SCORERS, *more)]
+    served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (*SERVED_SCORERS, *more)]
+    return [*tight, *served, Variant("rot2u", *SERVED, LRU, 4), Variant("rot2u+mu", *SERVED, LRU, 4)]
+
+
+def all_variants(*, with_file: bool = False) -> list[Variant]:
     """Every row: all scorers, fresh, at each budget, block size and sharing; the ways to be less fresh at 10 %."""
     fresh = [
         Variant(scorer, budget, block_tokens, shared)
@@ -79,7 +88,8 @@ def all_variants() -> list[Variant]:
         for scorer in (ORACLE, "rot2u", "rot2u+mu", "rot1u", "mix2", "quest")
         for way in ways
     ]
-    return [*fresh, Variant(ENDS, *TIGHT), *stale]
+    rows = [*fresh, *stale, *default_variants(with_file=with_file)]
+    return list(dict.fromkeys(rows))
 
 
 def passes(variants: Sequence[Variant], size: int) -> list[Sequence[Variant]]:

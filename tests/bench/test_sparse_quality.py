@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from bench.sparse.calibration import Calibration, Own, calibration
 from bench.sparse.decode import Decode, Outcome
-from bench.sparse.llama import Llama, dense_pass
+from bench.sparse.llama import Dense, Llama, dense_pass
 from bench.sparse.mixed import SPLITS, Mixed, Moments
 from bench.sparse.pages import Pages
 from bench.sparse.texts import REPEAT, Text, copy_text, texts
 from bench.sparse.variants import ENDS, FRESH, LRU, ORACLE, PREVIOUS, TIGHT, Variant, all_variants, passes
 from bench.sparse_quality import Row, targets
 from hotkv.sparse import build
+from hotkv.sparse.centre import MIN_TOKENS, Centres
 from hotkv.sparse.representations import approximate_keys
 from hotkv.sparse.rotation import rotate
 
@@ -49,6 +51,13 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 97, (CONTEXT_TOKENS + 1,), generator=torch.Generator().manual_seed(6))
 
 
+def _calibrated(dense: Dense) -> Calibration:
+    own = Own.of(dense)
+    # A file may leave a layer out.
+    file = Centres("tiny", MIN_TOKENS, {DENSE_LAYERS: own.whole_L[0]})
+    return calibration(own, own, file, DENSE_LAYERS)
+
+
 @torch.inference_mode()
 def test_forward_pass_is_that_of_transformers(model_folder: Path, tokens: torch.Tensor) -> None:
     from transformers import LlamaForCausalLM
@@ -70,11 +79,13 @@ def test_budgets_that_cover_the_context_change_nothing(model_folder: Path, token
             ("rot2u", 32, True),
             ("quest", 16, True),
             ("rot1u+mu", 32, False),
+            ("rot3u+own", 16, True),
+            ("rot2u+file", 16, False),
             ("mix2", 16, False),
         )
         for way in ways
     ]
-    for outcome in Decode(model, dense, tokens, dense.moments_L, variants).run():
+    for outcome in Decode(model, dense, tokens, _calibrated(dense), variants).run():
         assert abs(outcome.kl) < 1e-4 and abs(outcome.delta_nll) < 1e-4, outcome
         assert outcome.recall in (1.0, None)
         assert outcome.attended_ratio == pytest.approx(1.0)
@@ -85,7 +96,7 @@ def test_smaller_budgets_attend_to_less_and_better_scorers_lose_less(model_folde
     model = Llama(model_folder)
     dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
     variants = [Variant(ORACLE, 0.6, 16, False), Variant(ENDS, 0.6, 16, False)]
-    oracle, ends = Decode(model, dense, tokens, dense.moments_L, variants).run()
+    oracle, ends = Decode(model, dense, tokens, _calibrated(dense), variants).run()
     assert 0.5 < oracle.attended_ratio < 0.62 and ends.attended_ratio < 0.4
     assert 0.0 < oracle.kl < ends.kl
 
