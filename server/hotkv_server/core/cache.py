@@ -21,7 +21,7 @@ from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
 from hotkv_server.core.arrays import first_occurrences, without
 from hotkv_server.core.catalog import Catalog
-from hotkv_server.core.checks import Evidence, Sums, sealed
+from hotkv_server.core.checks import Sums, sealed
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
 from hotkv_server.core.policies.protocol import Policy
@@ -538,24 +538,6 @@ class CacheCore:
         self.space.flush(entries)
         self.counters.flushed_blocks += len(entries)
         return len(entries)
-
-    def evidence(self, entries: Entries) -> list[Evidence]:
-        """What says whether ready entries hold what was stored: slots, shapes and check values, in parts of one shape."""
-        index, parts = self.space.index, []
-        key_spaces, groups, _ = index.keys(entries)
-        for number, group in np.unique(np.stack((key_spaces, groups), axis=1), axis=0).tolist():
-            part = entries[(key_spaces == number) & (groups == group)]
-            shape = self.catalog.record(number).shape(group)
-            parts.append(Evidence(part, index.offsets(part), shape.shard_bytes, index.mixed(part), index.checks(part)))
-        return parts
-
-    def condemn(self, entries: Entries) -> None:
-        """Ready entries whose bytes can't be trusted: from here on nobody finds them. Pinned ones keep their slot until they are let go."""
-        of_blocks = entries[~self.space.representations.among(entries)]
-        self.space.representations.drop(entries[self.space.representations.among(entries)])
-        self.holds.let_go(of_blocks)
-        self.space.flush(of_blocks)
-        self.counters.condemned_blocks += len(of_blocks)
 
     def take_effects(self) -> list[EvictionNotice]:
         """What must be told since the last call."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hotkv import table
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.checks import Evidence
+from hotkv_server.core.trust import condemn, evidence
 from hotkv_server.core.values import Entries, SlotRun
 from hotkv_server.dataplane.checks import holds
 from hotkv_server.dataplane.plan import Region
@@ -46,6 +47,7 @@ class Verifier:
         self.verified_blocks = 0
         self.condemned_blocks = 0
         self.passes = 0
+        self._reading_since_s = 0.0
 
     def __repr__(self) -> str:
         return f"Verifier(verified {self.verified_blocks}, condemned {self.condemned_blocks}, passes {self.passes})"
@@ -53,7 +55,7 @@ class Verifier:
     def cases(self, entries: Entries) -> list[Case]:
         """What is to be compared of ready entries, in parts of one shape."""
         records = self._core.space.index.table.records
-        return [Case(evidence, records[evidence.entries, table.W_GENERATION].copy()) for evidence in self._core.evidence(entries)]
+        return [Case(found, records[found.entries, table.W_GENERATION].copy()) for found in evidence(self._core, entries)]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
         """What of a load has to be compared before it is copied; nothing, as a rule."""
@@ -80,7 +82,7 @@ class Verifier:
         if len(bad):
             self.condemned_blocks += len(bad)
             log.error("condemned blocks=%d first=%s: their bytes are not those of their check values", len(bad), self._name(int(bad[0])))
-            self._core.condemn(bad)
+            condemn(self._core, bad)
         return bad
 
     def _name(self, entry: int) -> str:
@@ -121,6 +123,10 @@ class Verifier:
         self._next_entry = int(batch[-1]) + 1
         return batch
 
+    def stalled_s(self, now_s: float) -> float:
+        """How long the scrub has been reading one batch; 0 between batches."""
+        return now_s - self._reading_since_s if self._reading_since_s else 0.0
+
     async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:
         """Compares everything, again and again, slots of `bytes_per_s` in a second; `tell` after each batch. Runs until it is cancelled."""
         while True:
@@ -128,7 +134,9 @@ class Verifier:
             began_s = time.monotonic()
             num_bytes = int(self._core.space.index.slot_bytes(batch).sum())
             cases = self.cases(batch)
+            self._reading_since_s = began_s
             verdicts = await asyncio.get_running_loop().run_in_executor(None, self.judge, cases)
+            self._reading_since_s = 0.0
             self.settle(cases, verdicts)
             tell()
             pause_s = num_bytes / bytes_per_s - (time.monotonic() - began_s)

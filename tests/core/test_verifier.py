@@ -1,0 +1,98 @@
+"""Comparing blocks with their check values: what agrees is cleared, what does not is condemned, what changed meanwhile is left alone."""
+
+import numpy as np
+import pytest
+
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.dataplane.checks import add_sums
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.runtime.verify import Verifier
+from tests.core.support import make_key_space, make_table, words_of
+
+SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 6, 40
+
+
+class Arena:
+    """A core over memory of its own, with ten blocks of random bytes and their check values."""
+
+    def __init__(self) -> None:
+        self.memory = np.random.default_rng(0).integers(0, 256, NUM_SLABS * SLAB, np.uint8)
+        self.region = Region(self.memory.ctypes.data, self.memory.nbytes, "the arena")
+        config = CoreConfig(NUM_SLABS * SLAB, SLAB, CAPACITY, unadmitted_share=1.0, check_stride=1)
+        self.core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
+        self.session = self.core.open_session("e", "rank", make_key_space("one", SLOT_ALIGN - 100, SLOT_ALIGN), 0.0).number
+        self.verifier = Verifier(self.core, self.region)
+        self.store(range(10))
+        self.core.space.index.unverified[self.entries(range(10))] = True
+
+    def store(self, numbers: range) -> None:
+        name = f"s{numbers.start}"
+        slots = self.core.begin_store(self.session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0)
+        sums = np.zeros(len(slots[0].offsets), np.uint64)
+        add_sums(self.region, slots[0].offsets, SLOT_ALIGN - 100, 0, np.ones(len(sums), np.int64), sums)
+        self.core.end_store(self.session, name, True, 1.0, [sums])
+        self.core.take_effects()
+
+    def entries(self, numbers: range) -> np.ndarray:
+        return self.core.space.index.find(1, 0, words_of(numbers))
+
+    def spoil(self, number: int) -> None:
+        self.memory[int(self.core.space.index.offsets(self.entries(range(number, number + 1)))[0]) + 5] ^= 1
+
+    def found(self) -> list[bool]:
+        return self.core.lookup(1, [HashList(0, words_of(range(10)))])[0].tolist()
+
+
+@pytest.fixture
+def arena() -> Arena:
+    return Arena()
+
+
+def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> None:
+    arena.spoil(3)
+    assert arena.verifier.verify_for(10.0) == 0
+    assert arena.found() == [number != 3 for number in range(10)]
+    assert (arena.verifier.verified_blocks, arena.verifier.condemned_blocks) == (9, 1)
+    assert [len(notice.hashes) for notice in arena.core.take_effects()] == [1]
+    arena.core.check_invariants()
+
+
+def test_bytes_behind_the_end_of_a_block_do_not_matter(arena: Arena) -> None:
+    arena.memory[int(arena.core.space.index.offsets(arena.entries(range(1)))[0]) + SLOT_ALIGN - 50] ^= 1
+    arena.verifier.verify_for(10.0)
+    assert all(arena.found())
+
+
+def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
+    """Its slot has another block by then, so that the bytes did not agree says nothing."""
+    cases = arena.verifier.cases(arena.entries(range(10)))
+    arena.core.evict(1, 0, words_of([3]))
+    arena.spoil(4)
+    arena.core.evict(1, 0, words_of([4]))
+    arena.store(range(20, 22))
+    assert len(arena.verifier.settle(cases, arena.verifier.judge(cases))) == 0
+    assert arena.found() == [number not in (3, 4) for number in range(10)]
+    assert arena.core.lookup(1, [HashList(0, words_of([20, 21]))])[0].all()
+
+
+def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
+    arena.core.acquire(arena.session, "held", [HashList(0, words_of([3]))], 0.0, 1.0)
+    arena.spoil(3)
+    arena.verifier.verify_for(10.0)
+    assert not arena.found()[3] and arena.core.space.used_bytes() == 10 * SLOT_ALIGN
+    arena.core.release(arena.session, "held")
+    assert arena.core.space.used_bytes() == 9 * SLOT_ALIGN
+    arena.core.check_invariants()
+
+
+def test_a_pass_of_the_scrubber_sees_every_block_once(arena: Arena) -> None:
+    arena.verifier._next_entry = 4
+    seen: list[int] = []
+    while len(batch := arena.verifier.next_batch()):
+        seen += batch.tolist()
+    while len(batch := arena.verifier.next_batch()):
+        seen += batch.tolist()
+    assert sorted(seen) == sorted([*range(4, 11), *range(1, 11)])
