@@ -1,25 +1,50 @@
-# hotkv-server. Build: docker build -t hotkv .
-# Run: docker run --rm --shm-size=9g --ulimit memlock=-1 -v /dev/shm/hotkv:/dev/shm/hotkv hotkv run --arena.bytes 8GiB
-# Engines in other containers need the same directory mounted; they map the arena through it.
+# hotkv-server and the `hotkv` command.
+#   docker build -t hotkv .                               VARIANT=cuda12 or cuda13 adds CuPy, for nodes with GPUs
+#   install -d -o 10001 -g 10001 -m 0700 /dev/shm/hotkv   the arena: it outlives the container, so that the next one goes on with it
+#   install -d -o 10001 -g 10001 -m 0755 /run/hotkv       the sockets: what engines' containers mount, at the same path
+#   docker run --rm -v /dev/shm/hotkv:/dev/shm/hotkv -v /run/hotkv:/run/hotkv --ulimit memlock=-1 hotkv run --arena.bytes 8GiB
+# Settings are flags, HOTKV_ variables, or a file that is mounted (run --config FILE).
 
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build
+ARG VARIANT=cpu
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
 COPY client client
 COPY server server
 COPY connector_vllm connector_vllm
-RUN python -m venv /opt/hotkv \
- && /opt/hotkv/bin/pip install --no-cache-dir '.[server,events]'
+RUN case "$VARIANT" in \
+      cpu) extras=server,events ;; \
+      cuda12|cuda13) extras="server,events,$VARIANT" ;; \
+      *) echo "VARIANT is $VARIANT; allowed are cpu, cuda12 and cuda13" >&2; exit 1 ;; \
+    esac \
+ && python -m venv /opt/hotkv \
+ && /opt/hotkv/bin/pip install --no-cache-dir ".[$extras]"
+# Kernels for the processor of the build; on another kind of processor the first start compiles them anew.
+ENV NUMBA_CACHE_DIR=/var/cache/hotkv
+RUN /opt/hotkv/bin/hotkv-server compile
 
 FROM python:${PYTHON}-slim
-RUN useradd --system --uid 10001 --user-group --home-dir /var/cache/hotkv --create-home hotkv
+ARG VARIANT=cpu
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="hotkv-server" \
+      org.opencontainers.image.description="One KV cache per node, in host memory, shared by every vLLM engine on it" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}-${VARIANT}"
+RUN groupadd --gid 10001 hotkv \
+ && useradd --no-log-init --uid 10001 --gid hotkv --no-create-home --shell /usr/sbin/nologin hotkv \
+ && install -d -o hotkv -g hotkv -m 0755 /run/hotkv
 COPY --from=build /opt/hotkv /opt/hotkv
-# Compiled kernels are kept here; a volume saves the compilation at the first start.
-ENV PATH=/opt/hotkv/bin:$PATH NUMBA_CACHE_DIR=/var/cache/hotkv PYTHONUNBUFFERED=1
-USER hotkv
+COPY --from=build --chown=10001:10001 /var/cache/hotkv /var/cache/hotkv
+ENV PATH=/opt/hotkv/bin:$PATH \
+    NUMBA_CACHE_DIR=/var/cache/hotkv \
+    PYTHONUNBUFFERED=1 \
+    HOTKV_ARENA__DIR=/dev/shm/hotkv
+USER 10001:10001
+EXPOSE 9433
 STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=2m --retries=3 CMD ["hotkv", "ping", "--live", "--timeout-s", "3"]
 ENTRYPOINT ["hotkv-server"]
 CMD ["run"]

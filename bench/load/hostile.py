@@ -54,7 +54,7 @@ def garbage(target: str) -> None:
 
 def deaf(target: str) -> None:
     """Sends lookups for ever and reads no answer."""
-    from hotkv_client import _wire
+    from hotkv_client import _wire, channels
 
     engine = PagedEngine(target, model="hostile", engine_id=f"hostile-{os.getpid()}")
     hashes = universe()
@@ -67,7 +67,7 @@ def deaf(target: str) -> None:
             yield request
 
     while True:
-        with grpc.insecure_channel(target, _wire.CHANNEL_OPTIONS) as channel:
+        with grpc.insecure_channel(target, channels.OPTIONS) as channel:
             call = _wire.connect(channel, requests())
             while call.is_active():
                 time.sleep(0.1)

@@ -5,6 +5,7 @@ from hotkv_client.session import Session
 from hotkv_client.types import (
     BlockResult,
     BlockRun,
+    Credentials,
     EngineMemory,
     Evicted,
     GroupHashes,
@@ -27,6 +28,7 @@ from hotkv_client.types import (
 __all__ = [
     "BlockResult",
     "BlockRun",
+    "Credentials",
     "EngineMemory",
     "Evicted",
     "GroupHashes",

@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, events_pb2, events_pb2_grpc
 from hotkv_client._wire import as_error
+from hotkv_client.channels import Metadata
 from hotkv_client.types import WatchedRequest
 
 CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
@@ -25,11 +26,28 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
 }
 
 
-def call(channel: grpc.Channel, name: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+SERVING = b"\x08\x01"
+
+
+def call(channel: grpc.Channel, name: str, timeout_s: float, metadata: Metadata, **fields: Any) -> dict[str, Any]:
     """One admin call; the answer as plain values, bytes as hexadecimal. Raises HotKVError."""
     method, request = CALLS[name]
     try:
-        return plain(getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request(**fields), timeout=timeout_s))
+        return plain(getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request(**fields), timeout=timeout_s, metadata=metadata))
+    except grpc.RpcError as error:
+        raise as_error(error) from error
+
+
+def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
+    """What gRPC's health service says of a service, "" for the server. Raises HotKVError.
+
+    Its two messages have one field each, so they are written out here: the client needs no package for them.
+    """
+    name = service.encode()
+    check: Any = channel.unary_unary(HEALTH_CHECK)
+    try:
+        return bool(check(b"\x0a" + bytes([len(name)]) + name, timeout=timeout_s, metadata=metadata) == SERVING)
     except grpc.RpcError as error:
         raise as_error(error) from error
 
@@ -45,10 +63,13 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
         call.cancel()
 
 
-def watch_requests(channel: grpc.Channel, key_space_id: int, seconds: float) -> Iterator[tuple[list[WatchedRequest], int]]:
+def watch_requests(
+    channel: grpc.Channel, key_space_id: int, seconds: float, metadata: Metadata
+) -> Iterator[tuple[list[WatchedRequest], int]]:
     """Reported requests as they come, and how many were missed after them; first an empty answer. `seconds` 0 for ever."""
     request = admin_pb2.WatchRequestsRequest(key_space_id=key_space_id)
-    for response in _read_stream(admin_pb2_grpc.AdminServiceStub(channel).WatchRequests(request, timeout=seconds or None), seconds):
+    stream = admin_pb2_grpc.AdminServiceStub(channel).WatchRequests(request, timeout=seconds or None, metadata=metadata)
+    for response in _read_stream(stream, seconds):
         requests = [
             WatchedRequest(
                 item.key_space_id,
@@ -63,10 +84,11 @@ def watch_requests(channel: grpc.Channel, key_space_id: int, seconds: float) -> 
         yield requests, response.lost_request_count
 
 
-def subscribe(channel: grpc.Channel, key_space_id: int, seconds: float) -> Iterator[tuple[list[dict[str, Any]], int]]:
+def subscribe(channel: grpc.Channel, key_space_id: int, seconds: float, metadata: Metadata) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Events as they come, as plain values, and how many were missed after them; first an empty answer. `seconds` 0 for ever."""
     request = events_pb2.SubscribeRequest(key_space_id=key_space_id)
-    for response in _read_stream(events_pb2_grpc.EventServiceStub(channel).Subscribe(request, timeout=seconds or None), seconds):
+    stream = events_pb2_grpc.EventServiceStub(channel).Subscribe(request, timeout=seconds or None, metadata=metadata)
+    for response in _read_stream(stream, seconds):
         yield [_plain_event(event) for event in response.events], response.lost_event_count
 
 

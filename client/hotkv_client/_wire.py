@@ -33,18 +33,6 @@ from hotkv_client.types import (
 Request = session_pb2.ConnectRequest
 Response = session_pb2.ConnectResponse
 
-MAX_MESSAGE_BYTES = 64 << 20
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_retries", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-]
-
 
 def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
     """Hashes joined for the wire. Raises INVALID_HASH where one has another length."""
@@ -151,7 +139,7 @@ def layout_message(value: Layout) -> layout_pb2.Layout:
     return message
 
 
-def open_session(config: SessionConfig) -> Request:
+def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
     """First message of a stream."""
     return Request(
         open_session=session_pb2.OpenSession(
@@ -166,6 +154,7 @@ def open_session(config: SessionConfig) -> Request:
                 )
                 for kind in config.representations
             ],
+            ticket=ticket,
         )
     )
 
@@ -335,9 +324,9 @@ def evicted(response: Response, hash_bytes: int) -> Evicted:
     return Evicted(tuple(GroupHashes(g.group_index, unpack(g.hashes, hash_bytes)) for g in groups))
 
 
-def connect(channel: grpc.Channel, requests: Iterator[Request]) -> Any:
+def connect(channel: grpc.Channel, requests: Iterator[Request], metadata: Sequence[tuple[str, str]] = ()) -> Any:
     """Opens the session stream; iterate over it for responses."""
-    return session_pb2_grpc.SessionServiceStub(channel).Connect(requests)
+    return session_pb2_grpc.SessionServiceStub(channel).Connect(requests, metadata=tuple(metadata))
 
 
 def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:
@@ -345,12 +334,27 @@ def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:
     return session_pb2.LinkRequest(session_id=session_id, handle_ids=handle_ids).SerializeToString()
 
 
-def link_sizes(packet: bytes) -> tuple[int, int]:
-    """(arena bytes, table bytes) of a link's answer. Raises HotKVError where it was refused."""
+def ticket_request() -> bytes:
+    """The packet that asks for a ticket."""
+    return session_pb2.LinkRequest(wants_ticket=True).SerializeToString()
+
+
+def _link_response(packet: bytes) -> session_pb2.LinkResponse:
     response = session_pb2.LinkResponse.FromString(packet)
     if response.HasField("error"):
         raise refusal(response.error)
+    return response
+
+
+def link_sizes(packet: bytes) -> tuple[int, int]:
+    """(arena bytes, table bytes) of a link's answer; 0 for what this session may not map. Raises HotKVError where it was refused."""
+    response = _link_response(packet)
     return response.arena_byte_count, response.table_byte_count
+
+
+def ticket(packet: bytes) -> bytes:
+    """The ticket. Raises HotKVError where it was refused."""
+    return _link_response(packet).ticket
 
 
 def as_error(error: grpc.RpcError) -> HotKVError:

@@ -4,20 +4,24 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-import grpc
-
 from hotkv.counters import sparse_figures
-from hotkv_client import _admin_wire, _wire
-from hotkv_client.types import WatchedRequest
+from hotkv_client import _admin_wire, channels
+from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 
 
 class AdminClient:
-    """One channel to the server. Calls block, at most `timeout_s` each, and raise HotKVError."""
+    """One channel to the server. Calls block, at most `timeout_s` each, and raise HotKVError.
 
-    def __init__(self, target: str = DEFAULT_TARGET, timeout_s: float = 10.0) -> None:
-        self._channel = grpc.insecure_channel(target, _wire.CHANNEL_OPTIONS)
+    `target`: as for sessions; of a Unix target the admin socket beside it is used. Raises HotKVError for credentials that can't be used.
+    """
+
+    def __init__(self, target: str = DEFAULT_TARGET, timeout_s: float = 10.0, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._target = target
+        self._credentials = credentials
+        self._metadata = channels.metadata(target, credentials)
+        self._channel = channels.open_channel(channels.admin_target(target), credentials)
         self._timeout_s = timeout_s
 
     def __enter__(self) -> "AdminClient":
@@ -25,6 +29,11 @@ class AdminClient:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._channel.close()
+
+    def ping(self, service: str = "") -> bool:
+        """Whether the server serves, asked where engines ask; `service` "live": whether it is in order, if only to drain."""
+        with channels.open_channel(self._target, self._credentials) as channel:
+            return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
     def info(self) -> dict[str, Any]:
         """Version, epoch, state, and `counters` by name."""
@@ -60,11 +69,11 @@ class AdminClient:
         """Requests that engines report, as they come, and how many were missed after them. The first answer is empty: from there on all
         is seen. Ends after `seconds`; 0 for never.
         """
-        return _admin_wire.watch_requests(self._channel, key_space_id, seconds)
+        return _admin_wire.watch_requests(self._channel, key_space_id, seconds, self._metadata)
 
     def events(self, key_space_id: int = 0, seconds: float = 0) -> Iterator[tuple[list[dict[str, Any]], int]]:
         """Events as they come, and how many were missed after them. First answer and end as for `watch_requests`."""
-        return _admin_wire.subscribe(self._channel, key_space_id, seconds)
+        return _admin_wire.subscribe(self._channel, key_space_id, seconds, self._metadata)
 
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
         """Begins to drain; the server stops when all has ended or the time is up."""
@@ -80,4 +89,4 @@ class AdminClient:
         return [{**row, **sparse_figures(row)} for row in rows]
 
     def _call(self, name: str, **fields: Any) -> dict[str, Any]:
-        return _admin_wire.call(self._channel, name, self._timeout_s, **fields)
+        return _admin_wire.call(self._channel, name, self._timeout_s, self._metadata, **fields)

@@ -15,9 +15,18 @@ from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
 from hotkv_client import recorder
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
+from hotkv_client.types import Credentials
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
+LIVE = "live"
 MAX_TOKEN_ID = (1 << 31) - 1
+CREDENTIAL_FLAGS = {
+    "tls_ca": "over TCP: PEM file of who signs the server's certificate",
+    "tls_certificate": "over TCP: PEM file of this client's certificate",
+    "tls_key": "over TCP: PEM file of its key",
+    "tls_server_name": "over TCP: name in the server's certificate where it is not the host of --target",
+    "token_file": "over TCP: file with an admin's token",
+}
 
 
 def human_bytes(count: float) -> str:
@@ -96,6 +105,11 @@ def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
         ),
     ]
     return "\n".join(parts)
+
+
+def ping(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Whether the server serves, for probes: exit status 0 if so, 1 if not."""
+    return {"serving": client.ping(LIVE if options.live else "")}
 
 
 def sessions(client: AdminClient, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -298,6 +312,7 @@ def parse_prompt(words: Sequence[str]) -> tuple[bytes, bytes]:
 
 COMMANDS: dict[str, tuple[Command, Callable[[Any, argparse.Namespace], str]]] = {
     "status": (status, show_status),
+    "ping": (ping, lambda answer, options: "serving" if answer["serving"] else "not serving; `hotkv status` says why"),
     "sessions": (sessions, show_sessions),
     "blocks": (blocks, show_blocks),
     "evict": (evict, show_evict),
@@ -316,6 +331,8 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--target", default=os.environ.get("HOTKV_TARGET", DEFAULT_TARGET), help="server (default: $HOTKV_TARGET or %(default)s)"
     )
+    for field, text in CREDENTIAL_FLAGS.items():
+        common.add_argument(f"--{field.replace('_', '-')}", default="", metavar="NAME" if field == "tls_server_name" else "FILE", help=text)
     common.add_argument("--timeout-s", type=float, default=10.0, help="longest wait for an answer (default: %(default)s)")
     common.add_argument("--json", action="store_true", help="print the answer as JSON")
     top = argparse.ArgumentParser(prog="hotkv", description="Inspect a hotkv-server.")
@@ -339,6 +356,7 @@ def parser() -> argparse.ArgumentParser:
     made["evict"].add_argument("hashes", nargs="*", help="block hashes in hexadecimal")
     made["evict"].add_argument("--group", type=int, default=0, help="group of the hashes (default: %(default)s)")
     made["evict"].add_argument("--all", action="store_true", help="drop everything in the key space, or in all")
+    made["ping"].add_argument("--live", action="store_true", help="whether it is in order, also while it drains")
     made["drain"].add_argument("--timeout", type=float, default=0, help="seconds to wait for work in flight (default: the server's)")
     made["explain"].add_argument("prompt", nargs="+", help="token ids, or block hashes in hexadecimal, or @FILE, or - for standard input")
     return top
@@ -349,7 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     run, show = COMMANDS[options.command]
     try:
-        with AdminClient(options.target, options.timeout_s) as client:
+        credentials = Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
+        with AdminClient(options.target, options.timeout_s, credentials) as client:
             answer = run(client, options)
     except HotKVError as error:
         print(f"hotkv: {options.target}: {error.message}", file=sys.stderr)
@@ -359,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if answer is not None:
         print(json.dumps(answer, indent=2) if options.json else show(answer, options))
-    return 0
+    return 1 if options.command == "ping" and not answer["serving"] else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The link: a connection to the server's descriptor socket that lives as long as the session.
 
-Sends the descriptors of the engine's memory, receives read-only ones of arena and table. Its end is the proof that the server can't touch
-the engine's memory any more: the server closes it only then, and the kernel closes it when the server is dead.
+Sends the descriptors of the engine's memory, receives read-only ones of what the session may map. Its end is the proof that the server
+can't touch the engine's memory any more: the server closes it only then, and the kernel closes it when the server is dead.
 """
 
 import contextlib
@@ -27,8 +27,17 @@ def descriptor_socket(target: str) -> Path | None:
     return Path(target.removeprefix("unix:").removeprefix("//")).parent / SOCKET_NAME
 
 
+def fetch_ticket(path: Path, timeout_s: float) -> bytes:
+    """A one-time proof that this process is its user's. Raises OSError where nobody answers, HotKVError where the server refuses."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+        connection.send(_wire.ticket_request())
+        return _wire.ticket(connection.recv(MAX_PACKET_BYTES))
+
+
 class Link:
-    """An open link. `table`: the shared block table, mapped read-only."""
+    """An open link. `table`: the shared block table, mapped read-only; None where this session may not see it."""
 
     def __init__(self, path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float) -> None:
         """Raises OSError where nobody answers, HotKVError where the server refuses."""
@@ -45,8 +54,10 @@ class Link:
             try:
                 if not answer:
                     raise ConnectionError("the server closed the descriptor socket without an answer")
-                _, table_bytes = _wire.link_sizes(answer)
-                self.table = self._map_table(received, table_bytes)
+                arena_bytes, table_bytes = _wire.link_sizes(answer)
+                if len(received) != bool(arena_bytes) + bool(table_bytes):
+                    raise ConnectionError(f"the server sent {len(received)} descriptors, not one for each size")
+                self.table = self._map_table(received[-1], table_bytes) if table_bytes else None
             finally:
                 for fd in received:
                     os.close(fd)
@@ -56,10 +67,8 @@ class Link:
             raise
 
     @staticmethod
-    def _map_table(fds: list[int], num_bytes: int) -> BlockTable:
-        if len(fds) != 2:
-            raise ConnectionError(f"the server sent {len(fds)} descriptors, not arena and table")
-        mapping = mmap.mmap(fds[1], num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    def _map_table(fd: int, num_bytes: int) -> BlockTable:
+        mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         return BlockTable.open(np.frombuffer(mapping, np.uint8))
 
     def wait_closed(self) -> None:

@@ -24,9 +24,9 @@ from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.layout import FENCE_HANDLE
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable
-from hotkv_client import _sparse_wire, _wire
+from hotkv_client import _sparse_wire, _wire, channels
 from hotkv_client.fence import Fence
-from hotkv_client.link import Link, descriptor_socket
+from hotkv_client.link import Link, descriptor_socket, fetch_ticket
 from hotkv_client.selects import Selects
 from hotkv_client.types import (
     BlockRun,
@@ -318,14 +318,17 @@ class Session:
     def _connect_and_serve(self) -> str:
         """One life of the stream; returns why it ended."""
         outbox: queue.SimpleQueue[_wire.Request | None] = queue.SimpleQueue()
-        connection = _Connection(grpc.insecure_channel(self.config.target, _wire.CHANNEL_OPTIONS), outbox, {})
+        metadata = channels.metadata(self.config.target, self.config.credentials)
+        connection = _Connection(channels.open_channel(self.config.target, self.config.credentials), outbox, {})
+        why_no_ticket = ""
         try:
             try:
                 grpc.channel_ready_future(connection.channel).result(self.config.connect_timeout_s)
             except grpc.FutureTimeoutError:
-                return f"no server answers at {self.config.target}"
-            outbox.put(_wire.open_session(self.config))
-            connection.call = _wire.connect(connection.channel, iter(outbox.get, None))
+                return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
+            ticket, why_no_ticket = self._ticket()
+            outbox.put(_wire.open_session(self.config, ticket))
+            connection.call = _wire.connect(connection.channel, iter(outbox.get, None), metadata)
             watchdog = threading.Timer(self.config.connect_timeout_s, connection.call.cancel)
             watchdog.daemon = True
             watchdog.start()
@@ -342,9 +345,20 @@ class Session:
                 self._receive(connection, response)
             return "the server closed the session"
         except grpc.RpcError as error:
-            return str(_wire.as_error(error))
+            refusal = _wire.as_error(error)
+            return f"{refusal}{f' (no ticket: {why_no_ticket})' if refusal.reason is Reason.UNAUTHENTICATED and why_no_ticket else ''}"
         finally:
             self._lose(connection)
+
+    def _ticket(self) -> tuple[bytes, str]:
+        """The proof of this process's user, and why there is none. A server without tenants needs none, so that is no failure yet."""
+        path = descriptor_socket(self.config.target)
+        if path is None:
+            return b"", ""
+        try:
+            return fetch_ticket(path, self.config.connect_timeout_s), ""
+        except (HotKVError, OSError) as error:
+            return b"", str(error)
 
     def _handshake(self, connection: _Connection) -> None:
         """Opens the session, links, and registers memory."""

@@ -221,6 +221,25 @@ class EngineMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Credentials:
+    """How a client proves itself over TCP, and how it knows the server; nothing of it is used on a Unix socket.
+
+    Paths of files, read at each new connection, so that renewed ones are taken up; empty for none. `tls_ca`: who signs the server's
+    certificate, in PEM. `tls_certificate`, `tls_key`: of the client, in PEM. `tls_server_name`: expected in the server's certificate where
+    that is not the host of the target. `token_file`: holds a bearer token.
+    """
+
+    tls_ca: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_server_name: str = ""
+    token_file: str = ""
+
+
+NO_CREDENTIALS = Credentials()
+
+
+@dataclass(frozen=True, slots=True)
 class SessionConfig:
     """How to reach a server and as whom. `target`: `unix:/path/grpc.sock` or `host:port`.
 
@@ -240,6 +259,7 @@ class SessionConfig:
     connect_timeout_s: float = 5.0
     reconnect_initial_s: float = 0.1
     reconnect_max_s: float = 5.0
+    credentials: Credentials = NO_CREDENTIALS
     on_state: Callable[[LinkState, str], None] | None = None
     """Called from a client thread at each change, with one sentence why."""
     on_evicted: Callable[[Evicted], None] | None = None

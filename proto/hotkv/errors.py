@@ -29,6 +29,7 @@ class Reason(enum.IntEnum):
     DEADLINE = 17
     CANCELLED = 18
     INTERNAL = 19
+    UNAUTHENTICATED = 20
 
 
 class HotKVError(Exception):

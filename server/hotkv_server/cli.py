@@ -1,4 +1,4 @@
-"""`hotkv-server`: run the server, check its configuration, or simulate a cache over a trace."""
+"""`hotkv-server`: run the server, check its configuration, compile its kernels ahead, or simulate a cache over a trace."""
 
 import argparse
 import asyncio
@@ -8,13 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hotkv
+from hotkv import native
 from hotkv_server.simulate import command as simulation
 
 USAGE_ERROR = 2
+KERNELS = (
+    "hotkv.kernels",
+    "hotkv.sparse.kernels",
+    "hotkv_server.core.kernels",
+    "hotkv_server.core.policies.kernels",
+    "hotkv_server.dataplane.kernels",
+)
+"""All modules with kernels that a server loads."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 where it could not start, 2 for bad settings or input."""
+    """Entry point; returns the exit status: 0, 1 where it could not start, 2 for bad settings or input. A broken invariant ends with 70."""
     parser = argparse.ArgumentParser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument("--version", action="version", version=f"hotkv-server {hotkv.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -25,14 +34,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--check", action="store_true", help="check the settings, print them as JSON, and exit")
     run.add_argument("--reset", action="store_true", help="start with an empty cache, whatever an earlier server has left")
     run.add_argument("--help-settings", action="store_true", help="list all settings and exit")
+    commands.add_parser("compile", help="compile the kernels, so that the first start need not; NUMBA_CACHE_DIR says where to")
     simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
     simulation.add_arguments(simulate)
     known, flags = parser.parse_known_args(arguments)
     if known.command == "run":
         return _run(known, flags)
     if flags:
-        simulate.error(f"unknown arguments: {' '.join(flags)}")
+        parser.error(f"unknown arguments: {' '.join(flags)}")
+    if known.command == "compile":
+        return _compile()
     return simulation.run(known)
+
+
+def _compile() -> int:
+    for name in KERNELS:
+        if native.load(name) is None:
+            print("hotkv-server: numba is not installed or HOTKV_DISABLE_NUMBA is set: there is nothing to compile", file=sys.stderr)
+            return 1
+    return 0
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:

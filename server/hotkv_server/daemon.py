@@ -1,39 +1,47 @@
 """The daemon: bind, map, prefault, then ready; on SIGTERM drain, then stop.
 
-Owns the order of start and stop, and the lock on the runtime directory: the second server on one directory refuses.
+Owns the order of start and stop, and the lock on the runtime directory: the second server on one directory refuses. Where the core's books
+turn out to be wrong it closes nothing and saves nothing, but ends like one that was killed, with BROKEN_STATUS.
 """
 
 import asyncio
 import ctypes
+import errno
 import gc
 import logging
 import mmap
 import os
+import resource
 import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import hotkv
 from hotkv import native
 from hotkv.keys import KeySpace
+from hotkv_server import systemd
+from hotkv_server.access import check_places, make_endpoints, make_gate, tenant_shares
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.http_endpoint import HttpServer
-from hotkv_server.memory.arena import BusyError, NodeMemory, clear, lock_file
+from hotkv_server.memory import guard, limits
+from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, BusyError, NodeMemory, clear, lock_file
 from hotkv_server.rpc.descriptors import DescriptorServer
 from hotkv_server.rpc.server import RpcServer
-from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.health import keep_checking
+from hotkv_server.runtime.node import STALLED_WORK_S, Node
 from hotkv_server.runtime.takeover import take_over
 from hotkv_server.runtime.verify import Verifier
+from hotkv_server.security.hygiene import UnsafeError, check_files, check_runtime_dir
+from hotkv_server.security.tickets import Tickets
 from hotkv_server.settings import EventSettings, Settings
 
 if TYPE_CHECKING:
@@ -41,7 +49,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STALLED_LOOP_S = 5.0
+BROKEN_STATUS = 70
+"""Exit status after a broken invariant (EX_SOFTWARE); a service manager starts the server again."""
+LAST_WORDS_S = 0.5
+"""How long a server whose invariant broke goes on, to say so."""
+STOP_S = 40.0
+"""Longest time that a stop takes beside draining: transfers in flight, sessions, files."""
+PRIVATE_UMASK = 0o077
+"""Nothing that the server makes is open to others, unless it says so itself."""
+ARENA_MODE = 0o600
+"""Clients get descriptors, so nobody else need open the files."""
+MAX_BLOCKS_PER_CALL = 1 << 17
+"""The event loop serves nobody else during a call: some 20 ms to find so many."""
 UNUSED_LIBRARIES = ("libllvmlite", "openblas")
 """The compiler behind numba's cached kernels, and numpy's linear algebra."""
 SWITCH_INTERVAL_S = 0.0005
@@ -55,30 +74,118 @@ class StartError(Exception):
 def lock_runtime_dir(directory: Path) -> int:
     """Descriptor of the locked directory. Raises StartError, with the other server's pid, where it is taken."""
     try:
-        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        return lock_file(directory / "lock")
+        check_runtime_dir(directory)
+        check_files([directory / LOCK_FILE])
+        return lock_file(directory / LOCK_FILE)
+    except UnsafeError as error:
+        raise StartError(f"runtime_dir: {error}") from error
     except BusyError as error:
         raise StartError(f"runtime_dir: {error}") from error
     except OSError as error:
         raise StartError(f"runtime_dir: {error}; choose a directory this user may write, with --runtime-dir") from error
 
 
-def notify_systemd(state: str) -> None:
-    """Tells systemd, where it listens (sd_notify)."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier:
-            notifier.connect("\0" + address[1:] if address.startswith("@") else address)
-            notifier.sendall(state.encode())
+def raise_file_limit() -> None:
+    """Each session holds some descriptors; the soft limit is often 1024, and only the hard one is meant."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def feed_watchdog(is_healthy: Callable[[], bool]) -> None:
-    """Tells systemd's watchdog, where it asks for it, that the event loop and the copy threads are alive; a server that hangs is killed."""
-    interval_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 2e6
-    while interval_s > 0:
-        if is_healthy():
-            notify_systemd("WATCHDOG=1")
-        await asyncio.sleep(interval_s)
+def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
+    """Arena and table; says what the machine does not grant. Raises StartError."""
+    arena = settings.arena
+    granted = limits.cgroup_bytes()
+    if granted < arena.bytes:
+        log.warning(
+            "arena.bytes=%d is more than the memory limit of this service or container (%d bytes): unless most of the arena is there "
+            "already, the kernel will kill the server; raise the limit or lower arena.bytes", arena.bytes, granted,
+        )  # fmt: skip
+    if limits.memlock_bytes() < arena.bytes:
+        log.info("locked memory is limited to %d bytes: enough for engines on CPU, too little to pin the arena", limits.memlock_bytes())
+    try:
+        if reset:
+            clear(settings.arena_dir)
+        with systemd.patience("bringing the arena in", lambda: limits.allocated_bytes(settings.arena_dir / ARENA_FILE)):
+            memory = NodeMemory.open(
+                settings.arena_dir,
+                arena.bytes,
+                arena.slab_bytes,
+                arena.capacity,
+                secrets.randbits(62) | 1,
+                ARENA_MODE,
+                prefault=arena.prefault,
+            )
+    except BusyError as error:
+        raise StartError(f"arena.dir: {error}") from error
+    except OSError as error:
+        full = "; not enough memory is free: lower arena.bytes" if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT) else ""
+        raise StartError(f"arena: {error}{full}") from error
+    if arena.prefault and memory.leftover is None and not memory.arena.huge_bytes:
+        log.warning("no huge pages, so copies are slower: %s", limits.why_no_huge_pages())
+    return memory
+
+
+def listen_http(settings: Settings, node: Node) -> HttpServer | None:
+    """HTTP, where it is wanted. Raises StartError."""
+    http = settings.http
+    try:
+        return HttpServer(http.host, http.port, node) if http.port >= 0 else None
+    except OSError as error:
+        raise StartError(
+            f"http.port: can't listen on {http.host}:{http.port} ({error.strerror}); choose another with --http.port (0 for any free one, "
+            "-1 for none), and an address of this machine for http.host"
+        ) from error
+
+
+def watch_all(node: Node, settings: Settings, copies: HostCopyEngine, http: HttpServer | None, publisher: "ZmqPublisher | None") -> None:
+    """Names everything that must be alive besides what the node watches itself."""
+    health = node.health
+    health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
+    for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
+        health.watch(f"the socket {path.name}", path.is_socket)
+    if http is not None:
+        health.watch("the HTTP thread", http.is_alive, http.stalled_s)
+    if publisher is not None:
+        health.watch("the event publisher", publisher.is_alive, publisher.stalled_s, STALLED_WORK_S)
+
+
+class Herald:
+    """Tells gRPC's health service and systemd how the server is."""
+
+    def __init__(self, node: Node, rpc: RpcServer) -> None:
+        self._node = node
+        self._rpc = rpc
+        self._said = ""
+
+    async def tell(self) -> None:
+        """How it is now; feeds the watchdog where all is well."""
+        node, problems = self._node, self._node.health.problems(time.monotonic())
+        draining = node.core.draining
+        await self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
+        says = "; ".join((*problems, *(["draining"] if draining else []))) or "serving"
+        if says != self._said:
+            self._said = says
+            systemd.notify(f"STATUS={says}", *(["STOPPING=1", systemd.extension(node.drain_timeout_s + STOP_S)] if draining else []))
+        if not problems:
+            systemd.notify("WATCHDOG=1")
+
+
+async def end_broken(node: Node, herald: Herald) -> NoReturn:
+    """Says that the books are wrong, and ends the process as a kill would."""
+    node.abandon()
+    await herald.tell()
+    await asyncio.sleep(LAST_WORDS_S)
+    log.critical("ends status=%d; the next start keeps the blocks that hold", BROKEN_STATUS)
+    logging.shutdown()
+    os._exit(BROKEN_STATUS)
+
+
+async def wait_for_end(node: Node) -> None:
+    """Returns when the node has drained or an invariant has broken."""
+    waits = [asyncio.create_task(event.wait()) for event in (node.drained, node.health.broken)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def trim_memory() -> None:
@@ -144,23 +251,16 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     `reset`: forget what an earlier server has left.
     """
     started_s = time.monotonic()
+    os.umask(PRIVATE_UMASK)
+    guard.install()
+    raise_file_limit()
     lock_fd = lock_runtime_dir(settings.runtime_dir)
-    native.load("hotkv.kernels")
     try:
-        if reset:
-            clear(settings.arena_dir)
-        memory = NodeMemory.open(
-            settings.arena_dir,
-            settings.arena.bytes,
-            settings.arena.slab_bytes,
-            settings.arena.capacity,
-            secrets.randbits(62) | 1,
-            prefault=settings.arena.prefault,
-        )
-    except BusyError as error:
-        raise StartError(f"arena.dir: {error}") from error
-    except OSError as error:
-        raise StartError(f"arena: {error}") from error
+        check_places(settings)
+    except (UnsafeError, OSError) as error:
+        raise StartError(f"refused to start: {error}") from error
+    native.load("hotkv.kernels")
+    memory = open_memory(settings, reset=reset)
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_bytes,
@@ -168,7 +268,9 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         lease_ttl_s=settings.leases.ttl_s,
         unadmitted_share=settings.leases.unadmitted_share,
         held_share=settings.leases.held_share,
+        max_blocks_per_call=MAX_BLOCKS_PER_CALL,
         check_stride=settings.integrity.stride,
+        tenants=tenant_shares(settings.security),
     )
     core = CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity))
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
@@ -179,21 +281,18 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     publisher = make_publisher(settings.events)
     copy_engine = HostCopyEngine(settings.copy_.num_threads)
     node = Node(core, memory, copy_engine, publisher, verifier)
-    node.start(settings.integrity.scrub_bytes_per_s)
-
-    def is_ready() -> bool:
-        return not node.core.draining and copy_engine.is_alive() and time.monotonic() - node.last_tick_s < STALLED_LOOP_S
-
-    mode = int(settings.security.socket_mode, 8)
-    try:
-        rpc = RpcServer(node, settings.grpc_socket, mode, settings.tcp_address, has_descriptor_socket=True)
-        uids = frozenset({os.getuid(), 0, *settings.security.allowed_uids})
-        descriptors = DescriptorServer(node, settings.descriptor_socket, mode, uids)
-        http = HttpServer(settings.http.host, settings.http.port, node, is_ready) if settings.http.port >= 0 else None
-    except (OSError, RuntimeError) as error:
-        raise StartError(f"can't listen: {error}") from error
-    await rpc.start()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(node.health.on_loop_error)
+    node.start(settings.integrity.scrub_bytes_per_s)
+    gate, tickets, endpoints = make_gate(settings.security), Tickets(), make_endpoints(settings)
+    try:
+        rpc = RpcServer(node, gate, tickets, endpoints)
+        uids = frozenset({os.getuid(), 0, *settings.security.allowed_uids})
+        descriptors = DescriptorServer(node, settings.descriptor_socket, endpoints.socket_mode, uids, gate, tickets)
+    except (OSError, RuntimeError, ValueError, UnsafeError) as error:
+        raise StartError(f"can't listen: {error}") from error
+    http = listen_http(settings, node)
+    await rpc.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.drain, settings.drain_timeout_s)
     if settings.arena.prefault:
@@ -203,17 +302,20 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     gc.freeze()
     trim_memory()
     log.info(
-        "ready version=%s socket=%s arena_bytes=%d huge_bytes=%d copy_threads=%d http_port=%s kernels=%s start_s=%.2f",
+        "ready version=%s socket=%s arena_bytes=%d huge_bytes=%d copy_threads=%d http_port=%s tcp_port=%s kernels=%s start_s=%.2f",
         hotkv.__version__, settings.grpc_socket, settings.arena.bytes, memory.arena.huge_bytes, settings.copy_.num_threads,
-        http.port if http else "none", native.available(), time.monotonic() - started_s,
+        http.port if http else "none", rpc.tcp_port or "none", native.available(), time.monotonic() - started_s,
     )  # fmt: skip
-    notify_systemd(f"READY=1\nSTATUS=serving on {settings.grpc_socket}")
-
-    watchdog = asyncio.create_task(feed_watchdog(copy_engine.is_alive))
-    await node.drained.wait()
-    watchdog.cancel()
-    notify_systemd("STOPPING=1")
-    await rpc.set_serving(False)
+    systemd.notify("READY=1")
+    watch_all(node, settings, copy_engine, http, publisher)
+    herald = Herald(node, rpc)
+    checking = asyncio.create_task(keep_checking(node.health, herald.tell), name="health")
+    node.health.watch_task(checking)
+    await wait_for_end(node)
+    if node.health.breach:
+        await end_broken(node, herald)
+    checking.cancel()
+    await herald.tell()
     await rpc.stop(0.5)
     await node.close()
     descriptors.close()

@@ -1,12 +1,13 @@
 """HTTP for probes and Prometheus: /metrics, /livez, /readyz.
 
-Runs on threads of its own and asks the event loop for figures, so an answer also proves that the loop turns.
+Runs on threads of its own and asks the event loop for figures, so an answer also proves that the loop turns. /livez fails where only a
+restart helps, /readyz also while the server drains; both say what it is.
 """
 
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
@@ -14,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from hotkv.counters import SPARSE_COUNTERS
+from hotkv.errors import Reason
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.stats import counters, gauges
@@ -30,9 +32,10 @@ class _NodeCollector(Collector):
 
     def collect(self) -> list[Metric]:
         async def read() -> tuple[dict[str, float], dict[str, float], list[Metric]]:
-            return counters(self._node), gauges(self._node), _sparse_metrics(self._node.sparse)
+            labelled = [*_sparse_metrics(self._node.sparse), _refusals(self._node)]
+            return counters(self._node), gauges(self._node), labelled
 
-        totals, levels, of_sparse = asyncio.run_coroutine_threadsafe(read(), self._loop).result(ANSWER_TIMEOUT_S)
+        totals, levels, labelled = asyncio.run_coroutine_threadsafe(read(), self._loop).result(ANSWER_TIMEOUT_S)
         metrics: list[Metric] = []
         for name, value in totals.items():
             metrics.append(
@@ -40,10 +43,18 @@ class _NodeCollector(Collector):
             )
         for name, value in levels.items():
             metrics.append(GaugeMetricFamily(f"hotkv_{name}", name.replace("_", " "), value=value))
-        return metrics + of_sparse
+        return metrics + labelled
 
     def describe(self) -> list[Metric]:
         return []
+
+
+def _refusals(node: Node) -> Metric:
+    """How often each reason was given."""
+    family = CounterMetricFamily("hotkv_refused_by_reason", "refusals by reason, since start", labels=["reason"])
+    for reason in Reason:
+        family.add_metric([reason.name.lower()], float(node.refusals[reason]))
+    return family
 
 
 def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
@@ -62,10 +73,27 @@ def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
     return [*metrics, latency]
 
 
-class HttpServer:
-    """Serves until closed. `is_ready` is asked on each /readyz."""
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    last_turn_s = 0.0
 
-    def __init__(self, host: str, port: int, node: Node, is_ready: Callable[[], bool]) -> None:
+    def service_actions(self) -> None:
+        """Called once a turn, twice a second at least."""
+        self.last_turn_s = time.monotonic()
+
+
+def _probe(node: Node, *, also_draining: bool) -> tuple[int, bytes]:
+    """Status and body of a probe."""
+    problems = node.health.problems(time.monotonic())
+    if also_draining and node.core.draining:
+        problems += ("the server drains",)
+    return (503, ("\n".join(problems) + "\n").encode()) if problems else (200, b"ok\n")
+
+
+class HttpServer:
+    """Serves until closed. Raises OSError where it can't listen."""
+
+    def __init__(self, host: str, port: int, node: Node) -> None:
         registry = CollectorRegistry()
         loop = asyncio.get_running_loop()
         registry.register(_NodeCollector(node, loop))
@@ -87,28 +115,32 @@ class HttpServer:
                 self.wfile.write(body)
 
             def _answer(self, path: str) -> tuple[int, bytes]:
-                async def ready() -> bool:
-                    return is_ready()
+                async def probe() -> tuple[int, bytes]:
+                    return _probe(node, also_draining=path == "/readyz")
 
                 match path:
                     case "/metrics":
                         return 200, generate_latest(registry)
-                    case "/livez":
-                        asyncio.run_coroutine_threadsafe(ready(), loop).result(ANSWER_TIMEOUT_S)
-                        return 200, b"ok\n"
-                    case "/readyz":
-                        if asyncio.run_coroutine_threadsafe(ready(), loop).result(ANSWER_TIMEOUT_S):
-                            return 200, b"ok\n"
-                        return 503, b"not ready\n"
+                    case "/livez" | "/readyz":
+                        return asyncio.run_coroutine_threadsafe(probe(), loop).result(ANSWER_TIMEOUT_S)
                 return 404, b"try /metrics, /livez or /readyz\n"
 
             def log_message(self, format: str, *args: object) -> None:
                 """Probes are not logged."""
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Listener((host, port), Handler)
+        self._server.last_turn_s = time.monotonic()
         self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, name="hotkv-http", daemon=True).start()
+        self._thread = threading.Thread(target=self._server.serve_forever, name="hotkv-http", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """False where the thread has died."""
+        return self._thread.is_alive()
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long ago the thread last took something up; it does so all the time."""
+        return now_s - self._server.last_turn_s
 
     def close(self) -> None:
         """Stops listening."""

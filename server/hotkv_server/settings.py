@@ -5,6 +5,7 @@ Every setting has a unit and a default here; `deploy/hotkv.toml` shows them all.
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,19 +139,87 @@ class EventSettings(BaseModel, extra="forbid"):
         return self
 
 
+Uid = Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
+TokenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""SHA-256 of a token, in hexadecimal: `printf %s "$token" | sha256sum`."""
+
+
+class TenantSettings(BaseModel, extra="forbid"):
+    """A tenant: what it is known by, of which any one is enough, and what it may have."""
+
+    name: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")] = Field(
+        description="As engines name it in hotkv.tenant; empty for engines that name none."
+    )
+    uids: list[Uid] = Field([], description="User ids of its processes on this node.")
+    gids: list[Uid] = Field([], description="Group ids of its processes on this node, supplementary ones too.")
+    token_sha256: list[TokenDigest] = Field([], description="SHA-256 of its tokens for TCP, hexadecimal.")
+    certificate_names: list[str] = Field([], description="Names in its client certificates for TCP: common name or alternative name.")
+    guaranteed_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
+        ByteSize(0), description="Memory that other tenants' blocks never take from it."
+    )
+    burst_bytes: Annotated[ByteSize, Field(ge=0)] = Field(ByteSize(0), description="Most memory that it may have; 0 for no bound.")
+    table: Literal["mapped", "rpc"] = Field(
+        "rpc", description="mapped: it may map the block table, which shows hashes of all tenants' blocks; rpc: it looks up by calls."
+    )
+    max_sessions: Annotated[int, Field(ge=0)] = Field(0, description="Most sessions at a time; 0 for no bound of its own.")
+
+    @model_validator(mode="after")
+    def _can_be_known(self) -> "TenantSettings":
+        if not (self.uids or self.gids or self.token_sha256 or self.certificate_names):
+            raise ValueError("must list at least one of uids, gids, token_sha256, certificate_names")
+        if self.burst_bytes and self.burst_bytes < self.guaranteed_bytes:
+            raise ValueError("burst_bytes must not be smaller than guaranteed_bytes")
+        return self
+
+
+class TlsSettings(BaseModel, extra="forbid"):
+    """TLS on TCP, with PEM files that are read again when they change."""
+
+    certificate: Path | None = Field(None, description="The server's certificate, with intermediate ones.")
+    key: Path | None = Field(None, description="Its private key; not readable by others.")
+    client_ca: Path | None = Field(None, description="Who signs client certificates, which are then demanded of every client.")
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "TlsSettings":
+        if (self.certificate is None) != (self.key is None) or (self.client_ca is not None and self.key is None):
+            raise ValueError("certificate and key must be set together, and client_ca only with them")
+        return self
+
+
 class SecuritySettings(BaseModel, extra="forbid"):
-    """Who may connect."""
+    """Who may do what."""
 
-    socket_mode: str = Field("0660", description="Mode of the Unix sockets, octal.")
+    socket_mode: str = Field("0660", description="Mode of the Unix sockets grpc.sock and fd.sock, octal.")
+    admin_socket: Path | None = Field(None, description="Path of the admin socket. Default: admin.sock in runtime_dir.")
+    admin_socket_mode: str = Field("0600", description="Mode of the admin socket, octal.")
     allowed_uids: list[int] = Field([], description="User ids besides the server's own and root's that may share memory with it.")
-    tcp_insecure: bool = Field(False, description="Serve TCP without TLS: anybody who reaches the port may use the cache.")
+    tenants: list[TenantSettings] = Field([], description="Tenants. With any, every session must prove that it acts for one of them.")
+    tls: TlsSettings = Field(default_factory=lambda: TlsSettings())  # type: ignore[call-arg]
+    tcp_insecure: bool = Field(False, description="Serve TCP without TLS: whoever reaches the network reads and changes what goes over it.")
+    tcp_reflection: bool = Field(False, description="Describe the services over TCP, too.")
+    admin_on_tcp: bool = Field(False, description="Serve the admin API and events over TCP, too, to the admins below.")
+    admin_token_sha256: list[TokenDigest] = Field([], description="SHA-256 of admins' tokens for TCP, hexadecimal.")
+    admin_certificate_names: list[str] = Field([], description="Names in admins' client certificates for TCP.")
 
-    @field_validator("socket_mode")
+    @field_validator("socket_mode", "admin_socket_mode")
     @classmethod
     def _octal(cls, value: str) -> str:
-        if not value.isdigit() or int(value, 8) > 0o777:
+        if not re.fullmatch("[0-7]{3,4}", value) or int(value, 8) > 0o777:
             raise ValueError("must be an octal mode such as 0660")
         return value
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "SecuritySettings":
+        names = [tenant.name for tenant in self.tenants]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"tenants: {twice[0]!r} is there twice")
+        if self.admin_on_tcp and not (self.admin_token_sha256 or self.admin_certificate_names):
+            raise ValueError("admin_on_tcp needs admin_token_sha256 or admin_certificate_names")
+        named = any(t.certificate_names for t in self.tenants) or bool(self.admin_certificate_names)
+        if named and self.tls.client_ca is None:
+            raise ValueError("certificate_names need tls.client_ca: without it no client shows a certificate")
+        return self
 
 
 class Settings(BaseSettings):
@@ -158,7 +227,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="HOTKV_", env_nested_delimiter="__", extra="forbid", cli_kebab_case=True)
 
-    runtime_dir: Path = Field(Path("/run/hotkv"), description="Directory of the sockets grpc.sock and fd.sock and of the lock.")
+    runtime_dir: Path = Field(Path("/run/hotkv"), description="Directory of the sockets grpc.sock, fd.sock, admin.sock and of the lock.")
     tcp_address: str = Field("", description="host:port to serve gRPC on besides the Unix socket; empty for none.")
     policy: Literal["hotness", "lru", "arc", "s3fifo"] = Field("hotness", description="Which blocks are evicted first.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
@@ -175,8 +244,23 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _tcp_is_meant(self) -> "Settings":
-        if self.tcp_address and not self.security.tcp_insecure:
-            raise ValueError("tcp_address is set, but TCP has no authentication yet: set security.tcp_insecure = true if that is meant")
+        security = self.security
+        if not self.tcp_address or security.tcp_insecure:
+            return self
+        if security.tls.key is None:
+            raise ValueError("tcp_address needs security.tls.certificate and key, or security.tcp_insecure = true if that is meant")
+        if security.tls.client_ca is None and not security.tenants:
+            raise ValueError(
+                "tcp_address lets everybody in: set security.tls.client_ca, or security.tenants with token_sha256, or "
+                "security.tcp_insecure = true if that is meant"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "Settings":
+        promised = sum(tenant.guaranteed_bytes for tenant in self.security.tenants)
+        if promised > self.arena.bytes:
+            raise ValueError(f"security.tenants: guaranteed_bytes come to {promised}, more than the {self.arena.bytes} of arena.bytes")
         return self
 
     @classmethod
@@ -205,6 +289,10 @@ class Settings(BaseSettings):
     @property
     def descriptor_socket(self) -> Path:
         return self.runtime_dir / "fd.sock"
+
+    @property
+    def admin_socket(self) -> Path:
+        return self.security.admin_socket or self.runtime_dir / "admin.sock"
 
 
 def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Settings:

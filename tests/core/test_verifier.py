@@ -9,6 +9,7 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, Run
 from hotkv_server.dataplane.checks import add_sums
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.runtime.takeover import UseNotes
 from hotkv_server.runtime.verify import Verifier
 from tests.core.support import make_key_space, make_table, words_of
 
@@ -96,3 +97,15 @@ def test_a_pass_of_the_scrubber_sees_every_block_once(arena: Arena) -> None:
     while len(batch := arena.verifier.next_batch()):
         seen += batch.tolist()
     assert sorted(seen) == sorted([*range(4, 11), *range(1, 11)])
+
+
+@pytest.mark.parametrize("num_parts", [1, 3, 7, 50])
+def test_times_of_last_use_are_taken_in_parts(arena: Arena, num_parts: int) -> None:
+    """What comes while they are taken is not known yet; what goes is no ready block."""
+    notes = UseNotes(arena.core)
+    taken = [notes.take(num_parts) for _ in range(num_parts)]
+    assert all(part is None for part in taken[:-1]) and taken[-1] is not None
+    assert taken[-1][arena.entries(range(10))] == pytest.approx(1.0, abs=0.001)
+    arena.core.evict(1, 0, words_of([3]))
+    again = [notes.take(num_parts) for _ in range(num_parts)][-1]
+    assert again is not None and int(np.isnan(again).sum()) == len(again) - 9

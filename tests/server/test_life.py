@@ -112,7 +112,8 @@ def test_a_killed_server_settles_transfers_and_comes_back(tmp_path: Path, kind: 
         with pytest.raises(SessionLostError):
             engine.session.acquire("x", [GroupHashes(0, blocks)]).result(5)
         server.__exit__()
-        (folder / "run").rename(folder / "old")
+        for name in ("run", "arena"):
+            (folder / name).rename(folder / f"old-{name}")
         with restart(server, folder) as again:
             again.wait_ready()
             assert engine.session.wait_connected(20)

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -21,6 +21,7 @@ from hotkv.results import BlockResult, TransferStatus
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
 from hotkv_client import BlockRun, EngineMemory, GroupHashes, LinkState, LoadRun, Role, _wire
 from hotkv_client.admin import AdminClient
+from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
 from hotkv_server.rpc.errors import CODES
 
@@ -137,35 +138,44 @@ def test_a_scheduler_without_memory_can_not_transfer(server: Server, stored: tup
     bare.close()
 
 
-def unary(server: Server, call: Callable[[grpc.Channel], Any]) -> tuple[grpc.StatusCode, int]:
-    with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as caught:
-        call(channel)
+def unary(server: Server, call: "Callable[[Channels], Any]") -> tuple[grpc.StatusCode, int]:
+    with (
+        grpc.insecure_channel(server.target) as users,
+        grpc.insecure_channel(admin_target(server.target)) as admins,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        call(Channels(users, admins))
     return caught.value.code(), reason_of(caught.value)
+
+
+class Channels(NamedTuple):
+    users: grpc.Channel
+    admins: grpc.Channel
 
 
 def test_refusals_of_unary_calls(server: Server, stored: tuple[PagedEngine, list[bytes]]) -> None:
     before = state(server)
     cache, admin = cache_pb2_grpc.CacheServiceStub, admin_pb2_grpc.AdminServiceStub
     groups = [cache_pb2.GroupHashes(hashes=b"x" * 33)]
-    cases: list[tuple[Callable[[grpc.Channel], Any], Reason]] = [
-        (lambda c: cache(c).Lookup(cache_pb2.LookupRequest()), Reason.INVALID_FIELD),
-        (lambda c: cache(c).Lookup(cache_pb2.LookupRequest(session_id="guess")), Reason.UNKNOWN_SESSION),
-        (lambda c: cache(c).Lookup(cache_pb2.LookupRequest(key_space_id=999)), Reason.UNKNOWN_KEY_SPACE),
-        (lambda c: cache(c).Lookup(cache_pb2.LookupRequest(key_space_id=-1)), Reason.UNKNOWN_KEY_SPACE),
-        (lambda c: cache(c).Lookup(cache_pb2.LookupRequest(key_space_id=1, groups=groups)), Reason.INVALID_HASH),
-        (lambda c: cache(c).AcquireLease(cache_pb2.AcquireLeaseRequest(lease_id="x")), Reason.UNKNOWN_SESSION),
-        (lambda c: cache(c).ReserveBlocks(cache_pb2.ReserveBlocksRequest(session_id="y")), Reason.UNKNOWN_SESSION),
-        (lambda c: cache(c).ReleaseLease(cache_pb2.ReleaseLeaseRequest(session_id="y")), Reason.UNKNOWN_SESSION),
-        (lambda c: cache(c).Load(cache_pb2.LoadRequest()), Reason.UNKNOWN_SESSION),
-        (lambda c: cache(c).Store(cache_pb2.StoreRequest()), Reason.UNKNOWN_SESSION),
-        (lambda c: cache(c).CancelTransfer(cache_pb2.CancelTransferRequest()), Reason.UNKNOWN_SESSION),
-        (lambda c: admin(c).Evict(admin_pb2.EvictRequest()), Reason.INVALID_FIELD),
-        (lambda c: admin(c).Evict(admin_pb2.EvictRequest(hashes=b"1" * 32, all=True)), Reason.INVALID_FIELD),
-        (lambda c: admin(c).Evict(admin_pb2.EvictRequest(key_space_id=77, all=True)), Reason.UNKNOWN_KEY_SPACE),
-        (lambda c: admin(c).ListBlocks(admin_pb2.ListBlocksRequest(page_size=1 << 30)), Reason.INVALID_FIELD),
-        (lambda c: admin(c).ListBlocks(admin_pb2.ListBlocksRequest(page_token="../..")), Reason.INVALID_FIELD),
-        (lambda c: admin(c).Explain(admin_pb2.ExplainRequest()), Reason.INVALID_FIELD),
-        (lambda c: admin(c).Explain(admin_pb2.ExplainRequest(key_space_id=1, hashes=b"odd")), Reason.INVALID_HASH),
+    cases: list[tuple[Callable[[Channels], Any], Reason]] = [
+        (lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest()), Reason.INVALID_FIELD),
+        (lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest(session_id="guess")), Reason.UNKNOWN_SESSION),
+        (lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest(key_space_id=999)), Reason.UNKNOWN_KEY_SPACE),
+        (lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest(key_space_id=-1)), Reason.UNKNOWN_KEY_SPACE),
+        (lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest(key_space_id=1, groups=groups)), Reason.INVALID_HASH),
+        (lambda c: cache(c.users).AcquireLease(cache_pb2.AcquireLeaseRequest(lease_id="x")), Reason.UNKNOWN_SESSION),
+        (lambda c: cache(c.users).ReserveBlocks(cache_pb2.ReserveBlocksRequest(session_id="y")), Reason.UNKNOWN_SESSION),
+        (lambda c: cache(c.users).ReleaseLease(cache_pb2.ReleaseLeaseRequest(session_id="y")), Reason.UNKNOWN_SESSION),
+        (lambda c: cache(c.users).Load(cache_pb2.LoadRequest()), Reason.UNKNOWN_SESSION),
+        (lambda c: cache(c.users).Store(cache_pb2.StoreRequest()), Reason.UNKNOWN_SESSION),
+        (lambda c: cache(c.users).CancelTransfer(cache_pb2.CancelTransferRequest()), Reason.UNKNOWN_SESSION),
+        (lambda c: admin(c.admins).Evict(admin_pb2.EvictRequest()), Reason.INVALID_FIELD),
+        (lambda c: admin(c.admins).Evict(admin_pb2.EvictRequest(hashes=b"1" * 32, all=True)), Reason.INVALID_FIELD),
+        (lambda c: admin(c.admins).Evict(admin_pb2.EvictRequest(key_space_id=77, all=True)), Reason.UNKNOWN_KEY_SPACE),
+        (lambda c: admin(c.admins).ListBlocks(admin_pb2.ListBlocksRequest(page_size=1 << 30)), Reason.INVALID_FIELD),
+        (lambda c: admin(c.admins).ListBlocks(admin_pb2.ListBlocksRequest(page_token="../..")), Reason.INVALID_FIELD),
+        (lambda c: admin(c.admins).Explain(admin_pb2.ExplainRequest()), Reason.INVALID_FIELD),
+        (lambda c: admin(c.admins).Explain(admin_pb2.ExplainRequest(key_space_id=1, hashes=b"odd")), Reason.INVALID_HASH),
     ]
     for call, reason in cases:
         assert unary(server, call) == (CODES[reason], int(reason))
@@ -204,6 +214,9 @@ def test_refusals_of_openings(server: Server, stored: tuple[PagedEngine, list[by
         (opening(one, protocol_version=99), Reason.VERSION_MISMATCH, "protocol_version"),
         (opening(one, engine_id=""), Reason.INVALID_FIELD, "engine_id"),
         (opening(one, engine_id="e" * 1000), Reason.TOO_LARGE, "engine_id"),
+        (opening(one, engine_id="e\nINFO forged"), Reason.INVALID_FIELD, "engine_id"),
+        (opening(one, client_name="c\x1b[2J"), Reason.INVALID_FIELD, "client_name"),
+        (opening(one, key_space__model="m" * (256 << 10)), Reason.TOO_LARGE, "key_space"),
         (opening(one, role=0), Reason.INVALID_FIELD, "role"),
         (opening(one, role=42), Reason.INVALID_FIELD, "role"),
         (opening(one, key_space__weights_identity=""), Reason.INVALID_FIELD, "weights_identity"),
@@ -232,6 +245,7 @@ def change_layout(engine: PagedEngine, change: Callable[[layout_pb2.Layout], Any
 
 LAYOUT_CHANGES: list[tuple[Callable[[layout_pb2.Layout], Any], Reason, str]] = [
     (lambda m: setattr(m, "shard_index", 3), Reason.INVALID_LAYOUT, "shard_index"),
+    (lambda m: setattr(m, "name", "x\n"), Reason.INVALID_FIELD, "layout.name"),
     (lambda m: setattr(m, "block_count", 0), Reason.INVALID_LAYOUT, "block_count"),
     (lambda m: setattr(m, "block_count", 1 << 40), Reason.INVALID_LAYOUT, "block_count"),
     (lambda m: setattr(m, "block_count", 65), Reason.INVALID_LAYOUT, "beyond"),
@@ -303,15 +317,17 @@ def test_the_descriptor_socket_refuses(server: Server, stored: tuple[PagedEngine
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=400))
 def test_random_bytes_do_no_harm(server: Server, data: bytes) -> None:
-    with grpc.insecure_channel(server.target) as channel:
+    with grpc.insecure_channel(server.target) as channel, grpc.insecure_channel(admin_target(server.target)) as admins:
         for method in ("CacheService/Lookup", "CacheService/Load", "CacheService/Store", "AdminService/Explain", "AdminService/ListBlocks"):
-            call = channel.unary_unary(f"/hotkv.v1.{method}", request_serializer=bytes, response_deserializer=bytes)
+            call = (admins if "Admin" in method else channel).unary_unary(
+                f"/hotkv.v1.{method}", request_serializer=bytes, response_deserializer=bytes
+            )
             try:
                 call(data, timeout=5)
             except grpc.RpcError as error:
                 assert reason_of(error) != Reason.INTERNAL, error
         for method in ("AdminService/WatchRequests", "EventService/Subscribe"):
-            watch = channel.unary_stream(f"/hotkv.v1.{method}", request_serializer=bytes, response_deserializer=bytes)
+            watch = admins.unary_stream(f"/hotkv.v1.{method}", request_serializer=bytes, response_deserializer=bytes)
             answers = watch(data, timeout=5)
             try:
                 next(answers)

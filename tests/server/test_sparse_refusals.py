@@ -107,7 +107,7 @@ def test_a_select_config_that_makes_no_sense_is_refused(sparse_engine: Make, fie
         ({"sequences": [{"sequence_id": "s", "positions": b"123"}]}, "sequences.positions has 3 bytes"),
         ({"sequences": [{"sequence_id": "s", "positions": b"\xff\xff\xff\xff"}]}, "sequences.positions has -1"),
         ({"sequences": [{"sequence_id": "s" * 257}]}, "sequences.sequence_id"),
-        ({"sequences": [{"sequence_id": "s", "positions": bytes(4 << 18)}, {"positions": bytes(4)}]}, "sequences.positions has 1 entries"),
+        ({"sequences": [{"sequence_id": "s", "positions": bytes(4 << 17)}, {"positions": bytes(4)}]}, "sequences.positions has 1 entries"),
         ({"layers": [{"layer_index": -1}]}, "layers.layer_index is -1"),
         ({"layers": [{"layer_index": 256}]}, "layers.layer_index is 256"),
         ({"layers": [{"selects": -1.0}]}, "layers.selects is -1.0"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from hotkv_client import Credentials
 from hotkv_vllm import compat, layout, weights
 from hotkv_vllm.config import DEFAULT_TARGET, ConfigError, ConnectorConfig
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
@@ -49,6 +50,8 @@ def test_settings_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTKV_TARGET", "node7:50051")
     config = ConnectorConfig.from_extra_config({"hotkv.load_timeout_s": 3, "hotkv.use_table": False})
     assert (config.target, config.load_timeout_s, config.use_table) == ("node7:50051", 3.0, False)
+    secured = ConnectorConfig.from_extra_config({"hotkv.tls_ca": "/ca.pem", "hotkv.token_file": "/token"})
+    assert secured.credentials == Credentials(tls_ca="/ca.pem", token_file="/token")
 
 
 def test_wrong_setting_is_an_error_at_construction_and_an_absent_server_is_not(engine: Any, server: Any) -> None:

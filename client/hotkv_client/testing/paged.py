@@ -10,7 +10,7 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv_client.session import Session
-from hotkv_client.types import EngineMemory, Evicted, Role, SessionConfig
+from hotkv_client.types import EngineMemory, Evicted, LinkState, Role, SessionConfig
 
 
 class PagedEngine:
@@ -29,6 +29,7 @@ class PagedEngine:
         num_blocks: int = 64,
         page_bytes: int = 4096,
         model: str = "paged-engine",
+        tenant: str = "",
         engine_id: str = "engine",
         block_tokens: int = 16,
         windows: Sequence[int] = (0,),
@@ -36,6 +37,7 @@ class PagedEngine:
         num_shards: int = 1,
         on_evicted: Callable[[Evicted], None] | None = None,
         reconnect_max_s: float = 0.5,
+        on_state: Callable[[LinkState, str], None] | None = None,
     ) -> None:
         layer_bytes = num_blocks * page_bytes
         self.fd = os.memfd_create("hotkv-engine")
@@ -53,13 +55,14 @@ class PagedEngine:
             )
             for window in windows
         )
-        self.key_space = KeySpace(model, model, "bfloat16", groups, block_tokens)
+        self.key_space = KeySpace(model, model, "bfloat16", groups, block_tokens, tenant=tenant)
         config = SessionConfig(
             target,
             engine_id,
             Role.WORKER,
             self.key_space,
             on_evicted=on_evicted,
+            on_state=on_state,
             reconnect_initial_s=min(0.1, reconnect_max_s),
             reconnect_max_s=reconnect_max_s,
         )

@@ -78,7 +78,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     uptime_s: builtins.float
     """Seconds since start."""
     state: builtins.str
-    """`starting`, `ready` or `draining`."""
+    """`ready`, `draining`, or what keeps the server from serving, in words."""
     @property
     def counters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Counter]:
         """Counters and gauges."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/errors.proto\x12\x08hotkv.v1\"E\n\x0b\x45rrorDetail\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.hotkv.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t*\x82\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_REASON_INVALID_FIELD\x10\x01\x12\x1d\n\x19\x45RROR_REASON_INVALID_HASH\x10\x02\x12\x1f\n\x1b\x45RROR_REASON_INVALID_LAYOUT\x10\x03\x12\x1a\n\x16\x45RROR_REASON_TOO_LARGE\x10\x04\x12 \n\x1c\x45RROR_REASON_UNKNOWN_SESSION\x10\x05\x12\x1e\n\x1a\x45RROR_REASON_UNKNOWN_LEASE\x10\x06\x12\"\n\x1e\x45RROR_REASON_UNKNOWN_KEY_SPACE\x10\x07\x12!\n\x1d\x45RROR_REASON_UNKNOWN_TRANSFER\x10\x08\x12\x1f\n\x1b\x45RROR_REASON_UNKNOWN_HANDLE\x10\t\x12\x1e\n\x1a\x45RROR_REASON_FOREIGN_LEASE\x10\n\x12\x1c\n\x18\x45RROR_REASON_NOT_ALLOWED\x10\x0b\x12\x1d\n\x19\x45RROR_REASON_DUPLICATE_ID\x10\x0c\x12%\n!ERROR_REASON_NO_MEMORY_REGISTERED\x10\r\x12!\n\x1d\x45RROR_REASON_VERSION_MISMATCH\x10\x0e\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x0f\x12\x19\n\x15\x45RROR_REASON_DRAINING\x10\x10\x12\x19\n\x15\x45RROR_REASON_DEADLINE\x10\x11\x12\x1a\n\x16\x45RROR_REASON_CANCELLED\x10\x12\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x13\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/errors.proto\x12\x08hotkv.v1\"E\n\x0b\x45rrorDetail\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.hotkv.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t*\xa4\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_REASON_INVALID_FIELD\x10\x01\x12\x1d\n\x19\x45RROR_REASON_INVALID_HASH\x10\x02\x12\x1f\n\x1b\x45RROR_REASON_INVALID_LAYOUT\x10\x03\x12\x1a\n\x16\x45RROR_REASON_TOO_LARGE\x10\x04\x12 \n\x1c\x45RROR_REASON_UNKNOWN_SESSION\x10\x05\x12\x1e\n\x1a\x45RROR_REASON_UNKNOWN_LEASE\x10\x06\x12\"\n\x1e\x45RROR_REASON_UNKNOWN_KEY_SPACE\x10\x07\x12!\n\x1d\x45RROR_REASON_UNKNOWN_TRANSFER\x10\x08\x12\x1f\n\x1b\x45RROR_REASON_UNKNOWN_HANDLE\x10\t\x12\x1e\n\x1a\x45RROR_REASON_FOREIGN_LEASE\x10\n\x12\x1c\n\x18\x45RROR_REASON_NOT_ALLOWED\x10\x0b\x12\x1d\n\x19\x45RROR_REASON_DUPLICATE_ID\x10\x0c\x12%\n!ERROR_REASON_NO_MEMORY_REGISTERED\x10\r\x12!\n\x1d\x45RROR_REASON_VERSION_MISMATCH\x10\x0e\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x0f\x12\x19\n\x15\x45RROR_REASON_DRAINING\x10\x10\x12\x19\n\x15\x45RROR_REASON_DEADLINE\x10\x11\x12\x1a\n\x16\x45RROR_REASON_CANCELLED\x10\x12\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x13\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x14\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hotkv.v1.errors_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORREASON']._serialized_start=107
-  _globals['_ERRORREASON']._serialized_end=749
+  _globals['_ERRORREASON']._serialized_end=783
   _globals['_ERRORDETAIL']._serialized_start=35
   _globals['_ERRORDETAIL']._serialized_end=104
 # @@protoc_insertion_point(module_scope)

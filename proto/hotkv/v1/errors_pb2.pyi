@@ -63,6 +63,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The client cancelled. CANCELLED."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 19
     """A defect in the server. INTERNAL."""
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 20
+    """The peer has not proven who it is, or the proof is no longer good. UNAUTHENTICATED."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. Each reason has exactly one canonical gRPC code."""
@@ -107,6 +109,8 @@ ERROR_REASON_CANCELLED: ErrorReason.ValueType  # 18
 """The client cancelled. CANCELLED."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 19
 """A defect in the server. INTERNAL."""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 20
+"""The peer has not proven who it is, or the proof is no longer good. UNAUTHENTICATED."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final

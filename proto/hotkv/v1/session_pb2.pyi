@@ -63,6 +63,7 @@ class OpenSession(google.protobuf.message.Message):
     KEY_SPACE_FIELD_NUMBER: builtins.int
     CLIENT_NAME_FIELD_NUMBER: builtins.int
     REPRESENTATIONS_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """Protocol version the client speaks."""
     engine_id: builtins.str
@@ -71,6 +72,10 @@ class OpenSession(google.protobuf.message.Message):
     """What the session does."""
     client_name: builtins.str
     """Software and version, for people."""
+    ticket: builtins.bytes
+    """On a Unix socket: proof of the peer's user, from the descriptor socket (LinkRequest.wants_ticket); good once and for some seconds. May be
+    empty where the server has no tenants. Over TCP a bearer token in the metadata `authorization` or a client certificate is the proof.
+    """
     @property
     def key_space(self) -> hotkv.v1.layout_pb2.KeySpace:
         """The key space of its blocks."""
@@ -90,9 +95,10 @@ class OpenSession(google.protobuf.message.Message):
         key_space: hotkv.v1.layout_pb2.KeySpace | None = ...,
         client_name: builtins.str = ...,
         representations: collections.abc.Iterable[hotkv.v1.layout_pb2.Representation] | None = ...,
+        ticket: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_space", b"key_space"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "key_space", b"key_space", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "key_space", b"key_space", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
@@ -579,8 +585,11 @@ class LinkRequest(google.protobuf.message.Message):
 
     SESSION_ID_FIELD_NUMBER: builtins.int
     HANDLE_IDS_FIELD_NUMBER: builtins.int
+    WANTS_TICKET_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session, opened on the stream before."""
+    wants_ticket: builtins.bool
+    """Asks for a ticket instead of a link; the other fields are empty. The answer ends the connection."""
     @property
     def handle_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Memory handles whose descriptors are attached. `hotkv-fence` names a page of 1024 little-endian uint32 words in which the client revokes
@@ -592,27 +601,34 @@ class LinkRequest(google.protobuf.message.Message):
         *,
         session_id: builtins.str = ...,
         handle_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        wants_ticket: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["handle_ids", b"handle_ids", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle_ids", b"handle_ids", "session_id", b"session_id", "wants_ticket", b"wants_ticket"]) -> None: ...
 
 Global___LinkRequest: typing_extensions.TypeAlias = LinkRequest
 
 @typing.final
 class LinkResponse(google.protobuf.message.Message):
-    """Answer to LinkRequest, with two read-only descriptors attached: arena, block table."""
+    """Answer to LinkRequest, with a read-only descriptor attached for each size that is not zero: arena, then block table."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ERROR_FIELD_NUMBER: builtins.int
     ARENA_BYTE_COUNT_FIELD_NUMBER: builtins.int
     TABLE_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
+    LINKED_FIELD_NUMBER: builtins.int
     arena_byte_count: builtins.int
-    """Size of the arena."""
+    """Size of the arena; zero where this session may not map it."""
     table_byte_count: builtins.int
-    """Size of the block table."""
+    """Size of the block table; zero where this session may not map it: it looks up by calls."""
+    ticket: builtins.bytes
+    """The ticket, where one was asked for."""
+    linked: builtins.bool
+    """True where the session is linked."""
     @property
     def error(self) -> hotkv.v1.errors_pb2.ErrorDetail:
-        """Set where the link was refused."""
+        """Set where the link or ticket was refused."""
 
     def __init__(
         self,
@@ -620,8 +636,10 @@ class LinkResponse(google.protobuf.message.Message):
         error: hotkv.v1.errors_pb2.ErrorDetail | None = ...,
         arena_byte_count: builtins.int = ...,
         table_byte_count: builtins.int = ...,
+        ticket: builtins.bytes = ...,
+        linked: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_byte_count", b"arena_byte_count", "error", b"error", "table_byte_count", b"table_byte_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_byte_count", b"arena_byte_count", "error", b"error", "linked", b"linked", "table_byte_count", b"table_byte_count", "ticket", b"ticket"]) -> None: ...
 
 Global___LinkResponse: typing_extensions.TypeAlias = LinkResponse

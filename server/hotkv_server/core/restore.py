@@ -42,7 +42,8 @@ def restore(core: CacheCore, old: Words, key_spaces: Mapping[int, int], last_use
     """Fills an empty core from the records [n, 18] of an old table.
 
     `key_spaces`: number in the old table to number in this core, whose catalog knows them with their representations in the old order.
-    `last_used_s` float64 [n] by old entry number, in seconds of `now_s`; None where it is not known.
+    `last_used_s` float64 [n] by old entry number, in seconds of `now_s`, nan for what is newer; None where it is
+    not known.
     """
     assert not core.space.index.num_entries, "restored into a core that is in use"
     report = Restored()
@@ -146,7 +147,7 @@ def _publish(
     space, index = core.space, core.space.index
     checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[:, 0]
     is_block = _groups(old[came]) < MAX_GROUPS
-    used_s = np.full(len(came), now_s) if last_used_s is None else np.minimum(np.nan_to_num(last_used_s[came], nan=0.0), now_s)
+    used_s = np.full(len(came), now_s) if last_used_s is None else np.minimum(np.nan_to_num(last_used_s[came], nan=now_s), now_s)
     order = np.lexsort((old[came, table.W_DEPTH], used_s))
     for part in np.array_split(order[is_block[order]], ADMIT_PARTS if last_used_s is not None else 1):
         if len(part):

@@ -6,6 +6,7 @@ Jobs are cut into pieces that all threads share, first come, first served; betwe
 import ctypes
 import queue
 import threading
+import time
 from typing import Any
 
 from hotkv import native
@@ -24,7 +25,9 @@ class HostCopyEngine:
     def __init__(self, num_threads: int) -> None:
         self._kernels: Any = native.load("hotkv.kernels")
         self._queue: queue.SimpleQueue[tuple[CopyJob, CopyPlan, int, int] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"hotkv-copy-{i}", daemon=True) for i in range(num_threads)]
+        # When each thread began its piece; 0 while it waits for one.
+        self._begun_s = [0.0] * num_threads
+        self._threads = [threading.Thread(target=self._work, args=(i,), name=f"hotkv-copy-{i}", daemon=True) for i in range(num_threads)]
         for thread in self._threads:
             thread.start()
 
@@ -53,8 +56,13 @@ class HostCopyEngine:
         """False where a worker has died."""
         return all(thread.is_alive() for thread in self._threads)
 
-    def _work(self) -> None:
+    def stalled_s(self, now_s: float) -> float:
+        """How long the slowest worker has been on its piece; 0 where all wait for work."""
+        return now_s - min(filter(None, self._begun_s), default=now_s)
+
+    def _work(self, number: int) -> None:
         while (piece := self._queue.get()) is not None:
+            self._begun_s[number] = time.monotonic()
             job, plan, start, end = piece
             error = ""
             if not job.cancelled:
@@ -63,6 +71,7 @@ class HostCopyEngine:
                 except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
                     error = f"{type(failure).__name__}: {failure}"
             job.piece_done(error)
+            self._begun_s[number] = 0.0
             del piece, job, plan
 
     def _copy(self, plan: CopyPlan, start: int, end: int, *, streaming: bool) -> None:

@@ -99,6 +99,7 @@ class ZmqPublisher:
         except zmq.ZMQError:
             self._context.destroy(0)
             raise
+        self._last_turn_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="hotkv-events", daemon=True)
         self._thread.start()
 
@@ -156,6 +157,14 @@ class ZmqPublisher:
         self._queue.put(_Item(topic, unix_time_s, events, topic.must_clear, topic.num_key_spaces == 1, num_bytes))
         topic.must_clear = False
 
+    def is_alive(self) -> bool:
+        """False where the thread has died."""
+        return self._thread.is_alive()
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long ago the thread last took something up; it does so all the time."""
+        return now_s - self._last_turn_s
+
     def close(self) -> None:
         """Sends what is queued, as far as a short time allows, and closes the sockets."""
         self._queue.put(None)
@@ -166,6 +175,7 @@ class ZmqPublisher:
     def _run(self) -> None:
         running = True
         while running:
+            self._last_turn_s = time.monotonic()
             try:
                 item = self._queue.get(timeout=POLL_S)
             except queue.Empty:

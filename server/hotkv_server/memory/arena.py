@@ -35,7 +35,7 @@ class BusyError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What an old server left. `last_used_s` float64 by entry number, in seconds of the monotonic clock, nan for not known."""
+    """What an old server left. `last_used_s` float64 by entry number, in seconds of the monotonic clock, nan for what is newer."""
 
     table: BlockTable
     state: ServerState
@@ -202,7 +202,7 @@ def _check_room(directory: Path, needed_bytes: int, arena_bytes: int) -> None:
     if free_bytes < needed_bytes:
         raise OSError(
             f"{directory} has {free_bytes >> 20} MiB free, arena and table need {needed_bytes >> 20} MiB more: lower arena.bytes "
-            f"({arena_bytes >> 20} MiB), or enlarge the file system (Docker: --shm-size; Kubernetes: an emptyDir with medium Memory)"
+            f"({arena_bytes >> 20} MiB), or enlarge the file system (Docker, Kubernetes: mount a directory of the node's /dev/shm)"
         )
 
 

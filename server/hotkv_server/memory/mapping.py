@@ -9,10 +9,13 @@ import errno
 import mmap
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hotkv_server.memory import guard
 
 HUGE_PAGE_BYTES = 2 << 20
 COLLAPSE_BYTES = 32 << 20
@@ -58,10 +61,11 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 class FileMapping:
     """A shared mapping of `num_bytes` of a file, from its start."""
 
-    def __init__(self, fd: int, num_bytes: int, name: str, *, exclusive: bool = False) -> None:
+    def __init__(self, fd: int, num_bytes: int, name: str, *, exclusive: bool = False, on_cut: Callable[[], None] | None = None) -> None:
         """Takes the descriptor over, also where it raises. Raises ValueError where the file is shorter than `num_bytes`.
 
-        `exclusive`: nobody else writes it, so bytes may be rewritten in place.
+        `exclusive`: nobody else writes it, so bytes may be rewritten in place. `on_cut`: the file is a client's, who may cut it short at
+        any time; called, from any thread, when this process has touched what is gone: from then on the mapping is empty memory.
         """
         try:
             if os.fstat(fd).st_size < num_bytes:
@@ -76,6 +80,10 @@ class FileMapping:
         self.huge_bytes = 0
         self._exclusive = exclusive
         self._open = True
+        self._is_cut = False
+        self._on_cut = on_cut
+        if on_cut is not None:
+            guard.guard(self.address, num_bytes, self._replace)
 
     def __repr__(self) -> str:
         return f"FileMapping({self.name!r}, {self.num_bytes} bytes{'' if self._open else ', closed'})"
@@ -95,7 +103,7 @@ class FileMapping:
 
     def is_whole(self) -> bool:
         """False where somebody has cut the file short, so that touching the mapping would kill this process."""
-        return os.fstat(self.fd).st_size >= self.num_bytes
+        return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:
         """True where parts of the file have no memory yet; populating would allocate it."""
@@ -145,8 +153,17 @@ class FileMapping:
         """Unmaps and closes."""
         if self._open:
             self._open = False
+            guard.release(self.address)
             _libc.munmap(self.address, self.num_bytes)
             os.close(self.fd)
+
+    def _replace(self) -> None:
+        """Puts empty memory in the place of what is gone. In the middle of the access that failed."""
+        self._is_cut = True
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        _map(self.address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
+        if self._on_cut is not None:
+            self._on_cut()
 
     def _advise(self, advice: int, start: int, num_bytes: int) -> None:
         assert self._open, "mapping is closed"

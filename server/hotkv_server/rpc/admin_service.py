@@ -39,7 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             epoch=node.epoch,
             pid=os.getpid(),
             uptime_s=time.monotonic() - node.started_s,
-            state="draining" if node.core.draining else "ready",
+            state="; ".join(node.health.problems(time.monotonic())) or ("draining" if node.core.draining else "ready"),
             counters=[admin_pb2.Counter(name=name, value=value) for name, value in {**counters(node), **gauges(node)}.items()],
         )
 
@@ -112,7 +112,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         async def call() -> admin_pb2.ListBlocksResponse:
             return self._list_blocks(request)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     def _list_blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
         index = self._node.core.space.index
@@ -165,13 +165,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             evicted, kept = self._node.evict(request.key_space_id, request.group_index, words)
             return admin_pb2.EvictResponse(evicted_block_count=evicted, kept_block_count=kept)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     async def FlushKeySpace(self, request: admin_pb2.FlushKeySpaceRequest, context: Any) -> admin_pb2.FlushKeySpaceResponse:
         async def call() -> admin_pb2.FlushKeySpaceResponse:
             return admin_pb2.FlushKeySpaceResponse(flushed_block_count=self._node.flush(request.key_space_id))
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     async def WatchRequests(self, request: admin_pb2.WatchRequestsRequest, context: Any) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
         node = self._node
@@ -192,7 +192,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             self._node.drain(convert.seconds("timeout_ms", request.timeout_ms) or DEFAULT_DRAIN_S)
             return admin_pb2.DrainResponse(lease_count=len(self._node.core.leases), transfer_count=len(self._node.core.transfers))
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     async def ListSparseLayers(self, request: admin_pb2.ListSparseLayersRequest, context: Any) -> admin_pb2.ListSparseLayersResponse:
         return admin_pb2.ListSparseLayersResponse(
@@ -206,4 +206,4 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         async def call() -> admin_pb2.ExplainResponse:
             return explain(self._node, request)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)

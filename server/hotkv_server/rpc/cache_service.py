@@ -19,42 +19,42 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             session = self._node.session(request.session_id) if request.session_id else None
             return calls.lookup(self._node, session, request)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     async def AcquireLease(self, request: cache_pb2.AcquireLeaseRequest, context: Any) -> cache_pb2.AcquireLeaseResponse:
         async def call() -> cache_pb2.AcquireLeaseResponse:
             return calls.acquire(self._node, self._node.session(request.session_id), request)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     async def ReserveBlocks(self, request: cache_pb2.ReserveBlocksRequest, context: Any) -> cache_pb2.ReserveBlocksResponse:
         async def call() -> cache_pb2.ReserveBlocksResponse:
             return calls.reserve(self._node, self._node.session(request.session_id), request)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     async def ReleaseLease(self, request: cache_pb2.ReleaseLeaseRequest, context: Any) -> cache_pb2.ReleaseLeaseResponse:
         async def call() -> cache_pb2.ReleaseLeaseResponse:
             return calls.release(self._node, self._node.session(request.session_id), request)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     async def Load(self, request: cache_pb2.LoadRequest, context: Any) -> cache_pb2.LoadResponse:
         async def call() -> cache_pb2.LoadResponse:
             end = await calls.load(self._node, self._node.session(request.session_id), request)
             return convert.load_response(request.transfer_id, end)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     async def Store(self, request: cache_pb2.StoreRequest, context: Any) -> cache_pb2.StoreResponse:
         async def call() -> cache_pb2.StoreResponse:
             end = await calls.store(self._node, self._node.session(request.session_id), request)
             return convert.store_response(request, end)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)
 
     async def CancelTransfer(self, request: cache_pb2.CancelTransferRequest, context: Any) -> cache_pb2.CancelTransferResponse:
         async def call() -> cache_pb2.CancelTransferResponse:
             return calls.cancel(self._node, self._node.session(request.session_id), request)
 
-        return await answer(context, call)
+        return await answer(self._node, context, call)

@@ -6,8 +6,11 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.rpc import convert, sparse_convert
+from hotkv_server.rpc.errors import rights_log
 from hotkv_server.runtime.node import Node, TransferEnd
 from hotkv_server.runtime.session import LiveSession
+
+MAX_REPORTS = 1024
 
 
 def _lease_id(text: str) -> str:
@@ -25,9 +28,26 @@ def lookup(node: Node, session: LiveSession | None, request: cache_pb2.LookupReq
         raise HotKVError(Reason.INVALID_FIELD, "key_space_id is 0 and session_id is empty; give one of them")
     # Only in its own key space has a session representations; elsewhere a group index is the core's.
     is_own = session is not None and number == session.record.key_space_id
+    if node.has_tenants and not is_own:
+        raise _hidden(session, number)
     group_index = session.group_index if session is not None and is_own else int
     groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes, group_index)
     return cache_pb2.LookupResponse(groups=convert.flags(request.groups, node.core.lookup(number, groups)))
+
+
+def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
+    """Where there are tenants: what is not the session's own is refused as if it did not exist, without a look whether it does."""
+    if session is None:
+        return HotKVError(Reason.UNAUTHENTICATED, "session_id is empty; where there are tenants a lookup needs a session")
+    return HotKVError(Reason.UNKNOWN_KEY_SPACE, f"key_space_id {key_space_id} is unknown; leave it 0 for the session's own")
+
+
+def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
+    """The refusal of a lease; where there are tenants, that of another engine's lease is as if it did not exist."""
+    if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
+        return error
+    rights_log.warning("refused %s: %s", session.name, error)
+    return HotKVError(Reason.UNKNOWN_LEASE, f"lease_id {lease_id!r} is unknown, released or expired; acquire it again")
 
 
 def acquire(node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest) -> cache_pb2.AcquireLeaseResponse:
@@ -47,21 +67,24 @@ def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRe
 
 def release(node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest) -> cache_pb2.ReleaseLeaseResponse:
     """Gives a lease back."""
-    return cache_pb2.ReleaseLeaseResponse(released=node.core.release(session.record.number, _lease_id(request.lease_id)))
+    try:
+        released = node.core.release(session.record.number, _lease_id(request.lease_id))
+    except HotKVError as error:
+        if _of_lease(node, session, request.lease_id, error).reason is not Reason.UNKNOWN_LEASE:
+            raise
+        released = False
+    return cache_pb2.ReleaseLeaseResponse(released=released)
 
 
 def load(node: Node, session: LiveSession, request: cache_pb2.LoadRequest) -> "asyncio.Future[TransferEnd]":
     """Starts a load."""
     positions, block_ids = convert.load_runs(request.runs, session.group_index)
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
-    return node.load(
-        session,
-        _transfer_id(request.transfer_id),
-        _lease_id(request.lease_id),
-        positions,
-        block_ids,
-        timeout_s,
-    )
+    transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
+    try:
+        return node.load(session, transfer_id, lease_id, positions, block_ids, timeout_s)
+    except HotKVError as error:
+        raise _of_lease(node, session, lease_id, error) from None
 
 
 def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> "asyncio.Future[TransferEnd]":
@@ -84,6 +107,13 @@ def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> 
 
 def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
     """Notes what the engine used."""
+    num_hashes = sum(len(report.hashes) for report in request.requests) // session.key_space.hash_bytes
+    if len(request.requests) > MAX_REPORTS or num_hashes > node.core.config.max_blocks_per_call:
+        raise HotKVError(
+            Reason.TOO_LARGE,
+            f"requests: {len(request.requests)} with {num_hashes} hashes; at most {MAX_REPORTS} with {node.core.config.max_blocks_per_call}"
+            " are accepted in a message; send several",
+        )
     node.touch(session, convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index))
     node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
 
@@ -124,7 +154,7 @@ def append_blocks(node: Node, session: LiveSession, request: sparse_pb2.AppendBl
 
 async def delete_sequence(node: Node, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest) -> sparse_pb2.DeleteSequenceResponse:
     """Ends a sequence; answers when nothing is selected for it any more."""
-    hot_sets = sparse_convert.hot_sets(request.hot_sets, session.key_space.num_shards, node.core.config.max_blocks_per_call)
+    hot_sets = sparse_convert.hot_sets(request.hot_sets, session.key_space.num_shards, 2 * node.core.config.max_blocks_per_call)
     return sparse_pb2.DeleteSequenceResponse(deleted=await node.sparse.delete(session, _sequence_id(request.sequence_id), hot_sets))
 
 

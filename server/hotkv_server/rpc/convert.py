@@ -19,7 +19,13 @@ from hotkv_server.runtime.node import TransferEnd
 from hotkv_server.runtime.reports import Report, WatchedReport
 
 MAX_TENSORS = 1 << 16
+MAX_LISTS = 1024
+"""Most runs, or hash lists, in a call: each costs the event loop some 20 us."""
+MAX_STORED_BLOCKS = 1 << 16
+"""Most blocks that a call may reserve or store: half of what it may look up, since making room takes longer than finding."""
 MAX_IDENTIFIER = 256
+MAX_KEY_SPACE_BYTES = 32 << 10
+"""Of one on the wire: layer names make most of it."""
 GroupIndex = Callable[[int], int]
 """From a group index as the session names it to the core's: `LiveSession.group_index`."""
 STATUS: dict[Outcome, cache_pb2.TransferStatus.ValueType] = {
@@ -30,7 +36,9 @@ STATUS: dict[Outcome, cache_pb2.TransferStatus.ValueType] = {
 
 
 def key_space(message: layout_pb2.KeySpace) -> KeySpace:
-    """Raises INVALID_FIELD where the key space contradicts itself."""
+    """Raises INVALID_FIELD where the key space contradicts itself, TOO_LARGE where it is too much to keep for ever."""
+    if message.ByteSize() > MAX_KEY_SPACE_BYTES:
+        raise HotKVError(Reason.TOO_LARGE, f"key_space has {message.ByteSize()} bytes; at most {MAX_KEY_SPACE_BYTES} are accepted")
     if len(message.groups) > MAX_GROUPS:
         raise HotKVError(Reason.TOO_LARGE, f"key_space.groups has {len(message.groups)} entries; at most {MAX_GROUPS} are accepted")
     try:
@@ -144,7 +152,7 @@ def layout(message: layout_pb2.Layout) -> Layout:
         )
         for t in message.tensors
     )
-    return Layout(message.shard_index, message.block_count, tuple(handles), tensors, message.name)
+    return Layout(message.shard_index, message.block_count, tuple(handles), tensors, name("layout.name", message.name))
 
 
 def hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
@@ -166,13 +174,25 @@ def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
     return np.frombuffer(packed, "<i4").astype(np.int64)
 
 
-def hash_lists(groups: Iterable[cache_pb2.GroupHashes], hash_bytes: int, group_index: GroupIndex) -> list[HashList]:
+def _check_lists(field: str, messages: Sequence[object]) -> None:
+    if len(messages) > MAX_LISTS:
+        raise HotKVError(Reason.TOO_LARGE, f"{field} has {len(messages)} entries; at most {MAX_LISTS} are accepted: join neighbours")
+
+
+def hash_lists(groups: Sequence[cache_pb2.GroupHashes], hash_bytes: int, group_index: GroupIndex) -> list[HashList]:
     """Hashes per group."""
+    _check_lists("groups", groups)
     return [HashList(group_index(g.group_index), hashes("groups.hashes", g.hashes, hash_bytes)) for g in groups]
 
 
-def runs(messages: Iterable[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex) -> list[Run]:
+def runs(messages: Sequence[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex) -> list[Run]:
     """Chains of blocks."""
+    _check_lists("runs", messages)
+    num_blocks = sum(len(m.hashes) for m in messages) // hash_bytes
+    if num_blocks > MAX_STORED_BLOCKS:
+        raise HotKVError(
+            Reason.TOO_LARGE, f"runs name {num_blocks} blocks; at most {MAX_STORED_BLOCKS} are accepted in a call: send several"
+        )
     result = []
     for m in messages:
         if m.parent_hash and len(m.parent_hash) != hash_bytes:
@@ -269,6 +289,7 @@ def watched_request(value: WatchedReport, key_space: KeySpace) -> admin_pb2.Watc
 
 def load_runs(messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex) -> tuple[list[LoadPositions], list[NDArray[np.int64]]]:
     """Positions in the lease and block ids, a pair a run."""
+    _check_lists("runs", messages)
     positions = [LoadPositions(group_index(m.group_index), int32s("runs.lease_positions", m.lease_positions)) for m in messages]
     block_ids = [int32s("runs.block_ids", m.block_ids) for m in messages]
     for run, ids in zip(positions, block_ids, strict=True):
@@ -282,6 +303,13 @@ def identifier(field: str, text: str) -> str:
     if len(text) > MAX_IDENTIFIER:
         raise HotKVError(Reason.TOO_LARGE, f"{field} is longer than {MAX_IDENTIFIER} characters")
     return text
+
+
+def name(field: str, text: str) -> str:
+    """An identifier that goes into the log: nothing in it may look like a line of its own."""
+    if not text.isprintable():
+        raise HotKVError(Reason.INVALID_FIELD, f"{field} is {text[:MAX_IDENTIFIER]!r}; only printable characters are allowed")
+    return identifier(field, text)
 
 
 def seconds(field: str, milliseconds: int) -> float:

@@ -1,28 +1,36 @@
-"""The descriptor socket: engine memory comes in, read-only arena and table go out, by SCM_RIGHTS.
+"""The descriptor socket: tickets go out, engine memory comes in, read-only arena and table go out, by SCM_RIGHTS.
 
-One connection is the link of one session. It is closed by us only when nothing touches the session's memory any more, and by the kernel
-when this process dies; so its end tells the client that its memory is its own again. Peers must have an allowed user id.
+A peer that connects is known by the kernel's word: it must be an allowed user or one of a tenant's. It asks for a ticket, which proves its
+user in a session, or links a session. A link is closed by us only when nothing touches the session's memory any more, and by the kernel
+when this process dies; so its end tells the client that its memory is its own again.
 """
 
 import asyncio
 import logging
 import os
 import socket
-import struct
+import time
+from collections import Counter
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import session_pb2
+from hotkv_server.rpc import peers
 from hotkv_server.rpc.errors import as_refusal, detail
 from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.session import LiveSession
+from hotkv_server.security.handles import check_memory
+from hotkv_server.security.identity import Gate, Peer
+from hotkv_server.security.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
 MAX_DESCRIPTORS = 64
 MAX_PACKET_BYTES = 65536
-MAX_PENDING = 256
+MAX_PENDING = 1024
+MAX_PENDING_OF_USER = 256
 REQUEST_TIMEOUT_S = 10.0
 
 
@@ -32,18 +40,21 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 
 class DescriptorServer:
-    """Listens on `path`; serves links until closed."""
+    """Listens on `path`; serves tickets and links until closed. `allowed_uids`: of peers that no tenant lists."""
 
-    def __init__(self, node: Node, path: Path, mode: int, allowed_uids: frozenset[int]) -> None:
+    def __init__(self, node: Node, path: Path, mode: int, allowed_uids: frozenset[int], gate: Gate, tickets: Tickets) -> None:
         self._node = node
         self._path = path
         self._allowed_uids = allowed_uids
+        self._gate = gate
+        self._tickets = tickets
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(str(path))
         os.chmod(path, mode)
         self._listener.listen(64)
         self._pending: set[asyncio.Task[None]] = set()
+        self._pending_of_user: Counter[int] = Counter()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
@@ -61,20 +72,33 @@ class DescriptorServer:
         except OSError:
             return
         connection.setblocking(False)
-        if len(self._pending) >= MAX_PENDING:
+        try:
+            peer = peers.of_socket(connection)
+        except OSError:
             connection.close()
             return
-        task = self._loop.create_task(self._serve(connection))
+        if len(self._pending) >= MAX_PENDING or self._pending_of_user[peer.uid] >= MAX_PENDING_OF_USER:
+            self._node.refusals[Reason.OVERLOADED] += 1
+            connection.close()
+            return
+        self._pending_of_user[peer.uid] += 1
+        task = self._loop.create_task(self._serve(connection, peer))
         self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
+        task.add_done_callback(lambda _: self._forget(task, peer))
 
-    async def _serve(self, connection: socket.socket) -> None:
+    def _forget(self, task: "asyncio.Task[None]", peer: Peer) -> None:
+        self._pending.discard(task)
+        self._pending_of_user[peer.uid] -= 1
+        if not self._pending_of_user[peer.uid]:
+            del self._pending_of_user[peer.uid]
+
+    async def _serve(self, connection: socket.socket, peer: Peer) -> None:
         linked = False
         try:
             await asyncio.wait_for(self._readable(connection), REQUEST_TIMEOUT_S)
-            linked = self._link(connection)
+            linked = self._answer(connection, peer)
         except (asyncio.TimeoutError, OSError) as error:
-            log.warning("descriptor socket: a peer sent no request: %s", error)
+            log.warning("descriptor socket: a peer sent no request: %s %s", peer, error)
         finally:
             if not linked:
                 connection.close()
@@ -87,7 +111,7 @@ class DescriptorServer:
         finally:
             self._loop.remove_reader(connection.fileno())
 
-    def _link(self, connection: socket.socket) -> bool:
+    def _answer(self, connection: socket.socket, peer: Peer) -> bool:
         """Answers one request; True where the connection is now a session's link."""
         fds: list[int] = []
         kept: set[int] = set()
@@ -97,27 +121,23 @@ class DescriptorServer:
                 raise HotKVError(
                     Reason.TOO_LARGE, f"the packet is longer than {MAX_PACKET_BYTES} bytes or carries over {MAX_DESCRIPTORS} descriptors"
                 )
-            self._check_peer(connection)
+            if peer.uid not in self._allowed_uids and not self._gate.may_link(peer):
+                raise HotKVError(
+                    Reason.NOT_ALLOWED,
+                    f"user id {peer.uid} may not link; allow it with security.allowed_uids, or list it in one of security.tenants",
+                )
             request = self._parse(packet)
+            if request.wants_ticket:
+                connection.send(session_pb2.LinkResponse(ticket=self._tickets.issue(peer, time.monotonic())).SerializeToString())
+                return False
             session = self._node.session(request.session_id)
-            if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
-                raise HotKVError(Reason.INVALID_FIELD, f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors")
-            if session.close_link is not None:
-                raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
-            for handle_id, fd in zip(request.handle_ids, fds, strict=True):
-                kept.add(fd)
-                session.receive(handle_id, fd)
-            self._send(
-                connection,
-                session_pb2.LinkResponse(
-                    arena_byte_count=self._node.memory.arena.num_bytes, table_byte_count=self._node.memory.table.geometry.file_bytes
-                ),
-            )
+            self._gate.admit(peer, session.key_space.tenant)
+            self._take(session, request, fds, kept)
+            self._send(connection, session)
             session.close_link = connection.close
             return True
         except Exception as error:  # noqa: BLE001 The edge of the descriptor socket: every failure is an answer.
-            refusal = as_refusal(error)
-            log.warning("descriptor socket: refused a link: %s", refusal)
+            refusal = as_refusal(self._node, error, f"descriptor socket {peer}")
             try:
                 connection.send(session_pb2.LinkResponse(error=detail(refusal)).SerializeToString())
             except OSError:
@@ -127,22 +147,43 @@ class DescriptorServer:
             for fd in set(fds) - kept:
                 os.close(fd)
 
+    def _take(self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]) -> None:
+        """Hands the descriptors to the session, all or none of them; adds to `kept` those that are its own now."""
+        if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
+            raise HotKVError(Reason.INVALID_FIELD, f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors")
+        if session.close_link is not None:
+            raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
+        for handle_id, fd in zip(request.handle_ids, fds, strict=True):
+            check_memory(fd, handle_id[:64])
+        for handle_id, fd in zip(request.handle_ids, fds, strict=True):
+            kept.add(fd)
+            try:
+                session.receive(handle_id, fd)
+            except (ValueError, OSError) as error:
+                raise HotKVError(Reason.INVALID_LAYOUT, f"handle_ids: {error}") from error
+
     def _parse(self, packet: bytes) -> session_pb2.LinkRequest:
         try:
             return session_pb2.LinkRequest.FromString(packet)
         except DecodeError as error:
             raise HotKVError(Reason.INVALID_FIELD, "the packet is no LinkRequest") from error
 
-    def _check_peer(self, connection: socket.socket) -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, _ = struct.unpack("3i", credentials)
-        if uid not in self._allowed_uids:
-            raise HotKVError(Reason.NOT_ALLOWED, f"user id {uid} of process {pid} may not link; allow it with security.allowed_uids")
-
-    def _send(self, connection: socket.socket, response: session_pb2.LinkResponse) -> None:
+    def _send(self, connection: socket.socket, session: LiveSession) -> None:
+        """Sends what the session may map, and no more."""
         arena, table = self._node.memory.open_read_only()
         try:
-            socket.send_fds(connection, [response.SerializeToString()], [arena, table])
+            memory, fds = self._node.memory, list[int]()
+            response = session_pb2.LinkResponse(linked=True)
+            if session.maps_arena:
+                response.arena_byte_count = memory.arena.num_bytes
+                fds.append(arena)
+            if session.maps_table:
+                response.table_byte_count = memory.table.geometry.file_bytes
+                fds.append(table)
+            if fds:
+                socket.send_fds(connection, [response.SerializeToString()], fds)
+            else:
+                connection.send(response.SerializeToString())
         finally:
             os.close(arena)
             os.close(table)

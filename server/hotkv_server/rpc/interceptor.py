@@ -1,25 +1,39 @@
-"""Bytes that are no message of the protocol get a canonical code with a reason, like every other bad input.
+"""What is true of every method of `hotkv.v1` before its service sees a request.
 
-gRPC itself would answer UNKNOWN with a Python error. Only methods of `hotkv.v1` are treated.
+Bytes that are no message of the protocol, or one of too many parts (`weight`), get a canonical code with a reason, like every other bad
+input: gRPC itself would answer UNKNOWN with a Python error. Where admin methods are guarded, nobody calls one without proof.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_server.rpc.errors import abort
+from hotkv_server.rpc.errors import abort, as_refusal
+from hotkv_server.rpc.weight import MAX_PARTS, is_light
+from hotkv_server.runtime.node import Node
 
 PREFIX = "/hotkv.v1."
+ADMIN_PREFIXES = (f"{PREFIX}AdminService/", f"{PREFIX}EventService/")
 MALFORMED = HotKVError(
     Reason.INVALID_FIELD, "the request is no message of this method; generate the client from the server's protocol version"
 )
+TOO_HEAVY = HotKVError(
+    Reason.TOO_LARGE, f"the request has more than {MAX_PARTS} fields and list entries; send several, with hashes and ids packed in each"
+)
+
+Guard = Callable[[Any], None]
+"""Given a call's context, raises HotKVError where its peer is no admin."""
 
 
 class Malformed:
-    """Stands for a request that could not be parsed."""
+    """Stands for a request that could not be parsed, or was not for its weight; `error` says which."""
+
+    def __init__(self, error: HotKVError) -> None:
+        self.error = error
 
     def WhichOneof(self, name: str) -> str:
         """As for a message: the stream's dispatch sees a body that it does not know."""
@@ -30,31 +44,47 @@ class Malformed:
 
 
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    kind: Descriptor = deserialize.__self__.DESCRIPTOR  # type: ignore[attr-defined]
+
     def parse(data: bytes) -> Any:
         try:
-            return deserialize(data)
+            return deserialize(data) if is_light(kind, data) else Malformed(TOO_HEAVY)
         except DecodeError:
-            return Malformed()
+            return Malformed(MALFORMED)
 
     return parse
 
 
-class MalformedInterceptor(grpc.aio.ServerInterceptor):
-    """Replaces the parsing of requests."""
+class EdgeInterceptor(grpc.aio.ServerInterceptor):
+    """Replaces the parsing of requests; with `guard`, asks it before each admin method."""
+
+    def __init__(self, node: Node, guard: Guard | None = None) -> None:
+        self._node = node
+        self._guard = guard
+
+    async def _check(self, request: Any, context: Any, guard: Guard | None) -> None:
+        try:
+            if guard is not None:
+                guard(context)
+            if isinstance(request, Malformed):
+                raise request.error
+        except HotKVError as error:
+            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
         if handler is None or not details.method.startswith(PREFIX):
             return handler
         parse = _lenient(handler.request_deserializer)
+        guard = self._guard if details.method.startswith(ADMIN_PREFIXES) else None
         if handler.stream_stream is not None:
+            assert guard is None, "no admin method takes a stream; guard it here if one does"
             return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parse, handler.response_serializer)
         if handler.unary_stream is not None:
             serve_stream = handler.unary_stream
 
             async def checked_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                if isinstance(request, Malformed):
-                    await abort(context, MALFORMED)
+                await self._check(request, context, guard)
                 async for response in serve_stream(request, context):
                     yield response
 
@@ -62,8 +92,7 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         serve = handler.unary_unary
 
         async def checked(request: Any, context: Any) -> Any:
-            if isinstance(request, Malformed):
-                await abort(context, MALFORMED)
+            await self._check(request, context, guard)
             return await serve(request, context)
 
         return grpc.unary_unary_rpc_method_handler(checked, parse, handler.response_serializer)

@@ -1,13 +1,27 @@
-"""Puts the gRPC server together: our services, health, reflection and channelz, on a Unix socket and, when asked, on TCP."""
+"""Puts the gRPC servers together, one for each way in, and says what each serves.
 
+| way in | services |
+|---|---|
+| `grpc.sock` | sessions, cache, sparse; health, reflection |
+| `admin.sock` | admin, events; health, reflection, channelz |
+| TCP, where asked for | sessions, cache, sparse, health; reflection, and admin with events behind a proof, where asked for |
+
+Connections, calls and message sizes are bounded on each.
+"""
+
+import asyncio
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -20,76 +34,174 @@ from hotkv.v1 import (
     sparse_pb2,
     sparse_pb2_grpc,
 )
+from hotkv_server.rpc import peers
 from hotkv_server.rpc.admin_service import AdminService
 from hotkv_server.rpc.cache_service import CacheService
 from hotkv_server.rpc.event_service import EventService
-from hotkv_server.rpc.interceptor import MalformedInterceptor
+from hotkv_server.rpc.interceptor import EdgeInterceptor, Guard
 from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.rpc.sparse_service import SparseService
-from hotkv_server.runtime.node import Node
+from hotkv_server.rpc.tls import Certificates, TlsFiles
+from hotkv_server.runtime.node import MAX_SESSIONS, Node
+from hotkv_server.security.identity import Gate, Peer
+from hotkv_server.security.tickets import Tickets
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 32 << 20
+"""Of the largest call: all the blocks it may name, with hashes, ids and tokens."""
+MAX_CONNECTIONS = MAX_SESSIONS + 1024
+MAX_CALLS = MAX_SESSIONS + 4096
+"""Calls at once on one way in; a session is one for as long as it lives. The next one gets RESOURCE_EXHAUSTED."""
+MAX_CALLS_OF_CONNECTION = 256
+HANDSHAKE_TIMEOUT_S = 10
+MAX_SOCKET_PATH_BYTES = 107
+"""Of a Unix socket, by the kernel's word (sun_path)."""
+IDLE_CONNECTION_S = 600
+"""A connection without a call is closed; clients open it again when they need it."""
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", MAX_CALLS_OF_CONNECTION),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000),
+    ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+LIVENESS = "live"
+"""Under this name health says whether a restart would help; under all others, whether there is an answer to calls."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
-SERVICE_NAMES = tuple(
-    service.full_name
-    for service in (
-        session_pb2.DESCRIPTOR.services_by_name["SessionService"],
-        cache_pb2.DESCRIPTOR.services_by_name["CacheService"],
-        sparse_pb2.DESCRIPTOR.services_by_name["SparseService"],
-        events_pb2.DESCRIPTOR.services_by_name["EventService"],
-        admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
-    )
-)
+
+
+def _name(module: Any, service: str) -> str:
+    return str(module.DESCRIPTOR.services_by_name[service].full_name)
+
+
+USER_NAMES = (_name(session_pb2, "SessionService"), _name(cache_pb2, "CacheService"), _name(sparse_pb2, "SparseService"))
+ADMIN_NAMES = (_name(admin_pb2, "AdminService"), _name(events_pb2, "EventService"))
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where to listen and how. `tcp_address` empty for no TCP; `tls` None for TCP without TLS."""
+
+    socket: Path
+    socket_mode: int
+    admin_socket: Path
+    admin_socket_mode: int
+    tcp_address: str = ""
+    tls: TlsFiles | None = None
+    tcp_reflection: bool = False
+    admin_on_tcp: bool = False
 
 
 class RpcServer:
-    """The gRPC side of a node. Not serving until `start`."""
+    """The gRPC side of a node. Not serving until `start`. Raises OSError, UnsafeError or ValueError where it can't listen."""
 
-    def __init__(self, node: Node, socket_path: Path, socket_mode: int, tcp_address: str, *, has_descriptor_socket: bool) -> None:
-        self._server = grpc.aio.server(
-            interceptors=[MalformedInterceptor()],
-            options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ],
-        )
-        session_pb2_grpc.add_SessionServiceServicer_to_server(
-            SessionService(node, has_descriptor_socket=has_descriptor_socket), self._server
-        )
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(node), self._server)
-        sparse_pb2_grpc.add_SparseServiceServicer_to_server(SparseService(node), self._server)
-        events_pb2_grpc.add_EventServiceServicer_to_server(EventService(node), self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(node), self._server)
+    def __init__(self, node: Node, gate: Gate, tickets: Tickets, endpoints: Endpoints) -> None:
+        self._node = node
+        self._gate = gate
+        self._tickets = tickets
+        self._endpoints = endpoints
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        channelz.add_channelz_servicer(self._server)
-        names = (*SERVICE_NAMES, health.SERVICE_NAME, CHANNELZ_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        self._socket_path = socket_path
-        self._socket_mode = socket_mode
-        socket_path.unlink(missing_ok=True)
-        if self._server.add_insecure_port(f"unix:{socket_path}") == 0:
-            raise OSError(f"runtime_dir: can't listen on {socket_path}; is the path too long or not writable?")
-        self.tcp_port = self._server.add_insecure_port(tcp_address) if tcp_address else 0
+        self._modes = {endpoints.socket: endpoints.socket_mode, endpoints.admin_socket: endpoints.admin_socket_mode}
+        self._servers = [self._users(), self._admins()]
+        self.tcp_port = 0
+        if endpoints.tcp_address:
+            self._servers.append(self._tcp())
+
+    def _server(self, guard: Guard | None = None) -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=[EdgeInterceptor(self._node, guard)], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        return server
+
+    def _add_user_services(self, server: grpc.aio.Server, sessions: SessionService) -> None:
+        session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self._node), server)
+        sparse_pb2_grpc.add_SparseServiceServicer_to_server(SparseService(self._node), server)
+
+    def _add_admin_services(self, server: grpc.aio.Server) -> None:
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._node), server)
+        events_pb2_grpc.add_EventServiceServicer_to_server(EventService(self._node), server)
+
+    def _users(self) -> grpc.aio.Server:
+        server = self._server()
+        self._add_user_services(server, SessionService(self._node, self._gate, self._peer_of_ticket, has_descriptor_socket=True))
+        reflection.enable_server_reflection((*USER_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        _listen(server, self._endpoints.socket)
+        return server
+
+    def _admins(self) -> grpc.aio.Server:
+        server = self._server()
+        self._add_admin_services(server)
+        channelz.add_channelz_servicer(server)
+        reflection.enable_server_reflection((*ADMIN_NAMES, health.SERVICE_NAME, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
+        _listen(server, self._endpoints.admin_socket)
+        return server
+
+    def _tcp(self) -> grpc.aio.Server:
+        endpoints, names = self._endpoints, [*USER_NAMES, health.SERVICE_NAME]
+        server = self._server(lambda context: self._gate.admit_admin(peers.of_call(context)))
+        self._add_user_services(server, SessionService(self._node, self._gate, _peer_of_call, has_descriptor_socket=False))
+        if endpoints.admin_on_tcp:
+            self._add_admin_services(server)
+            names += ADMIN_NAMES
+        if endpoints.tcp_reflection:
+            reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+        credentials = None if endpoints.tls is None else Certificates(endpoints.tls).credentials
+        try:
+            if credentials is None:
+                self.tcp_port = server.add_insecure_port(endpoints.tcp_address)
+            else:
+                self.tcp_port = server.add_secure_port(endpoints.tcp_address, credentials)
+        except RuntimeError as error:
+            raise OSError(
+                f"tcp_address: can't listen on {endpoints.tcp_address}: it is in use, or no address of this machine; choose another with "
+                "--tcp-address"
+            ) from error
+        return server
+
+    def _peer_of_ticket(self, opening: session_pb2.OpenSession, context: Any) -> Peer:
+        """Nobody where there is no ticket. Raises UNAUTHENTICATED where it is of no use, and one is needed."""
+        if not opening.ticket:
+            return Peer("unix socket, no ticket")
+        peer = self._tickets.redeem(opening.ticket, time.monotonic())
+        if peer is None and not self._gate.is_open:
+            raise HotKVError(Reason.UNAUTHENTICATED, "ticket was used before, is too old or never given out; fetch one for each session")
+        return peer or Peer("unix socket, a ticket of no use")
 
     async def start(self) -> None:
         """Serves; health says SERVING from here on."""
-        await self._server.start()
-        os.chmod(self._socket_path, self._socket_mode)
-        await self.set_serving(True)
+        for server in self._servers:
+            await server.start()
+        for path, mode in self._modes.items():
+            os.chmod(path, mode)
+        await self.set_health(is_ready=True, is_alive=True)
 
-    async def set_serving(self, serving: bool) -> None:
-        """What health answers, for the server and for each service."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *SERVICE_NAMES):
+    async def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
+        """What health answers: `is_ready` for the server and for each service, `is_alive` under the name LIVENESS."""
+        states = {"": is_ready, LIVENESS: is_alive, **dict.fromkeys((*USER_NAMES, *ADMIN_NAMES), is_ready)}
+        for name, is_serving in states.items():
+            status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
         """Stops taking calls, and ends those in flight after `grace_s`."""
-        await self._server.stop(grace_s)
-        self._socket_path.unlink(missing_ok=True)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        for path in self._modes:
+            path.unlink(missing_ok=True)
+
+
+def _peer_of_call(opening: session_pb2.OpenSession, context: Any) -> Peer:
+    return peers.of_call(context)
+
+
+def _listen(server: grpc.aio.Server, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        why = f"longer than {MAX_SOCKET_PATH_BYTES} bytes" if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES else "not writable, or full"
+        raise OSError(f"runtime_dir: can't listen on {path}: it is {why}; choose another directory with --runtime-dir") from error

@@ -2,21 +2,27 @@
 
 Calls are answered in the order they come, except transfers, which are answered when they end. What the stream's writer has not yet
 sent is bounded; a client that does not read is closed. However the stream ends, the session is settled and closed.
+
+A session acts for one tenant. Where there are tenants its peer has proven that it may, and its engine id is made the tenant's own: no
+other tenant can name its leases.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import hotkv
 from hotkv.errors import HotKVError, Reason
+from hotkv.keys import KeySpace
 from hotkv.v1 import cache_pb2, session_pb2, session_pb2_grpc
+from hotkv_server.core.catalog import MAX_KEY_SPACES
 from hotkv_server.core.values import EvictionNotice
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import abort, as_refusal, detail
 from hotkv_server.runtime.node import Node, TransferEnd
 from hotkv_server.runtime.session import OUTBOX_MESSAGES, LiveSession, Notice
+from hotkv_server.security.identity import Gate, Peer, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -27,25 +33,34 @@ ROLES = {
 }
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 LAST_WORDS_S = 2.0
+MAX_KEY_SPACES_OF_TENANT = 256
+"""They are kept for ever."""
+
+Identify = Callable[[session_pb2.OpenSession, Any], Peer]
+"""What the peer of a call has proven, given its first message and its context. Raises HotKVError for a proof that is of no use."""
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See session.proto."""
 
-    def __init__(self, node: Node, *, has_descriptor_socket: bool) -> None:
+    def __init__(self, node: Node, gate: Gate, identify: Identify, *, has_descriptor_socket: bool) -> None:
         self._node = node
+        self._gate = gate
+        self._identify = identify
         self._has_descriptor_socket = has_descriptor_socket
 
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any
     ) -> None:
+        who = f"peer={context.peer()}"
         try:
-            first = await asyncio.wait_for(anext(request_iterator), FIRST_MESSAGE_TIMEOUT_S)
-            session = self._open(first)
-        except (StopAsyncIteration, asyncio.TimeoutError):
-            await abort(context, HotKVError(Reason.INVALID_FIELD, "open_session is missing; send it as the first message"))
+            first = await _first(request_iterator)
+            who = f"{who} engine={first.open_session.engine_id[:64]!r} tenant={first.open_session.key_space.tenant[:64]!r}"
+            peer = self._identify(first.open_session, context)
+            who = f"{who} {peer}"
+            session = self._open(first.open_session, peer)
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
-            await abort(context, as_refusal(error))
+            await abort(context, as_refusal(self._node, error, who))
         stream = _Stream(self._node, session, context)
         was_read = True
         try:
@@ -56,13 +71,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if not was_read:
             # Last, because it waits for the client to read.
             log.warning("slow reader closed session=%d", session.record.number)
-            message = f"the client left {OUTBOX_MESSAGES} messages unread; the session is closed"
-            await abort(context, HotKVError(Reason.OVERLOADED, message))
+            unread = HotKVError(Reason.OVERLOADED, f"the client left {OUTBOX_MESSAGES} messages unread; the session is closed")
+            await abort(context, as_refusal(self._node, unread, session.name))
 
-    def _open(self, first: session_pb2.ConnectRequest) -> LiveSession:
-        if first.WhichOneof("body") != "open_session":
-            raise HotKVError(Reason.INVALID_FIELD, "open_session is missing; send it as the first message")
-        opening = first.open_session
+    def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
         if opening.protocol_version != hotkv.PROTOCOL_VERSION:
             raise HotKVError(
                 Reason.VERSION_MISMATCH,
@@ -71,10 +83,30 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             )
         if opening.role not in ROLES:
             raise HotKVError(Reason.INVALID_FIELD, f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)")
-        convert.identifier("engine_id", opening.engine_id)
-        convert.identifier("client_name", opening.client_name)
+        convert.name("engine_id", opening.engine_id)
+        convert.name("client_name", opening.client_name)
         key_space, representations = convert.key_space(opening.key_space), convert.representations(opening.representations)
-        return self._node.open_session(opening.engine_id, ROLES[opening.role], key_space, opening.client_name, representations)
+        tenant = self._gate.admit(peer, key_space.tenant)
+        self._check_room(tenant, key_space)
+        engine_id = opening.engine_id if tenant is None or not opening.engine_id else f"{tenant.name}/{opening.engine_id}"
+        session = self._node.open_session(engine_id, ROLES[opening.role], key_space, opening.client_name, representations)
+        if tenant is not None:
+            session.maps_arena, session.maps_table = False, tenant.sees_table
+            log.info("session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer)
+        return session
+
+    def _check_room(self, tenant: Tenant | None, key_space: KeySpace) -> None:
+        if tenant is None:
+            return
+        known = [record.key_space for record in self._node.core.key_spaces.values() if record.key_space.tenant == tenant.name]
+        most = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // len(self._gate.tenants))
+        if len(known) >= most and key_space not in known:
+            raise HotKVError(Reason.OVERLOADED, f"key_space: this tenant has {len(known)} key spaces, which is all it may have")
+        if not tenant.max_sessions:
+            return
+        num_open = sum(session.key_space.tenant == tenant.name for session in self._node.sessions.values())
+        if num_open >= tenant.max_sessions:
+            raise HotKVError(Reason.OVERLOADED, f"{num_open} sessions of this tenant are open, which is all it may have; close some first")
 
     def _opened(self, first: session_pb2.ConnectRequest, session: LiveSession) -> session_pb2.ConnectResponse:
         return session_pb2.ConnectResponse(
@@ -89,6 +121,17 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 wants_token_ids=self._node.events.publisher is not None,
             ),
         )
+
+
+async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session_pb2.ConnectRequest:
+    """The message that opens the session, without a proof that it may. Raises INVALID_FIELD."""
+    try:
+        first = await asyncio.wait_for(anext(requests), FIRST_MESSAGE_TIMEOUT_S)
+    except (StopAsyncIteration, asyncio.TimeoutError):
+        first = session_pb2.ConnectRequest()
+    if first.WhichOneof("body") != "open_session":
+        raise HotKVError(Reason.INVALID_FIELD, "open_session is missing; send it as the first message")
+    return first
 
 
 class _Stream:
@@ -125,7 +168,7 @@ class _Stream:
             try:
                 response = await self._handle(request)
             except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
-                response = session_pb2.ConnectResponse(error=detail(as_refusal(error)))
+                response = session_pb2.ConnectResponse(error=detail(as_refusal(self._node, error, self._session.name)))
                 if not request.request_id and not self._has_logged_refusal:
                     self._has_logged_refusal = True
                     log.warning("refused without an answer session=%d: %s", self._session.record.number, response.error.message)
@@ -195,6 +238,8 @@ class _Stream:
             case "register_memory":
                 await node.register_memory(session, convert.layout(request.register_memory.layout))
                 return session_pb2.ConnectResponse(memory_registered=session_pb2.MemoryRegistered())
+            case "malformed":
+                raise request.error
             case "open_session":
                 raise HotKVError(Reason.INVALID_FIELD, "open_session was sent twice; open another stream for another session")
             case _:

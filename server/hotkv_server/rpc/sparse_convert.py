@@ -44,7 +44,7 @@ def _float32s(field: str, packed: bytes) -> F32:
 
 
 def hot_sets(messages: Iterable[sparse_pb2.HotSet], num_shards: int, most: int) -> HotSets:
-    """Hot sets by layer and shard, at most `most` positions in each."""
+    """Hot sets by layer and shard, at most `most` positions in all."""
     sets: dict[tuple[int, int], I32] = {}
     for m in messages:
         _check_layer("hot_sets.layer_index", m.layer_index)
@@ -53,6 +53,7 @@ def hot_sets(messages: Iterable[sparse_pb2.HotSet], num_shards: int, most: int) 
         if (m.layer_index, m.shard_index) in sets:
             raise _invalid(f"hot_sets lists layer {m.layer_index} and shard {m.shard_index} twice; give each one set")
         values = positions("hot_sets.positions", m.positions, most)
+        most -= len(values)
         # Each block counts where it comes first.
         sets[m.layer_index, m.shard_index] = values[np.sort(np.unique(values, return_index=True)[1])]
     return sets

@@ -50,4 +50,4 @@ async def stream(
                 if parts or lost:
                     yield response(parts, lost)
     except Exception as error:  # noqa: BLE001 The edge of server streams: every failure is an answer.
-        await abort(context, as_refusal(error))
+        await abort(context, as_refusal(node, error, f"peer={context.peer()}"))

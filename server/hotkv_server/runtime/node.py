@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,16 +31,25 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.runtime.events import EventHub, EventPublisher, RunContent, removed_events, stored_events
 from hotkv_server.runtime.feed import Feeds
+from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
 from hotkv_server.runtime.session import Drain, EngineMemory, LiveSession
 from hotkv_server.runtime.sparse import SparseDecode
-from hotkv_server.runtime.takeover import last_used, state_of
+from hotkv_server.runtime.takeover import UseNotes, state_of
 from hotkv_server.runtime.verify import Verifier
 
 log = logging.getLogger(__name__)
 
 TIMER_S = 0.2
+USE_PARTS = 300
+"""Times of last use are written down once in so many turns of the timer."""
+STALLED_TIMER_S = 5.0
+STALLED_WORK_S = 60.0
+"""Far above what a piece of work on a thread may take, also on a machine that swaps."""
 MAX_SESSIONS = 4096
+MAX_TRANSFERS_OF_SESSION = 2048
+"""In flight at a time. Besides, a session begins none while its transfers have as many bytes as the arena, or these where it is small:"""
+MIN_INFLIGHT_BYTES = 1 << 30
 NOTICE_BLOCKS = 1 << 16
 """Most blocks of one eviction notice: 2 MiB of hashes."""
 DEFAULT_TRANSFER_TIMEOUT_S = 30.0
@@ -82,10 +92,14 @@ class Node:
         self.events = EventHub(publisher)
         self.report_counters = ReportCounters()
         self.watched: Feeds[WatchedReport] = Feeds()
+        self.refusals: Counter[Reason] = Counter()
         self.last_tick_s = time.monotonic()
+        self.health = Health()
+        self.drain_timeout_s = 0.0
         self._arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self.verifier = verifier or Verifier(core, self._arena)
         self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
+        self._use_notes = UseNotes(core)
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
@@ -95,9 +109,12 @@ class Node:
         """Starts the timer, and the scrubber unless it may read nothing."""
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)
-        self._tasks.append(asyncio.create_task(self._tick(), name="hotkv-timer"))
+        self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
+        self.health.watch_task(self._tasks[-1], lambda now_s: now_s - self.last_tick_s, STALLED_TIMER_S)
+        self.health.watch("selection threads", lambda: True, self.sparse.stalled_s, STALLED_WORK_S)
         if scrub_bytes_per_s and self.core.config.check_stride:
-            self._tasks.append(asyncio.create_task(self.verifier.scrub(scrub_bytes_per_s, self._run_effects), name="hotkv-scrub"))
+            self._tasks.append(asyncio.create_task(self.verifier.scrub(scrub_bytes_per_s, self._run_effects), name="scrubber"))
+            self.health.watch_task(self._tasks[-1], self.verifier.stalled_s, STALLED_WORK_S)
 
     async def close(self) -> None:
         """Closes all sessions and stops the timer."""
@@ -109,6 +126,11 @@ class Node:
     @property
     def epoch(self) -> int:
         return self.memory.table.geometry.epoch
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether sessions must not learn of each other across tenants."""
+        return bool(self.core.config.tenants)
 
     # Sessions
 
@@ -136,10 +158,12 @@ class Node:
         except OSError as error:
             log.warning("state not saved, a restart will lose what is new: %s", error)
 
-    def save_use(self) -> None:
-        """Notes for the next server when blocks were last used."""
+    def save_use(self, used_s: NDArray[np.float64] | None = None) -> None:
+        """Writes down for the next server when blocks were last used: what `UseNotes` has, or all anew."""
+        used_s = UseNotes(self.core).take(1) if used_s is None else used_s
+        assert used_s is not None
         try:
-            self.memory.save_use(last_used(self.core))
+            self.memory.save_use(used_s)
         except OSError as error:
             log.warning("times of last use not saved: %s", error)
 
@@ -155,8 +179,7 @@ class Node:
         if session.closing:
             return
         session.closing = True
-        for job in session.jobs.values():
-            job.cancel()
+        session.cancel_transfers()
         while session.jobs or session.num_selects:
             session.settled.clear()
             await session.settled.wait()
@@ -185,7 +208,7 @@ class Node:
         if session.memory is not None:
             raise HotKVError(Reason.DUPLICATE_ID, "layout: the session has registered its memory; open another session for other memory")
         fds = {handle.handle_id: session.received_fds.pop(handle.handle_id) for handle in layout.handles}
-        memory = await asyncio.get_running_loop().run_in_executor(None, _map_engine_memory, layout, fds)
+        memory = await asyncio.get_running_loop().run_in_executor(None, _map_engine_memory, layout, fds, session.cancel_transfers)
         if session.closing:
             memory.close()
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
@@ -239,6 +262,7 @@ class Node:
         timeout_s: float,
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a load. The future is done when nothing is written any more."""
+        self._check_room(session)
         memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
         slots = self.core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
@@ -266,6 +290,7 @@ class Node:
 
         `contents`: one a run, for events; or none.
         """
+        self._check_room(session)
         memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(Reason.INVALID_FIELD, f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}")
@@ -294,6 +319,14 @@ class Node:
         finally:
             # Notices of what made room go out while the bytes move.
             self._run_effects()
+
+    def _check_room(self, session: LiveSession) -> None:
+        """Raises OVERLOADED where the session has more under way than one alone may have."""
+        if len(session.jobs) >= MAX_TRANSFERS_OF_SESSION or session.inflight_bytes >= max(self._arena.num_bytes, MIN_INFLIGHT_BYTES):
+            raise HotKVError(
+                Reason.OVERLOADED,
+                f"transfer_id: the session has {len(session.jobs)} transfers of {session.inflight_bytes} bytes in flight; wait for some",
+            )
 
     def _take_sums(self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]) -> None:
         """What a store has written, for its check values. In the copy thread that wrote last."""
@@ -347,7 +380,13 @@ class Node:
         def ended(outcome: Outcome, message: str) -> None:
             timer.cancel()
             del session.jobs[transfer_id]
+            session.inflight_bytes -= job.total_bytes
             session.settled.set()
+            if self.health.breach:
+                outcome, message = Outcome.FAILED, "the server ends: its books can't be trusted"
+            elif not memory.is_whole():
+                outcome, message = Outcome.FAILED, "the file of the engine's memory has been truncated"
+                log.warning("memory cut short %s transfer=%s", session.name, transfer_id)
             moved = job.total_bytes if outcome is Outcome.DONE else 0
             results = finish(outcome, moved)
             self._run_effects()
@@ -368,6 +407,7 @@ class Node:
 
         job = CopyJob(plans, on_done)
         session.jobs[transfer_id] = job
+        session.inflight_bytes += job.total_bytes
         timeout_s = timeout_s or DEFAULT_TRANSFER_TIMEOUT_S
         timer = loop.call_later(timeout_s, cancel_late)
         cases = self.verifier.unverified(slots) if to_engine else []
@@ -391,10 +431,18 @@ class Node:
         if self.core.draining:
             return
         self.core.draining = True
+        self.drain_timeout_s = timeout_s
         log.info("draining timeout_s=%.1f leases=%d transfers=%d", timeout_s, len(self.core.leases), len(self.core.transfers))
         for session in self.sessions.values():
             session.notify(Drain(timeout_s))
         asyncio.get_running_loop().call_later(timeout_s, self.drained.set)
+
+    def abandon(self) -> None:
+        """An invariant has broken: nothing is granted or kept from now on. The process ends, and closes nothing."""
+        self.core.draining = True
+        for session in self.sessions.values():
+            for job in session.jobs.values():
+                job.cancel()
 
     def evict(self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32] | None) -> tuple[int, int]:
         """As CacheCore.evict."""
@@ -428,6 +476,8 @@ class Node:
             self.last_tick_s = time.monotonic()
             self.core.expire(self.last_tick_s)
             self._run_effects()
+            if (used_s := self._use_notes.take(USE_PARTS)) is not None:
+                asyncio.get_running_loop().run_in_executor(None, self.save_use, used_s)
             if self.events.publisher is not None:
                 self.events.publisher.settle()
 
@@ -457,13 +507,14 @@ def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]],
     return session.memory
 
 
-def _map_engine_memory(layout: Layout, fds: dict[str, int]) -> EngineMemory:
-    """Maps all handles with their page tables. Blocks. Takes the descriptors over."""
+def _map_engine_memory(layout: Layout, fds: dict[str, int], on_cut: Callable[[], None]) -> EngineMemory:
+    """Maps all handles with their page tables. Blocks. Takes the descriptors over. `on_cut`: see FileMapping."""
     mappings: dict[str, FileMapping] = {}
     regions: dict[str, Region] = {}
     try:
         for handle in layout.handles:
-            mapping = FileMapping(fds.pop(handle.handle_id), handle.base_offset_bytes + handle.num_bytes, handle.handle_id)
+            num_bytes = handle.base_offset_bytes + handle.num_bytes
+            mapping = FileMapping(fds.pop(handle.handle_id), num_bytes, handle.handle_id, on_cut=on_cut)
             mappings[handle.handle_id] = mapping
             if not mapping.has_holes():
                 mapping.make_huge(0, HUGE_PAGE_BUDGET_S)

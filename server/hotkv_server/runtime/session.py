@@ -32,6 +32,10 @@ class EngineMemory:
     def num_bytes(self) -> int:
         return self.layout.num_bytes
 
+    def is_whole(self) -> bool:
+        """False where a file was cut short since it was mapped."""
+        return all(mapping.is_whole() for mapping in self.mappings.values())
+
     def check_whole(self) -> None:
         """Raises where a file was cut short since it was mapped."""
         for handle_id, mapping in self.mappings.items():
@@ -63,6 +67,8 @@ class LiveSession:
     client_name: str
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
     jobs: dict[str, CopyJob] = field(default_factory=dict)
+    inflight_bytes: int = 0
+    """Of its transfers."""
     num_selects: int = 0
     """Selections that are under way: they read the arena under its leases."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,6 +76,9 @@ class LiveSession:
     received_fds: dict[str, int] = field(default_factory=dict)
     fence: FileMapping | None = None
     closing: bool = False
+    maps_arena: bool = True
+    maps_table: bool = True
+    """Whether its link hands out the descriptor of arena, table."""
     close_link: Callable[[], None] | None = None
     on_overflow: Callable[[], None] | None = None
     loaded_bytes: int = 0
@@ -77,6 +86,11 @@ class LiveSession:
 
     def __repr__(self) -> str:
         return f"LiveSession({self.record.number}, {self.record.engine_id!r}, {self.record.role}, {len(self.jobs)} transfers)"
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+        return f"session={self.record.number} engine={self.record.engine_id}"
 
     def group_index(self, named: int) -> int:
         """The core's index of a group as this session names it: the representations that it declares come after the key space's groups.
@@ -110,11 +124,16 @@ class LiveSession:
     def receive(self, handle_id: str, fd: int) -> None:
         """Takes over a descriptor that came over the descriptor socket. Raises ValueError for a fence that is too short."""
         if handle_id == FENCE_HANDLE and self.fence is None:
-            self.fence = FileMapping(fd, FENCE_WORDS * 4, handle_id)
+            self.fence = FileMapping(fd, FENCE_WORDS * 4, handle_id, on_cut=self.cancel_transfers)
         elif handle_id in self.received_fds:
             os.close(fd)
         else:
             self.received_fds[handle_id] = fd
+
+    def cancel_transfers(self) -> None:
+        """Asks all of its transfers to end early. From any thread."""
+        for job in list(self.jobs.values()):
+            job.cancel()
 
     def is_revoked(self, fence_index: int) -> bool:
         """Whether the engine has taken its blocks back. Asked after a copy and before its commit: none keeps overwritten bytes."""

@@ -71,7 +71,8 @@ class SparseDecode:
         self.counters = SparseCounters()
         self.latency = Latency()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hotkv-select")
-        self._running: set[asyncio.Task[Selected]] = set()
+        # With the time when each began.
+        self._running: dict[asyncio.Task[Selected], float] = {}
 
     def __repr__(self) -> str:
         return f"SparseDecode({self.sequences!r}, {self.remembered!r}, {self.num_selects} selections)"
@@ -80,6 +81,10 @@ class SparseDecode:
     def num_selects(self) -> int:
         """Selections that wait or run."""
         return len(self._running)
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long the oldest selection has been waiting or running; 0 where there is none."""
+        return now_s - min(self._running.values(), default=now_s)
 
     def close(self) -> None:
         """Ends the threads; all sessions are closed."""
@@ -197,11 +202,11 @@ class SparseDecode:
         began_s = time.perf_counter()
         # Shielded: a client that goes away does not cut short what reads the arena.
         task = asyncio.create_task(self._select(session, sequence, spec, request))
-        self._running.add(task)
+        self._running[task] = time.monotonic()
         session.num_selects += 1
 
         def ended(done: asyncio.Task[Selected]) -> None:
-            self._running.discard(done)
+            del self._running[done]
             session.num_selects -= 1
             session.settled.set()
             if not done.cancelled() and done.exception() is None:

@@ -47,6 +47,7 @@ def counters(node: Node) -> dict[str, float]:
     values["watched_requests_lost_total"] = float(node.watched.lost_items)
     values["verified_blocks_total"] = float(node.verifier.verified_blocks)
     values["scrub_passes_total"] = float(node.verifier.passes)
+    values["refused_total"] = float(node.refusals.total())
     publisher = node.events.publisher
     values["events_published_total"] = float(publisher.published_events) if publisher else 0.0
     values["events_lost_total"] = float(publisher.lost_events) if publisher else 0.0

@@ -4,7 +4,9 @@ import logging
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hotkv import table
 from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.restore import Restored, restore
@@ -59,10 +61,24 @@ def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
     return ServerState(slab_bytes, tuple(known))
 
 
-def last_used(core: CacheCore) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """When each entry was last used, by entry number; nan for those that are not ready blocks. Linear in capacity."""
-    index = core.space.index
-    entries = index.ready_blocks()
-    used_s = np.full(len(index.states()), np.nan)
-    used_s[entries] = core.space.policy.last_used_s(entries)
-    return used_s
+class UseNotes:
+    """When blocks were last used, for the next server: taken down a part at a time, so that no turn of the event loop is long."""
+
+    def __init__(self, core: CacheCore) -> None:
+        self._core = core
+        self._turn = 0
+        self._used_s = np.empty(0, np.float64)
+
+    def take(self, num_parts: int) -> NDArray[np.float64] | None:
+        """Another of `num_parts` parts; with the last one all of it, float64 by entry number, nan for what is no ready block."""
+        index = self._core.space.index
+        states = index.states()
+        if not self._turn:
+            self._used_s = np.full(len(states), np.nan)
+        length = -(-len(self._used_s) // num_parts)
+        entries = np.arange(self._turn * length, min((self._turn + 1) * length, len(self._used_s)), dtype=np.uint32)
+        entries = entries[states[entries] == table.STATE_READY]
+        entries = entries[~self._core.space.representations.among(entries)]
+        self._used_s[entries] = self._core.space.policy.last_used_s(entries)
+        self._turn = (self._turn + 1) % num_parts
+        return None if self._turn else self._used_s

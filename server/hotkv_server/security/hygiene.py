@@ -1,0 +1,91 @@
+"""What must be true of directories and files before a server starts: nobody else can put something in their place.
+
+Refuses, with what to do; repairs nothing that somebody else has made. A missing directory is made.
+"""
+
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
+
+
+class UnsafeError(Exception):
+    """The server must not start like this; the message says what to do."""
+
+
+def check_runtime_dir(path: Path) -> None:
+    """Makes the directory of the sockets where it is missing; its owner must be this user or root, and nobody else may write it."""
+    _make(path, 0o755)
+    status = _directory(path)
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UnsafeError(f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown it, or choose another with --runtime-dir")
+    if status.st_mode & OTHERS_WRITE:
+        raise UnsafeError(f"{path} can be written by others (mode {_mode(status)}): chmod go-w {path}")
+
+
+def check_arena_dir(path: Path, *, is_private: bool) -> None:
+    """Makes the directory of the arena where it is missing; it must be this user's own, and others may not read it.
+
+    `is_private`: nor may its group: tenants that are in it would read each other's blocks.
+    """
+    _make(path, 0o700)
+    status = _directory(path)
+    if status.st_uid != os.geteuid():
+        raise UnsafeError(
+            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: choose a directory below it, which the server makes"
+        )
+    forbidden = 0o077 if is_private else stat.S_IRWXO | stat.S_IWGRP
+    if status.st_mode & forbidden:
+        who = "its group or others" if is_private else "others"
+        raise UnsafeError(f"{path} is open to {who} (mode {_mode(status)}), and all cached bytes with it: chmod 700 {path}")
+
+
+def check_sockets(paths: Iterable[Path]) -> None:
+    """What lies where the sockets go must be sockets of this user's or root's, from an earlier server."""
+    for path in paths:
+        _check_place(path, stat.S_ISSOCK, "socket")
+
+
+def check_files(paths: Iterable[Path]) -> None:
+    """What lies where the server's files go must be regular files of this user's."""
+    for path in paths:
+        _check_place(path, stat.S_ISREG, "regular file")
+
+
+def check_private_key(path: Path) -> None:
+    """A private key must not be readable by everybody. Raises OSError where it can't be read at all."""
+    status = path.stat()
+    if status.st_mode & stat.S_IRWXO:
+        raise UnsafeError(f"{path} can be read by every user of this machine (mode {_mode(status)}): chmod o-rwx {path}")
+
+
+def _make(path: Path, mode: int) -> None:
+    if not path.exists():
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        path.chmod(mode)
+
+
+def _directory(path: Path) -> os.stat_result:
+    link = path.lstat()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (os.geteuid(), 0):
+        raise UnsafeError(f"{path} is a symbolic link of user id {link.st_uid}: remove it, or name the directory itself")
+    status = path.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnsafeError(f"{path} is no directory: remove it, or choose another")
+    return status
+
+
+def _check_place(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if not is_kind(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
+        what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else f"of mode {stat.filemode(status.st_mode)}"
+        raise UnsafeError(f"{path} is {what} of user id {status.st_uid}, not a {kind} of this server: look who made it, then remove it")
+
+
+def _mode(status: os.stat_result) -> str:
+    return f"{stat.S_IMODE(status.st_mode):04o}"

@@ -1,0 +1,54 @@
+"""What systemd is told, where it listens (sd_notify); elsewhere nothing is said. Failing to say it is no fault of the server's."""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 5.0
+EXTENSION_S = 30.0
+
+
+def notify(*lines: str) -> None:
+    """Sends assignments such as `READY=1`."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as notifier:
+            notifier.connect("\0" + address[1:] if address.startswith("@") else address)
+            notifier.sendall("\n".join(lines).encode())
+    except OSError as error:
+        log.warning("systemd not told %s: %s", lines[0], error)
+
+
+def extension(seconds: float) -> str:
+    """Asks for so much more time, from now on, to start or to stop."""
+    return f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}"
+
+
+@contextlib.contextmanager
+def patience(what: str, progress: Callable[[], int]) -> Iterator[None]:
+    """Asks for more time for as long as `progress` grows, however long the block takes; from a thread, as the block may hold its own."""
+    over = threading.Event()
+
+    def beat() -> None:
+        before = progress()
+        while not over.wait(BEAT_S):
+            now = progress()
+            if now > before:
+                notify(extension(EXTENSION_S), f"STATUS={what}: {now >> 20} MiB")
+            before = now
+
+    notify(f"STATUS={what}")
+    thread = threading.Thread(target=beat, name="hotkv-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

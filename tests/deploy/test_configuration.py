@@ -1,0 +1,105 @@
+"""deploy/hotkv.toml against the settings: all of them, each with what it means, its unit and its default, and nothing else."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomllib
+from pydantic import BaseModel, ByteSize
+from pydantic.fields import FieldInfo
+
+from hotkv_server.settings import Settings, TenantSettings, load_settings
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "hotkv.toml"
+EXAMPLES = {"arena.bytes"}
+"""Shown with a value that is not the default; the comment says the default."""
+SAME_WORDS = 0.4
+"""Share of the words of a setting's description that its comment has, too."""
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Settings with their dotted names."""
+    for name, info in model.model_fields.items():
+        inner = info.annotation
+        dotted = f"{prefix}{info.alias or name}"
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from leaves(inner, f"{dotted}.")
+        else:
+            yield dotted, info
+
+
+ALL = dict(leaves(Settings))
+
+
+def uncommented() -> str:
+    """The file with every setting in place: those that are shown in a comment, too."""
+    text = CONFIG.read_text()
+    text = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
+    without_list = text.replace("tenants = []\n", "")
+    lines = [re.sub(r"^#   ", "", line) for line in without_list.splitlines()]
+    # A table comes after the settings of the one above it.
+    example = [line for line, old in zip(lines, without_list.splitlines(), strict=True) if line != old]
+    return "\n".join([line for line in lines if line not in example] + example) + "\n"
+
+
+def shown() -> dict[str, tuple[str, str]]:
+    """Settings as the file shows them: dotted name to value and comment."""
+    found: dict[str, tuple[str, str]] = {}
+    section, comment = "", list[str]()
+    for line in CONFIG.read_text().splitlines():
+        if match := re.fullmatch(r"\[([\w.]+)\]", line):
+            section, comment = f"{match[1]}.", []
+        elif match := re.fullmatch(r"(?:# )?(\w+) = (.*)", line):
+            found[section + match[1]] = match[2], " ".join(comment)
+            comment = []
+        elif line.startswith("#"):
+            comment.append(line.strip("# "))
+        else:
+            comment = []
+    return found
+
+
+def words(text: str) -> set[str]:
+    return {word[:5] for word in re.findall(r"[a-z]{3,}", text.lower())} - {"the", "and", "for", "are", "that", "its"}
+
+
+def test_every_setting_is_there_and_no_other() -> None:
+    assert set(shown()) == set(ALL)
+
+
+def test_what_is_set_is_the_default() -> None:
+    loaded, defaults = load_settings(CONFIG, [], "test"), Settings()
+
+    def value(settings: Settings, name: str) -> object:
+        found: object = settings
+        for part in name.split("."):
+            found = getattr(found, {"copy": "copy_"}.get(part, part))
+        return found
+
+    assert {name for name in ALL if value(loaded, name) != value(defaults, name)} == EXAMPLES
+    for name in EXAMPLES:
+        assert "Default: " in shown()[name][1]
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_a_comment_says_what_it_is(name: str) -> None:
+    value, comment = shown()[name]
+    described = words(ALL[name].description or "")
+    assert described, f"{name} has no description"
+    assert comment, f"{name} has no comment"
+    assert len(described & words(comment)) >= SAME_WORDS * len(described), f"{ALL[name].description!r} against {comment!r}"
+    if name.endswith("_s"):
+        assert "second" in comment
+    if ALL[name].annotation is ByteSize:
+        assert re.search(r"[KMG]iB", value + comment) or "byte" in comment
+
+
+def test_all_that_is_shown_in_comments_can_be_set(tmp_path: Path) -> None:
+    """The tenants' example names every field of a tenant, with its default or an example."""
+    text = uncommented()
+    (tenant,) = tomllib.loads(text)["security"]["tenants"]
+    assert set(tenant) == set(TenantSettings.model_fields)
+    config = tmp_path / "hotkv.toml"
+    config.write_text(text)
+    assert load_settings(config, [], "test").security.tenants[0].name == tenant["name"]

@@ -1,0 +1,81 @@
+"""The systemd unit, judged by systemd's own tools and held against the server that it starts."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hotkv_server.daemon import BROKEN_STATUS, STOP_S
+from hotkv_server.runtime.health import CHECK_S
+from hotkv_server.settings import load_settings
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNIT = DEPLOY / "hotkv-server.service"
+MAX_EXPOSURE = 1.5
+"""Of 10, as `systemd-analyze security` counts it."""
+ANALYZE = shutil.which("systemd-analyze")
+
+needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed (Debian: apt install systemd)")
+
+
+def service() -> dict[str, list[str]]:
+    """Values of the [Service] section by name."""
+    found: dict[str, list[str]] = {}
+    section = ""
+    for line in UNIT.read_text().splitlines():
+        if line.startswith("["):
+            section = line
+        elif section == "[Service]" and (match := re.fullmatch(r"(\w+)=(.*)", line)):
+            found.setdefault(match[1], []).append(match[2])
+    return found
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(ANALYZE), *arguments], capture_output=True, text=True, timeout=60)
+
+
+@needs_systemd
+def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
+    """With a program that exists on this machine."""
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace("/opt/hotkv/bin/hotkv-server", "/bin/true").replace("file:/etc/hotkv/hotkv.toml", "man:true"))
+    done = analyze("verify", str(unit))
+    about_us = [line for line in (done.stdout + done.stderr).splitlines() if UNIT.name in line]
+    assert (done.returncode, about_us) == (0, [])
+
+
+@needs_systemd
+def test_the_unit_is_confined() -> None:
+    done = analyze("security", "--offline=yes", "--no-pager", str(UNIT))
+    if "unrecognized option" in done.stderr:
+        pytest.skip("this systemd-analyze is too old to look at a file (needs 250)")
+    exposure = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
+    assert exposure is not None, done.stderr
+    print(f"exposure {exposure[1]}")
+    assert float(exposure[1]) <= MAX_EXPOSURE, done.stdout
+
+
+def test_the_unit_has_no_setting_twice() -> None:
+    twice = {name for name, values in service().items() if len(values) > 1}
+    assert twice == {"SystemCallFilter"}, "an allow list, less a group"
+
+
+def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
+    settings, unit = load_settings(DEPLOY / "hotkv.toml", [], "test"), service()
+    assert unit["RuntimeDirectory"] == [settings.runtime_dir.name] and settings.runtime_dir.parent == Path("/run")
+    assert unit["RuntimeDirectoryPreserve"] == ["yes"]
+    assert any(settings.arena_dir.is_relative_to(path) for path in unit["ReadWritePaths"])
+    assert unit["RemoveIPC"] == ["no"], "systemd would remove what the user has in /dev/shm, directories too"
+    assert "DynamicUser" not in unit, "it implies RemoveIPC"
+    assert "PrivateUsers" not in unit, "user ids of engines would be lost"
+    assert "MemoryDenyWriteExecute" not in unit, "kernels are compiled"
+
+
+def test_times_fit_what_the_server_does() -> None:
+    settings, unit = load_settings(DEPLOY / "hotkv.toml", [], "test"), service()
+    assert int(unit["WatchdogSec"][0]) > 10 * CHECK_S
+    seconds = {"1min": 60, "2min": 120}
+    assert seconds[unit["TimeoutStopSec"][0]] > settings.drain_timeout_s + STOP_S, "enough also where it could not ask for more"
+    assert unit["Restart"] == ["on-failure"] and BROKEN_STATUS not in map(int, unit["RestartPreventExitStatus"])

@@ -1,0 +1,273 @@
+"""The pure parts of who may do what: proofs, tenants, tickets, and what must be true of files."""
+
+import hashlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_server.security import hygiene, tickets
+from hotkv_server.security.handles import check_memory
+from hotkv_server.security.identity import Gate, Peer, Proofs, Tenant
+from hotkv_server.security.tickets import TTL_S, Tickets
+from hotkv_server.settings import load_settings
+
+TOKENS = ("", "t1", "t2", "\u00fc")
+NAMES = ("", "spiffe://one", "two")
+small = st.integers(-1, 3)
+peers = st.builds(
+    Peer,
+    uid=small,
+    gids=st.frozensets(st.integers(0, 3), max_size=2),
+    token=st.sampled_from(TOKENS),
+    certificate_names=st.frozensets(st.sampled_from(NAMES[1:])),
+)
+
+
+def digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+proofs = st.builds(
+    Proofs,
+    uids=st.frozensets(st.integers(0, 3), max_size=2),
+    gids=st.frozensets(st.integers(0, 3), max_size=2),
+    token_digests=st.frozensets(st.sampled_from([digest(t) for t in TOKENS]), max_size=2),
+    certificate_names=st.frozensets(st.sampled_from(NAMES), max_size=2),
+)
+
+
+@given(peers, st.dictionaries(st.sampled_from(["", "a", "b"]), proofs), st.sampled_from(["", "a", "b", "c"]))
+def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(peer: Peer, known: dict[str, Proofs], wanted: str) -> None:
+    gate = Gate({name: Tenant(name, proof) for name, proof in known.items()})
+
+    def naive(name: str) -> bool:
+        if name not in known:
+            return False
+        listed = known[name]
+        by_user = peer.uid >= 0 and (peer.uid in listed.uids or bool(listed.gids & peer.gids))
+        return (
+            by_user
+            or (peer.token != "" and digest(peer.token) in listed.token_digests)
+            or bool(listed.certificate_names & peer.certificate_names)
+        )
+
+    assert gate.may_link(peer) == any(map(naive, known))
+    if not known:
+        assert gate.is_open and gate.admit(peer, wanted) is None
+        return
+    if naive(wanted):
+        admitted = gate.admit(peer, wanted)
+        assert admitted is not None and admitted.name == wanted
+        return
+    with pytest.raises(HotKVError) as caught:
+        gate.admit(peer, wanted)
+    assert caught.value.reason is (Reason.NOT_ALLOWED if peer.has_proof else Reason.UNAUTHENTICATED)
+
+
+def test_a_refusal_does_not_say_whether_there_is_such_a_tenant() -> None:
+    gate = Gate({"a": Tenant("a", Proofs(uids=frozenset({1}))), "b": Tenant("b", Proofs(uids=frozenset({2})))})
+    texts = []
+    for name in ("b", "c"):
+        with pytest.raises(HotKVError) as caught:
+            gate.admit(Peer(uid=1), name)
+        texts.append(caught.value.message.replace(repr(name), "…"))
+    assert texts[0] == texts[1]
+
+
+def test_a_peer_does_not_show_its_token() -> None:
+    peer = Peer("x", token="secret", certificate_names=frozenset({"me"}))
+    assert "secret" not in repr(peer) + str(peer)
+
+
+class TicketMachine(RuleBasedStateMachine):
+    """Against a plain list of (ticket, uid, expiry)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = iter(range(1 << 30))
+        self.tickets = Tickets(lambda: next(numbers).to_bytes(16, "big"))
+        self.model: list[tuple[bytes, int, float]] = []
+        self.used: list[bytes] = []
+        self.now_s = 0.0
+
+    def _live(self) -> list[tuple[bytes, int, float]]:
+        return [entry for entry in self.model if entry[2] > self.now_s]
+
+    @rule(uid=st.integers(0, 2), times=st.sampled_from([1, 3, 400]))
+    def issue(self, uid: int, times: int) -> None:
+        for _ in range(times):
+            live = self._live()
+            full = sum(u == uid for _, u, _ in live) >= tickets.MAX_TICKETS_OF_USER or len(live) >= tickets.MAX_TICKETS
+            if full:
+                with pytest.raises(HotKVError) as caught:
+                    self.tickets.issue(Peer(uid=uid), self.now_s)
+                assert caught.value.reason is Reason.OVERLOADED
+                return
+            self.model.append((self.tickets.issue(Peer(uid=uid), self.now_s), uid, self.now_s + TTL_S))
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, TTL_S]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(data=st.data())
+    def redeem(self, data: st.DataObject) -> None:
+        known = [ticket for ticket, _, _ in self.model[-20:]] + self.used[-3:] + [b"", b"guess"]
+        ticket = data.draw(st.sampled_from(known))
+        found = next((uid for t, uid, _ in self._live() if t == ticket), None)
+        peer = self.tickets.redeem(ticket, self.now_s)
+        assert (peer.uid if peer else None) == found
+        self.model = [entry for entry in self.model if entry[0] != ticket]
+        self.used.append(ticket)
+
+    @invariant()
+    def holds(self) -> None:
+        self.tickets.check_invariants()
+
+
+TestTickets = TicketMachine.TestCase
+
+
+def test_tickets_are_not_to_be_guessed() -> None:
+    made = Tickets()
+    assert len({made.issue(Peer(uid=0), 0.0) for _ in range(100)}) == 100
+
+
+# Files
+
+
+def unsafe(call: object, *arguments: object, **more: object) -> str:
+    with pytest.raises(hygiene.UnsafeError) as caught:
+        call(*arguments, **more)  # type: ignore[operator]
+    return str(caught.value)
+
+
+def test_directories_are_made_private_and_open_ones_are_refused(tmp_path: Path) -> None:
+    run, arena = tmp_path / "run", tmp_path / "arena"
+    hygiene.check_runtime_dir(run)
+    hygiene.check_arena_dir(arena, is_private=True)
+    assert (stat.S_IMODE(run.stat().st_mode), stat.S_IMODE(arena.stat().st_mode)) == (0o755, 0o700)
+    for mode in (0o777, 0o775, 0o1777, 0o757):
+        run.chmod(mode)
+        assert f"chmod go-w {run}" in unsafe(hygiene.check_runtime_dir, run)
+    for mode in (0o755, 0o701, 0o770):
+        arena.chmod(mode)
+        assert f"chmod 700 {arena}" in unsafe(hygiene.check_arena_dir, arena, is_private=False)
+    arena.chmod(0o750)
+    hygiene.check_arena_dir(arena, is_private=False)
+    assert "its group or others" in unsafe(hygiene.check_arena_dir, arena, is_private=True)
+    (tmp_path / "file").touch()
+    assert "no directory" in unsafe(hygiene.check_runtime_dir, tmp_path / "file")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a directory away")
+def test_other_peoples_directories_are_refused(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o700)
+    os.chown(theirs, 4242, 4242)
+    assert "belongs to user id 4242" in unsafe(hygiene.check_runtime_dir, theirs)
+    assert "belongs to user id 4242" in unsafe(hygiene.check_arena_dir, theirs, is_private=False)
+    (tmp_path / "mine").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "mine")
+    hygiene.check_runtime_dir(link)
+    os.chown(link, 4242, 4242, follow_symlinks=False)
+    assert "symbolic link of user id 4242" in unsafe(hygiene.check_runtime_dir, link)
+
+
+def test_only_sockets_and_files_of_ours_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        hygiene.check_sockets([tmp_path / "socket", tmp_path / "missing"])
+        hygiene.check_files([tmp_path / "target", tmp_path / "missing"])
+        for name in ("link", "dangling", "pipe", "target"):
+            assert "not a socket of this server" in unsafe(hygiene.check_sockets, [tmp_path / name])
+        for name in ("link", "dangling", "pipe", "socket"):
+            assert "not a regular file of this server" in unsafe(hygiene.check_files, [tmp_path / name])
+
+
+def test_a_key_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch()
+    key.chmod(0o640)
+    hygiene.check_private_key(key)
+    key.chmod(0o644)
+    assert f"chmod o-rwx {key}" in unsafe(hygiene.check_private_key, key)
+
+
+def test_only_memory_is_mapped(tmp_path: Path) -> None:
+    memory = os.memfd_create("memory")
+    check_memory(memory, "kv")
+    reading, writing = os.pipe()
+    one, other = socket.socketpair()
+    device, folder, pidfd = os.open("/dev/zero", os.O_RDWR), os.open(tmp_path, os.O_RDONLY), os.pidfd_open(os.getpid())
+    disk = os.open("/usr/bin/env", os.O_RDONLY)
+    for fd in (reading, writing, one.fileno(), other.fileno(), device, folder, pidfd, disk):
+        with pytest.raises(HotKVError) as caught:
+            check_memory(fd, "kv")
+        assert caught.value.reason is Reason.INVALID_LAYOUT and "'kv'" in caught.value.message
+    for fd in (memory, reading, writing, device, folder, pidfd, disk):
+        os.close(fd)
+    one.close()
+    other.close()
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[[tenants]]\nname = "a"', "security.tenants.0: must list at least one of uids"),
+        ('[[tenants]]\nname = "a/b"\nuids = [1]', "security.tenants.0.name"),
+        ('[[tenants]]\nname = "a"\nuids = [-1]', "security.tenants.0.uids.0"),
+        ('[[tenants]]\nname = "a"\ntoken_sha256 = ["secret"]', "security.tenants.0.token_sha256.0"),
+        ('[[tenants]]\nname = "a"\nuids = [1]\n[[tenants]]\nname = "a"\nuids = [2]', "'a' is there twice"),
+        ('[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "2GiB"\nburst_bytes = "1GiB"', "burst_bytes must not be smaller"),
+        ('[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "2GiB"', "guaranteed_bytes come to"),
+        ('[[tenants]]\nname = "a"\nuids = [1]\ntable = "all"', "security.tenants.0.table"),
+        ('[[tenants]]\nname = "a"\ncertificate_names = ["x"]', "certificate_names need tls.client_ca"),
+        ("[]\nadmin_on_tcp = true", "admin_on_tcp needs"),
+        ('[]\nsocket_mode = "888"', "security.socket_mode"),
+        ('[]\nadmin_socket_mode = "rw"', "security.admin_socket_mode"),
+        ('[tls]\ncertificate = "/x"', "certificate and key must be set together"),
+        ('[tls]\nclient_ca = "/x"', "client_ca only with them"),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path: Path, text: str, words: str) -> None:
+    head, _, rest = text.partition("\n")
+    table = head.replace("[[tenants]]", "[[security.tenants]]").replace("[tls]", "[security.tls]").replace("[]", "[security]")
+    (tmp_path / "c.toml").write_text(f"{table}\n{rest}".replace("\n[[tenants]]", "\n[[security.tenants]]"))
+    with pytest.raises(ValueError) as caught:
+        load_settings(tmp_path / "c.toml", [], "test")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("security", "words"),
+    [
+        ("", "tcp_address needs security.tls.certificate and key"),
+        ('[security.tls]\ncertificate = "/c"\nkey = "/k"', "tcp_address lets everybody in"),
+        ('[security.tls]\ncertificate = "/c"\nkey = "/k"\nclient_ca = "/a"', ""),
+        (f'[security.tls]\ncertificate = "/c"\nkey = "/k"\n[[security.tenants]]\nname = "a"\ntoken_sha256 = ["{"0" * 64}"]', ""),
+        ("[security]\ntcp_insecure = true", ""),
+    ],
+)
+def test_tcp_is_not_opened_to_everybody_by_mistake(tmp_path: Path, security: str, words: str) -> None:
+    (tmp_path / "c.toml").write_text(f'tcp_address = "host:1"\n{security}')
+    if not words:
+        assert load_settings(tmp_path / "c.toml", [], "test").tcp_address == "host:1"
+        return
+    with pytest.raises(ValueError) as caught:
+        load_settings(tmp_path / "c.toml", [], "test")
+    assert words in str(caught.value)

@@ -1,0 +1,436 @@
+"""What engine and server tell each other about sparse decode: sequences, hot sets, reports, beside a naive model; no engine runs."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace, group_hashes
+from hotkv_client.testing import FakeServer
+from hotkv_client.types import LayerHotSet, Role, SessionConfig
+from hotkv_vllm.lookup import RequestState
+from hotkv_vllm.metadata import HotKVWorkerMetadata
+from hotkv_vllm.sparse import memory as memory_module
+from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
+from hotkv_vllm.sparse.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter
+from hotkv_vllm.sparse.rows import SparseRows
+from tests.vllm.harness import prompt
+from tests.vllm.test_sparse_worker import Engine
+
+BLOCK = 4
+MIN_TOKENS = 16
+SEQUENCE_CALLS = {"create_sequence", "append_blocks", "delete_sequence"}
+GROUPS = (SparseGroup(0, BLOCK, frozenset({1, 2})),)
+
+
+@dataclass(eq=False)
+class Request:
+    """As much of vLLM's request as is looked at. Contexts of a family are one another's prefixes."""
+
+    request_id: str
+    family: int
+    num_tokens: int
+    max_tokens: int = 100
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return [bytes([self.family, place % 256, place // 256, 0]) * 8 for place in range(self.num_tokens // BLOCK)]
+
+
+class Side:
+    """A scheduler's side, and the server that it talks to."""
+
+    def __init__(self, groups: Sequence[SparseGroup] = GROUPS) -> None:
+        self.server = FakeServer()
+        self.said: list[str] = []
+        self.streams = Streams(lambda state, _: self.said.append(state.value))
+        specs = tuple(GroupSpec(GroupKind.FULL_ATTENTION, group.block_tokens, (64,)) for group in groups)
+        space = KeySpace("m", "r", "bfloat16", specs, BLOCK)
+        self.session = self.server.open(SessionConfig("unix:/none", "e", Role.SCHEDULER, space, on_state=self.streams))
+        self.memory = SparseMemory(self.session, self.streams, groups, self._hashes, MIN_TOKENS, "p")
+        self.requests: dict[str, Request] = {}
+        self.now_s = 0.0
+
+    def _hashes(self, request: Request, index: int) -> Sequence[bytes]:
+        return group_hashes(request.block_hashes, BLOCK, self.memory._groups[index].block_tokens)
+
+    def arrive(self, name: str, family: int, num_tokens: int, **more: Any) -> Request:
+        self.requests[name] = Request(name, family, num_tokens, **more)
+        self.memory.arrived(self.requests[name])
+        return self.requests[name]
+
+    def step(self, *names: str) -> tuple[dict[str, tuple[LayerHotSet, ...]], tuple[str, ...]]:
+        """`names`: requests with a sparse row; each gains a token."""
+        self.now_s += 0.01
+        states = {name: RequestState(request, [0], 0) for name, request in self.requests.items()}
+        found = self.memory.step(SparseRows(tuple(range(len(names))), names), states, self.now_s)
+        for name in names:
+            self.requests[name].num_tokens += 1
+        return found
+
+    def end(self, name: str) -> None:
+        self.memory.ended(name, self.now_s)
+        del self.requests[name]
+
+    def known(self) -> dict[str, list[bytes]]:
+        """Sequences that the server has."""
+        return {name: hashes for (_, name), (_, _, hashes) in self.server.sequences.items()}
+
+    def reports(self) -> list[tuple[dict[str, Any], dict[int, dict[str, float]]]]:
+        return [what for kind, what in self.server.calls if kind == "report_sparse"]
+
+
+def hot(layer: int, *positions: int, shard: int = 0) -> LayerHotSet:
+    return LayerHotSet(layer, shard, np.array(positions, np.int32))
+
+
+def layers_of(hot_sets: Sequence[LayerHotSet]) -> list[tuple[int, list[int]]]:
+    return [(one.layer_index, one.positions.tolist()) for one in hot_sets]
+
+
+# -------------------------------------------------------------------------------------------------------------- scheduler
+
+
+class SparseMemoryMachine(RuleBasedStateMachine):
+    """Requests come, decode and end while the server answers late, dies, and comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = Side()
+        self.numbers = itertools.count()
+        self.decoded: set[str] = set()
+        self.handed: set[str] = set()
+        self.named: list[str] = []
+        self.ended: dict[str, int] = {}
+        self.selects = 0
+        self.steady = False
+        """The last thing that happened was a step with a server that answers at once."""
+
+    @property
+    def server(self) -> FakeServer:
+        return self.side.server
+
+    @rule(family=st.integers(0, 1), num_tokens=st.integers(1, 40), max_tokens=st.sampled_from([1, 2, 100]))
+    def arrive(self, family: int, num_tokens: int, max_tokens: int) -> None:
+        self.side.arrive(f"r{next(self.numbers)}", family, num_tokens, max_tokens=max_tokens)
+        self.steady = False
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        able = [name for name, request in self.side.requests.items() if request.num_tokens + 1 >= MIN_TOKENS]
+        names = data.draw(st.lists(st.sampled_from(able), unique=True)) if able else []
+        new = set(self.side.requests) - self.decoded
+        remembered, named = self.side.step(*names)
+        for name, hot_sets in remembered.items():
+            family = self.side.requests[name].family
+            assert name in new and hot_sets and all(one.positions[0] == family for one in hot_sets), "late, or of another prefix"
+        self.decoded.update(names)
+        self.named += named
+        self.steady = self.server.up and not self.server.hold and not self.server.held
+        if self.steady:
+            for name in names:
+                (sequence_id,) = self.side.memory._followed[name].ids
+                request = self.side.requests[name]
+                # What the step itself adds is told with the next one.
+                told = Request("", request.family, request.num_tokens - 1).block_hashes
+                assert self.side.known()[sequence_id] == told
+
+    @rule()
+    def report(self) -> None:
+        """The workers' report of a step: every name that was asked for is answered, with hot sets or without."""
+        live = [name for name in self.side.requests if name in self.decoded]
+        ended = {name: (hot(1, self.ended[name], 3),) if place % 3 else () for place, name in enumerate(self.named)}
+        self.side.memory.reported(SparseReport(dict.fromkeys(live, np.array([0, 2], np.int32)), {1: {"selects": 1.0}}, ended))
+        self.named.clear()
+        self.selects += 1
+        self.steady = False
+
+    @precondition(lambda self: self.side.requests)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.side.requests)))
+        self.ended[name] = self.side.requests[name].family
+        self.side.end(name)
+        self.steady = False
+
+    @rule()
+    def wait(self) -> None:
+        self.side.now_s += memory_module.ENDING_S
+        self.steady = False
+
+    @rule(empty=st.booleans())
+    def die(self, empty: bool) -> None:
+        self.server.die(empty=empty)
+        self.steady = False
+
+    @precondition(lambda self: not self.server.up)
+    @rule()
+    def come_back(self) -> None:
+        self.server.come_back()
+        self.steady = False
+
+    @rule(slow=st.booleans())
+    def answer_late(self, slow: bool) -> None:
+        self.server.settle()
+        self.server.hold = set(SEQUENCE_CALLS) if slow else set()
+        self.steady = False
+
+    @invariant()
+    def what_the_server_knows_is_live(self) -> None:
+        if self.steady:
+            memory = self.side.memory
+            live = {sequence_id for one in (*memory._followed.values(), *memory._ending.values()) for sequence_id in one.ids}
+            assert set(self.side.known()) <= live
+            assert {one.request.request_id for one in memory._followed.values()} <= set(self.side.requests)
+
+    @invariant()
+    def no_counter_is_lost(self) -> None:
+        told = sum(counters.get(1, {}).get("selects", 0) for _, counters in self.side.reports())
+        assert told + self.side.memory._counters.get(1, {}).get("selects", 0) == self.selects
+
+    @invariant()
+    def all_is_bounded(self) -> None:
+        memory = self.side.memory
+        assert len(memory._unanswered) <= memory_module.MAX_UNANSWERED + memory_module.MAX_CREATED_PER_STEP + 2 * len(self.ended)
+        assert set(memory._to_create) | set(memory._awaited) <= set(memory._followed)
+
+
+TestSparseMemory = SparseMemoryMachine.TestCase
+TestSparseMemory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_hot_set_comes_back_to_the_next_request_over_the_prefix() -> None:
+    side = Side()
+    side.arrive("a", 7, 20)
+    assert side.step() == ({}, ())
+    side.step("a")
+    assert len(side.known()) == 1
+    side.end("a")
+    assert side.step() == ({}, ("a",))
+    side.memory.reported(SparseReport({"a": np.array([1], np.int32)}, {}, {"a": (hot(2, 4, 1), hot(1, 0))}))
+    ((positions, counters),) = side.reports()
+    assert [at.tolist() for at in positions.values()] == [[1]] and counters == {} and not side.known()
+    side.arrive("b", 7, 30)
+    side.arrive("short", 7, 14)
+    side.arrive("other", 8, 30)
+    side.arrive("one", 7, 30, max_tokens=1)
+    assert side.step() == ({}, ())
+    remembered, _ = side.step()
+    assert set(remembered) == {"b"} and layers_of(remembered["b"]) == [(2, [4, 1]), (1, [0])]
+    assert side.step("b")[0] == {} and len(side.known()) == 2
+
+
+def test_an_answer_that_comes_after_the_first_step_is_dropped() -> None:
+    side = Side()
+    side.arrive("a", 7, 20)
+    side.step()
+    side.step("a")
+    side.end("a")
+    side.step()
+    side.memory.reported(SparseReport({}, {}, {"a": (hot(1, 0),)}))
+    side.server.hold = set(SEQUENCE_CALLS)
+    side.arrive("b", 7, 20)
+    side.step()
+    side.step("b")
+    side.server.settle()
+    assert side.step("b") == ({}, ()) and side.step() == ({}, ())
+
+
+def test_requests_that_grow_long_are_known_from_then_on() -> None:
+    side = Side()
+    request = side.arrive("a", 1, 10)
+    side.step()
+    assert not side.known()
+    request.num_tokens = MIN_TOKENS
+    side.step("a")
+    assert [len(hashes) for hashes in side.known().values()] == [MIN_TOKENS // BLOCK]
+
+
+def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+
+    def refused(*_: Any) -> Any:
+        raise HotKVError(Reason.OVERLOADED, "told to refuse")
+
+    monkeypatch.setattr(side.session, "create_sequence", lambda *a: side.session._call("create_sequence", "", None, refused))
+    side.arrive("a", 1, 20)
+    for _ in range(9):
+        side.step("a")
+    assert side.server.count("create_sequence") == 1 and side.server.count("append_blocks") == 0
+    side.end("a")
+    assert side.step() == ({}, ()) and side.server.count("delete_sequence") == 1
+    assert side.memory._ending == {}
+
+
+def test_a_server_that_hangs_is_told_no_more_and_then_everything() -> None:
+    side = Side()
+    side.server.hold = set(SEQUENCE_CALLS)
+    side.arrive("a", 1, 20)
+    for number in range(3000):
+        side.step("a")
+        side.memory.reported(SparseReport({"a": np.array([0], np.int32)}, {1: {"selects": 1.0}}))
+        if number % 10 == 0:
+            side.arrive(f"r{number}", 2, 20)
+            side.step()
+            side.end(f"r{number}")
+    assert len(side.server.held) <= 2 * memory_module.MAX_UNANSWERED and len(side.reports()) < 500
+    side.server.hold.clear()
+    side.server.settle()
+    side.step("a")
+    side.memory.reported(SparseReport())
+    assert [len(hashes) for hashes in side.known().values()] == [(side.requests["a"].num_tokens - 1) // BLOCK]
+    assert sum(counters.get(1, {}).get("selects", 0) for _, counters in side.reports()) == 3000
+
+
+def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "MAX_FOLLOWED", 40)
+    side = Side()
+    for number in range(100):
+        side.arrive(f"r{number}", 1, 20)
+    side.step()
+    assert len(side.known()) == memory_module.MAX_CREATED_PER_STEP
+    for _ in range(5):
+        side.step("r90", "r2")
+    assert len(side.known()) == 40
+    side.end("r2")
+    side.step("r90")
+    side.memory.reported(SparseReport(ended={"r2": ()}))
+    side.step("r90")
+    assert len(side.known()) == 40 and "r90" in side.memory._followed
+
+
+def test_hot_sets_that_never_come_do_not_keep_a_sequence() -> None:
+    side = Side()
+    side.arrive("a", 1, 20)
+    side.step()
+    side.step("a")
+    side.end("a")
+    assert side.step()[1] == ("a",) and len(side.known()) == 1
+    side.now_s += memory_module.ENDING_S
+    side.step()
+    assert not side.known() and side.step() == ({}, ())
+
+
+@pytest.mark.parametrize("second_tokens", [BLOCK, 2 * BLOCK])
+def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
+    """Hot sets go to the group of their layer. Positions of blocks of unequal sizes can't be told apart, so they stay here."""
+    side = Side((SparseGroup(0, BLOCK, frozenset({1})), SparseGroup(1, second_tokens, frozenset({2}))))
+    side.arrive("a", 1, 20)
+    side.step()
+    side.step("a")
+    assert sorted(len(hashes) for hashes in side.known().values()) == sorted([5, 20 // second_tokens])
+    side.end("a")
+    side.step()
+    side.memory.reported(SparseReport({"a": np.array([1], np.int32)}, {}, {"a": (hot(1, 3), hot(2, 1))}))
+    assert len(side.reports()) == (second_tokens == BLOCK)
+    assert {group: layers_of(sets) for (_, group, _), sets in side.server.hot_sets.items()} == {0: [(1, [3])], 1: [(2, [1])]}
+    side.arrive("b", 1, 24)
+    side.step()
+    assert layers_of(side.step("b")[0]["b"]) == [(1, [3]), (2, [1])]
+
+
+class Broken:
+    """Whatever is asked of it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("told to break")
+
+
+def test_what_breaks_here_costs_no_load_and_no_store(engine: Any, server: Any) -> None:
+    first = engine()
+    answer, _ = first.generate("a", prompt(1, 200), 40)
+    first.generate("b", prompt(2, 10), 2)
+    one = engine(extra={"sparse": {"min_context_tokens": 128}})
+    one.connector._scheduler._memory = one.worker._reporter = Broken()
+    assert one.generate("a", prompt(1, 200), 40) == (answer, 192)
+    one.generate("c", prompt(3, 100), 40)
+    one.generate("end", prompt(2, 10), 2)
+    assert one.counters["stored_blocks"] >= 4 and one.counters["hook_errors"] > 0 and "failed_loads" not in one.counters
+    assert {"_plan_sparse", "on_new_request", "request_finished_all_groups"} <= one.connector._broken
+    assert "_sparse_report" in one.worker._broken
+
+
+# ----------------------------------------------------------------------------------------------------------------- worker
+
+REPORTS = st.builds(
+    SparseReport,
+    st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 20), min_size=1).map(lambda s: np.array(sorted(s), np.int32))),
+    st.dictionaries(st.integers(1, 2), st.dictionaries(st.sampled_from(["selects", "recall"]), st.integers(1, 9).map(float))),
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 3).map(lambda shard: (hot(1, 5, shard=shard),))),
+)
+
+
+@given(st.lists(REPORTS, min_size=1, max_size=4))
+def test_what_ranks_report_is_joined(reports: list[SparseReport]) -> None:
+    whole = HotKVWorkerMetadata(counters={"load_bytes": 1})
+    for report in reports:
+        whole = whole.aggregate(HotKVWorkerMetadata(sparse=report)).aggregate(HotKVWorkerMetadata())
+    found = whole.sparse
+    assert found is not None and not whole.is_empty()
+    for name in "abc":
+        expected = set().union(*(report.positions[name].tolist() for report in reports if name in report.positions))
+        assert found.positions.get(name, np.empty(0, np.int32)).tolist() == sorted(expected)
+        sets = [one.shard_index for report in reports for one in report.ended.get(name, ())]
+        assert [one.shard_index for one in found.ended.get(name, ())] == sets
+    for layer, name in itertools.product((1, 2), ("selects", "recall")):
+        expected_sum = sum(report.layers.get(layer, {}).get(name, 0) for report in reports)
+        assert found.layers.get(layer, {}).get(name, 0) == expected_sum
+
+
+def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:
+    engine, twin = Engine(), Engine()
+    reporter = SparseReporter(engine.worker)
+    gathered, expected = SparseReport(), SparseReport()
+    num_reports, names = 0, "ab"
+    for number in range(100):
+        ended = ("b",) if number == 50 else ()
+        names = "a" if number >= 50 else "ab"
+        reporter.before_step({}, ended)
+        if ended:
+            assert reporter._report.ended["b"] and twin.worker.hot_sets("b")
+        engine.step(names, ended)
+        twin.step(names, ended)
+        expected = expected.join(SparseReport(twin.worker.take_steps(), twin.worker.take_layer_counters()))
+        report = reporter.after_step(number * REPORT_INTERVAL_S / 10)
+        if report is not None:
+            num_reports += 1
+            gathered = gathered.join(report)
+            assert set(report.ended) == set(ended)
+    reporter.before_step({}, ("a", "nobody"))
+    last = reporter.after_step(0.0)
+    assert last is not None and last.ended["nobody"] == () and {one.layer_index for one in last.ended["a"]} == {2, 7}
+    gathered = gathered.join(last)
+    assert 10 <= num_reports <= 12
+    assert {name: at.tolist() for name, at in gathered.positions.items()} == {name: at.tolist() for name, at in expected.positions.items()}
+    for layer, counters in expected.layers.items():
+        for name, value in counters.items():
+            if not name.endswith("_s"):
+                assert gathered.layers[layer][name] == pytest.approx(value)
+    assert reporter.after_step(1000.0) is None
+
+
+def test_a_rank_starts_from_the_hot_sets_of_its_own_shard() -> None:
+    one = Engine()
+    for _ in range(6):
+        one.step("a")
+    first, copy = SparseReporter(one.worker, 1), SparseReporter(one.worker, 1, is_writer=False)
+    copy.before_step({}, ("a",))
+    assert copy._report.ended == {"a": ()}
+    first.before_step({}, ("a",))
+    hot_sets = first._report.ended["a"]
+    assert [(hot_set.layer_index, hot_set.shard_index) for hot_set in hot_sets] == [(2, 1), (7, 1)]
+    foreign = tuple(LayerHotSet(hot_set.layer_index, 0, hot_set.positions) for hot_set in hot_sets)
+    for sets, is_mine in ((hot_sets, True), (foreign, False)):
+        other = Engine()
+        SparseReporter(other.worker, 1).before_step({"a": sets}, ())
+        other.step("a")
+        counted = other.worker.take_counters()
+        assert (counted.get("sparse_remembered_blocks", 0) > 0) is is_mine
