@@ -8,6 +8,7 @@ connector is constructed. Nothing happens per layer.
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from hotkv_vllm import compat, link
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.scheduler import HotKVScheduler
+from hotkv_vllm.sparse.reporter import SparseReport, SparseReporter
 from hotkv_vllm.sparse.rows import RowNames, SparseRows
 from hotkv_vllm.sparse.setup import install
 from hotkv_vllm.sparse.worker import SparseWorker
@@ -36,8 +38,11 @@ logger = link.logger
 T = TypeVar("T")
 
 
-def hook(otherwise: Callable[..., Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Times a hook and keeps its exceptions from vLLM; a broken hook answers `otherwise(self, *its arguments)`."""
+def hook(otherwise: Callable[..., Any], *, is_part: bool = False) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Times a hook and keeps its exceptions from vLLM; a broken hook answers `otherwise(self, *its arguments)`.
+
+    `is_part`: of a hook that goes on when this breaks, and is timed itself.
+    """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
         name = method.__name__
@@ -52,7 +57,8 @@ def hook(otherwise: Callable[..., Any]) -> Callable[[Callable[..., T]], Callable
                 answer: T = otherwise(self, *args, **kwargs)
                 return answer
             finally:
-                self.clock.add(name, time.perf_counter() - began_s)
+                if not is_part:
+                    self.clock.add(name, time.perf_counter() - began_s)
 
         return guarded
 
@@ -78,6 +84,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: HotKVWorker | None = None
         self._rows: RowNames | None = None
         self._sparse: SparseWorker | None = None
+        self._reporter: SparseReporter | None = None
         if config.sparse is not None:
             compat.check_sparse(vllm_config, kv_cache_config, config.sparse)
         self._centres = config.read_centres()
@@ -136,10 +143,16 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
         except compat.Unsupported as error:
             logger.warning("hotkv: sparse decode is off in this worker: %s", error)
+            return
+        place = compat.rank_place(self._vllm_config, self._kv_cache_config)
+        self._reporter = SparseReporter(self._sparse, place.shard_index, place.is_writer)
 
     @hook(_nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.handshake if self._worker is not None else None
+        if self._worker is None:
+            return None
+        layers = self._sparse.layers.values() if self._sparse is not None else ()
+        return replace(self._worker.handshake, sparse_layers=tuple((layer.index, layer.group) for layer in layers))
 
     @hook(_nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -148,7 +161,17 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.before_step(kv_connector_metadata)
             if self._sparse is not None:
                 self._sparse.will_write(np.array(kv_connector_metadata.allocated_blocks, np.int32))
+                self._tell_reporter(kv_connector_metadata)
                 self._sparse.begin_step(kv_connector_metadata.sparse_rows or SparseRows())
+
+    @hook(_nothing, is_part=True)
+    def _tell_reporter(self, meta: HotKVMetadata) -> None:
+        if self._reporter is not None:
+            self._reporter.before_step(meta.remembered, meta.hot_sets_of)
+
+    @hook(_nothing, is_part=True)
+    def _sparse_report(self) -> SparseReport | None:
+        return self._reporter.after_step(time.monotonic()) if self._reporter is not None else None
 
     def _loads_broke(self, *_: Any, **__: Any) -> None:
         meta = self._connector_metadata
@@ -188,8 +211,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> HotKVWorkerMetadata | None:
         report = self._worker.take_report() if self._worker is not None else None
         counters = self._sparse.take_counters() if self._sparse is not None else {}
-        if counters:
+        sparse = self._sparse_report()
+        if counters or sparse is not None:
             report = report or HotKVWorkerMetadata()
+            report.sparse = sparse
             for name, value in counters.items():
                 report.counters[name] = report.counters.get(name, 0) + value
         self.clock.end_step()
@@ -237,8 +262,15 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.clock.end_step()
         rows = self._rows.of_step(scheduler_output) if self._rows is not None else None
         meta = self._scheduler.build_meta(scheduler_output) if self._scheduler is not None else HotKVMetadata()
-        meta.sparse_rows = rows
+        if rows is not None:
+            meta.sparse_rows = rows
+            self._plan_sparse(meta, rows)
         return meta
+
+    @hook(_nothing, is_part=True)
+    def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
+        if self._scheduler is not None:
+            self._scheduler.plan_sparse(meta, rows)
 
     @hook(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -252,6 +284,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._rows.ended(request.request_id)
         if self._scheduler is not None:
             self._scheduler.finished(request, block_ids)
+            self._scheduler.sparse_ended(request.request_id)
         return False, None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

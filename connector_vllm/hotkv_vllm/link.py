@@ -4,7 +4,7 @@ Nothing here blocks. State changes are logged once each, never per request.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -17,10 +17,14 @@ from hotkv_client.types import (
     BlockRun,
     EngineMemory,
     GroupHashes,
+    Int32s,
+    LayerHotSet,
     LeaseGrant,
     LinkState,
     LoadRun,
     RequestReport,
+    SequenceCreated,
+    SequenceState,
     SessionConfig,
     TransferResult,
 )
@@ -52,6 +56,10 @@ class CacheSession(Protocol):
     ) -> "Future[TransferResult]": ...
     def cancel(self, transfer_id: str) -> None: ...
     def report_requests(self, reports: Sequence[RequestReport]) -> None: ...
+    def create_sequence(self, sequence_id: str, group_index: int, hashes: Sequence[bytes]) -> "Future[SequenceCreated]": ...
+    def append_blocks(self, sequence_id: str, first_position: int, hashes: Sequence[bytes]) -> "Future[SequenceState]": ...
+    def report_sparse(self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]) -> None: ...
+    def delete_sequence(self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()) -> "Future[bool]": ...
     def flush(self) -> "Future[int]": ...
     def close(self) -> None: ...
 

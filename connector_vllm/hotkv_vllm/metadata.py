@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import BlockRun, LoadRun
+from hotkv_vllm.sparse.reporter import HotSets, SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
 
 
@@ -50,7 +51,7 @@ class HotKVMetadata(KVConnectorMetadata):
 
     flush_stores: stores that must have ended before this step's first write. cancel_loads, abandoned_loads: request ids whose load
     is to be cancelled, or was never begun and is to be reported as failed. sparse_rows: None without sparse decode; allocated_blocks:
-    blocks that somebody is about to fill.
+    blocks that somebody is about to fill. remembered: hot sets that requests start from; hot_sets_of: ended requests whose own are wanted.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -60,6 +61,8 @@ class HotKVMetadata(KVConnectorMetadata):
     abandoned_loads: tuple[str, ...] = ()
     sparse_rows: SparseRows | None = None
     allocated_blocks: tuple[int, ...] = ()
+    remembered: HotSets = field(default_factory=dict)
+    hot_sets_of: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -71,10 +74,11 @@ class StoreReport:
 
 @dataclass(slots=True)
 class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ended since the last step. `counters` are summed over ranks."""
+    """What ended since the last step. `counters` are summed over ranks. `sparse`: None for nothing to report."""
 
     stores: dict[int, StoreReport] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
+    sparse: SparseReport | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
         """Joins what two ranks report."""
@@ -86,19 +90,22 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         counters = dict(self.counters)
         for name, value in other.counters.items():
             counters[name] = counters.get(name, 0) + value
-        return HotKVWorkerMetadata(stores, counters)
+        reports = [one.sparse for one in (self, other) if one.sparse is not None]
+        sparse = reports[0].join(reports[1]) if len(reports) == 2 else next(iter(reports), None)
+        return HotKVWorkerMetadata(stores, counters, sparse)
 
     def is_empty(self) -> bool:
-        return not self.stores and not self.counters
+        return not self.stores and not self.counters and self.sparse is None
 
 
 @dataclass(slots=True)
 class HotKVHandshake(KVConnectorHandshakeMetadata):
     """What a rank found out when it registered its memory: the key space, or why it runs without the cache.
 
-    `representations`: those that it stores and loads with blocks.
+    `representations`: those that it stores and loads with blocks. `sparse_layers`: (layer, vLLM's group) of its sparse layers.
     """
 
     key_space: KeySpace | None
     why_off: str = ""
     representations: tuple[Representation, ...] = ()
+    sparse_layers: tuple[tuple[int, int], ...] = ()

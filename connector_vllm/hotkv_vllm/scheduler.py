@@ -21,6 +21,8 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.reports import UseReports
 from hotkv_vllm.represented import Represented
 from hotkv_vllm.reset import CacheReset
+from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
+from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.stores import StorePlanner
 
@@ -50,6 +52,7 @@ class HotKVScheduler:
         self._hints = HintReader(self.stats)
         self._reports: UseReports | None = None
         self._reset: CacheReset | None = None
+        self._memory: SparseMemory | None = None
         self._groups: tuple[compat.CacheGroup, ...] = ()
         self._block_tokens = compat.group_block_tokens(vllm_config, kv_cache_config)
         self._allocations = Allocations(self._block_tokens)
@@ -73,12 +76,13 @@ class HotKVScheduler:
         if any(h.representations != kinds for h in handshakes):
             logger.warning("hotkv: the ranks do not agree on representations; each rank builds its own")
             kinds = ()
-        self._start(spaces[0], kinds)
+        self._start(spaces[0], kinds, handshakes[0].sparse_layers)
 
-    def _start(self, space: KeySpace, kinds: tuple[Representation, ...]) -> None:
+    def _start(self, space: KeySpace, kinds: tuple[Representation, ...], sparse_layers: tuple[tuple[int, int], ...]) -> None:
         # Before the first request: numba takes a second to load and some kernels to compile.
         native.load("hotkv.kernels")
         self._groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
+        streams = Streams(link.log_state("scheduler", logging.INFO))
         session = link.open_session(
             SessionConfig(
                 target=self._config.target,
@@ -89,7 +93,7 @@ class HotKVScheduler:
                 client_name="hotkv-vllm scheduler",
                 use_table=self._config.use_table,
                 credentials=self._config.credentials,
-                on_state=link.log_state("scheduler", logging.INFO),
+                on_state=streams,
             )
         )
         prefix = f"{self._engine_id[:8]}-{uuid.uuid4().hex[:8]}"
@@ -116,6 +120,13 @@ class HotKVScheduler:
         )
         self._reports = UseReports(session, space.hash_block_tokens, self.stats)
         self._reset = CacheReset(session, self.planner)
+        sparse_groups = [
+            SparseGroup(index, group.block_tokens, layers)
+            for index, group in enumerate(self._groups)
+            if (layers := frozenset(layer for layer, vllm_group in sparse_layers if vllm_group == group.vllm_group))
+        ]
+        if self._config.sparse is not None and sparse_groups:
+            self._memory = SparseMemory(session, streams, sparse_groups, self.finder.hashes, self._config.sparse.min_context_tokens, prefix)
         self.session = session
         if session.wait_connected(self._config.startup_wait_s):
             # Touches the mapped table once, so that no request pays for it.
@@ -139,6 +150,8 @@ class HotKVScheduler:
         self._requests[request.request_id] = state
         if self._may_read(request):
             self.finder.arrive(state, now_s)
+        if self._memory is not None:
+            self._memory.arrived(request)
 
     def _may_read(self, request: Any) -> bool:
         is_resetting = self._reset is not None and self._reset.under_way
@@ -271,6 +284,18 @@ class HotKVScheduler:
                 self.finder.end_load(state, request_id in failed)
         if isinstance(report, HotKVWorkerMetadata):
             self.planner.reported(report)
+            if self._memory is not None and report.sparse is not None:
+                self._memory.reported(report.sparse)
+
+    def plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
+        """Adds to a step's work what the server remembers for its sparse rows, and what is asked about ended requests."""
+        if self._memory is not None:
+            meta.remembered, meta.hot_sets_of = self._memory.step(rows, self._requests, time.monotonic())
+
+    def sparse_ended(self, request_id: str) -> None:
+        """A request ended: so do its sequences on the server."""
+        if self._memory is not None:
+            self._memory.ended(request_id, time.monotonic())
 
     def take_stats(self) -> HotKVStats | None:
         """Counters' growth since the last call; None for no growth."""
@@ -308,4 +333,4 @@ class HotKVScheduler:
         if self.session is not None:
             self.session.close()
             self.session = None
-            self.finder = self.planner = self._reports = self._reset = None
+            self.finder = self.planner = self._reports = self._reset = self._memory = None

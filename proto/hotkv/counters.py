@@ -20,6 +20,7 @@ SPARSE_COUNTERS: tuple[str, ...] = (
     "true_mass",
     "faults",
     "loaded_blocks",
+    "remembered_blocks",
 )
 
 

@@ -3,7 +3,7 @@
 `sparse`: whether it is on, its layers, sequences that are tracked, requests that were preempted. `rewrite_always`: rows are rewritten also
 where nothing is left out. `break_after` (calls): the selection raises from then on. `pool`: built blocks of each layer, and how many of
 them hold another representation than their page gives. `come_alone`: blocks are loaded without representations from then on. `in_flight`:
-stores that were begun and not reported.
+stores that were begun and not reported. `pace` (seconds): how long a step takes at least, from then on.
 Of several connectors in one engine, the first is meant.
 """
 
@@ -90,6 +90,20 @@ def in_flight(llm: Any) -> dict[str, Any]:
     return {"stores": 0 if planner is None else planner.num_in_flight}
 
 
+def pace(_: Any, seconds: float) -> dict[str, Any]:
+    import time
+
+    worker = _worker()
+    original = worker.begin_step
+
+    def begin_step(rows: Any) -> None:
+        time.sleep(seconds)
+        original(rows)
+
+    worker.begin_step = begin_step
+    return {}
+
+
 engine_driver.OPERATIONS |= {
     "sparse": sparse,
     "rewrite_always": rewrite_always,
@@ -97,6 +111,7 @@ engine_driver.OPERATIONS |= {
     "pool": pool,
     "come_alone": come_alone,
     "in_flight": in_flight,
+    "pace": pace,
 }
 
 if __name__ == "__main__":

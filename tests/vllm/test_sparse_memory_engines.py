@@ -59,6 +59,7 @@ def test_a_request_starts_from_what_another_ended_with(
     assert difference(second, first) < NOISE
     remembered = with_memory["sparse_remembered_blocks"]
     assert 0 < remembered <= SPARSE_LAYERS * CAPACITY_BLOCKS and with_memory["sparse_hit_blocks"] > counted["sparse_hit_blocks"]
+    assert figures(daemon, capsys)["total"]["remembered_blocks"] == remembered
 
     # The same engine, its own cache; then a longer prompt and one that shares half.
     third, again = asked(engine, prompt)

@@ -26,13 +26,15 @@ USUAL_SETS = 2
 class Attended:
     """One step of one layer: attend to `blocks` int32, ascending positions in the context.
 
-    Counts of blocks: `num_seeded` joined in the first step, remembered ones included, `num_corrected` with the fresh query,
-    `num_prefetched` from the step before; `num_hits` of `num_wanted` selected ones (always kept ones aside) were resident before.
+    Counts of blocks: `num_seeded` joined in the first step, `num_remembered` of them from another sequence's hot set, `num_corrected` with
+    the fresh query, `num_prefetched` from the step before; `num_hits` of `num_wanted` selected ones (always kept ones aside) were resident
+    before.
     """
 
     blocks: I32
     selection: Selection
     num_seeded: int
+    num_remembered: int
     num_corrected: int
     num_prefetched: int
     num_wanted: int
@@ -96,6 +98,7 @@ class LayerSequence:
             step.map.blocks,
             selection,
             num_remembered + num_moved if is_first else 0,
+            num_remembered,
             0 if is_first else num_moved,
             num_prefetched,
             step.num_selected,

@@ -64,6 +64,56 @@ class LayerScorer(google.protobuf.message.Message):
 Global___LayerScorer: typing_extensions.TypeAlias = LayerScorer
 
 @typing.final
+class FormatBias(google.protobuf.message.Message):
+    """By how much scores of one format are too high."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SCORER_FIELD_NUMBER: builtins.int
+    BIAS_FIELD_NUMBER: builtins.int
+    scorer: builtins.str
+    """Format of a representation that keeps codes of tokens."""
+    bias: builtins.float
+    """Mean excess of a block's estimated log mass, in nats."""
+    def __init__(
+        self,
+        *,
+        scorer: builtins.str = ...,
+        bias: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bias", b"bias", "scorer", b"scorer"]) -> None: ...
+
+Global___FormatBias: typing_extensions.TypeAlias = FormatBias
+
+@typing.final
+class LayerCentre(google.protobuf.message.Message):
+    """The centre of one layer's keys, which its codes of tokens leave out."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAYER_INDEX_FIELD_NUMBER: builtins.int
+    MU_FIELD_NUMBER: builtins.int
+    BIASES_FIELD_NUMBER: builtins.int
+    layer_index: builtins.int
+    """The layer, one of `layer_indices`."""
+    mu: builtins.bytes
+    """Packed little-endian float32 [KV heads of all shards, head_size]."""
+    @property
+    def biases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FormatBias]:
+        """As measured with this centre; formats that are not named have their usual bias."""
+
+    def __init__(
+        self,
+        *,
+        layer_index: builtins.int = ...,
+        mu: builtins.bytes = ...,
+        biases: collections.abc.Iterable[Global___FormatBias] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["biases", b"biases", "layer_index", b"layer_index", "mu", b"mu"]) -> None: ...
+
+Global___LayerCentre: typing_extensions.TypeAlias = LayerCentre
+
+@typing.final
 class SelectConfig(google.protobuf.message.Message):
     """How the server selects for a sequence. A shard's part of a representation holds `layer_indices` in order, each with its scorers in order
     (that of `layer_scorers`, else `fusion`, else `scorer`), each with its KV heads in order.
@@ -88,6 +138,7 @@ class SelectConfig(google.protobuf.message.Message):
     RESIDENCY_PRIOR_FIELD_NUMBER: builtins.int
     SCALE_FIELD_NUMBER: builtins.int
     HOT_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    CENTRES_FIELD_NUMBER: builtins.int
     representation_group_index: builtins.int
     """Group index of the representation, as the session declares it."""
     kv_head_count: builtins.int
@@ -128,6 +179,12 @@ class SelectConfig(google.protobuf.message.Message):
     def fusion(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FusedScorer]:
         """Scorers that are fused in place of `scorer`."""
 
+    @property
+    def centres(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LayerCentre]:
+        """Centres that the representations were made with; none for layers that were made without. The server can't tell whether they belong to the
+        kind of representation that the session declares: with another centre the selection is worse than with none.
+        """
+
     def __init__(
         self,
         *,
@@ -148,9 +205,10 @@ class SelectConfig(google.protobuf.message.Message):
         residency_prior: builtins.float = ...,
         scale: builtins.float = ...,
         hot_block_count: builtins.int = ...,
+        centres: collections.abc.Iterable[Global___LayerCentre] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adaptive_p", b"adaptive_p", "cache_policy", b"cache_policy", "fusion", b"fusion", "head_size", b"head_size", "hot_block_count", b"hot_block_count", "kv_head_count", b"kv_head_count", "layer_indices", b"layer_indices", "layer_scorers", b"layer_scorers", "max_correction_block_count", b"max_correction_block_count", "recent_token_count", b"recent_token_count", "representation_group_index", b"representation_group_index", "residency_prior", b"residency_prior", "scale", b"scale", "scorer", b"scorer", "sink_token_count", b"sink_token_count", "sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adaptive_p", b"adaptive_p", "cache_policy", b"cache_policy", "centres", b"centres", "fusion", b"fusion", "head_size", b"head_size", "hot_block_count", b"hot_block_count", "kv_head_count", b"kv_head_count", "layer_indices", b"layer_indices", "layer_scorers", b"layer_scorers", "max_correction_block_count", b"max_correction_block_count", "recent_token_count", b"recent_token_count", "representation_group_index", b"representation_group_index", "residency_prior", b"residency_prior", "scale", b"scale", "scorer", b"scorer", "sink_token_count", b"sink_token_count", "sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["sparse_topk", b"sparse_topk"]) -> typing.Literal["sparse_topk_token_count", "sparse_topk_ratio"] | None: ...
 
 Global___SelectConfig: typing_extensions.TypeAlias = SelectConfig
@@ -499,6 +557,7 @@ class LayerCounters(google.protobuf.message.Message):
     TRUE_MASS_FIELD_NUMBER: builtins.int
     FAULTS_FIELD_NUMBER: builtins.int
     LOADED_BLOCKS_FIELD_NUMBER: builtins.int
+    REMEMBERED_BLOCKS_FIELD_NUMBER: builtins.int
     layer_index: builtins.int
     """The layer."""
     selects: builtins.float
@@ -539,6 +598,8 @@ class LayerCounters(google.protobuf.message.Message):
     """Faults of sparse attention."""
     loaded_blocks: builtins.float
     """Representations loaded."""
+    remembered_blocks: builtins.float
+    """Of `seeded_blocks`, those that came from the hot set of another sequence over the same prefix."""
     def __init__(
         self,
         *,
@@ -562,14 +623,15 @@ class LayerCounters(google.protobuf.message.Message):
         true_mass: builtins.float = ...,
         faults: builtins.float = ...,
         loaded_blocks: builtins.float = ...,
+        remembered_blocks: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attended_blocks", b"attended_blocks", "build_s", b"build_s", "built_blocks", b"built_blocks", "context_blocks", b"context_blocks", "corrected_blocks", b"corrected_blocks", "estimated_mass", b"estimated_mass", "faults", b"faults", "hit_blocks", b"hit_blocks", "layer_index", b"layer_index", "loaded_blocks", b"loaded_blocks", "prefetched_blocks", b"prefetched_blocks", "recall", b"recall", "recall_samples", b"recall_samples", "seeded_blocks", b"seeded_blocks", "select_s", b"select_s", "selected_blocks", b"selected_blocks", "selects", b"selects", "swap_bytes", b"swap_bytes", "true_mass", b"true_mass", "wanted_blocks", b"wanted_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attended_blocks", b"attended_blocks", "build_s", b"build_s", "built_blocks", b"built_blocks", "context_blocks", b"context_blocks", "corrected_blocks", b"corrected_blocks", "estimated_mass", b"estimated_mass", "faults", b"faults", "hit_blocks", b"hit_blocks", "layer_index", b"layer_index", "loaded_blocks", b"loaded_blocks", "prefetched_blocks", b"prefetched_blocks", "recall", b"recall", "recall_samples", b"recall_samples", "remembered_blocks", b"remembered_blocks", "seeded_blocks", b"seeded_blocks", "select_s", b"select_s", "selected_blocks", b"selected_blocks", "selects", b"selects", "swap_bytes", b"swap_bytes", "true_mass", b"true_mass", "wanted_blocks", b"wanted_blocks"]) -> None: ...
 
 Global___LayerCounters: typing_extensions.TypeAlias = LayerCounters
 
 @typing.final
 class ReportSparse(google.protobuf.message.Message):
-    """What an engine's sparse decode did since the report before: once a step, fire and forget."""
+    """What an engine's sparse decode did since the report before: once a step at most, fire and forget."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -1,0 +1,269 @@
+"""The scheduler's side of what engines tell each other about sparse decode: sequences on the server, one a request and group.
+
+A sequence begins when a request with a long prompt arrives, or when one has grown to it, and the answer brings the hot set that another
+ended with over the same prefix; it grows as blocks complete, and ends with the request's own hot sets, which the workers give with the
+step after the end. What workers report goes out in one message.
+
+What is always true: nothing here waits, and no request depends on it; a hot set reaches the workers with the request's first sparse step
+or before it, or never; a server that comes back is told anew of what still runs; a server that does not answer is told no more until
+it does. Bounded: `MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotkv_client.types import Int32s, LayerHotSet, LinkState, SequenceCreated
+from hotkv_vllm.link import CacheSession
+from hotkv_vllm.lookup import RequestState
+from hotkv_vllm.sparse.reporter import HotSets, SparseReport
+from hotkv_vllm.sparse.rows import SparseRows
+
+MAX_FOLLOWED = 1024
+"""Requests with sequences; the server takes 4096 sequences of a session."""
+MAX_CREATED_PER_STEP = 16
+MAX_UNANSWERED = 64
+ENDING_S = 5.0
+"""How long a sequence waits for the hot sets that it ends with."""
+
+HashesOf = Callable[[Any, int], Sequence[bytes]]
+"""Hashes of a request's complete blocks in a group."""
+
+
+class Streams:
+    """Counts how often the session has found a server; all sequences end with the stream that they were created in.
+
+    Called by the session's thread; `then` is told as well.
+    """
+
+    def __init__(self, then: Callable[[LinkState, str], None]) -> None:
+        self.number = 0
+        self._then = then
+
+    def __call__(self, state: LinkState, why: str) -> None:
+        self.number += state is LinkState.CONNECTED
+        self._then(state, why)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseGroup:
+    """A group with sparse layers: its index in the session, tokens of its blocks, and the layers' indices."""
+
+    index: int
+    block_tokens: int
+    layers: frozenset[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """A request. `ids`: its sequences, one a group, in stream `stream`; none before they were created.
+
+    `num_sent`: blocks that the server knows, a group; another is complete at `next_tokens`. `answers`: those that were not looked at.
+    `has_decoded`: its first sparse step has been planned. `end_by_s`: when it ends without hot sets, once the request has ended.
+    """
+
+    request: Any
+    ids: tuple[str, ...] = ()
+    stream: int = 0
+    num_sent: list[int] = field(default_factory=list)
+    next_tokens: int = 0
+    answers: "list[Future[SequenceCreated]]" = field(default_factory=list)
+    has_decoded: bool = False
+    end_by_s: float = 0.0
+
+
+class SparseMemory:
+    """See the module. Scheduler thread only."""
+
+    def __init__(
+        self,
+        session: CacheSession,
+        streams: Streams,
+        groups: Sequence[SparseGroup],
+        hashes_of: HashesOf,
+        min_context_tokens: int,
+        prefix: str,
+    ) -> None:
+        self._session = session
+        self._streams = streams
+        self._groups = tuple(groups)
+        # A worker gives positions of all its layers together, which mean the same blocks only where blocks are of one size.
+        self._is_even = len({group.block_tokens for group in groups}) == 1
+        self._hashes_of = hashes_of
+        self._min_tokens = min_context_tokens
+        self._ids = (f"{prefix}-s{number}" for number in itertools.count(1))
+        self._stream = 0
+        self._followed: dict[str, _Followed] = {}
+        self._ending: dict[str, _Followed] = {}
+        # Ordered sets of request ids: whose sequences are to be created, whose answers are awaited, whose hot sets workers are to give.
+        self._to_create: dict[str, None] = {}
+        self._awaited: dict[str, None] = {}
+        self._to_name: dict[str, None] = {}
+        self._unanswered: deque[Future[Any]] = deque()
+        self._counters: dict[int, dict[str, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"SparseMemory({len(self._followed)} requests, {len(self._ending)} ending, {len(self._unanswered)} calls unanswered)"
+
+    # --------------------------------------------------------------------------------------------------------- requests
+
+    def arrived(self, request: Any) -> None:
+        """A request whose KV others may use. It is followed where it can decode with a long context."""
+        if request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
+            self._follow(request)
+
+    def ended(self, request_id: str, now_s: float) -> None:
+        """The request has ended, or was aborted."""
+        self._to_create.pop(request_id, None)
+        self._awaited.pop(request_id, None)
+        one = self._followed.pop(request_id, None)
+        if one is None or not one.ids:
+            return
+        if not one.has_decoded:
+            self._delete(one, ())
+            return
+        one.end_by_s = now_s + ENDING_S
+        self._ending[request_id] = one
+        self._to_name[request_id] = None
+
+    def _follow(self, request: Any) -> _Followed | None:
+        """None where there are too many."""
+        if len(self._followed) + len(self._ending) >= MAX_FOLLOWED:
+            return None
+        one = self._followed[request.request_id] = _Followed(request)
+        self._to_create[request.request_id] = None
+        return one
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def step(self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float) -> tuple[HotSets, tuple[str, ...]]:
+        """For the step that is planned: remembered hot sets, and ended requests whose own the workers are to give.
+
+        `rows`: its sparse rows. `requests`: those whose KV others may use.
+        """
+        self._notice_stream()
+        can_send = self._can_send()
+        remembered = self._remembered() if self._awaited else {}
+        for request_id in rows.request_ids:
+            one = self._followed.get(request_id)
+            if one is None:
+                state = requests.get(request_id)
+                one = None if state is None else self._follow(state.request)
+            if one is not None:
+                one.has_decoded = True
+                if can_send and one.request.num_tokens >= one.next_tokens:
+                    self._append(one)
+        if can_send and self._to_create:
+            self._create_some()
+        if self._ending:
+            self._end_overdue(now_s)
+        named, self._to_name = tuple(self._to_name), {}
+        return remembered, named
+
+    def reported(self, report: SparseReport) -> None:
+        """What the workers say of a step, joined over all ranks."""
+        for index, growth in report.layers.items():
+            counters = self._counters.setdefault(index, {})
+            for name, value in growth.items():
+                counters[name] = counters.get(name, 0.0) + value
+        ended = {request_id: self._ending.pop(request_id, None) for request_id in report.ended}
+        if not self._can_send():
+            return
+        positions: dict[str, Int32s] = {}
+        for request_id, selected in report.positions.items() if self._is_even else ():
+            one = self._followed.get(request_id) or ended.get(request_id)
+            if one is not None and one.stream == self._streams.number:
+                positions |= dict.fromkeys(one.ids, selected)
+        if positions or self._counters:
+            self._session.report_sparse(positions, self._counters)
+            self._counters = {}
+        for request_id, one in ended.items():
+            if one is not None:
+                self._delete(one, report.ended[request_id])
+
+    # ----------------------------------------------------------------------------------------------------------- server
+
+    def _notice_stream(self) -> None:
+        """After a reconnect the server knows no sequence."""
+        if self._stream == self._streams.number:
+            return
+        self._stream = self._streams.number
+        self._unanswered.clear()
+        self._awaited.clear()
+        for one in self._followed.values():
+            one.ids, one.answers, one.next_tokens = (), [], 0
+        self._to_create = dict.fromkeys(self._followed)
+
+    def _can_send(self) -> bool:
+        """Whether there is a server, and one that answers."""
+        while self._unanswered and self._unanswered[0].done():
+            self._unanswered.popleft()
+        return self._session.connected and len(self._unanswered) < MAX_UNANSWERED
+
+    def _create_some(self) -> None:
+        for request_id in list(itertools.islice(self._to_create, MAX_CREATED_PER_STEP)):
+            del self._to_create[request_id]
+            one = self._followed[request_id]
+            hashes = [self._hashes_of(one.request, group.index) for group in self._groups]
+            one.ids, one.stream = tuple(itertools.islice(self._ids, len(self._groups))), self._stream
+            one.answers = [
+                self._session.create_sequence(sequence_id, group.index, own)
+                for sequence_id, group, own in zip(one.ids, self._groups, hashes, strict=True)
+            ]
+            self._unanswered.extend(one.answers)
+            self._note_sent(one, hashes)
+            self._awaited[request_id] = None
+
+    def _append(self, one: _Followed) -> None:
+        """Blocks that have become complete."""
+        if not one.ids:
+            return
+        hashes = [self._hashes_of(one.request, group.index) for group in self._groups]
+        for sequence_id, own, sent in zip(one.ids, hashes, one.num_sent, strict=True):
+            if len(own) > sent:
+                self._unanswered.append(self._session.append_blocks(sequence_id, sent, own[sent:]))
+        self._note_sent(one, hashes)
+
+    def _note_sent(self, one: _Followed, hashes: Sequence[Sequence[bytes]]) -> None:
+        one.num_sent = [len(own) for own in hashes]
+        one.next_tokens = min((sent + 1) * group.block_tokens for group, sent in zip(self._groups, one.num_sent, strict=True))
+
+    def _remembered(self) -> HotSets:
+        """What has been answered for requests that have not begun to decode."""
+        found: HotSets = {}
+        for request_id in list(self._awaited):
+            one = self._followed[request_id]
+            if not all(answer.done() for answer in one.answers):
+                continue
+            del self._awaited[request_id]
+            answers, one.answers = one.answers, []
+            if any(answer.cancelled() or answer.exception() is not None for answer in answers):
+                # Refused: this request goes without, until there is another stream.
+                self._delete(one, ())
+                one.ids = ()
+            elif not one.has_decoded:
+                hot_sets = tuple(hot_set for answer in answers for hot_set in answer.result().hot_sets)
+                if hot_sets:
+                    found[request_id] = hot_sets
+        return found
+
+    def _delete(self, one: _Followed, hot_sets: Sequence[LayerHotSet]) -> None:
+        """Ends a request's sequences; nothing where their stream has ended."""
+        if one.stream != self._streams.number or not self._session.connected:
+            return
+        self._append(one)
+        for sequence_id, group in zip(one.ids, self._groups, strict=True):
+            own = [hot_set for hot_set in hot_sets if hot_set.layer_index in group.layers]
+            self._unanswered.append(self._session.delete_sequence(sequence_id, own))
+
+    def _end_overdue(self, now_s: float) -> None:
+        """Sequences whose hot sets did not come; the oldest is first."""
+        while self._ending:
+            request_id, one = next(iter(self._ending.items()))
+            if now_s < one.end_by_s:
+                return
+            del self._ending[request_id]
+            self._delete(one, ())

@@ -1,0 +1,98 @@
+"""The worker's side of what engines tell each other about sparse decode: hot sets that come before a step, reports that leave after it.
+
+What is always true: nothing that was selected or counted is left out of the reports of a worker that goes on stepping; a report leaves
+once in `REPORT_INTERVAL_S`, and with every step that names ended requests, whose last selections and hot sets it then holds. So most
+steps cost a look at the clock; the server counts a block as used once a second at most, and would make nothing of more.
+
+Hot sets leave when a request has ended, and not before: once a request, and what it really ended with.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv_client.types import LayerHotSet
+from hotkv_vllm.sparse.worker import SparseWorker
+
+I32 = npt.NDArray[np.int32]
+REPORT_INTERVAL_S = 1.0
+MAX_HOT_SET_BLOCKS = 8192
+"""Of a layer's hot set the most recently used ones are handed on: 32 KiB."""
+
+Positions = dict[str, I32]
+"""By request: positions of blocks in its context, ascending."""
+HotSets = dict[str, tuple[LayerHotSet, ...]]
+"""By request."""
+
+
+@dataclass(slots=True)
+class SparseReport:
+    """What sparse decode did since the report before.
+
+    `positions`: what any layer has selected. `layers`: growth of counters by layer index and the names of `SPARSE_COUNTERS`. `ended`: what
+    the requests ended with that the scheduler has asked for, also where that is nothing.
+    """
+
+    positions: Positions = field(default_factory=dict)
+    layers: dict[int, dict[str, float]] = field(default_factory=dict)
+    ended: HotSets = field(default_factory=dict)
+
+    def is_empty(self) -> bool:
+        return not (self.positions or self.layers or self.ended)
+
+    def join(self, other: "SparseReport") -> "SparseReport":
+        """What two ranks, or one rank twice, report: all positions, sums of counters, hot sets of both."""
+        positions = dict(self.positions)
+        for request_id, more in other.positions.items():
+            known = positions.get(request_id)
+            positions[request_id] = more if known is None else np.union1d(known, more)
+        layers = {index: dict(counters) for index, counters in self.layers.items()}
+        for index, growth in other.layers.items():
+            counters = layers.setdefault(index, {})
+            for name, value in growth.items():
+                counters[name] = counters.get(name, 0.0) + value
+        ended = dict(self.ended)
+        for request_id, hot_sets in other.ended.items():
+            ended[request_id] = ended.get(request_id, ()) + hot_sets
+        return SparseReport(positions, layers, ended)
+
+
+class SparseReporter:
+    """Between a rank's sparse worker and the metadata of its steps. `is_writer`: of ranks with the same shard, one gives its hot sets."""
+
+    def __init__(self, worker: SparseWorker, shard_index: int = 0, is_writer: bool = True) -> None:
+        self._worker = worker
+        self._shard_index = shard_index
+        self._is_writer = is_writer
+        self._report = SparseReport()
+        self._due_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"SparseReporter(shard {self._shard_index}, {len(self._report.ended)} ended)"
+
+    def before_step(self, remembered: Mapping[str, Sequence[LayerHotSet]], hot_sets_of: Sequence[str]) -> None:
+        """What the scheduler says with a step; before the worker's own `begin_step`, which lets go of ended requests."""
+        for request_id, hot_sets in remembered.items():
+            mine = {one.layer_index: one.positions for one in hot_sets if one.shard_index == self._shard_index}
+            self._worker.seed(request_id, mine)
+        if not hot_sets_of:
+            return
+        ended = {request_id: self._hot_sets(request_id) for request_id in hot_sets_of}
+        self._report = self._report.join(SparseReport(self._worker.take_steps(), {}, ended))
+
+    def after_step(self, now_s: float) -> SparseReport | None:
+        """What is due; None for nothing."""
+        if now_s < self._due_s and not self._report.ended:
+            return None
+        self._due_s = now_s + REPORT_INTERVAL_S
+        report = self._report.join(SparseReport(self._worker.take_steps(), self._worker.take_layer_counters()))
+        self._report = SparseReport()
+        return None if report.is_empty() else report
+
+    def _hot_sets(self, request_id: str) -> tuple[LayerHotSet, ...]:
+        if not self._is_writer:
+            return ()
+        found = self._worker.hot_sets(request_id)
+        return tuple(LayerHotSet(layer, self._shard_index, positions[:MAX_HOT_SET_BLOCKS]) for layer, positions in found.items())
