@@ -28,7 +28,7 @@ demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a lon
 test: $(STAMPS)/dev ## all tests that run without a GPU; PYTEST="-k name" for some
 	$(BIN)/python -m pytest $(PYTEST)
 
-torture: $(STAMPS)/dev ## hours of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs
+torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs
 	$(BIN)/python -m tests.robustness.campaign --kills 1000
 	$(BIN)/python -m tests.robustness.engines --kills 20
 	$(BIN)/python -m tests.robustness.fuzz --inputs 1000000

@@ -6,7 +6,6 @@ Counting costs a few additions of Python floats; tables are made when somebody t
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv_vllm.sparse.sequence import Attended
@@ -27,8 +26,8 @@ class LayerCounters:
 
     def __init__(self, indices: Iterable[int]) -> None:
         self._rows = {index: [0.0] * len(SPARSE_COUNTERS) for index in indices}
-        shape = len(self._rows), len(SPARSE_COUNTERS)
-        self._taken, self._taken_by_layer = np.zeros(shape), np.zeros(shape)
+        self._taken = [0.0] * len(SPARSE_COUNTERS)
+        self._taken_by_layer = np.zeros((len(self._rows), len(SPARSE_COUNTERS)))
 
     def __repr__(self) -> str:
         return f"LayerCounters(layers {len(self._rows)}, selects {sum(row[_COLUMN['selects']] for row in self._rows.values()):.0f})"
@@ -50,18 +49,18 @@ class LayerCounters:
 
     def take(self) -> dict[str, float]:
         """Growth over all layers, by name with `sparse_` before it; without those that did not grow."""
-        growth, self._taken = self._growth(self._taken)
-        return {PREFIX + name: value for name, value in zip(SPARSE_COUNTERS, growth.sum(axis=0).tolist(), strict=True) if value}
+        # Once a step, so without an array.
+        totals: list[float] = [sum(column, 0.0) for column in zip(*self._rows.values(), strict=True)] or self._taken
+        growth = [total - taken for total, taken in zip(totals, self._taken, strict=True)]
+        self._taken = totals
+        return {PREFIX + name: value for name, value in zip(SPARSE_COUNTERS, growth, strict=True) if value}
 
     def take_by_layer(self) -> dict[int, dict[str, float]]:
         """Growth by layer and name; without layers and counters that did not grow."""
-        growth, self._taken_by_layer = self._growth(self._taken_by_layer)
+        totals = np.array(list(self._rows.values())).reshape(self._taken_by_layer.shape)
+        growth, self._taken_by_layer = totals - self._taken_by_layer, totals
         found = {
             index: {name: value for name, value in zip(SPARSE_COUNTERS, row, strict=True) if value}
             for index, row in zip(self._rows, growth.tolist(), strict=True)
         }
         return {index: row for index, row in found.items() if row}
-
-    def _growth(self, taken: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        totals = np.array(list(self._rows.values())).reshape(taken.shape)
-        return totals - taken, totals
