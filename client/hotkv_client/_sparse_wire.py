@@ -45,12 +45,27 @@ def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
         residency_prior=config.residency_prior,
         scale=value.scale or 0.0,
         hot_block_count=value.hot_blocks,
+        centres=_centre_messages(value),
     )
     if isinstance(config.sparse_topk, int):
         message.sparse_topk_token_count = config.sparse_topk
     else:
         message.sparse_topk_ratio = config.sparse_topk
     return message
+
+
+def _centre_messages(value: SelectConfig) -> list[sparse_pb2.LayerCentre]:
+    """Centres of the layers that are selected for."""
+    centres = value.centres
+    if centres is None:
+        return []
+    messages = []
+    for layer in value.layer_indices:
+        if (mu_HD := centres.mu(layer)) is not None:
+            biases = [(name, centres.bias(layer, name)) for name in value.config.scorers_of(layer)]
+            known = [sparse_pb2.FormatBias(scorer=name, bias=bias) for name, bias in biases if bias is not None]
+            messages.append(sparse_pb2.LayerCentre(layer_index=layer, mu=_float32s(mu_HD), biases=known))
+    return messages
 
 
 def create_sequence(sequence_id: str, group_index: int, hashes: Sequence[bytes], select: SelectConfig | None, hash_bytes: int) -> Request:

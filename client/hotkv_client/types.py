@@ -16,6 +16,7 @@ from hotkv.retention import NO_RETENTION
 from hotkv.retention import Retention as Retention
 
 if TYPE_CHECKING:
+    from hotkv.sparse.centre import Centres
     from hotkv.sparse.config import SparseConfig
 
 Int32s = NDArray[np.int32]
@@ -146,7 +147,9 @@ class SelectConfig:
 
     `representation_group`: see `SessionConfig`. A shard's part of a representation holds `layer_indices`, the sparse layers, ascending,
     in order, in each the formats of `config.scorers_of(layer)` in order, in each `kv_heads` heads. `hot_blocks`: size of the hot set that
-    the server keeps for each layer and shard; 0 for none. `scale` of attention; None for 1 / sqrt(head_size).
+    the server keeps for each layer and shard; 0 for none. `scale` of attention; None for 1 / sqrt(head_size). `centres`: those that the
+    representations were made with, of all shards' heads; None for none. They must belong to the kind that the session declares: its version
+    is a hash, from which the server can't tell, and with another centre the selection is worse than with none.
     """
 
     config: "SparseConfig"
@@ -156,6 +159,7 @@ class SelectConfig:
     head_size: int
     hot_blocks: int = 0
     scale: float | None = None
+    centres: "Centres | None" = None
 
 
 @dataclass(frozen=True, slots=True)

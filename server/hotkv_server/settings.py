@@ -259,8 +259,11 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _has_room(self) -> "Settings":
         promised = sum(tenant.guaranteed_bytes for tenant in self.security.tenants)
-        if promised > self.arena.bytes:
-            raise ValueError(f"security.tenants: guaranteed_bytes come to {promised}, more than the {self.arena.bytes} of arena.bytes")
+        in_slabs = self.arena.bytes // self.arena.slab_bytes * self.arena.slab_bytes
+        if promised > in_slabs:
+            raise ValueError(
+                f"security.tenants: guaranteed_bytes come to {promised}, more than the {in_slabs} of arena.bytes in whole slabs"
+            )
         return self
 
     @classmethod

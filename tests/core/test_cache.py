@@ -114,6 +114,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     # Read leases
 
+    def may_lease(self, engine: str) -> bool:
+        """One more lease: of eight an engine has no more than are left then, or one."""
+        held = sum(lease.engine_id == engine for lease in self.model.leases.values())
+        left = 8 - len(self.model.leases) - 1
+        return left >= 0 and (held + 1 <= left or held == 0)
+
     def session(self, data: st.DataObject) -> tuple[int, str, int]:
         number = data.draw(st.sampled_from(sorted(self.sessions)))
         return number, *self.sessions[number]
@@ -129,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
         differs = existing and [(g, len(n)) for g, n in existing.asked] != [(g, len(n)) for g, n in asked]
         reasons = self.refusal(
             (existing is None and self.core.draining, Reason.DRAINING),
-            (existing is None and len(self.model.leases) >= 8, Reason.OVERLOADED),
+            (existing is None and not self.may_lease(engine), Reason.OVERLOADED),
             (existing is not None and (existing.write or existing.released or bool(differs)), Reason.DUPLICATE_ID),
         )
         groups = [HashList(group, words_of(numbers)) for group, numbers in asked]
@@ -276,16 +282,18 @@ class CacheMachine(RuleBasedStateMachine):
         session, engine, _ = self.session(data)
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, depth)
-        reservation = self.call(lambda: self.core.reserve(session, lease_id, runs, ttl_s, self.now_s), *self.write_refusals(existing))
+        reservation = self.call(
+            lambda: self.core.reserve(session, lease_id, runs, ttl_s, self.now_s), *self.write_refusals(engine, existing)
+        )
         if reservation:
             results = [result.tolist() for result in reservation.results]
             self.check_reservation(session, lease_id, named, results, self.now_s + (ttl_s or 10.0))
 
-    def write_refusals(self, existing: ModelLease | None) -> tuple[Reason, ...]:
+    def write_refusals(self, engine: str, existing: ModelLease | None) -> tuple[Reason, ...]:
         return self.refusal(
             (existing is not None and not existing.write, Reason.DUPLICATE_ID),
             (existing is None and self.core.draining, Reason.DRAINING),
-            (existing is None and len(self.model.leases) >= 8, Reason.OVERLOADED),
+            (existing is None and not self.may_lease(engine), Reason.OVERLOADED),
         )
 
     @precondition(lambda self: self.sessions)
@@ -307,7 +315,7 @@ class CacheMachine(RuleBasedStateMachine):
             lists = (numbers[0], numbers[1])
         runs, named = self.make_runs(lists, 0)
         refusals = (
-            *self.write_refusals(existing),
+            *self.write_refusals(engine, existing),
             *self.refusal(((session, transfer_id) in self.model.transfers, Reason.DUPLICATE_ID), (self.core.draining, Reason.DRAINING)),
         )
         slots = self.call(lambda: self.core.begin_store(session, transfer_id, lease_id, runs, shard, ttl_s, self.now_s), *refusals)
@@ -450,7 +458,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
     def nonsense(self, data: st.DataObject) -> None:
-        session, _, ks = self.session(data)
+        session, engine, ks = self.session(data)
         core, now_s, one = self.core, self.now_s, words_of([1])
         many = words_of([1] * (MAX_BLOCKS + 1))
         no_group, too_many = Run(2, one), Run(0, many)
@@ -480,7 +488,7 @@ class CacheMachine(RuleBasedStateMachine):
             (lambda: core.evict(ks, 2, one), Reason.INVALID_FIELD),
             (lambda: core.evict(ks, 0, many), Reason.TOO_LARGE),
         ]
-        if not core.draining and len(self.model.leases) < 8:
+        if not core.draining and self.may_lease(engine):
             calls += [
                 (lambda: core.acquire(session, "z", [], -1.0, now_s), Reason.INVALID_FIELD),
                 (lambda: core.reserve(session, "z", [Run(0, one)], -1.0, now_s), Reason.INVALID_FIELD),

@@ -120,6 +120,19 @@ def test_a_block_is_found_only_when_every_shard_is_written(num_shards: int, num_
     assert np.all(words < RESERVED_FLAG)
 
 
+def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once() -> None:
+    """Two copies to one slot would leave a mixture of both."""
+    core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 50), make_table(50), LRU(50))
+    session = core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+    run = [Run(0, words_of([1, 2, 1]))]
+    core.reserve(session, "lease", run, 0.0, 0.0)
+    slots = core.begin_store(session, "store", "lease", run, 0, 0.0, 0.0)
+    assert slots[0].positions.tolist() == [0, 1]
+    results = core.end_store(session, "store", True, 0.0)[0].tolist()
+    assert results == [BlockResult.STORED, BlockResult.STORED, BlockResult.IN_FLIGHT] and core.counters.stored_blocks == 2
+    core.check_invariants()
+
+
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
     """Slots are read through the session's layout, so a lease of other groups would name bytes that are not its own."""
     core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 50), make_table(50), LRU(50))

@@ -79,6 +79,19 @@ def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
     assert int(core.space.index.unverified.sum()) == 0
 
 
+def test_a_link_beyond_the_table_is_no_link() -> None:
+    """A representation names a record that is not there, and the last record names the representation."""
+    records = filled().space.index.table.records.copy()
+    kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])
+    block = int(records[kind, table.W_REPRESENTATION])
+    records[-1], records[block] = records[block], 0
+    records[kind, table.W_REPRESENTATION] = 2**31
+    core = empty()
+    restored = restore(core, records, {1: 1}, None, 5.0)
+    assert (restored.blocks, restored.representations) == (14, 3)
+    core.check_invariants()
+
+
 def test_key_spaces_that_are_not_known_any_more_are_dropped() -> None:
     core = empty()
     restored = restore(core, filled().space.index.table.records.copy(), {}, None, 5.0)

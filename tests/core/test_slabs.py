@@ -182,3 +182,15 @@ def test_figures_of_a_pool() -> None:
     assert pool.figures().stranded_bytes == 0
     assert pool.available_slots(2 * SLAB) == 0
     assert pool.figures().stranded_bytes == 3 * SLAB
+
+
+@pytest.mark.parametrize("size", [SLOT_ALIGN, SLAB + 1])
+def test_slabs_kept_for_reuse_go_back_where_they_are_not_used(size: int) -> None:
+    pool = SlabPool(4 * SLAB, SLAB)
+    slots = pool.allocate(size, 8)
+    first = np.sort(slots[pool.slab_of(slots) == 0])
+    pool.free(size, first, for_reuse=True)
+    pool.free(size, slots[pool.slab_of(slots) > 0][:1])
+    assert len(pool.allocate(size, 1)) == 1
+    pool.check_invariants()
+    assert pool.num_free_slabs == (3 if size == SLOT_ALIGN else 2)

@@ -6,11 +6,13 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.table import SLOT_ALIGN
+from hotkv.keys import MAX_GROUPS
+from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.slabs import aligned
 from hotkv_server.core.space import Space
 from hotkv_server.core.tenants import TenantBook
-from hotkv_server.core.values import TenantShare
+from hotkv_server.core.values import Entries, TenantShare
 from tests.core.support import make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
@@ -31,11 +33,13 @@ def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> 
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """Four tenants with blocks of all sizes; one has no share."""
+    """Four tenants with blocks of all sizes, some with representations; one has no share."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
         self.space = make_space(policy)
+        for number in range(1, 5):
+            kinds(self.space, number)
         self.next_block = 0
         self.now_s = 0.0
         self.pinned: list[np.ndarray] = []
@@ -45,18 +49,41 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 4), size=st.sampled_from(SIZES), count=st.integers(1, 12), publish=st.booleans())
     def insert(self, number: int, size: int, count: int, publish: bool) -> None:
-        before, claims = self.used(), self.space.tenants.may_claim(number - 1, count * -(-size // SLOT_ALIGN) * SLOT_ALIGN)
         hashes = words_of(range(self.next_block, self.next_block + count))
         self.next_block += count
-        entries = self.space.insert(number, 0, hashes, size, np.arange(count), 1)
-        for other, share in enumerate(SHARES.values()):
-            if other != number - 1 and not claims:
-                assert self.used()[other] >= min(before[other], share.guaranteed_bytes), "a guarantee was broken"
+        entries = self.guarded(number, 0, hashes, size)
         if publish:
             self.now_s += 1.0
             self.space.publish(entries, self.now_s)
         else:
             self.space.drop(entries)
+
+    def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
+        """Inserts; nobody loses what is guaranteed for a tenant that has no claim to a single slot more.
+
+        It may come to have one where its own blocks go for its bound.
+        """
+        before, mine = self.used(), SHARES.get(TENANTS[number - 1], TenantShare())
+        own_go = mine.burst_bytes and before[number - 1] + len(hashes) * aligned(size) > mine.burst_bytes
+        claims = aligned(size) + (0 if own_go else before[number - 1]) <= mine.guaranteed_bytes
+        entries = self.space.insert(number, group, hashes, size, np.arange(len(hashes)), 1)
+        for other, share in enumerate(SHARES.values()):
+            if other != number - 1 and not claims:
+                assert self.used()[other] >= min(before[other], share.guaranteed_bytes), "a guarantee was broken"
+        return entries
+
+    @rule(data=st.data(), number=st.integers(1, 4), size=st.sampled_from(SIZES))
+    def represent(self, data: st.DataObject, number: int, size: int) -> None:
+        """Some blocks of a tenant get representations."""
+        blocks = self.space.index.ready_blocks(number)
+        if not len(blocks):
+            return
+        chosen = np.array(data.draw(st.lists(st.sampled_from(blocks.tolist()), unique=True, max_size=6)), np.uint32)
+        chosen = chosen[self.space.representations.of(chosen) == 0]
+        self.space.index.pin(chosen, 1)
+        entries = self.guarded(number, MAX_GROUPS, self.space.index.keys(chosen)[2], size)
+        self.space.index.pin(chosen, -1)
+        self.space.representations.publish(entries, chosen[: len(entries)])
 
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
@@ -133,3 +160,82 @@ def test_shares_that_cannot_be_kept_are_refused() -> None:
         with pytest.raises(HotKVError) as raised:
             TenantBook(shares, ARENA)
         assert raised.value.reason is Reason.INVALID_FIELD and "guaranteed_bytes" in raised.value.message
+
+
+def kinds(space: Space, number: int, group: int = MAX_GROUPS) -> None:
+    """A tenant's blocks may have representations from now on."""
+    space.representations.declare(number, group, 1000 + number)
+
+
+def represent(space: Space, number: int, blocks: Entries, size: int = SLOT_ALIGN) -> None:
+    """Each of these blocks gets a representation."""
+    hashes = space.index.keys(blocks)[2]
+    space.index.pin(blocks, 1)
+    entries = space.insert(number, MAX_GROUPS, hashes, size, np.zeros(len(blocks), np.int64), 1)
+    space.index.pin(blocks, -1)
+    space.representations.publish(entries, blocks[: len(entries)])
+
+
+def test_representations_count_for_what_is_guaranteed() -> None:
+    """They go with their blocks: a tenant keeps its guarantee after both are gone."""
+    space = make_space("lru", {"a": TenantShare(3 * SLAB)})
+    kinds(space, 1)
+    fill(space, 1, 10)
+    represent(space, 1, space.index.ready_blocks(1))
+    fill(space, 4, 20)
+    assert space.tenants.used[0] == 20 * SLOT_ALIGN
+    fill(space, 4, 100, SLOT_ALIGN, 100)
+    assert space.tenants.used[0] >= 3 * SLAB
+    many = space.insert(4, 0, words_of(range(90_000, 90_040)), SLOT_ALIGN, np.arange(40), 1)
+    assert len(many) == 28 and space.tenants.used[0] >= 3 * SLAB
+    space.check_invariants()
+
+
+@pytest.mark.parametrize("capacity", [30, 100])
+def test_nobody_takes_representations_that_are_guaranteed(capacity: int) -> None:
+    """Neither their slots nor, where the index is full, their numbers."""
+    space = Space(make_table(capacity), ARENA, SLAB, POLICIES["lru"](capacity), {"a": TenantShare(8 * SLAB)})
+    for number, tenant in enumerate(TENANTS, 1):
+        space.tenants.add_key_space(number, tenant)
+        space.index.add_key_space(number, [7 * number])
+    kinds(space, 1)
+    fill(space, 1, 15)
+    space.index.pin(space.index.ready_blocks(1), 1)
+    represent(space, 1, space.index.ready_blocks(1))
+    fill(space, 4, 40)
+    assert space.tenants.used[0] == 30 * SLOT_ALIGN
+    space.check_invariants()
+
+
+def test_a_block_that_no_bound_allows_costs_nothing() -> None:
+    space = make_space("lru", {"c": TenantShare(0, 2 * SLAB)})
+    assert fill(space, 3, 8) == 8
+    assert not len(space.insert(3, 0, words_of([5000]), 3 * SLAB, np.zeros(1, np.int64), 1))
+    assert space.evicted_blocks == 0
+    tiny = make_space("lru", {"c": TenantShare(0, 1)})
+    assert fill(tiny, 3, 2) == 0
+
+
+def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
+    """Every slab has a block in it that is guaranteed to another tenant, so slabs go only to whoever has a claim to them."""
+    space = make_space("lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)})
+    for at in range(NUM_SLABS):
+        fill(space, 1, 1, SLOT_ALIGN, at)
+        fill(space, 4, 3, SLOT_ALIGN, 3 * at)
+    taken = space.insert(2, 0, words_of(range(2000, 2012)), 2 * SLOT_ALIGN, np.arange(12), 1)
+    assert len(taken) >= 8, "a tenant that wants much gets less than one that wants little"
+    space.check_invariants()
+
+
+@pytest.mark.parametrize("burst_blocks", [0, 1, 7])
+def test_bounds_that_shrank_are_kept_from_the_restart_on(burst_blocks: int) -> None:
+    """Also those of a tenant with representations; one that is not named any more keeps what it has."""
+    space = make_space("lru", {"c": TenantShare(0, 5 * SLAB)})
+    kinds(space, 3)
+    fill(space, 3, 10)
+    represent(space, 3, space.index.ready_blocks(3))
+    fill(space, 4, 10)
+    space.tenants._burst[0] = burst_blocks * SLOT_ALIGN
+    space.keep_bounds()
+    assert space.tenants.used[0] <= burst_blocks * SLOT_ALIGN and len(space.index.ready_blocks(4)) == 10
+    space.check_invariants()

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
+from hotkv.keys import Representation
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.core.values import CoreConfig, Entries, HashList, LoadPositions, Run
 from hotkv_server.dataplane.checks import add_sums
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.runtime.takeover import UseNotes
-from hotkv_server.runtime.verify import Verifier
+from hotkv_server.runtime.verify import Case, Verifier
 from tests.core.support import make_key_space, make_table, words_of
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 6, 40
@@ -87,6 +88,83 @@ def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
     arena.core.release(arena.session, "held")
     assert arena.core.space.used_bytes() == 9 * SLOT_ALIGN
     arena.core.check_invariants()
+
+
+def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) -> None:
+    """Two ranks load under one lease, both compared before either is settled; a third begins when the block is condemned already."""
+    arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
+    arena.spoil(3)
+    slots = [arena.core.begin_load(arena.session, f"t{at}", "held", [LoadPositions(0, np.arange(10))]) for at in range(3)]
+    bad = arena.entries(range(3, 4)).tolist()
+    early = [arena.verifier.unverified(slots[at]) for at in range(2)]
+    verdicts = [arena.verifier.judge(cases) for cases in early]
+    for cases, verdict in zip(early, verdicts, strict=True):
+        assert arena.verifier.settle(cases, verdict).tolist() == bad
+    late = arena.verifier.unverified(slots[2])
+    assert arena.verifier.settle(late, arena.verifier.judge(late)).tolist() == bad
+    assert arena.verifier.condemned_blocks == 1 == arena.core.counters.condemned_blocks
+    arena.core.check_invariants()
+
+
+def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) -> None:
+    """Also where it was compared before, and where the load is on its way."""
+    arena.verifier.verify_for(10.0)
+    arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
+    slots = arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(5))])
+    assert not arena.verifier.unverified(slots)
+    arena.spoil(3)
+    scrubbed = arena.verifier.cases(arena.verifier.next_batch())
+    arena.verifier.settle(scrubbed, arena.verifier.judge(scrubbed))
+    again = arena.verifier.unverified(slots)
+    assert len(arena.verifier.settle(again, arena.verifier.judge(again))) == 1
+    arena.core.end_load(arena.session, "t", False)
+    arena.core.release(arena.session, "held")
+    assert not arena.core.space.index.unverified.any()
+
+
+def test_a_block_that_is_flushed_under_a_lease_is_still_compared(arena: Arena) -> None:
+    arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
+    slots = arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(10))])
+    arena.spoil(3)
+    arena.core.flush(1)
+    cases = arena.verifier.unverified(slots)
+    assert len(arena.verifier.settle(cases, arena.verifier.judge(cases))) == 1
+    assert int(arena.core.space.index.unverified.sum()) == 1, "what agrees is cleared"
+
+
+def test_a_block_that_a_load_names_twice_is_condemned_once(arena: Arena) -> None:
+    arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
+    both = [LoadPositions(0, np.arange(5)), LoadPositions(0, np.array([3, 3]))]
+    slots = arena.core.begin_load(arena.session, "t", "held", both)
+    arena.spoil(3)
+    cases = arena.verifier.unverified(slots)
+    assert len(arena.verifier.settle(cases, arena.verifier.judge(cases))) == 1
+    arena.core.check_invariants()
+
+
+def test_what_went_with_a_condemned_block_is_not_looked_at(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record says nothing any more: the number is free, and in the place of its slot stands the next free number."""
+    kind = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
+    session = arena.core.open_session("e", "rank", make_key_space("one", SLOT_ALIGN - 100, SLOT_ALIGN), 2.0, (kind,))
+    group = session.representations[0]
+    slots = arena.core.begin_store(session.number, "r", "r", [Run(group, words_of(range(10)))], 0, 0.0, 2.0)
+    sums = np.zeros(10, np.uint64)
+    add_sums(arena.region, slots[0].offsets, SLOT_ALIGN, 0, np.ones(10, np.int64), sums)
+    arena.core.end_store(session.number, "r", True, 2.0, [sums])
+    index = arena.core.space.index
+    index.unverified[slots[0].entries] = True
+    for number in range(10):
+        arena.spoil(number)
+    cases = arena.verifier.cases
+
+    def cases_of_live(entries: Entries) -> list[Case]:
+        assert index.states()[entries].all()
+        return cases(entries)
+
+    monkeypatch.setattr(arena.verifier, "cases", cases_of_live)
+    monkeypatch.setattr(arena.verifier, "_batch_length", lambda entries: 1)
+    assert arena.verifier.verify_for(10.0) == 0
+    assert arena.verifier.condemned_blocks == 10 and not index.num_entries
 
 
 def test_a_pass_of_the_scrubber_sees_every_block_once(arena: Arena) -> None:

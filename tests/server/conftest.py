@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from demo.processes import Server, runtime_folder
+from hotkv.sparse.centre import Centres
 from hotkv_client.testing import PagedEngine
 from tests.server.sparse_support import RepresentationEngine
 
@@ -47,8 +48,10 @@ def sparse_engine(server: Server) -> Iterator[Callable[..., RepresentationEngine
     with contextlib.ExitStack() as stack:
         model = uuid.uuid4().hex
 
-        def make(*, target: str = server.target, engine_id: str = "", model: str = model) -> RepresentationEngine:
-            made = RepresentationEngine(target, model, engine_id)
+        def make(
+            *, target: str = server.target, engine_id: str = "", model: str = model, centres: Centres | None = None
+        ) -> RepresentationEngine:
+            made = RepresentationEngine(target, model, engine_id, centres)
             stack.callback(made.close)
             return made
 

@@ -14,6 +14,7 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.sparse import SparseConfig
+from hotkv.sparse.centre import Centres
 from hotkv.sparse.selector import Source
 from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, SessionConfig
 from hotkv_client.types import Int32s
@@ -37,10 +38,12 @@ CONFIG = SparseConfig(
 class RepresentationEngine:
     """One worker session over memory with KV pages and representations of LAYERS; `keys` float32 [layer, block, T, H, D]. Close it."""
 
-    def __init__(self, target: str, model: str, engine_id: str = "") -> None:
+    def __init__(self, target: str, model: str, engine_id: str = "", centres: Centres | None = None) -> None:
+        self.centres = centres
         random = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
         keys = {layer: random.standard_normal((NUM_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32) for layer in LAYERS}
-        built = {layer: sparse.build(next(iter(CONFIG.scorers_of(layer))), keys[layer]) for layer in LAYERS}
+        mus = {2: centres.mu(2)} if centres is not None else {}
+        built = {layer: sparse.build(next(iter(CONFIG.scorers_of(layer))), keys[layer], mus.get(layer)) for layer in LAYERS}
         self.shard_bytes = sum(pool[0].size for pool in built.values())
         sizes = {"kv": NUM_BLOCKS * PAGE_BYTES, "representations": NUM_BLOCKS * self.shard_bytes}
         self.fds = {name: os.memfd_create(f"hotkv-engine-{name}") for name in sizes}
@@ -53,7 +56,7 @@ class RepresentationEngine:
         self.key_space = KeySpace(
             model, model, "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,)),), BLOCK_TOKENS
         )
-        kind = Representation(0, "rot2u+mean", 7, (self.shard_bytes,))
+        kind = Representation(0, "rot2u+mean", 7 if centres is None else 8, (self.shard_bytes,))
         config = SessionConfig(
             target, engine_id or os.urandom(8).hex(), Role.WORKER, self.key_space, representations=(kind,), reconnect_max_s=0.5
         )
@@ -79,10 +82,13 @@ class RepresentationEngine:
         self.session.store(name, name, runs, 20).result(20)
 
     def select_config(self, hot_blocks: int = 0, config: SparseConfig = CONFIG) -> SelectConfig:
-        return SelectConfig(config, self.group, LAYERS, KV_HEADS, HEAD_SIZE, hot_blocks)
+        return SelectConfig(config, self.group, LAYERS, KV_HEADS, HEAD_SIZE, hot_blocks, centres=self.centres)
 
     def sources(self, layer: int) -> dict[str, Source]:
-        return {next(iter(CONFIG.scorers_of(layer))): Source(self.pools[layer])}
+        name = next(iter(CONFIG.scorers_of(layer)))
+        if self.centres is None or name != "rot2u":
+            return {name: Source(self.pools[layer])}
+        return {name: Source(self.pools[layer], self.centres.mu(layer), self.centres.bias(layer, name))}
 
     def close(self) -> None:
         self.session.close()

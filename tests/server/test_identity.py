@@ -235,6 +235,7 @@ def test_only_memory_is_mapped(tmp_path: Path) -> None:
         ('[[tenants]]\nname = "a"\nuids = [1]\n[[tenants]]\nname = "a"\nuids = [2]', "'a' is there twice"),
         ('[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "2GiB"\nburst_bytes = "1GiB"', "burst_bytes must not be smaller"),
         ('[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "2GiB"', "guaranteed_bytes come to"),
+        ('[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "18MiB"\n[arena]\nbytes = "18MiB"', "in whole slabs"),
         ('[[tenants]]\nname = "a"\nuids = [1]\ntable = "all"', "security.tenants.0.table"),
         ('[[tenants]]\nname = "a"\ncertificate_names = ["x"]', "certificate_names need tls.client_ca"),
         ("[]\nadmin_on_tcp = true", "admin_on_tcp needs"),

@@ -204,8 +204,9 @@ def test_draining_refuses_new_work_and_stops(tmp_path: Path, engine: Make) -> No
         assert not (server.runtime_folder / "grpc.sock").exists()
 
 
-def test_a_second_server_on_one_directory_refuses(own_server: Server) -> None:
+def test_a_second_server_on_one_directory_refuses(own_server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(own_server.runtime_folder), "--arena.bytes", "16MiB"]
+    command += ["--arena.dir", str(tmp_path / "arena")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert f"in use by hotkv-server with pid {own_server.pid}" in done.stderr
@@ -249,6 +250,7 @@ def test_settings_come_from_file_environment_and_flags(tmp_path: Path) -> None:
 
 def test_an_arena_that_does_not_fit_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(tmp_path), "--arena.bytes", "100TiB"]
+    command += ["--arena.dir", str(tmp_path / "arena")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "MiB free" in done.stderr

@@ -205,6 +205,21 @@ def test_bytes_that_change_are_found_in_the_background(place: Place) -> None:
     assert found(engine, blocks) == [at != 7 for at in range(30)]
 
 
+def test_what_was_condemned_is_not_loaded_under_a_lease_from_before(place: Place) -> None:
+    evicted: list[Evicted] = []
+    place.start("--integrity.check", "full", "--integrity.scrub-bytes-per-s", "1GiB")
+    engine = place.connect(evicted.append)
+    blocks = hashes(30)
+    store(engine, blocks)
+    assert engine.session.acquire("held", [GroupHashes(0, blocks)]).result(10).pinned[0].all()
+    spoil(place, engine.kv[0, 7])
+    wait_until(lambda: bool(evicted))
+    for name, ids, status in (("all", np.arange(30), TransferStatus.FAILED), ("others", np.arange(8, 30), TransferStatus.DONE)):
+        run = LoadRun(0, ids.astype(np.int32), ids.astype(np.int32) + 60)
+        assert engine.session.load(name, "held", [run], 20).result(20).status is status
+    engine.session.release("held")
+
+
 def test_without_check_values_everything_is_trusted(place: Place) -> None:
     place.start("--integrity.check", "off")
     engine = place.connect()
@@ -258,10 +273,16 @@ def test_nothing_is_left_where_that_is_asked_for(place: Place) -> None:
     assert not (place.folder / "arena").exists()
 
 
-def test_one_arena_has_one_server(place: Place) -> None:
-    """Also where the runtime directories differ; the refusal names the pid."""
+@pytest.mark.parametrize("hangs", [False, True])
+def test_one_arena_has_one_server(place: Place, *, hangs: bool) -> None:
+    """Also where the runtime directories differ, and while the one that has it hangs; the refusal names the pid."""
     server = place.start()
+    if hangs:
+        os.kill(server.pid, signal.SIGSTOP)
     command = [sys.executable, "-m", "hotkv_server.cli", "run", "--runtime-dir", str(place.folder / "other")]
     command += ["--arena.dir", str(place.folder / "arena"), "--arena.bytes", "16MiB", "--http.port", "-1", *FLAGS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1 and f"arena.dir: {place.folder / 'arena'} is in use by hotkv-server with pid {server.pid}" in done.stderr
+    if hangs:
+        place.stop()
+        place.start()

@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 
 from demo.processes import Server
 from hotkv.errors import Reason
+from hotkv.sparse.centre import Centres, LayerCentre
 from hotkv.v1 import session_pb2, sparse_pb2, sparse_pb2_grpc
 from hotkv_client import GroupHashes, LayerHotSet
 from hotkv_client._sparse_wire import _select_message
 from hotkv_client.admin import AdminClient
 from hotkv_server.rpc.errors import CODES
-from tests.server.sparse_support import BLOCK_TOKENS, HEAD_SIZE, LAYERS, LOG_MASS, Make, ints, queries, refused
+from tests.server.sparse_support import BLOCK_TOKENS, HEAD_SIZE, KV_HEADS, LAYERS, LOG_MASS, Make, ints, queries, refused
 from tests.server.support import hashes
 from tests.server.test_refusals import fill, reason_of
+
+ZEROS = bytes(4 * KV_HEADS * HEAD_SIZE)
 
 
 def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
@@ -57,6 +60,7 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
         ({"layer_indices": (5, 2)}, "select.layer_indices"),
         ({"hot_blocks": 1}, "select.hot_block_count is 1"),
         ({"scale": -3.0}, "select.scale is -3.0"),
+        ({"centres": Centres("m", 5000, {2: LayerCentre(np.zeros((1, HEAD_SIZE), np.float32), {})})}, "select.centres.mu of layer 2"),
     ):
         wrong.append((session.create_sequence("t", 0, blocks, replace(good, **change)), Reason.INVALID_FIELD, field))
     for future, reason, field in wrong:
@@ -83,6 +87,11 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
         ({"fusion": [sparse_pb2.FusedScorer(scorer="mean", exponent=1)] * 2}, "select.fusion lists a scorer twice"),
         ({"fusion": [sparse_pb2.FusedScorer(scorer="mean", exponent=-1)]}, "select.fusion"),
         ({"sparse_topk": None}, "select.sparse_topk is missing"),
+        ({"centres": [sparse_pb2.LayerCentre(layer_index=2, mu=ZEROS)] * 2}, "select.centres lists layer 2 twice"),
+        (
+            {"centres": [sparse_pb2.LayerCentre(layer_index=2, mu=ZEROS, biases=[sparse_pb2.FormatBias(scorer="rot2u")] * 2)]},
+            "select.centres.biases lists a scorer of layer 2 twice",
+        ),
     ],
 )
 def test_a_select_config_that_makes_no_sense_is_refused(sparse_engine: Make, fields: dict[str, Any], field: str) -> None:

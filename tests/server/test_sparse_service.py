@@ -5,17 +5,31 @@ import re
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 
 import numpy as np
 
 from demo.processes import Server, runtime_folder
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.centre import Centres, LayerCentre
 from hotkv.sparse.selector import select_layer
 from hotkv.v1 import sparse_pb2
 from hotkv_client import LayerHotSet, LoadRun, Session, TransferStatus
 from hotkv_client.admin import AdminClient
-from tests.server.sparse_support import BLOCK_TOKENS, CONFIG, LAYERS, LOG_MASS, Make, RepresentationEngine, ints, queries, refused
+from tests.server.sparse_support import (
+    BLOCK_TOKENS,
+    CONFIG,
+    HEAD_SIZE,
+    KV_HEADS,
+    LAYERS,
+    LOG_MASS,
+    Make,
+    RepresentationEngine,
+    ints,
+    queries,
+    refused,
+)
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
 from tests.server.test_restart import Place, place, spoil
@@ -45,6 +59,26 @@ def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(sparse_engine: 
     result = other.session.load("l", created.lease_id, [LoadRun(0, chosen, chosen)], 10).result(10)
     assert result.status is TransferStatus.DONE
     assert np.array_equal(other.kv[chosen], engine.kv[chosen])
+
+
+def test_a_selection_takes_the_centre_of_the_representations_into_account(sparse_engine: Make) -> None:
+    mu = 3 * np.random.default_rng(1).standard_normal((KV_HEADS, HEAD_SIZE)).astype(np.float32)
+    known = Centres("some model", 5000, {layer: LayerCentre(mu, {"rot2u": 0.75, "rot3u": 0.1}) for layer in (0, 2)})
+    engine, blocks = sparse_engine(centres=known), hashes(100)
+    engine.store(blocks)
+    engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(20)
+    engine.session.create_sequence("without", 0, blocks, replace(engine.select_config(), centres=None)).result(20)
+    rows, context_tokens, differing = np.arange(100, dtype=np.int32), 100 * BLOCK_TOKENS + 5, 0
+    with engine.session.selects() as stream:
+        for query in queries(6):
+            for layer in LAYERS:
+                found = stream.select("s", layer, query, context_tokens, LOG_MASS)
+                expected = select_layer(CONFIG, layer, query, engine.sources(layer), rows, LOG_MASS, context_tokens, BLOCK_TOKENS)
+                assert found.positions.tolist() == expected.blocks.tolist()
+                assert np.array_equal(found.weights, expected.weights) and found.estimated_mass == expected.mass
+                without = stream.select("without", layer, query, context_tokens, LOG_MASS)
+                differing += not np.array_equal(found.weights, without.weights)
+    assert differing == 6
 
 
 def test_what_is_covered_is_pinned_until_the_sequence_ends(sparse_engine: Make, server: Server) -> None:

@@ -217,7 +217,7 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.M
         copies = HostCopyEngine(1)
         node = node_module.Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, copies)
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
-        session = node.open_session("e", "worker", space, "test")
+        session = await node.open_session("e", "worker", space, "test")
         session.receive("kv", os.memfd_create("kv"))
         os.truncate(session.received_fds["kv"], 4096)
         await node.register_memory(session, Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)))
@@ -230,6 +230,51 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.M
         assert (len(node.core.leases), len(node.core.transfers), session.jobs) == (0, 0, {})
         end = await node.store(session, "t", "l", [run], block_ids, 5.0)
         assert end.results[0].tolist() == [BlockResult.STORED]
+        await node.close()
+        copies.close()
+        memory.remove()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_load_that_cannot_be_verified_fails_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, good: bool) -> None:
+    """Its session closes meanwhile, and waits for it and no longer."""
+    import asyncio
+
+    from hotkv.groups import GroupKind, GroupSpec
+    from hotkv.keys import KeySpace
+    from hotkv.layout import Layout, MemoryHandle, PageTensor
+    from hotkv.table import hash_words
+    from hotkv_server.core.cache import CacheCore
+    from hotkv_server.core.policies import LRU
+    from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
+    from hotkv_server.dataplane.engine import Outcome
+    from hotkv_server.dataplane.host import HostCopyEngine
+    from hotkv_server.memory.arena import NodeMemory
+    from hotkv_server.runtime.node import Node
+
+    async def scenario() -> None:
+        memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
+        copies = HostCopyEngine(1)
+        node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64, check_stride=1), memory.table, LRU(64)), memory, copies)
+        space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
+        session = await node.open_session("e", "worker", space, "test")
+        session.receive("kv", os.memfd_create("kv"))
+        os.truncate(session.received_fds["kv"], 4096)
+        await node.register_memory(session, Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)))
+        block, zeros = hash_words(os.urandom(32), 32), [np.zeros(1, np.int64)]
+        assert (await node.store(session, "t", "l", [Run(0, block)], zeros, 5.0)).results[0].tolist() == [BlockResult.STORED]
+        node.acquire(session, "r", [HashList(0, block)], 60.0)
+        node.core.space.index.unverified[:] = True
+        if not good:
+            monkeypatch.setattr(node.verifier, "judge", lambda cases: 1 / 0)
+        load = node.load(session, "u", "r", [LoadPositions(0, zeros[0])], zeros, 5.0)
+        await node.close_session(session)
+        end = await load
+        assert end.outcome is (Outcome.CANCELLED if good else Outcome.FAILED) and ("ZeroDivisionError" in end.message) != good
+        node.core.check_invariants()
+        assert (len(node.core.leases), len(node.core.transfers), session.jobs) == (0, 0, {})
         await node.close()
         copies.close()
         memory.remove()

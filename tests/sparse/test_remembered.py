@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotkv.table import Words, hash_words
-from hotkv_server.sparse.remembered import ANCHOR_BLOCKS, ANCHOR_BYTES, ENTRY_BYTES, SET_BYTES, RememberedHotSets
+from hotkv_server.sparse.remembered import ANCHOR_BLOCKS, ANCHOR_BYTES, CONTEXT_SHARE, ENTRY_BYTES, SET_BYTES, RememberedHotSets
 
 KEY_SPACES = st.sampled_from([1, 2])
 GROUPS = st.sampled_from([0, 3])
@@ -46,6 +46,7 @@ class Context:
     hashes: Words
     sets: dict[tuple[int, int], list[int]]
     made: int
+    owner: int
 
     @property
     def weight(self) -> int:
@@ -65,29 +66,37 @@ class Context:
 class RememberedMachine(RuleBasedStateMachine):
     """The model keeps a list, the least recently asked for first, and looks at every context on every recall."""
 
-    @initialize(capacity=st.sampled_from([1 << 30, 9000, 5000, 2000]))
+    @initialize(capacity=st.sampled_from([1 << 30, 36_000, 12_000, 6000]))
     def start(self, capacity: int) -> None:
         self.real = RememberedHotSets(capacity)
         self.capacity = capacity
         self.model: list[Context] = []
         self.num_made = 0
 
-    @rule(key_space=KEY_SPACES, group=GROUPS, turns=TURNS, sets=SETS)
-    def remember(self, key_space: int, group: int, turns: list[tuple[int, int]], sets: dict[tuple[int, int], list[int]]) -> None:
+    def go_for(self, new: Context) -> None:
+        """The least recently asked for of whoever has most goes, until there is room; of equals, of the one with the highest number."""
+        while new.weight + sum(c.weight for c in self.model) > self.capacity:
+            weights = {owner: sum(c.weight for c in [*self.model, new] if c.owner == owner) for owner in {c.owner for c in self.model}}
+            most = max(weights, key=lambda owner: (weights[owner], owner))
+            self.model.remove(next(c for c in self.model if c.owner == most))
+
+    @rule(key_space=KEY_SPACES, group=GROUPS, turns=TURNS, sets=SETS, owner=st.integers(0, 2))
+    def remember(
+        self, key_space: int, group: int, turns: list[tuple[int, int]], sets: dict[tuple[int, int], list[int]], owner: int
+    ) -> None:
         hashes = chain(turns)
         kept = {at: [p for p in positions if p < len(hashes)] for at, positions in sets.items()}
         is_kept = any(kept.values())
         if is_kept:
             old = [c for c in self.model if (c.key_space, c.group, c.hashes.tobytes()) == (key_space, group, hashes.tobytes())]
             self.num_made += 1
-            context = Context(key_space, group, hashes, {**(old[0].sets if old else {}), **kept}, self.num_made)
-            is_kept = context.weight <= self.capacity
+            context = Context(key_space, group, hashes, {**(old[0].sets if old else {}), **kept}, self.num_made, owner)
+            is_kept = context.weight <= self.capacity // CONTEXT_SHARE
             if is_kept:
                 self.model = [c for c in self.model if c not in old]
-                while context.weight + sum(c.weight for c in self.model) > self.capacity:
-                    self.model.pop(0)
+                self.go_for(context)
                 self.model.append(context)
-        assert self.real.remember(key_space, group, hashes, {at: np.array(p, np.int32) for at, p in sets.items()}) == is_kept
+        assert self.real.remember(key_space, group, hashes, {at: np.array(p, np.int32) for at, p in sets.items()}, owner) == is_kept
 
     @rule(key_space=KEY_SPACES, group=GROUPS, turns=TURNS)
     def recall(self, key_space: int, group: int, turns: list[tuple[int, int]]) -> None:
@@ -131,3 +140,15 @@ def test_a_longer_context_over_the_same_prefix_finds_all_of_it(count: int, more:
     forked = remembered.recall(1, 0, np.concatenate([chain([(0, count)])[: count // 2], chain([(2, other)])]))
     assert forked.num_blocks == count // 2 // ANCHOR_BLOCKS * ANCHOR_BLOCKS
     assert remembered.recall(2, 0, chain([(0, count)])).num_blocks == remembered.recall(1, 1, chain([(0, count)])).num_blocks == 0
+
+
+def test_who_floods_loses_only_what_is_its_own() -> None:
+    remembered, hot_sets = RememberedHotSets(100_000), {(0, 0): np.arange(8, dtype=np.int32)}
+    mine = [chain([(0, 8 + count)]) for count in range(10)]
+    for hashes in mine:
+        assert remembered.remember(1, 0, hashes, hot_sets, 1)
+    for count in range(500):
+        hashes = np.concatenate([chain([(1, 8)])[:7], hash_words(hashlib.sha256(b"%d" % count).digest(), 32)])
+        assert remembered.remember(2, 0, hashes, hot_sets, 2)
+    assert all(remembered.recall(1, 0, hashes).num_blocks == len(hashes) for hashes in mine)
+    remembered.check_invariants()

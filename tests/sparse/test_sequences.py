@@ -1,16 +1,22 @@
 """The book of sequences against dicts, and when uses count."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.config import SparseConfig
 from hotkv.table import Words, hash_words
-from hotkv_server.sparse.sequences import TOUCH_INTERVAL_S, LiveSequence, SequenceBook
+from hotkv_server.core.bounds import FLOOR_SHARE
+from hotkv_server.sparse.selection import PackedCentre, SelectSpec
+from hotkv_server.sparse.sequences import SEQUENCE_BLOCKS, TOUCH_INTERVAL_S, LiveSequence, SequenceBook
 
 SESSIONS = st.sampled_from([1, 2])
 IDS = st.sampled_from(["a", "b", "c", "d"])
+CAPACITY = 4 * SEQUENCE_BLOCKS + 20
 BLOCKS = st.lists(st.integers(0, 2), max_size=7)
 
 
@@ -19,18 +25,26 @@ def words(blocks: list[int]) -> Words:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Two sessions with at most three sequences of at most nine blocks each, and at most twenty blocks in all."""
+    """Two sessions with at most three sequences of at most nine blocks each; of what all may have, one may have as much as is left."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = SequenceBook(3, 9, 20)
+        self.book = SequenceBook(3, 9, CAPACITY)
         self.model: dict[tuple[int, str], tuple[int, list[int], int]] = {}
+        self.owner_of = {1: "one", 2: "two"}
 
     def num_blocks(self) -> int:
         return sum(len(blocks) for _, blocks, _ in self.model.values())
 
-    def refused(self, more: int, length: int) -> Reason | None:
-        return Reason.TOO_LARGE if length > 9 else Reason.OVERLOADED if self.num_blocks() + more > 20 else None
+    def weight(self, session: int) -> int:
+        return sum(SEQUENCE_BLOCKS + len(blocks) for (other, _), (_, blocks, _) in self.model.items() if other == session)
+
+    def refused(self, session: int, more: int, length: int) -> Reason | None:
+        if length > 9:
+            return Reason.TOO_LARGE
+        held, left = self.weight(session) + more, CAPACITY - self.weight(1) - self.weight(2) - more
+        allowed = not more or (left >= 0 and (held <= left or held <= CAPACITY // FLOOR_SHARE))
+        return None if allowed else Reason.OVERLOADED
 
     @rule(session=SESSIONS, name=IDS, group=st.sampled_from([0, 1]), blocks=BLOCKS)
     def create(self, session: int, name: str, group: int, blocks: list[int]) -> None:
@@ -42,13 +56,13 @@ class BookMachine(RuleBasedStateMachine):
         elif sum(key[0] == session for key in self.model) >= 3:
             reason = Reason.OVERLOADED
         else:
-            reason = self.refused(len(blocks), len(blocks))
+            reason = self.refused(session, SEQUENCE_BLOCKS + len(blocks), len(blocks))
         if reason is not None:
             with pytest.raises(HotKVError) as caught:
-                self.book.create(session, name, group, words(blocks), None)
+                self.book.create(session, name, group, words(blocks), None, self.owner_of[session])
             assert caught.value.reason is reason
             return
-        sequence, is_new = self.book.create(session, name, group, words(blocks), None)
+        sequence, is_new = self.book.create(session, name, group, words(blocks), None, self.owner_of[session])
         assert is_new == (existing is None) and sequence is self.book.get(session, name)
         if is_new:
             self.model[session, name] = (group, blocks, len(blocks))
@@ -62,7 +76,7 @@ class BookMachine(RuleBasedStateMachine):
             old = existing[1]
             whole = old[:first] + blocks + old[first + len(blocks) :]
             if whole[: len(old)] == old:
-                reason = self.refused(len(whole) - len(old), len(whole))
+                reason = self.refused(session, len(whole) - len(old), len(whole))
         if reason is not None:
             with pytest.raises(HotKVError) as caught:
                 self.book.append(session, name, first, words(blocks))
@@ -92,6 +106,25 @@ class BookMachine(RuleBasedStateMachine):
 
 
 TestBook = BookMachine.TestCase
+
+
+def test_centres_and_hot_sets_weigh_as_blocks_of_as_many_bytes() -> None:
+    plain = SelectSpec(SparseConfig(sink_tokens=16, recent_tokens=16), 256, (2, 3), 1, 32, 16, 4)
+    centred = replace(plain, centres={2: PackedCentre(bytes(4 * 32 * 4), {})})
+    hot = replace(plain, hot_blocks=800)
+    book = SequenceBook(9, 100, 100_000)
+    for count, (spec, more) in enumerate([(None, 0), (plain, 0), (centred, 16), (hot, 2 * 4 * (14 * 800 + 6 * 20) // 32)], 1):
+        held = book.bound.held("one")
+        book.create(1, str(count), 0, words([1] * 20), spec, "one")
+        assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 20 + more
+        book.append(1, str(count), 20, words([1] * 5))
+        book.check_invariants()
+    assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 25 + 2 * 4 * (14 * 800 + 6 * 25) // 32 + 1
+    with pytest.raises(HotKVError, match="blocks' worth of memory more"):
+        book.create(1, "large", 0, words([1]), replace(plain, hot_blocks=20_000), "one")
+    book.drop_session(1)
+    book.check_invariants()
+    assert not book.bound.total
 
 
 def test_a_use_counts_once_in_an_interval_and_none_is_lost() -> None:

@@ -1,5 +1,6 @@
 """Selections straight from slots of an arena against the same functions on copies, and what is refused."""
 
+import re
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -8,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 
 from hotkv import sparse
+from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError
+from hotkv.sparse.centre import TOKEN_FORMATS
 from hotkv.sparse.formats import FORMATS
 from hotkv.sparse.selector import Source, select_layer
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.sparse.figures import LATENCY_BOUNDS_S, Latency, LayerFigures, LayerGrowth
-from hotkv_server.sparse.selection import KeptHotSet, SelectRequest, SelectSpec, check_request, select
+from hotkv_server.sparse.selection import KeptHotSet, PackedCentre, SelectRequest, SelectSpec, check_request, select
 from tests.sparse.support import F32
 
 CONFIG = sparse.SparseConfig(sparse_topk=0.3, sink_tokens=16, recent_tokens=20, dense_layers=())
@@ -33,14 +36,34 @@ class Slots:
             for layer in spec.layer_indices:
                 for name in spec.config.scorers_of(layer):
                     keys = random.standard_normal((num_blocks, spec.block_tokens, spec.kv_heads, spec.head_size), np.float32)
-                    pool = sparse.build(name, keys)
+                    pool = sparse.build(name, keys, self.mu(spec, layer, shard, name))
                     for slot, block in zip(self.slots, pool, strict=True):
                         self.arena[slot + at : slot + at + block.size] = block.ravel()
                     self.pools[layer, shard, name] = pool
                     at += pool[0].size
 
+    def mu(self, spec: SelectSpec, layer: int, shard: int, name: str) -> F32 | None:
+        """As an engine has it: a rank's heads, and for token formats only."""
+        if layer not in spec.centres or name not in TOKEN_FORMATS:
+            return None
+        mu_HD: F32 = np.frombuffer(spec.centres[layer].mu, "<f4").reshape(-1, spec.head_size)
+        return np.ascontiguousarray(mu_HD[shard * spec.kv_heads : (shard + 1) * spec.kv_heads])
+
     def sources(self, spec: SelectSpec, layer: int, shard: int) -> dict[str, Source]:
-        return {name: Source(self.pools[layer, shard, name]) for name in spec.config.scorers_of(layer)}
+        return {
+            name: Source(
+                self.pools[layer, shard, name],
+                self.mu(spec, layer, shard, name),
+                spec.centres[layer].bias.get(name) if layer in spec.centres else None,
+            )
+            for name in spec.config.scorers_of(layer)
+        }
+
+
+def centres(layers: list[int], num_heads: int, head_size: int, bias: dict[str, float], seed: int) -> dict[int, PackedCentre]:
+    """For each layer, one centre as long as keys are."""
+    random = np.random.default_rng(seed)
+    return {layer: PackedCentre(random.standard_normal((num_heads, head_size)).astype("<f4").tobytes(), bias) for layer in layers}
 
 
 @given(
@@ -54,15 +77,18 @@ class Slots:
     num_shards=st.integers(1, 2),
     num_blocks=st.integers(1, 40),
     seed=st.integers(0, 1 << 30),
+    centred=st.booleans(),
+    bias=st.dictionaries(st.sampled_from(TOKEN_FORMATS), st.floats(-3, 3)),
     data=st.data(),
 )
 @settings(deadline=None, max_examples=60)
 def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     scorer: str, other: str, fusion: bool, layers: list[int], kv_heads: int, head_size: int, block_tokens: int, num_shards: int,
-    num_blocks: int, seed: int, data: st.DataObject,
+    num_blocks: int, seed: int, centred: bool, bias: dict[str, float], data: st.DataObject,
 ) -> None:  # fmt: skip
     config = replace(CONFIG, scorer=scorer, scorer_of_layer={layers[0]: other}, fusion={scorer: 1.0, other: 0.5} if fusion else {})
-    spec = SelectSpec(config, 256, tuple(layers), kv_heads, head_size, block_tokens, num_shards)
+    known = centres(layers[: 2 * centred], num_shards * kv_heads, head_size, bias, seed)
+    spec = SelectSpec(config, 256, tuple(layers), kv_heads, head_size, block_tokens, num_shards, centres=known)
     slots = Slots(spec, num_blocks, seed)
     layer, shard = data.draw(st.sampled_from(layers)), data.draw(st.integers(0, num_shards - 1))
     query: F32 = np.random.default_rng(seed).standard_normal((kv_heads * data.draw(st.integers(1, 4)), head_size), np.float32)
@@ -79,7 +105,8 @@ def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     # Without exact mass, it is estimated from what of the always kept blocks is there.
     always = where.always[where.always < num_blocks]
     name = next(iter(sources))
-    estimated = sparse.score(sparse.prepare(name, query), sources[name].pool, always)
+    first = sources[name]
+    estimated = sparse.score(sparse.prepare(name, query, first.mu, None, first.bias), first.pool, always)
     log_mass = np.logaddexp.reduce(estimated, axis=1, initial=-np.inf).astype(np.float32)
     found = select(spec, slots.arena, slots.slots, replace(request, always_log_mass=None), where, None).selection
     expected = select_layer(config, layer, query, sources, rows, log_mass, context_tokens, block_tokens)
@@ -132,11 +159,20 @@ def test_a_client_that_follows_its_moves_holds_the_hot_set(seed: int, policy: st
         ({"hot_blocks": 3}, "select.hot_block_count is 3; what is always kept"),
         ({"hot_blocks": -1}, "select.hot_block_count is -1"),
         ({"hot_blocks": 1 << 30}, "select.hot_block_count is 1073741824; allowed are 0 to"),
+        ({"centres": {2: PackedCentre(bytes(512), {})}}, "select.centres.layer_index is 2"),
+        ({"centres": {1: PackedCentre(bytes(508), {})}}, "select.centres.mu of layer 1 has 508 bytes; float32 [2, 64] takes 512"),
+        ({"centres": {1: PackedCentre(b"\0\0\x80\x7f" * 128, {})}}, "select.centres.mu of layer 1 has values that are not finite"),
+        ({"centres": {1: PackedCentre(bytes(512), {"mean": 1.0})}}, "select.centres.biases of layer 1 name 'mean'; token formats are"),
+        ({"centres": {1: PackedCentre(bytes(512), {"rot2u": float("inf")})}}, "select.centres.biases of layer 1 has inf for rot2u"),
+        (
+            {"kv_heads": 4096, "head_size": 257, "centres": {1: PackedCentre(bytes(4 * 4096 * 257), {})}},
+            "select.centres have 4210688 bytes",
+        ),
     ],
 )
 def test_a_spec_that_makes_no_sense_is_refused_with_its_field(fields: dict[str, object], words: str) -> None:
     good = {"layer_indices": (0, 1), "kv_heads": 2, "head_size": 64, "hot_blocks": 0, "scale": None}
-    with pytest.raises(HotKVError, match=words.replace(".", r"\.")):
+    with pytest.raises(HotKVError, match=re.escape(words)):
         SelectSpec(config=CONFIG, representation_group=256, block_tokens=16, num_shards=1, **{**good, **fields})  # type: ignore[arg-type]
     with pytest.raises(HotKVError, match="make 2 × 100 bytes".replace("2 × 100", "[0-9]+") + r" a shard; the representation is .*\[7\]"):
         SelectSpec(CONFIG, 256, (0,), 1, 64, 16, 1).check_slots((7,))
@@ -152,7 +188,7 @@ def test_the_work_of_a_selection_is_bounded() -> None:
 
 
 def test_figures_are_per_engine_and_totals_never_fall() -> None:
-    figures, size = LayerFigures(), len(LayerGrowth(0, np.zeros(19)).values)
+    figures, size = LayerFigures(), len(SPARSE_COUNTERS)
     for engine, layer, amount in (("a", 3, 1.0), ("b", 3, 2.0), ("a", 0, 4.0), ("a", 3, 8.0)):
         figures.add(engine, LayerGrowth(layer, np.full(size, amount)))
     assert [(engine, row.layer_index, row.values[0]) for engine, row in figures.rows()] == [("a", 0, 4.0), ("a", 3, 9.0), ("b", 3, 2.0)]

@@ -389,7 +389,7 @@ class ListBlocksRequest(google.protobuf.message.Message):
     key_space_id: builtins.int
     """Only this key space; zero for all."""
     page_size: builtins.int
-    """Most blocks to return; zero for 100, at most 10,000."""
+    """Most blocks to return; zero for 100, at most 10,000. A page has 2,000 at most all the same."""
     page_token: builtins.str
     """From the page before; empty to begin."""
     def __init__(

@@ -66,7 +66,7 @@ class CacheCore:
         self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants)
         self.catalog = Catalog(self.space)
         self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
-        self.leases = LeaseBook()
+        self.leases = LeaseBook(config.max_leases, config.max_leased_blocks)
         self.transfers = TransferBook()
         self.sessions: dict[int, SessionRecord] = {}
         self.draining = False
@@ -99,7 +99,7 @@ class CacheCore:
             return
         assert not self.transfers.of_session(number), "session closed with transfers in flight"
         for lease in self.leases.of_session(number):
-            self._end_lease(lease)
+            self.end_lease(lease)
         del self.sessions[number]
 
     @property
@@ -110,6 +110,10 @@ class CacheCore:
     def key_space(self, number: int) -> KeySpace:
         """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
         return self.catalog.record(number).key_space
+
+    def owner(self, session: SessionRecord) -> str:
+        """For whom it counts what a session takes of what all share: its tenant, or where there are none its engine."""
+        return self.key_space(session.key_space_id).tenant if self.space.tenants.is_used else session.engine_id
 
     def _session(self, number: int) -> SessionRecord:
         if number not in self.sessions:
@@ -167,7 +171,9 @@ class CacheCore:
             ):
                 raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use for another call; choose a new id")
             return Grant(tuple(entries != 0 for _, entries in existing.groups), max(0.0, existing.expires_s - now_s))
-        ttl_s = self._ttl(ttl_s)
+        ttl_s, owner = self._ttl(ttl_s), self.owner(session)
+        if sum(len(g.hashes) for g in groups) > self.leases.blocks.room(owner):
+            raise HotKVError(Reason.OVERLOADED, f"groups: {self.leases.blocks.refusal(owner, 'blocks under leases')}; release some first")
         tenant = self.space.tenants.number(session.key_space_id)
         budget = int(self.config.unadmitted_share * self.space.tenants.surely_bytes(tenant)) - self._unadmitted.get(tenant, 0)
         pinned: list[tuple[int, Entries]] = []
@@ -179,9 +185,8 @@ class CacheCore:
             entries[upto > budget] = 0
             total = int(upto[upto <= budget].max(initial=total))
             pinned.append((g.group_index, entries))
-        lease = ReadLease(
-            session.engine_id, lease_id, self.leases.next_number(), session_number, session.key_space_id, now_s + ttl_s, pinned, total
-        )
+        number, expires_s = self.leases.next_number(), now_s + ttl_s
+        lease = ReadLease(session.engine_id, owner, lease_id, number, session_number, session.key_space_id, expires_s, pinned, total)
         self.leases.add(lease)
         self._count_unadmitted(lease, total)
         self.space.index.pin(lease.entries(), 1)
@@ -208,7 +213,7 @@ class CacheCore:
             if self.leases.elsewhere(session.engine_id, lease_id):
                 raise HotKVError(Reason.FOREIGN_LEASE, f"lease_id {lease_id!r} belongs to another engine")
             return False
-        self._end_lease(lease)
+        self.end_lease(lease)
         return True
 
     def _existing_lease(self, session: SessionRecord, lease_id: str) -> Lease | None:
@@ -221,8 +226,9 @@ class CacheCore:
         if lease is None:
             if self.draining:
                 raise HotKVError(Reason.DRAINING, "the server is draining and grants no new leases")
-            if len(self.leases) >= self.config.max_leases:
-                raise HotKVError(Reason.OVERLOADED, f"lease_id: {self.config.max_leases} leases are held; release some first")
+            owner = self.owner(session)
+            if not self.leases.bound.room(owner):
+                raise HotKVError(Reason.OVERLOADED, f"lease_id: {self.leases.bound.refusal(owner, 'leases')}; release some first")
         return lease
 
     def _lease(self, session: SessionRecord, lease_id: str) -> Lease:
@@ -240,7 +246,8 @@ class CacheCore:
             raise _invalid("ttl_ms is negative; give 0 for the default")
         return min(ttl_s or self.config.lease_ttl_s, self.config.max_lease_ttl_s)
 
-    def _end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
+        """Ends a lease that is in the book; during copies it takes effect when they end."""
         lease.released = True
         if lease.num_copies:
             return
@@ -258,12 +265,16 @@ class CacheCore:
         self.counters.aborted_blocks += int((~self.space.representations.among(entries)).sum())
         self.space.drop(entries)
 
+    def late(self, now_s: float) -> list[Lease]:
+        """Leases whose time is up and that have not ended."""
+        return [lease for lease in self.leases.expired(now_s) if not lease.released]
+
     def expire(self, now_s: float) -> int:
         """Ends leases and holds whose time is up; leases with copies in flight end with the copies. Returns how many leases expired."""
         self.holds.expire(now_s)
-        late = [lease for lease in self.leases.expired(now_s) if not lease.released]
+        late = self.late(now_s)
         for lease in late:
-            self._end_lease(lease)
+            self.end_lease(lease)
         self.counters.expired_leases += len(late)
         return len(late)
 
@@ -288,9 +299,8 @@ class CacheCore:
         ttl_s = self._ttl(ttl_s)
         deciding = lease is None
         if lease is None:
-            lease = WriteLease(
-                session.engine_id, lease_id, self.leases.next_number(), session_number, session.key_space_id, now_s + ttl_s, retention
-            )
+            owner, number, expires_s = self.owner(session), self.leases.next_number(), now_s + ttl_s
+            lease = WriteLease(session.engine_id, owner, lease_id, number, session_number, session.key_space_id, expires_s, retention)
         answers = {at: self._reserve_run(lease, record, runs[at], deciding, now_s) for at in _blocks_first([r.group_index for r in runs])}
         if deciding and (len(lease.entries) or record.key_space.num_shards > 1):
             self.leases.add(lease)
@@ -357,7 +367,7 @@ class CacheCore:
     def begin_load(self, session_number: int, transfer_id: str, lease_id: str, runs: list[LoadPositions]) -> list[SlotRun]:
         """Starts a load under a read lease; returns the slots to copy from."""
         session = self._session(session_number)
-        self.transfers.check_new(session_number, transfer_id)
+        self.transfers.check_new(session_number, transfer_id, self.owner(session))
         lease = self._lease(session, lease_id)
         if not isinstance(lease, ReadLease):
             raise _invalid(f"lease_id {lease_id!r} is a write lease; a load needs a read lease")
@@ -380,7 +390,7 @@ class CacheCore:
             self._count_unadmitted(lease, -lease.pinned_bytes)
         lease.num_copies += 1
         num_blocks = sum(len(run.positions) for run in slots if run.group_index < MAX_GROUPS)
-        self.transfers.add(LoadTransfer(session_number, transfer_id, lease, num_blocks))
+        self.transfers.add(LoadTransfer(session_number, self.owner(session), transfer_id, lease, num_blocks))
         return slots
 
     def begin_store(
@@ -396,16 +406,17 @@ class CacheCore:
     ) -> list[SlotRun]:
         """Starts a store, reserving what no earlier call under the lease has; returns the slots to copy to."""
         session = self._session(session_number)
-        self.transfers.check_new(session_number, transfer_id)
+        self.transfers.check_new(session_number, transfer_id, self.owner(session))
         num_shards = self.key_space(session.key_space_id).num_shards
         if not 0 <= shard_index < num_shards:
             raise _invalid(f"shard_index is {shard_index}; this key space has {num_shards} shards")
         if self.draining:
             raise HotKVError(Reason.DRAINING, "the server is draining and starts no new transfers")
+        joined = self.leases.get(session.engine_id, lease_id) is not None
         reservation = self.reserve(session_number, lease_id, runs, ttl_s, now_s, retention)
         lease = self.leases.get(session.engine_id, lease_id)
-        transfer = StoreTransfer(session_number, transfer_id, lease if isinstance(lease, WriteLease) else None, shard_index)
-        joined = transfer.lease is not None and (transfer.lease.num_copies > 0 or transfer.lease.shards_seen > 0)
+        writes = lease if isinstance(lease, WriteLease) else None
+        transfer = StoreTransfer(session_number, self.owner(session), transfer_id, writes, shard_index)
         busy = self.transfers.entries_being_written(transfer.lease, shard_index) if joined else np.empty(0, np.uint32)
         slots = []
         for run, results, words in zip(runs, reservation.results, reservation.entries, strict=True):
@@ -438,7 +449,7 @@ class CacheCore:
         if succeeded:
             self.counters.loaded_blocks += transfer.num_blocks
         if transfer.lease.released:
-            self._end_lease(transfer.lease)
+            self.end_lease(transfer.lease)
 
     def end_store(
         self, session_number: int, transfer_id: str, succeeded: bool, now_s: float, sums: Sequence[Sums] = ()
@@ -505,7 +516,7 @@ class CacheCore:
             self._drop(aborted)
             lease.entries = without(lease.entries, aborted)
         if lease.released or (lease.shards_seen == whole and not len(lease.entries)):
-            self._end_lease(lease)
+            self.end_lease(lease)
 
     # For operators
 
@@ -566,6 +577,8 @@ class CacheCore:
                 owned.append(lease.entries)
                 assert np.all(self.space.index.owners(lease.entries) == lease.number), "a write lease owns an entry that is not its own"
         self.holds.check_invariants()
+        self.leases.check_invariants()
+        self.transfers.check_invariants()
         np.add.at(pins, self.holds.entries(), 1)
         assert np.array_equal(pins, self.space.index.pins), "pins and read leases disagree"
         assert all(unadmitted.get(tenant, 0) == count for tenant, count in self._unadmitted.items()), "unadmitted bytes miscounted"

@@ -18,8 +18,9 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key. `num_entries`: those that are not free. `unverified`: came back from an old table, and their bytes have not been
-    compared with their check value since. `_salts` [key space, group]: mixed into hashes; row 0 is never used."""
+    """Entries by key. `num_entries`: those that are not free. `unverified`: their bytes must agree with their check value before they are
+    loaded, because they came back from an old table, or because they did not agree and somebody's lease keeps them. `_salts` [key space,
+    group]: mixed into hashes; row 0 is never used."""
 
     def __init__(self, block_table: BlockTable) -> None:
         self.table = block_table
@@ -195,6 +196,10 @@ class BlockIndex:
         """State of every entry number that was ever used: 0 free, STATE_RESERVED, STATE_READY or STATE_DETACHED."""
         return self.table.records[: self._next_unused, table.W_GROUP_STATE] >> np.uint32(16)
 
+    def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
+        """Which entries [n] are ready or detached: their slots hold whole blocks."""
+        return np.isin(self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16), (table.STATE_READY, table.STATE_DETACHED))
+
     def ready_blocks(self, key_space_id: int = 0) -> Entries:
         """Numbers of ready entries, of one key space if given, without representations. Linear in capacity."""
         records = self.table.records[: self._next_unused]
@@ -244,6 +249,8 @@ class BlockIndex:
         assert self.num_entries == self._next_unused - 1 - len(free), "entries miscounted"
         assert np.all(buckets[:, table.SEQ] % 2 == 0), "a bucket was left locked"
         assert np.all(self.pins[free] == 0), "a free entry is pinned"
+        assert not np.any(self.unverified[np.flatnonzero(states == table.STATE_RESERVED)]), "a reserved entry counts as not verified"
+        assert not np.any(self.unverified[free]), "a free entry counts as not verified"
         mixed = self.mixed(numbers)
         homes = table.home_buckets(mixed, len(buckets))
         at = np.flatnonzero(words != 0) // table.WAYS

@@ -204,7 +204,8 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
         store32(buckets, bucket, SEQ, seq + np.uint32(1))
         records[entries[i], CHECK] = np.uint32(checks[i] & LOW_HALF)
         records[entries[i], CHECK + 1] = np.uint32(checks[i] >> np.uint64(32))
-        records[entries[i], GROUP_STATE] = (records[entries[i], GROUP_STATE] & np.uint32(0xFFFF)) | np.uint32(READY << 16)
+        # Behind all else of the record: what a kill leaves ready is whole.
+        store32(records, entries[i], GROUP_STATE, (records[entries[i], GROUP_STATE] & np.uint32(0xFFFF)) | np.uint32(READY << 16))
         buckets[bucket, ENTRIES + way] = entries[i]
         store32(buckets, bucket, SEQ, seq + np.uint32(2))
         done += 1

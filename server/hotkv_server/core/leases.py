@@ -2,15 +2,18 @@
 
 Always true: every lease has an owning engine, the session that took it, and an expiry; a lease with running copies is
 never settled, however late it is; what a read lease pins is unpinned exactly once, what a write lease reserved is
-published or dropped exactly once. This module keeps the books; `cache.py` acts on them.
+published or dropped exactly once. Leases count for their `owner`, see `bounds`. This module keeps the books; `cache.py` acts on them.
 """
 
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core.bounds import FairBound
 from hotkv_server.core.checks import Sums
 
 Entries = NDArray[np.uint32]
@@ -21,6 +24,7 @@ class ReadLease:
     """Pins ready entries. `groups`: per queried group, (group index, entry number per asked hash, 0 where not pinned)."""
 
     engine_id: str
+    owner: str
     lease_id: str
     number: int
     session_number: int
@@ -49,6 +53,7 @@ class WriteLease:
     """
 
     engine_id: str
+    owner: str
     lease_id: str
     number: int
     session_number: int
@@ -78,13 +83,25 @@ class WriteLease:
 Lease = ReadLease | WriteLease
 
 
-class LeaseBook:
-    """All live leases, by engine and id, and by number."""
+def _num_listed(lease: Lease) -> int:
+    """Blocks that a read lease was asked for. Those of write leases have slots, of which there are only so many."""
+    return sum(len(entries) for _, entries in lease.groups) if isinstance(lease, ReadLease) else 0
 
-    def __init__(self) -> None:
+
+class LeaseBook:
+    """All live leases, by engine and id, by session, and by number."""
+
+    def __init__(self, max_leases: int, max_leased_blocks: int) -> None:
+        self.bound = FairBound(max_leases)
+        self.blocks = FairBound(max_leased_blocks)
         self._by_key: dict[tuple[str, str], Lease] = {}
         self._by_number: dict[int, Lease] = {}
+        self._by_session: dict[int, dict[int, Lease]] = {}
+        # How many engines have a lease with this id.
+        self._num_with_id: Counter[str] = Counter()
         self._next_number = 1
+        # None expires before.
+        self._next_end_s = math.inf
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -105,10 +122,24 @@ class LeaseBook:
         assert key not in self._by_key, "lease id in use"
         self._by_key[key] = lease
         self._by_number[lease.number] = lease
+        self._by_session.setdefault(lease.session_number, {})[lease.number] = lease
+        self._num_with_id[lease.lease_id] += 1
+        self._next_end_s = min(self._next_end_s, lease.expires_s)
+        self.bound.take(lease.owner, 1)
+        self.blocks.take(lease.owner, _num_listed(lease))
 
     def remove(self, lease: Lease) -> None:
         del self._by_key[lease.engine_id, lease.lease_id]
         del self._by_number[lease.number]
+        of_session = self._by_session[lease.session_number]
+        del of_session[lease.number]
+        if not of_session:
+            del self._by_session[lease.session_number]
+        self._num_with_id[lease.lease_id] -= 1
+        if not self._num_with_id[lease.lease_id]:
+            del self._num_with_id[lease.lease_id]
+        self.bound.give(lease.owner, 1)
+        self.blocks.give(lease.owner, _num_listed(lease))
 
     def get(self, engine_id: str, lease_id: str) -> Lease | None:
         return self._by_key.get((engine_id, lease_id))
@@ -123,13 +154,31 @@ class LeaseBook:
 
     def elsewhere(self, engine_id: str, lease_id: str) -> bool:
         """True where another engine has a lease with this id."""
-        return any(key[1] == lease_id and key[0] != engine_id for key in self._by_key)
+        return self._num_with_id.get(lease_id, 0) > ((engine_id, lease_id) in self._by_key)
 
     def all(self) -> list[Lease]:
         return list(self._by_key.values())
 
     def of_session(self, session_number: int) -> list[Lease]:
-        return [lease for lease in self._by_key.values() if lease.session_number == session_number]
+        return list(self._by_session.get(session_number, {}).values())
 
     def expired(self, now_s: float) -> list[Lease]:
+        if now_s < self._next_end_s:
+            return []
+        # Those that are late count too: one whose copies go on stays.
+        self._next_end_s = min((lease.expires_s for lease in self._by_key.values()), default=math.inf)
         return [lease for lease in self._by_key.values() if lease.expires_s <= now_s]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the books disagree."""
+        everything = list(self._by_key.items())
+        assert all(key == (lease.engine_id, lease.lease_id) and self._by_number[lease.number] is lease for key, lease in everything)
+        assert len(self._by_number) == len(everything) == sum(map(len, self._by_session.values())), "leases miscounted"
+        assert all(self._by_session[lease.session_number][lease.number] is lease for _, lease in everything), "leases of sessions disagree"
+        assert self._num_with_id == Counter(lease.lease_id for _, lease in everything), "lease ids miscounted"
+        assert all(lease.expires_s >= self._next_end_s for _, lease in everything), "a lease expires unseen"
+        self.bound.check(Counter(lease.owner for _, lease in everything))
+        listed: Counter[str] = Counter()
+        for _, lease in everything:
+            listed[lease.owner] += _num_listed(lease)
+        self.blocks.check({owner: count for owner, count in listed.items() if count})

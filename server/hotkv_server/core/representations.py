@@ -15,7 +15,7 @@ from hotkv import table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import Words
 from hotkv_server.core.index import BlockIndex, Keys
-from hotkv_server.core.values import Entries
+from hotkv_server.core.values import Entries, Int64s
 
 FreeSlots = Callable[[list[Words]], None]
 """Gives back the slots of records that are gone, in parts of one slot size."""
@@ -59,6 +59,13 @@ class Representations:
         """The representation of each ready block [n], 0 for none."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
+
+    def bytes_with(self, entries: Entries) -> Int64s:
+        """Slot bytes [n] that go with each entry: its own, and for a block those of its representation."""
+        sizes = self._index.slot_bytes(entries)
+        if self.declared:
+            sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
+        return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
         """Per entry [n] the block whose hotness counts for it: that of a ready representation, else the entry itself."""

@@ -157,8 +157,9 @@ def _publish(
     parents = old[blocks, table.W_PARENT]
     index.set_parents(new_of[blocks], np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0))
     kinds, kind_checks = came[~is_block], checks[~is_block]
-    good = _linked(core, old, kinds, new_of)
-    space.representations.publish(new_of[kinds[good]], new_of[old[kinds[good], table.W_REPRESENTATION]], kind_checks[good])
+    links = np.minimum(old[kinds, table.W_REPRESENTATION], len(old) - 1)
+    good = (links == old[kinds, table.W_REPRESENTATION]) & _linked(core, old, kinds, links, new_of)
+    space.representations.publish(new_of[kinds[good]], new_of[links[good]], kind_checks[good])
     space.drop(new_of[kinds[~good]])
     index.unverified[new_of[came]] = True
     index.unverified[new_of[kinds[~good]]] = False
@@ -167,9 +168,8 @@ def _publish(
     report.drop("representation without its block", int((~good).sum()))
 
 
-def _linked(core: CacheCore, old: Words, kinds: Int64s, new_of: Entries) -> BoolMask:
-    """Which representations have a block that came back, of their key, which names them."""
-    links = np.minimum(old[kinds, table.W_REPRESENTATION], len(old) - 1)
+def _linked(core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries) -> BoolMask:
+    """Which representations have a block that came back, of their key, which names them; `links`: the records they name."""
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])
     expected = [core.catalog.record(number).block_group(group) for number, group in zip(numbers.tolist(), groups.tolist(), strict=True)]
     linked = new_of[links]

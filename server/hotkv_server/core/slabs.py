@@ -68,7 +68,7 @@ class PoolFigures:
 class _SlabClass:
     """Slots of one size; `free` holds the offsets of free slots, the last is handed out first."""
 
-    __slots__ = ("free", "num_slabs", "slabs_per_slot", "slot_bytes", "slots_per_slab")
+    __slots__ = ("free", "keeps_emptied", "num_slabs", "slabs_per_slot", "slot_bytes", "slots_per_slab")
 
     def __init__(self, slot_bytes: int, slab_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -76,6 +76,8 @@ class _SlabClass:
         self.slabs_per_slot = -(-slot_bytes // slab_bytes)
         self.free: Int64s = np.empty(0, np.int64)
         self.num_slabs = 0
+        # Whether slabs that were emptied for reuse are here still.
+        self.keeps_emptied = False
 
 
 class SlabPool:
@@ -160,12 +162,15 @@ class SlabPool:
         taken = c.free[max(0, len(c.free) - num_slots) :][::-1].copy()
         c.free = c.free[: len(c.free) - len(taken)]
         self._kernels.count_slots(self._used, self._owner, taken, self.slab_bytes, c.slot_bytes, 1)
+        if c.keeps_emptied:
+            c.keeps_emptied = False
+            self._give_back(c, c.free)
         return taken
 
     def free(self, slot_bytes: int, offsets: Int64s, *, for_reuse: bool = False) -> None:
         """Gives slots back. They must be in use and of this size.
 
-        `for_reuse`: the caller allocates as many of this size next, so emptied slabs stay with it for that moment.
+        `for_reuse`: the caller allocates slots of this size next, so emptied slabs stay with it until then.
         """
         if not len(offsets):
             return
@@ -174,14 +179,19 @@ class SlabPool:
         assert emptied_any != -1, "slot freed with another size than it has"
         assert emptied_any != -2, "slot freed twice"
         c.free = np.concatenate((c.free, offsets)) if len(c.free) else offsets
+        c.keeps_emptied |= bool(emptied_any) and for_reuse
         if emptied_any and not for_reuse:
-            slabs = self.slab_of(offsets)
-            emptied = np.unique(slabs[self._used[slabs] == 0])
-            c.free = c.free[~np.isin(self.slab_of(c.free), emptied)]
-            spans = (emptied[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
-            self._owner[spans] = _FREE
-            c.num_slabs -= len(spans)
-            self.num_free_slabs += len(spans)
+            self._give_back(c, offsets)
+
+    def _give_back(self, c: _SlabClass, offsets: Int64s) -> None:
+        """Gives back slabs without a used slot, of those in which these free slots lie."""
+        slabs = self.slab_of(offsets)
+        emptied = np.unique(slabs[self._used[slabs] == 0])
+        c.free = c.free[~np.isin(self.slab_of(c.free), emptied)]
+        spans = (emptied[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
+        self._owner[spans] = _FREE
+        c.num_slabs -= len(spans)
+        self.num_free_slabs += len(spans)
 
     def claim(self, slot_bytes: int, offsets: Int64s) -> None:
         """Marks given slots used in a pool that is otherwise untouched: rebuilding after a restart. Raises ValueError on overlap."""

@@ -82,17 +82,18 @@ class Space:
         """Reserves slots for keys that are not in the index, evicting where it must; as many as possible, from the first on."""
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         hashes = hashes[: self._within_bound(taker, size, len(hashes))]
-        if self.pool.available_slots(size) < len(hashes):
-            self._make_room(size, len(hashes), taker)
+        for wanted in self.tenants.portions(taker, size, len(hashes)):
+            if self.pool.available_slots(size) < wanted:
+                self._make_room(size, wanted, taker)
         is_block = group_index < MAX_GROUPS
         if is_block:
-            self._drop_representations(size, len(hashes) - self.pool.available_slots(size))
+            self._drop_representations(size, len(hashes) - self.pool.available_slots(size), taker)
         offsets = self.pool.allocate(size, len(hashes))
         n = len(offsets)
         if n > self._free_numbers():
             self._evict_coldest(0, n - self._free_numbers(), taker)
             if is_block:
-                self._drop_representations(0, n - self._free_numbers())
+                self._drop_representations(0, n - self._free_numbers(), taker)
         entries = self.index.insert(key_space_id, group_index, hashes[:n], offsets, size, depths[:n], lease)
         self.pool.free(size, offsets[len(entries) :])
         self.tenants.count(key_space_id, len(entries) * size)
@@ -102,6 +103,7 @@ class Space:
         """How many slots a tenant may have under its burst bound, after its own coldest blocks have made room for them."""
         if not self.tenants.is_used:
             return count
+        count = min(count, self.tenants.burst_bytes(taker) // size)
         for slot_bytes in (size, 0):
             while (short := count - self.tenants.room_bytes(taker) // size) > 0:
                 if not self._evict_for(taker, slot_bytes, short, lambda owners: owners == taker):
@@ -111,12 +113,14 @@ class Space:
     def _free_numbers(self) -> int:
         return self.index.capacity - self.index.num_entries
 
-    def _drop_representations(self, slot_bytes: int, count: int) -> None:
-        """Drops up to `count` representations of the coldest blocks, of one slot size unless that is 0; the blocks stay."""
+    def _drop_representations(self, slot_bytes: int, count: int, taker: int) -> None:
+        """Drops up to `count` representations of the coldest blocks, of one slot size unless that is 0, for a tenant; the blocks stay."""
         if count > 0 and self.representations.declared:
             entries = self.representations.evictable(slot_bytes)
-            order = np.argsort(self.policy.heat(self.representations.blocks_of(entries)), kind="stable")
-            self.representations.drop(entries[order[:count]])
+            entries = entries[np.argsort(self.policy.heat(self.representations.blocks_of(entries)), kind="stable")]
+            if self.tenants.is_used:
+                entries = entries[self.tenants.within(self._owners(entries), self.index.slot_bytes(entries), taker)]
+            self.representations.drop(entries[:count])
 
     def publish(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION, checks: Keys | None = None) -> None:
         """Makes reserved entries, in chain order, ready and used. `checks` uint64 [n]: their check values, none if not given."""
@@ -220,7 +224,8 @@ class Space:
 
     def _make_room(self, slot_bytes: int, num_slots: int, taker: int) -> None:
         """Evicts until a tenant can have `num_slots` slots of this size, or nothing more may go for it."""
-        shared = self.pool.is_shared(slot_bytes)
+        # What goes of its own blocks meanwhile gives it no claim that it did not have.
+        shared, payers = self.pool.is_shared(slot_bytes), self._payers(taker, num_slots * slot_bytes)
         if shared:
             # Comparing with other sizes looks at every entry; so it is done for a share of the arena at a time.
             share_bytes = self.pool.num_slabs * self.pool.slab_bytes // REBALANCE_SHARE
@@ -235,7 +240,7 @@ class Space:
         if short > 0:
             self._evict_coldest(slot_bytes, short, taker)
         if shared:
-            self._take_until(slot_bytes, num_slots, taker, self._payers(taker, num_slots * slot_bytes))
+            self._take_until(slot_bytes, num_slots, taker, payers)
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
         """Whose blocks go first, and whose where that is not enough."""
@@ -265,12 +270,12 @@ class Space:
         def evictable(entries: Entries) -> BoolMask:
             owners = self._owners(entries)
             mask: BoolMask = self.index.evictable(entries, slot_bytes) & may_pay(owners)
-            return mask & self.tenants.may_give(owners, self.index.slot_bytes(entries), taker)
+            return mask & self.tenants.may_give(owners, self.representations.bytes_with(entries), taker)
 
         while evicted < count:
             victims = self.policy.victims(slot_bytes, count - evicted, evictable)
             # Each of them may go, but perhaps not all of them.
-            victims = victims[self.tenants.within(self._owners(victims), self.index.slot_bytes(victims), taker)]
+            victims = victims[self.tenants.within(self._owners(victims), self.representations.bytes_with(victims), taker)]
             if not self._evict_checked(victims, for_reuse=slot_bytes > 0):
                 break
             evicted += len(victims)
@@ -289,7 +294,7 @@ class Space:
             mask &= self._owners(live) != taker
         order = np.argsort(np.where(mask, self.policy.heat(self.representations.blocks_of(live)), np.inf), kind="stable")
         order = order[: int(mask.sum())]
-        mask[order] = self.tenants.within(self._owners(live[order]), self.index.slot_bytes(live[order]), taker)
+        mask[order] = self.tenants.within(self._owners(live[order]), self.representations.bytes_with(live[order]), taker)
         return mask
 
     def _take_cold_slabs(self, slot_bytes: int, num_slots: int, taker: int, paying: Payers) -> int:

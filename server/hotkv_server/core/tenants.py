@@ -1,7 +1,7 @@
 """What each tenant has of the arena, and what may be taken from whom.
 
 Always true: a tenant with a burst bound never holds more than it; nobody's block goes for another tenant's while its owner holds no more
-than its guarantee, with one exception. Guarantees are claims, too: as long as a tenant stays within its own, room for it comes from those
+than its guarantee, with one exception. Guarantees are claims, too: room for what a tenant takes within its own comes from those
 beyond theirs first; and where its slot size gets no slab otherwise, because each has some block in it that is guaranteed, slabs are
 emptied all the same: whoever loses blocks so is below its guarantee, and takes as much back from those who are not.
 Bytes are those of slots, whatever their state: reserved, ready or detached, blocks and representations.
@@ -80,6 +80,10 @@ class TenantBook:
         shares = (TenantShare(guaranteed, burst) for guaranteed, burst in zip(self._guaranteed.tolist(), bounds, strict=True))
         return dict(zip(self._names, zip(self.used.tolist(), shares, strict=True), strict=True))
 
+    def burst_bytes(self, tenant: int) -> int:
+        """Most that the tenant may have."""
+        return int(self._burst[tenant])
+
     def room_bytes(self, tenant: int) -> int:
         """What the tenant may still take under its burst bound."""
         return max(0, int(self._burst[tenant] - self.used[tenant]))
@@ -92,7 +96,7 @@ class TenantBook:
         return int(min(self._burst[tenant], self.arena_bytes - others))
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Which entries with these owners [n] and slot sizes [n] may each go, alone, for one of tenant `taker`."""
+        """Which entries with these owners [n] may each go, alone, for one of tenant `taker`; `sizes` [n]: bytes that go with them."""
         allowed: BoolMask = (owners == taker) | (self.used[owners] - sizes >= self._guaranteed[owners])
         return allowed
 
@@ -107,6 +111,11 @@ class TenantBook:
     def may_claim(self, taker: int, more_bytes: int) -> bool:
         """Whether a tenant stays within its guarantee with so many bytes more: then others give first."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
+
+    def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
+        """In which steps room is made for so many slots, each a total: first what the tenant may claim, then all."""
+        claimed = int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
+        return (claimed, count) if 0 < claimed < count else (count,)
 
     def over_bound(self) -> list[tuple[int, int]]:
         """Tenants that hold more than their burst bound, and by how many bytes: after a restart with another configuration."""

@@ -1,14 +1,17 @@
 """Transfers in flight: which lease each uses, which entries a store is writing.
 
-Always true: a transfer id is used once at a time in its session; every transfer counts in its lease's `num_copies`.
+Always true: a transfer id is used once at a time in its session; every transfer counts in its lease's `num_copies`, and for its owner,
+see `bounds`.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
+from hotkv_server.core.bounds import FairBound
 from hotkv_server.core.leases import Lease, ReadLease, WriteLease
 from hotkv_server.core.values import Entries, Int64s
 
@@ -20,6 +23,7 @@ class LoadTransfer:
     """A load under a read lease."""
 
     session_number: int
+    owner: str
     transfer_id: str
     lease: ReadLease
     num_blocks: int
@@ -33,6 +37,7 @@ class StoreTransfer:
     """
 
     session_number: int
+    owner: str
     transfer_id: str
     lease: WriteLease | None
     shard_index: int
@@ -55,6 +60,7 @@ class TransferBook:
     """All transfers in flight."""
 
     def __init__(self) -> None:
+        self.bound = FairBound(MAX_TRANSFERS)
         self._transfers: dict[tuple[int, str], Transfer] = {}
 
     def __len__(self) -> int:
@@ -63,20 +69,23 @@ class TransferBook:
     def __repr__(self) -> str:
         return f"TransferBook({len(self._transfers)} transfers)"
 
-    def check_new(self, session_number: int, transfer_id: str) -> None:
-        """Raises unless a transfer with this id may be started."""
+    def check_new(self, session_number: int, transfer_id: str, owner: str) -> None:
+        """Raises unless the owner may start a transfer with this id."""
         if not transfer_id:
             raise HotKVError(Reason.INVALID_FIELD, "transfer_id is empty; choose an id that is unique in the session")
         if (session_number, transfer_id) in self._transfers:
             raise HotKVError(Reason.DUPLICATE_ID, f"transfer_id {transfer_id!r} is in flight; choose a new id")
-        if len(self._transfers) >= MAX_TRANSFERS:
-            raise HotKVError(Reason.OVERLOADED, f"transfer_id: {MAX_TRANSFERS} transfers are in flight; wait for some to end")
+        if not self.bound.room(owner):
+            raise HotKVError(Reason.OVERLOADED, f"transfer_id: {self.bound.refusal(owner, 'transfers')}; wait for some to end")
 
     def add(self, transfer: Transfer) -> None:
         self._transfers[transfer.session_number, transfer.transfer_id] = transfer
+        self.bound.take(transfer.owner, 1)
 
     def pop(self, session_number: int, transfer_id: str) -> Transfer:
-        return self._transfers.pop((session_number, transfer_id))
+        transfer = self._transfers.pop((session_number, transfer_id))
+        self.bound.give(transfer.owner, 1)
+        return transfer
 
     def of_session(self, session_number: int) -> list[Transfer]:
         return [t for t in self._transfers.values() if t.session_number == session_number]
@@ -84,6 +93,10 @@ class TransferBook:
     def count(self, lease: Lease) -> int:
         """Transfers under a lease."""
         return sum(t.lease is lease for t in self._transfers.values())
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the books disagree."""
+        self.bound.check(Counter(transfer.owner for transfer in self._transfers.values()))
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
         """Entries whose shard is being copied right now under this lease."""

@@ -1,6 +1,7 @@
 """Which blocks can be trusted: what is to be compared with check values, and what becomes of blocks that do not agree.
 
-Decides and does nothing: bytes are read elsewhere. A condemned block can't be found from that call on, by anybody.
+Decides and does nothing: bytes are read elsewhere. A condemned block can't be found from that call on, by anybody; where a lease keeps its
+slot, it stays marked as not verified.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ from hotkv_server.core.values import Entries
 
 
 def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
-    """What says whether ready entries hold what was stored: slots, shapes and check values, in parts of one shape."""
+    """What says whether entries, ready or detached, hold what was stored: slots, shapes and check values, in parts of one shape."""
     index, parts = core.space.index, []
     key_spaces, groups, _ = index.keys(entries)
     for number, group in np.unique(np.stack((key_spaces, groups), axis=1), axis=0).tolist():
@@ -23,6 +24,7 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
 
 def condemn(core: CacheCore, entries: Entries) -> None:
     """Ready entries whose bytes can't be trusted go, blocks with a notice. Pinned ones keep their slot until they are let go."""
+    core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])
     core.holds.let_go(entries[~alone])

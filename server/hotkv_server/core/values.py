@@ -28,8 +28,8 @@ class TenantShare:
 class CoreConfig:
     """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most that requests may ask to keep.
 
-    `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares by name; a tenant that is not named has none of its own and
-    no bound. Times in seconds.
+    `max_leased_blocks`: listed by read leases, found or not. `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares
+    by name; a tenant that is not named has none of its own and no bound. Times in seconds.
     """
 
     arena_bytes: int
@@ -41,6 +41,7 @@ class CoreConfig:
     held_share: float = 0.25
     max_blocks_per_call: int = 1 << 18
     max_leases: int = 60_000
+    max_leased_blocks: int = 1 << 25
     check_stride: int = 0
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
 

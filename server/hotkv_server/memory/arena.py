@@ -5,6 +5,7 @@ as it is and makes a table of its own out of the old one's records (`Leftover`).
 left it, so that a start that is killed has lost nothing. Arena and table are complete, mapped and prefaulted before the server is ready.
 """
 
+import errno
 import fcntl
 import os
 import struct
@@ -66,7 +67,8 @@ class NodeMemory:
     ) -> "NodeMemory":
         """Goes on with what is in the directory where that fits, else makes all files anew, under `fresh_epoch`; prefaults them.
 
-        Raises BusyError, or OSError that names what to do where memory is short.
+        Raises BusyError, or OSError that names what to do where memory is short. What can't be read only for now (no permission, too
+        many files are open) raises OSError too: then the cache is left as it is.
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
@@ -76,13 +78,18 @@ class NodeMemory:
             if (directory / STATE_FILE).exists() or (directory / TABLE_FILE).exists():
                 try:
                     leftover, old_table = _leftover(directory, arena_bytes, slab_bytes)
-                except (OSError, ValueError, StateError) as error:
+                except (FileNotFoundError, ValueError, StateError) as error:
+                    why_empty = str(error)
+                except OSError as error:
+                    if error.errno != errno.ELOOP:
+                        raise
                     why_empty = str(error)
             if leftover is None:
                 _remove_files(directory)
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
-            _check_room(directory, geometry.file_bytes + (arena_bytes if leftover is None else 0), arena_bytes)
+            # The next start has two tables for a moment, and should not fail where this one does not.
+            _check_room(directory, geometry.file_bytes + (arena_bytes + geometry.file_bytes if leftover is None else 0), arena_bytes)
             if leftover is None:
                 arena = FileMapping.create(directory / ARENA_FILE, arena_bytes, mode)
             else:
@@ -95,20 +102,33 @@ class NodeMemory:
         view[: len(geometry.pack())] = memoryview(geometry.pack())
         table = BlockTable(view, geometry)
         memory = NodeMemory(directory, slab_bytes, arena, table_file, table, leftover, why_empty, lock_fd, old_table)
-        if prefault:
-            memory._prefault()
+        try:
+            if prefault:
+                memory._prefault()
+        except BaseException:
+            memory.release()
+            raise
         return memory
 
-    def adopt(self) -> None:
-        """The new table holds what is kept of the old one, and takes its place. Raises OSError."""
-        if self._old_table is None:
-            return
-        # Its entry numbers are those of the old table.
-        (self.directory / USE_FILE).unlink(missing_ok=True)
-        (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
-        self.leftover = None
-        self._old_table.close()
-        self._old_table = None
+    def adopt(self, state: ServerState, *, is_renumbered: bool = False) -> None:
+        """The new table holds what is kept of the old one and takes its place, and so does its state. Raises OSError.
+
+        `is_renumbered`: one table's key space numbers mean something else in the other; then there is no state while they change places,
+        so that a start that is killed there leaves nothing rather than one key space's blocks in another's name.
+        """
+        if is_renumbered:
+            (self.directory / STATE_FILE).unlink()
+        else:
+            self.save_state(state)
+        if self._old_table is not None:
+            # Its entry numbers are those of the old table.
+            (self.directory / USE_FILE).unlink(missing_ok=True)
+            (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
+            self.leftover = None
+            self._old_table.close()
+            self._old_table = None
+        if is_renumbered:
+            self.save_state(state)
 
     def save_state(self, state: ServerState) -> None:
         """Notes what the bytes mean; before the first of them are stored. Raises OSError."""
@@ -123,7 +143,11 @@ class NodeMemory:
         scratch.replace(self.directory / USE_FILE)
 
     def _prefault(self) -> None:
-        """Brings the arena in: as huge pages while that is quick, then as it comes. What an old server has left is all there."""
+        """Takes memory for the table, and brings the arena in: as huge pages while that is quick, then as it comes.
+
+        What an old server has left is all there.
+        """
+        os.posix_fallocate(self.table_file.fd, 0, self.table_file.num_bytes)
         if self.leftover is not None and not self.arena.has_holes():
             return
         self._collapsed_bytes = self.arena.make_huge(0, HUGE_PAGE_BUDGET_S)

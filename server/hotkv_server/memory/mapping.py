@@ -58,14 +58,20 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
     return aligned
 
 
+def _bring_in(view: NDArray[np.uint8]) -> None:
+    """Touches the pages of a view. Only by reading, which allocates them as well: somebody may be writing them."""
+    view.max(initial=0)
+
+
 class FileMapping:
     """A shared mapping of `num_bytes` of a file, from its start."""
 
     def __init__(self, fd: int, num_bytes: int, name: str, *, exclusive: bool = False, on_cut: Callable[[], None] | None = None) -> None:
         """Takes the descriptor over, also where it raises. Raises ValueError where the file is shorter than `num_bytes`.
 
-        `exclusive`: nobody else writes it, so bytes may be rewritten in place. `on_cut`: the file is a client's, who may cut it short at
-        any time; called, from any thread, when this process has touched what is gone: from then on the mapping is empty memory.
+        `exclusive`: the file is the server's own, so what is missing of it may be brought in. `on_cut`: the file is a client's, who may
+        cut it short at any time; called, from any thread, when this process has touched what is gone: from then on the mapping is
+        empty memory.
         """
         try:
             if os.fstat(fd).st_size < num_bytes:
@@ -117,7 +123,7 @@ class FileMapping:
             if error.errno != errno.EINVAL:
                 raise
             if self._exclusive:
-                self.array()[:: mmap.PAGESIZE] += 0  # A kernel before 5.14.
+                _bring_in(self.array()[:: mmap.PAGESIZE])  # A kernel before 5.14.
 
     def make_huge(self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES) -> int:
         """Brings pages in as huge pages from `start` on, for as long as that takes no more than `budget_s` and the kernel gives them.
@@ -142,7 +148,7 @@ class FileMapping:
     def _collapse(self, start: int, num_bytes: int) -> int:
         """Bytes that are huge pages now: all, or none where the kernel refused."""
         if self._exclusive:
-            self.array()[start : start + num_bytes : HUGE_PAGE_BYTES] += 0  # The kernel collapses no range that is all holes.
+            _bring_in(self.array()[start : start + num_bytes : HUGE_PAGE_BYTES])  # The kernel collapses no range that is all holes.
         try:
             self._advise(_COLLAPSE, start, num_bytes)
         except OSError:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
 
 FORMAT_VERSION = 1
+MAX_KEPT = 4096
 
 
 class StateError(Exception):
@@ -40,28 +42,35 @@ class ServerState:
 
 def write_state(path: Path, state: ServerState) -> None:
     """Replaces the file. Raises OSError; the old file is whole then."""
-    spaces = [
+    scratch = path.with_name(f"{path.name}.new")
+    scratch.unlink(missing_ok=True)
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": [')
+        for at, known in enumerate(state.key_spaces):
+            file.write("," * (at > 0) + _entry(known))
+        file.write("]}")
+    scratch.replace(path)
+
+
+@lru_cache(MAX_KEPT)
+def _entry(known: KnownKeySpace) -> str:
+    """The key space in JSON. Kept: all are written again with each new one."""
+    return json.dumps(
         {
             "number": known.number,
             "fingerprint": known.key_space.fingerprint.hex(),
             "key_space": asdict(known.key_space),
             "representations": [asdict(kind) for kind in known.representations],
         }
-        for known in state.key_spaces
-    ]
-    scratch = path.with_name(f"{path.name}.new")
-    scratch.unlink(missing_ok=True)
-    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        json.dump({"format": FORMAT_VERSION, "slab_bytes": state.slab_bytes, "key_spaces": spaces}, file)
-    scratch.replace(path)
+    )
 
 
 def read_state(path: Path) -> ServerState:
-    """Raises StateError where there is no file, or not one of this format."""
+    """Raises StateError where there is no file, or not one of this format; OSError where it can't be read now."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         raise StateError(f"{path.name}: {error}") from error
     if not isinstance(content, Mapping) or content.get("format") != FORMAT_VERSION:
         found = content.get("format") if isinstance(content, Mapping) else None
@@ -73,6 +82,8 @@ def read_state(path: Path) -> ServerState:
         raise StateError(f"{path.name} is damaged: {type(error).__name__} {error}") from error
     if [entry.number for entry in known] != sorted({entry.number for entry in known}):
         raise StateError(f"{path.name} is damaged: key spaces are numbered out of order")
+    if len({entry.key_space.fingerprint for entry in known}) < len(known):
+        raise StateError(f"{path.name} is damaged: a key space is there twice")
     return state
 
 

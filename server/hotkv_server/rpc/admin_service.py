@@ -22,6 +22,8 @@ from hotkv_server.runtime.stats import counters, gauges, tier
 STATES = {table.STATE_RESERVED: "reserved", table.STATE_READY: "ready", table.STATE_DETACHED: "flushed"}
 DEFAULT_PAGE = 100
 MAX_PAGE = 10_000
+SERVED_PAGE = 2000
+"""Blocks that a page has at most, whatever was asked for: the event loop makes them one by one."""
 DEFAULT_DRAIN_S = 30.0
 
 
@@ -120,7 +122,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise HotKVError(Reason.INVALID_FIELD, "page_token is none that this server gave out; leave it empty to begin")
         if not 0 <= request.page_size <= MAX_PAGE:
             raise HotKVError(Reason.INVALID_FIELD, f"page_size is {request.page_size}; allowed are 0 (for {DEFAULT_PAGE}) to {MAX_PAGE}")
-        start, size = int(request.page_token or 0), request.page_size or DEFAULT_PAGE
+        start, size = int(request.page_token or 0), min(request.page_size or DEFAULT_PAGE, SERVED_PAGE)
         states = index.states()
         wanted = states != 0
         if request.key_space_id:
@@ -159,10 +161,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         async def call() -> admin_pb2.EvictResponse:
             if request.all == bool(request.hashes):
                 raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
-            words = None
-            if request.hashes:
+            if request.all:
+                evicted, kept = await self._node.evict_all(request.key_space_id)
+            else:
                 words = convert.hashes("hashes", request.hashes, self._node.core.key_space(request.key_space_id).hash_bytes)
-            evicted, kept = self._node.evict(request.key_space_id, request.group_index, words)
+                evicted, kept = self._node.evict(request.key_space_id, request.group_index, words)
             return admin_pb2.EvictResponse(evicted_block_count=evicted, kept_block_count=kept)
 
         return await answer(self._node, context, call)
@@ -204,6 +207,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:
         async def call() -> admin_pb2.ExplainResponse:
-            return explain(self._node, request)
+            return await explain(self._node, request)
 
         return await answer(self._node, context, call)

@@ -1,33 +1,60 @@
-"""Explain: of each block of a prompt, would it hit, and if not, why."""
+"""Explain: of each block of a prompt, would it hit, and if not, why.
+
+What is asked of the cache takes a moment, and is asked on the event loop; hashing and putting into words is done in a thread.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.groups import needed_blocks
-from hotkv.keys import token_block_hashes
+from hotkv.groups import longest_hit, needed_blocks
+from hotkv.keys import KeySpace, token_block_hashes
 from hotkv.table import RESERVED_FLAG, Words
 from hotkv.v1 import admin_pb2
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.node import Node
 
+MAX_BLOCKS = 1 << 16
+"""Of one answer, over all key spaces."""
 
-def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Of one group: hash words [n, 8], entry words [n], and which of them are remembered as evicted."""
+
+    hashes: Words
+    words: NDArray[np.uint32]
+    evicted: NDArray[np.bool_]
+
+
+async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
     """The prompt in the key space asked about, or in all whose hashes can be had."""
     numbers = [request.key_space_id] if request.key_space_id else sorted(node.core.key_spaces)
     if not request.hashes and not request.token_ids:
         raise HotKVError(Reason.INVALID_FIELD, "hashes and token_ids are empty; give one of them")
-    explained = []
+    response = admin_pb2.ExplainResponse()
+    room = MAX_BLOCKS
     for number in numbers:
         try:
-            explained.append(_explain_one(node, number, request))
+            space = node.core.key_space(number)
+            hashes = await asyncio.to_thread(_prompt_hashes, space, request)
         except HotKVError:
             if request.key_space_id:
                 raise
-    return admin_pb2.ExplainResponse(key_spaces=explained)
+            continue
+        room -= sum(len(hashes) * space.hash_block_tokens // group.block_tokens for group in space.groups)
+        if room < 0:
+            raise HotKVError(Reason.TOO_LARGE, f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a shorter prompt")
+        found = [_look(node, number, index, hashes) for index in range(len(space.groups))]
+        await asyncio.to_thread(_explain, response.key_spaces.add(), space, number, found, len(hashes) * space.hash_block_tokens)
+    return response
 
 
-def _prompt_hashes(node: Node, number: int, request: admin_pb2.ExplainRequest) -> Words:
-    space = node.core.key_space(number)
+def _prompt_hashes(space: KeySpace, request: admin_pb2.ExplainRequest) -> Words:
     if request.hashes:
         return convert.hashes("hashes", request.hashes, space.hash_bytes)
     tokens = convert.int32s("token_ids", request.token_ids)
@@ -38,43 +65,40 @@ def _prompt_hashes(node: Node, number: int, request: admin_pb2.ExplainRequest) -
     return convert.hashes("token_ids", b"".join(computed), space.hash_bytes)
 
 
-def _explain_one(node: Node, number: int, request: admin_pb2.ExplainRequest) -> admin_pb2.KeySpaceExplanation:
+def _look(node: Node, number: int, group_index: int, hashes: Words) -> _Found:
+    """What the cache knows of a prompt's blocks in one group."""
     space = node.core.key_space(number)
-    hashes = _prompt_hashes(node, number, request)
-    num_tokens = len(hashes) * space.hash_block_tokens
-    blocks: list[admin_pb2.BlockExplanation] = []
+    step = space.groups[group_index].block_tokens // space.hash_block_tokens
+    mine = np.ascontiguousarray(hashes[step - 1 :: step])
+    core_space = node.core.space
+    return _Found(mine, core_space.index.find(number, group_index, mine), core_space.was_evicted(number, group_index, mine))
+
+
+def _explain(explanation: admin_pb2.KeySpaceExplanation, space: KeySpace, number: int, found: Sequence[_Found], num_tokens: int) -> None:
+    """Puts all that was found into words. Filled in place: to copy a message of this size would hold the interpreter."""
     masks = []
-    for index, group in enumerate(space.groups):
-        step = group.block_tokens // space.hash_block_tokens
-        mine = np.ascontiguousarray(hashes[step - 1 :: step])
-        words = node.core.space.index.find(number, index, mine)
-        evicted = node.core.space.was_evicted(number, index, mine)
-        masks.append((words != 0) & (words < RESERVED_FLAG))
-        for depth, word in enumerate(words):
+    for index, group in enumerate(found):
+        masks.append((group.words != 0) & (group.words < RESERVED_FLAG))
+        for depth, word in enumerate(group.words):
             if word == 0:
-                verdict = "evicted" if evicted[depth] else "never stored"
-                text = "it made room for others" if evicted[depth] else "or evicted long ago"
+                verdict = "evicted" if group.evicted[depth] else "never stored"
+                text = "it made room for others" if group.evicted[depth] else "or evicted long ago"
             elif word >= RESERVED_FLAG:
                 verdict, text = "reserved", "it is being written"
             else:
                 verdict, text = "ready", ""
-            packed = convert.unpadded(mine[depth : depth + 1], space.hash_bytes)
-            blocks.append(admin_pb2.BlockExplanation(group_index=index, depth=depth, block_hash=packed, verdict=verdict, detail=text))
-    hit = node.core.hit_tokens(number, masks, num_tokens)
-    limiting = _limiting_group(node, number, masks, hit, num_tokens)
-    return admin_pb2.KeySpaceExplanation(
-        key_space_id=number,
-        hit_token_count=hit,
-        token_count=num_tokens,
-        limiting_group_index=limiting,
-        blocks=blocks,
-        summary=_summary(blocks, limiting, hit, num_tokens),
-    )
+            packed = convert.unpadded(group.hashes[depth : depth + 1], space.hash_bytes)
+            explanation.blocks.add(group_index=index, depth=depth, block_hash=packed, verdict=verdict, detail=text)
+    hit = longest_hit(space.groups, masks, num_tokens)
+    limiting = _limiting_group(space, masks, hit, num_tokens)
+    explanation.key_space_id, explanation.hit_token_count, explanation.token_count = number, hit, num_tokens
+    explanation.limiting_group_index = limiting
+    explanation.summary = _summary(explanation.blocks, limiting, hit, num_tokens)
 
 
-def _limiting_group(node: Node, number: int, masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]], hit: int, num_tokens: int) -> int:
+def _limiting_group(space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int) -> int:
     """The first group that misses a block it would need for one aligned step more; -1 where the whole prompt hits."""
-    groups = node.core.key_space(number).groups
+    groups = space.groups
     step = max(group.block_tokens for group in groups)
     if hit + step > num_tokens:
         return -1
@@ -84,7 +108,7 @@ def _limiting_group(node: Node, number: int, masks: list[np.ndarray[tuple[int], 
     return -1
 
 
-def _summary(blocks: list[admin_pb2.BlockExplanation], limiting: int, hit: int, num_tokens: int) -> str:
+def _summary(blocks: Iterable[admin_pb2.BlockExplanation], limiting: int, hit: int, num_tokens: int) -> str:
     if limiting < 0:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
     missing = next((b for b in blocks if b.group_index == limiting and b.verdict != "ready"), None)

@@ -58,7 +58,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             who = f"{who} engine={first.open_session.engine_id[:64]!r} tenant={first.open_session.key_space.tenant[:64]!r}"
             peer = self._identify(first.open_session, context)
             who = f"{who} {peer}"
-            session = self._open(first.open_session, peer)
+            session = await self._open(first.open_session, peer)
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             await abort(context, as_refusal(self._node, error, who))
         stream = _Stream(self._node, session, context)
@@ -74,7 +74,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             unread = HotKVError(Reason.OVERLOADED, f"the client left {OUTBOX_MESSAGES} messages unread; the session is closed")
             await abort(context, as_refusal(self._node, unread, session.name))
 
-    def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
+    async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
         if opening.protocol_version != hotkv.PROTOCOL_VERSION:
             raise HotKVError(
                 Reason.VERSION_MISMATCH,
@@ -89,7 +89,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         tenant = self._gate.admit(peer, key_space.tenant)
         self._check_room(tenant, key_space)
         engine_id = opening.engine_id if tenant is None or not opening.engine_id else f"{tenant.name}/{opening.engine_id}"
-        session = self._node.open_session(engine_id, ROLES[opening.role], key_space, opening.client_name, representations)
+        session = await self._node.open_session(engine_id, ROLES[opening.role], key_space, opening.client_name, representations)
         if tenant is not None:
             session.maps_arena, session.maps_table = False, tenant.sees_table
             log.info("session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer)

@@ -15,7 +15,7 @@ from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.sparse import Created
 from hotkv_server.sparse.figures import MAX_LAYERS, LayerGrowth
 from hotkv_server.sparse.remembered import HotSets
-from hotkv_server.sparse.selection import Selected, SelectRequest, SelectSpec
+from hotkv_server.sparse.selection import PackedCentre, Selected, SelectRequest, SelectSpec
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
@@ -84,7 +84,20 @@ def select_spec(message: sparse_pb2.SelectConfig, session: LiveSession, group_in
         session.key_space.num_shards,
         message.hot_block_count,
         message.scale or None,
+        _centres(message.centres),
     )
+
+
+def _centres(messages: Iterable[sparse_pb2.LayerCentre]) -> dict[int, PackedCentre]:
+    centres: dict[int, PackedCentre] = {}
+    for m in messages:
+        if m.layer_index in centres:
+            raise _invalid(f"select.centres lists layer {m.layer_index} twice; give each one centre")
+        bias = {of.scorer: of.bias for of in m.biases}
+        if len(bias) < len(m.biases):
+            raise _invalid(f"select.centres.biases lists a scorer of layer {m.layer_index} twice; give each one bias")
+        centres[m.layer_index] = PackedCentre(m.mu, bias)
+    return centres
 
 
 def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:

@@ -21,6 +21,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.layout import FENCE_WORDS, Layout
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core import parts
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.checks import Sums
 from hotkv_server.core.values import EvictionNotice, HashList, LoadPositions, Run, SlotRun
@@ -55,6 +56,7 @@ NOTICE_BLOCKS = 1 << 16
 DEFAULT_TRANSFER_TIMEOUT_S = 30.0
 HUGE_PAGE_BUDGET_S = 1.0
 """Longest time that registering memory spends on huge pages: copies of it, and the engine's own work on it, are faster with them."""
+CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
 """Ends a transfer in the core, given how it went and the bytes moved; returns the results a run."""
@@ -100,6 +102,10 @@ class Node:
         self.verifier = verifier or Verifier(core, self._arena)
         self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
         self._use_notes = UseNotes(core)
+        # Size of the catalog that is written down; one write at a time.
+        self._saved = self._catalog_size
+        self._saving = asyncio.Lock()
+        self._saves: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
@@ -107,6 +113,7 @@ class Node:
 
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
         """Starts the timer, and the scrubber unless it may read nothing."""
+        self._saved = self._catalog_size
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)
         self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
@@ -119,6 +126,7 @@ class Node:
     async def close(self) -> None:
         """Closes all sessions and stops the timer."""
         await asyncio.gather(*(self.close_session(session) for session in list(self.sessions.values())))
+        await asyncio.gather(*self._saves)
         self.sparse.close()
         for task in self._tasks:
             task.cancel()
@@ -134,29 +142,50 @@ class Node:
 
     # Sessions
 
-    def open_session(
+    async def open_session(
         self, engine_id: str, role: str, key_space: KeySpace, client_name: str, representations: tuple[Representation, ...] = ()
     ) -> LiveSession:
-        """Opens a session; whoever holds its secret id may use it."""
+        """Opens a session; whoever holds its secret id may use it. Its key space is written down then."""
         if len(self.sessions) >= MAX_SESSIONS:
             raise HotKVError(Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first")
-        num_known, num_kinds = len(self.core.key_spaces), self.core.catalog.num_kinds
+        num_known = len(self.core.key_spaces)
         record = self.core.open_session(engine_id, role, key_space, time.monotonic(), representations)
         if len(self.core.key_spaces) > num_known:
             self.events.add_key_space(record.key_space_id, key_space)
-        if (len(self.core.key_spaces), self.core.catalog.num_kinds) != (num_known, num_kinds):
-            self._save_state()
         session = LiveSession(record, secrets.token_hex(16), self.core.key_space(record.key_space_id), client_name)
         self.sessions[session.secret_id] = session
+        try:
+            await self._save_state()
+        except BaseException:
+            await self.close_session(session)
+            raise
         log.info("session opened number=%d engine=%s role=%s key_space=%d", record.number, engine_id, role, record.key_space_id)
         return session
 
-    def _save_state(self) -> None:
-        """Before anything is stored that only it explains."""
-        try:
-            self.memory.save_state(state_of(self.core, self.memory.slab_bytes))
-        except OSError as error:
-            log.warning("state not saved, a restart will lose what is new: %s", error)
+    @property
+    def _catalog_size(self) -> tuple[int, int]:
+        """Only grows."""
+        return len(self.core.key_spaces), self.core.catalog.num_kinds
+
+    async def _save_state(self) -> None:
+        """Before anything is stored that only it explains. A write that has begun ends, whoever waits for it."""
+        if self._saved != self._catalog_size:
+            task = asyncio.create_task(self._write_state())
+            self._saves.add(task)
+            task.add_done_callback(self._saves.discard)
+            await asyncio.shield(task)
+
+    async def _write_state(self) -> None:
+        async with self._saving:
+            size = self._catalog_size
+            if self._saved == size:
+                return
+            state = state_of(self.core, self.memory.slab_bytes)
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, self.memory.save_state, state)
+                self._saved = size
+            except OSError as error:
+                log.warning("state not saved, a restart before it is will lose what is new: %s", error)
 
     def save_use(self, used_s: NDArray[np.float64] | None = None) -> None:
         """Writes down for the next server when blocks were last used: what `UseNotes` has, or all anew."""
@@ -184,6 +213,8 @@ class Node:
             session.settled.clear()
             await session.settled.wait()
         session.release_memory()
+        for _ in parts.end_leases(self.core, session.record.number):
+            await asyncio.sleep(0)
         self.core.close_session(session.record.number, time.monotonic())
         del self.sessions[session.secret_id]
         is_last = all(other.record.engine_id != session.record.engine_id for other in self.sessions.values())
@@ -387,6 +418,8 @@ class Node:
             elif not memory.is_whole():
                 outcome, message = Outcome.FAILED, "the file of the engine's memory has been truncated"
                 log.warning("memory cut short %s transfer=%s", session.name, transfer_id)
+            elif to_engine and outcome is Outcome.DONE and self.verifier.is_doubtful(slots):
+                outcome, message = Outcome.FAILED, CONDEMNED_MESSAGE
             moved = job.total_bytes if outcome is Outcome.DONE else 0
             results = finish(outcome, moved)
             self._run_effects()
@@ -416,8 +449,10 @@ class Node:
             return future
 
         def judged(checking: "asyncio.Future[list[NDArray[np.bool_]]]") -> None:
-            if len(self.verifier.settle(cases, checking.result())):
-                ended(Outcome.FAILED, "a block's bytes are not those that were stored; it is dropped")
+            if (error := checking.exception()) is not None:
+                ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
+            elif len(self.verifier.settle(cases, checking.result())):
+                ended(Outcome.FAILED, CONDEMNED_MESSAGE)
             else:
                 self.copy_engine.submit(job)
 
@@ -444,11 +479,20 @@ class Node:
             for job in session.jobs.values():
                 job.cancel()
 
-    def evict(self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32] | None) -> tuple[int, int]:
+    def evict(self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]) -> tuple[int, int]:
         """As CacheCore.evict."""
         counts = self.core.evict(key_space_id, group_index, hashes)
         self._run_effects()
         return counts
+
+    async def evict_all(self, key_space_id: int) -> tuple[int, int]:
+        """As CacheCore.evict without hashes, in parts between which others are served."""
+        dropped = kept = 0
+        for part_dropped, part_kept in parts.evict_all(self.core, key_space_id):
+            dropped, kept = dropped + part_dropped, kept + part_kept
+            self._run_effects()
+            await asyncio.sleep(0)
+        return dropped, kept
 
     def flush(self, key_space_id: int) -> int:
         """As CacheCore.flush."""
@@ -474,10 +518,13 @@ class Node:
         while True:
             await asyncio.sleep(TIMER_S)
             self.last_tick_s = time.monotonic()
-            self.core.expire(self.last_tick_s)
+            for _ in parts.expire(self.core, self.last_tick_s):
+                self._run_effects()
+                await asyncio.sleep(0)
             self._run_effects()
             if (used_s := self._use_notes.take(USE_PARTS)) is not None:
                 asyncio.get_running_loop().run_in_executor(None, self.save_use, used_s)
+                await self._save_state()
             if self.events.publisher is not None:
                 self.events.publisher.settle()
 

@@ -31,8 +31,8 @@ from hotkv_server.sparse.sequences import LiveSequence, SequenceBook
 I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096
 """Of one session."""
-MAX_BLOCKS = 1 << 22
-"""Of all sequences: 128 MiB of hashes."""
+MAX_BLOCKS = 1 << 24
+"""Of all sequences: 512 MiB of hashes, centres and hot sets."""
 MAX_SELECTS = 256
 """Selections that wait or run."""
 NUM_THREADS = 2
@@ -95,7 +95,8 @@ class SparseDecode:
     def create(self, session: LiveSession, sequence_id: str, group_index: int, hashes: Words, spec: SelectSpec | None) -> Created:
         """A sequence over these blocks. The same call again finds the same sequence."""
         key_space_id = session.record.key_space_id
-        sequence, is_new = self.sequences.create(session.record.number, sequence_id, group_index, hashes, spec)
+        owner = self._core.owner(session.record)
+        sequence, is_new = self.sequences.create(session.record.number, sequence_id, group_index, hashes, spec, owner)
         if is_new and spec is not None:
             try:
                 self._cover(session, sequence)
@@ -128,7 +129,9 @@ class SparseDecode:
         self._count_used(session, sequence, sequence.take_used(time.monotonic()))
         async with sequence.lock:
             kept = {at: hot.recency() for at, hot in sequence.hot_sets.items()}
-        self.remembered.remember(session.record.key_space_id, sequence.group_index, sequence.hashes, {**kept, **hot_sets})
+        key_space_id = session.record.key_space_id
+        tenant = self._core.space.tenants.number(key_space_id)
+        self.remembered.remember(key_space_id, sequence.group_index, sequence.hashes, {**kept, **hot_sets}, tenant)
         return True
 
     def forget(self, key_space_id: int) -> None:

@@ -34,8 +34,8 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
             except HotKVError as error:
                 log.warning("key space dropped number=%d model=%s reason=%r", known.number, known.key_space.model, error.message)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s)
-        memory.save_state(state_of(core, memory.slab_bytes))
-        memory.adopt()
+        is_renumbered = any(old_number != number for old_number, number in numbers.items())
+        memory.adopt(state_of(core, memory.slab_bytes), is_renumbered=is_renumbered)
         num_later = 0
         if check_s is not None:
             num_later = verifier.verify_for(check_s)

@@ -1,8 +1,9 @@
 """Comparing blocks with their check values: as many as time allows at start, the rest at their first load, all in the background.
 
 Always true: a block that came back from an old server is loaded by nobody before its bytes have been compared once; a block whose bytes
-are not those of its check value is condemned: nobody finds it from then on. Bytes are read on copy threads. A block that is not pinned may
-go while it is read; so what does not agree counts only where the entry is still the same afterwards.
+are not those of its check value is condemned: nobody finds it from then on, and under a lease that was granted before each load of it
+fails. Bytes are read on copy threads. A block that is not pinned may go while it is read; so what does not agree counts only where the
+entry is still the same afterwards.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ class Verifier:
         return f"Verifier(verified {self.verified_blocks}, condemned {self.condemned_blocks}, passes {self.passes})"
 
     def cases(self, entries: Entries) -> list[Case]:
-        """What is to be compared of ready entries, in parts of one shape."""
+        """What is to be compared of entries that are ready or detached, in parts of one shape."""
         records = self._core.space.index.table.records
         return [Case(found, records[found.entries, table.W_GENERATION].copy()) for found in evidence(self._core, entries)]
 
@@ -63,26 +64,32 @@ class Verifier:
         waiting = [run.entries[index.unverified[run.entries]] for run in slots]
         return [case for entries in waiting if len(entries) for case in self.cases(np.unique(entries))]
 
+    def is_doubtful(self, slots: Sequence[SlotRun]) -> bool:
+        """Whether something of a load has been condemned since it was compared."""
+        return any(self._core.space.index.unverified[run.entries].any() for run in slots)
+
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
         """Whose bytes agree, one mask a case. Blocks for as long as reading takes; from any thread, without the GIL."""
         return [holds(self._arena, case.evidence) for case in cases]
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
-        """Notes what agrees, condemns what doesn't; returns the condemned."""
+        """Notes what agrees, condemns what doesn't; returns what doesn't, each once, whoever has condemned it."""
         records, index = self._core.space.index.table.records, self._core.space.index
-        condemned = [np.empty(0, np.uint32)]
+        disagreeing = [np.empty(0, np.uint32)]
         for case, good in zip(cases, verdicts, strict=True):
             entries = case.evidence.entries
-            ready = records[entries, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY
-            same = ready & (records[entries, table.W_GENERATION] == case.generations)
+            # An entry that was read under a lease is here still; it may be detached by now.
+            same = index.can_be_read(entries) & (records[entries, table.W_GENERATION] == case.generations)
             index.unverified[entries[same & good]] = False
             self.verified_blocks += int((same & good).sum())
-            condemned.append(entries[same & ~good])
-        bad = np.concatenate(condemned)
-        if len(bad):
-            self.condemned_blocks += len(bad)
-            log.error("condemned blocks=%d first=%s: their bytes are not those of their check values", len(bad), self._name(int(bad[0])))
-            condemn(self._core, bad)
+            disagreeing.append(entries[same & ~good])
+        bad = np.unique(np.concatenate(disagreeing))
+        ready = bad[index.states()[bad] == table.STATE_READY]
+        if len(ready):
+            self.condemned_blocks += len(ready)
+            first = self._name(int(ready[0]))
+            log.error("condemned blocks=%d first=%s: their bytes are not those of their check values", len(ready), first)
+            condemn(self._core, ready)
         return bad
 
     def _name(self, entry: int) -> str:
@@ -100,7 +107,8 @@ class Verifier:
         while at < len(waiting) and time.monotonic() < deadline_s:
             batch = waiting[at : at + self._batch_length(waiting[at:])]
             at += len(batch)
-            cases = self.cases(batch)
+            # What went with a condemned block is no entry any more.
+            cases = self.cases(batch[index.unverified[batch]])
             self.settle(cases, self.judge(cases))
         return int(index.unverified.sum())
 

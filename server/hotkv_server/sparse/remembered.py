@@ -1,6 +1,7 @@
 """Remembered hot sets: what sequences ended with, for the next ones over the same prefix.
 
-Always true: memory is bounded, and the contexts asked for least recently go first; a context is found by its last block and by every
+Always true: memory is bounded; where there is too little, the owner that has most of it loses the context asked for least recently, so
+nobody's go for another's as long as they take no more than an equal part; a context is found by its last block and by every
 `ANCHOR_BLOCKS`-th one before it, so a sequence that shares a prefix with several finds the one that shares most, the newest of equals;
 what is handed out is positions below the shared part only. Block hashes are chained: equal hashes mean equal prefixes.
 """
@@ -25,6 +26,8 @@ ENTRY_BYTES = 1024
 ANCHOR_BYTES = 400
 """What an anchor weighs in Python's tables, about."""
 SET_BYTES = 256
+CONTEXT_SHARE = 4
+"""A context takes 1/4 of the memory at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class _Context:
     """One remembered context. `anchors`: keys from the start on, the last one of its last block."""
 
     key_space_id: int
+    owner: int
     anchors: list[bytes]
     hot_sets: dict[LayerShard, I32]
 
@@ -59,7 +63,10 @@ class RememberedHotSets:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
         self._next_number = 0
-        self._contexts: OrderedDict[int, _Context] = OrderedDict()
+        self._contexts: dict[int, _Context] = {}
+        # Per owner: numbers of its contexts, the one asked for least recently first, and what they weigh.
+        self._order: dict[int, OrderedDict[int, None]] = {}
+        self._bytes_of: dict[int, int] = {}
         # Numbers of the contexts with this anchor, the newest last; the inner dicts are ordered sets.
         self._anchors: dict[bytes, dict[int, None]] = {}
         self._by_last: dict[bytes, int] = {}
@@ -70,10 +77,10 @@ class RememberedHotSets:
     def __repr__(self) -> str:
         return f"RememberedHotSets({len(self)} contexts, {self.num_bytes}/{self.capacity_bytes} B)"
 
-    def remember(self, key_space_id: int, group_index: int, hashes: Words, hot_sets: HotSets) -> bool:
+    def remember(self, key_space_id: int, group_index: int, hashes: Words, hot_sets: HotSets, owner: int = 0) -> bool:
         """Keeps the hot sets of a context with block hashes [n, 8]; those of other layers and shards that it had before stay.
 
-        Positions from n on are left out. False where there is nothing to keep or it is larger than all memory for this.
+        Positions from n on are left out. False where there is nothing to keep or it is larger than a context may be. `owner`: the tenant.
         """
         kept = {at: positions[positions < len(hashes)].astype(np.int32) for at, positions in hot_sets.items()}
         if not len(hashes) or not any(len(positions) for positions in kept.values()):
@@ -82,13 +89,15 @@ class RememberedHotSets:
         known = self._by_last.get(anchors[-1])
         if known is not None and self._contexts[known].anchors == anchors:
             kept = {**self._contexts[known].hot_sets, **kept}
-        context = _Context(key_space_id, anchors, kept)
-        if context.num_bytes > self.capacity_bytes:
+        context = _Context(key_space_id, owner, anchors, kept)
+        if context.num_bytes > self.capacity_bytes // CONTEXT_SHARE:
             return False
         if known is not None:
             self._drop(known)
         while self.num_bytes + context.num_bytes > self.capacity_bytes:
-            self._drop(next(iter(self._contexts)))
+            more = {owner: context.num_bytes}
+            largest = max(self._order, key=lambda other: (self._bytes_of[other] + more.get(other, 0), other))
+            self._drop(next(iter(self._order[largest])))
         self._add(context)
         return True
 
@@ -98,7 +107,7 @@ class RememberedHotSets:
         if position < 0:
             return NOTHING
         number = next(reversed(self._anchors[_keys(key_space_id, group_index, hashes, np.array([position]))[0]]))
-        self._contexts.move_to_end(number)
+        self._order[self._contexts[number].owner].move_to_end(number)
         shared = position + 1
         hot_sets = {at: positions[positions < shared] for at, positions in self._contexts[number].hot_sets.items()}
         return Recalled(shared, hot_sets)
@@ -131,6 +140,8 @@ class RememberedHotSets:
     def _add(self, context: _Context) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
         self._contexts[number] = context
+        self._order.setdefault(context.owner, OrderedDict())[number] = None
+        self._bytes_of[context.owner] = self._bytes_of.get(context.owner, 0) + context.num_bytes
         self._by_last[context.anchors[-1]] = number
         for key in context.anchors:
             self._anchors.setdefault(key, {})[number] = None
@@ -138,6 +149,10 @@ class RememberedHotSets:
 
     def _drop(self, number: int) -> None:
         context = self._contexts.pop(number)
+        del self._order[context.owner][number]
+        self._bytes_of[context.owner] -= context.num_bytes
+        if not self._order[context.owner]:
+            del self._order[context.owner], self._bytes_of[context.owner]
         del self._by_last[context.anchors[-1]]
         for key in context.anchors:
             numbers = self._anchors[key]
@@ -149,6 +164,11 @@ class RememberedHotSets:
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree."""
         assert self.num_bytes == sum(context.num_bytes for context in self._contexts.values()) <= self.capacity_bytes, "bytes miscounted"
+        order = {number: owner for owner, numbers in self._order.items() for number in numbers}
+        assert order == {number: context.owner for number, context in self._contexts.items()}, "owners disagree"
+        assert self._bytes_of == {
+            owner: sum(self._contexts[number].num_bytes for number in numbers) for owner, numbers in self._order.items()
+        }, "bytes of owners miscounted"
         named = {(key, number) for key, numbers in self._anchors.items() for number in numbers}
         assert named == {(key, number) for number, context in self._contexts.items() for key in context.anchors}, "anchors disagree"
         assert self._by_last == {context.anchors[-1]: number for number, context in self._contexts.items()}, "last blocks disagree"

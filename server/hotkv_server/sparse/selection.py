@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.centre import TOKEN_FORMATS
 from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.formats import bytes_per_block, head_bytes
+from hotkv.sparse.formats import bytes_per_block, head_bytes, token_scorer
 from hotkv.sparse.hotset import HotSet
 from hotkv.sparse.moves import HotMap, Moves, Step
 from hotkv.sparse.scores import prepare, score
@@ -35,15 +36,28 @@ MAX_SCORES = 1 << 25
 """Most scores of one selection, query heads times blocks: 128 MiB."""
 MAX_HOT_SLOTS = 1 << 22
 """Most slots of one sequence's hot sets, over all layers and shards."""
+MAX_CENTRE_BYTES = 4 << 20
+"""Of one sequence's centres, over all layers: 128 layers with 8 KV heads of 128 channels have 512 KiB."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
     return HotKVError(reason, message)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedCentre:
+    """A layer's `hotkv.sparse.centre.LayerCentre` that compares by value: `mu` little-endian float32 [H of all shards, D]."""
+
+    mu: bytes
+    bias: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class SelectSpec:
-    """How to select for a sequence. `layer_indices` ascending; `hot_blocks` 0: no hot sets are kept; `scale` None: 1 / sqrt(D)."""
+    """How to select for a sequence. `layer_indices` ascending; `hot_blocks` 0: no hot sets are kept; `scale` None: 1 / sqrt(D).
+
+    `centres` by layer: those that the representations were made with. Nobody can check that here: a kind's version is a hash.
+    """
 
     config: SparseConfig
     representation_group: int
@@ -54,6 +68,7 @@ class SelectSpec:
     num_shards: int
     hot_blocks: int = 0
     scale: float | None = None
+    centres: Mapping[int, PackedCentre] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         layers = self.layer_indices
@@ -70,6 +85,40 @@ class SelectSpec:
         if not 0 <= self.hot_blocks * len(layers) * self.num_shards <= MAX_HOT_SLOTS:
             most = MAX_HOT_SLOTS // (len(layers) * self.num_shards)
             raise _invalid(f"select.hot_block_count is {self.hot_blocks}; allowed are 0 to {most} with these layers", Reason.TOO_LARGE)
+        self._check_centres()
+
+    def _check_centres(self) -> None:
+        if self.centre_bytes > MAX_CENTRE_BYTES:
+            raise _invalid(f"select.centres have {self.centre_bytes} bytes; at most {MAX_CENTRE_BYTES} are accepted", Reason.TOO_LARGE)
+        shape = (self.num_shards * self.kv_heads, self.head_size)
+        for layer, centre in self.centres.items():
+            if layer not in self.layer_indices:
+                raise _invalid(f"select.centres.layer_index is {layer}; layer_indices are {list(self.layer_indices)}")
+            if len(centre.mu) != 4 * shape[0] * shape[1]:
+                raise _invalid(
+                    f"select.centres.mu of layer {layer} has {len(centre.mu)} bytes; float32 {list(shape)} takes {4 * shape[0] * shape[1]}"
+                )
+            if not np.isfinite(np.frombuffer(centre.mu, "<f4")).all():
+                raise _invalid(f"select.centres.mu of layer {layer} has values that are not finite; calibrate again")
+            for name, bias in centre.bias.items():
+                if name not in TOKEN_FORMATS:
+                    raise _invalid(f"select.centres.biases of layer {layer} name {name!r}; token formats are {', '.join(TOKEN_FORMATS)}")
+                if not np.isfinite(bias):
+                    raise _invalid(f"select.centres.biases of layer {layer} has {bias} for {name}; give a finite number")
+
+    @cached_property
+    def centre_bytes(self) -> int:
+        """Bytes of all centres."""
+        return sum(len(centre.mu) for centre in self.centres.values())
+
+    def mu(self, layer: int, shard: int) -> F32 | None:
+        """The centre float32 [H, D] of a layer's keys in one shard; None: 0."""
+        centre = self.centres.get(layer)
+        if centre is None:
+            return None
+        mu_SHD = np.frombuffer(centre.mu, "<f4").reshape(self.num_shards, self.kv_heads, self.head_size)
+        mu_HD: F32 = mu_SHD[shard].astype(np.float32, copy=False)
+        return mu_HD
 
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
@@ -100,12 +149,14 @@ class SelectSpec:
     def sources(self, arena: U8, layer: int, shard: int) -> dict[str, Source]:
         """Views of the arena, by format; row r is the slot at r * SLOT_ALIGN."""
         sources = {}
+        mu, bias = self.mu(layer, shard), self.centres[layer].bias if layer in self.centres else {}
         for name, place in self.places[layer].items():
             size = head_bytes(name, self.block_tokens, self.head_size)
             shift = shard * self.shard_bytes + place
             num_rows = max((len(arena) - shift - self.kv_heads * size) // SLOT_ALIGN + 1, 0)
             shape, strides = (num_rows, self.kv_heads, size), (SLOT_ALIGN, size, 1)
-            sources[name] = Source(np.lib.stride_tricks.as_strided(arena[shift:], shape, strides, writeable=False))
+            pool = np.lib.stride_tricks.as_strided(arena[shift:], shape, strides, writeable=False)
+            sources[name] = Source(pool, mu if token_scorer(name) else None, bias.get(name))
         return sources
 
 
@@ -231,6 +282,6 @@ def select(
 def _estimated_log_mass(spec: SelectSpec, sources: Mapping[str, Source], query_QD: F32, rows: I32) -> F32:
     """Log mass float32 [Q] of these blocks by the first scorer; -inf of none."""
     name, source = next(iter(sources.items()))
-    scores = score(prepare(name, query_QD, scale=spec.scale), source.pool, rows)
+    scores = score(prepare(name, query_QD, source.mu, spec.scale, source.bias), source.pool, rows)
     log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)
     return log_mass

@@ -1,10 +1,12 @@
 """The sequences of sessions: contexts that are being decoded, by the hashes of their complete blocks.
 
 Always true: a sequence belongs to one session and ends with it; its id is the caller's choice, and creating or appending the same again
-changes nothing; numbers of sequences and of blocks are bounded. This module keeps the books; `runtime.sparse` acts on them.
+changes nothing; numbers of sequences and of blocks are bounded, the latter for each owner too (`core.bounds`). This module keeps the
+books; `runtime.sparse` acts on them.
 """
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,9 +14,13 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.table import Words
+from hotkv_server.core.bounds import FairBound
 from hotkv_server.sparse.selection import KeptHotSet, SelectSpec
 
 I32 = NDArray[np.int32]
+HASH_BYTES = 32
+SEQUENCE_BLOCKS = 32
+"""What a sequence without blocks counts against the bound: it takes a KiB."""
 TOUCH_INTERVAL_S = 1.0
 """A block that a sequence goes on using counts as used once in this time."""
 
@@ -36,6 +42,7 @@ class LiveSequence:
     hashes: Words
     spec: SelectSpec | None
     created_blocks: int
+    owner: str = ""
     lease_id: str = ""
     entries: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -46,6 +53,17 @@ class LiveSequence:
 
     def __repr__(self) -> str:
         return f"LiveSequence({self.sequence_id!r}, {len(self.hashes)} blocks, {len(self.slots)} covered)"
+
+    def weight(self, num_blocks: int) -> int:
+        """What it counts against the bound with so many blocks: these, and the rest of its memory as blocks whose hashes take as much.
+
+        A hot set takes 14 bytes a slot and 6 a block of the context.
+        """
+        if self.spec is None:
+            return SEQUENCE_BLOCKS + num_blocks
+        num_hot_sets = len(self.spec.layer_indices) * self.spec.num_shards if self.spec.hot_blocks else 0
+        other_bytes = self.spec.centre_bytes + num_hot_sets * (14 * self.spec.hot_blocks + 6 * num_blocks)
+        return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
         """The hot set that the server keeps for a layer and shard, where it is to keep any."""
@@ -77,8 +95,8 @@ class SequenceBook:
         self.max_sequences = max_sequences
         """Of one session."""
         self.max_sequence_blocks = max_sequence_blocks
-        self.max_blocks = max_blocks
-        """Of all sequences."""
+        self.bound = FairBound(max_blocks)
+        """Over all sequences, as they weigh: `LiveSequence.weight`."""
         self.num_blocks = 0
         self._sessions: dict[int, dict[str, LiveSequence]] = {}
 
@@ -100,9 +118,9 @@ class SequenceBook:
         return sequence
 
     def create(
-        self, session_number: int, sequence_id: str, group_index: int, hashes: Words, spec: SelectSpec | None
+        self, session_number: int, sequence_id: str, group_index: int, hashes: Words, spec: SelectSpec | None, owner: str
     ) -> tuple[LiveSequence, bool]:
-        """A new sequence and True, or what the same call made before and False."""
+        """A new sequence, which counts for `owner`, and True, or what the same call made before and False."""
         if not sequence_id:
             raise _invalid("sequence_id is empty; choose an id that is unique in the session")
         existing = self.find(session_number, sequence_id)
@@ -114,10 +132,12 @@ class SequenceBook:
         sequences = self._sessions.get(session_number, {})
         if len(sequences) >= self.max_sequences:
             raise _invalid(f"sequence_id: the session has {self.max_sequences} sequences; delete some first", Reason.OVERLOADED)
-        self._check_room(len(hashes), len(hashes))
-        sequence = LiveSequence(sequence_id, group_index, hashes, spec, len(hashes))
+        sequence = LiveSequence(sequence_id, group_index, hashes, spec, len(hashes), owner)
+        weight = sequence.weight(len(hashes))
+        self._check_room(owner, weight, len(hashes))
         self._sessions.setdefault(session_number, sequences)[sequence_id] = sequence
         self.num_blocks += len(hashes)
+        self.bound.take(owner, weight)
         return sequence, True
 
     def append(self, session_number: int, sequence_id: str, first_position: int, hashes: Words) -> LiveSequence:
@@ -130,24 +150,26 @@ class SequenceBook:
         if not np.array_equal(sequence.hashes[first_position : first_position + known], hashes[:known]):
             raise _invalid("hashes differ from those of blocks that the sequence has already; create another sequence")
         fresh = hashes[known:]
-        self._check_room(len(fresh), count + len(fresh))
+        growth = sequence.weight(count + len(fresh)) - sequence.weight(count)
+        self._check_room(sequence.owner, growth, count + len(fresh))
         if len(fresh):
             sequence.hashes = np.concatenate([sequence.hashes, fresh])
             self.num_blocks += len(fresh)
+            self.bound.take(sequence.owner, growth)
         return sequence
 
-    def _check_room(self, num_more: int, num_blocks: int) -> None:
+    def _check_room(self, owner: str, num_more: int, num_blocks: int) -> None:
         if num_blocks > self.max_sequence_blocks:
             raise _invalid(f"hashes: a sequence of {num_blocks} blocks; at most {self.max_sequence_blocks} are accepted", Reason.TOO_LARGE)
-        if self.num_blocks + num_more > self.max_blocks:
-            raise _invalid(f"hashes: all sequences have {self.num_blocks} blocks, and at most {self.max_blocks}", Reason.OVERLOADED)
+        if num_more > self.bound.room(owner):
+            raise _invalid(f"hashes: {num_more} blocks' worth of memory more; {self.bound.refusal(owner, 'of them')}", Reason.OVERLOADED)
 
     def pop(self, session_number: int, sequence_id: str) -> LiveSequence | None:
         """Ends a sequence; None where there is none."""
         sequences = self._sessions.get(session_number, {})
         sequence = sequences.pop(sequence_id, None)
         if sequence is not None:
-            self.num_blocks -= len(sequence.hashes)
+            self._ended(sequence)
             if not sequences:
                 del self._sessions[session_number]
         return sequence
@@ -158,12 +180,21 @@ class SequenceBook:
 
     def drop_session(self, session_number: int) -> None:
         """Ends all sequences of a session."""
-        self.num_blocks -= sum(len(sequence.hashes) for sequence in self._sessions.pop(session_number, {}).values())
+        for sequence in self._sessions.pop(session_number, {}).values():
+            self._ended(sequence)
+
+    def _ended(self, sequence: LiveSequence) -> None:
+        self.num_blocks -= len(sequence.hashes)
+        self.bound.give(sequence.owner, sequence.weight(len(sequence.hashes)))
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree."""
         everything = [sequence for sequences in self._sessions.values() for sequence in sequences.values()]
-        assert self.num_blocks == sum(len(sequence.hashes) for sequence in everything) <= self.max_blocks, "blocks miscounted"
+        assert self.num_blocks == sum(len(sequence.hashes) for sequence in everything), "blocks miscounted"
+        held: Counter[str] = Counter()
+        for sequence in everything:
+            held[sequence.owner] += sequence.weight(len(sequence.hashes))
+        self.bound.check(held)
         assert all(0 < len(sequences) <= self.max_sequences for sequences in self._sessions.values()), (
             "too many sequences, or an empty session"
         )

@@ -1,0 +1,57 @@
+"""A bound on what all share that no owner can use up alone.
+
+Always true: together they hold no more than the capacity; an owner that takes more has afterwards no more than the floor, or no more than
+what is left for others. So one alone gets half, n that want everything get 1/(n + 1) each, and there is always room for another one.
+An owner is a tenant, or where there are none an engine.
+"""
+
+FLOOR_SHARE = 64
+"""1/64 of the capacity is the floor: so much may be had as long as there is any."""
+
+
+class FairBound:
+    """Counts what each owner holds."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.floor = max(1, capacity // FLOOR_SHARE)
+        self.total = 0
+        self._held: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"FairBound({self.total}/{self.capacity} held by {len(self._held)} owners)"
+
+    def held(self, owner: str) -> int:
+        """How many an owner holds."""
+        return self._held.get(owner, 0)
+
+    def room(self, owner: str) -> int:
+        """How many more an owner may take at once."""
+        held, free = self.held(owner), self.capacity - self.total
+        return max(0, min(self.floor - held, free), (free - held) // 2)
+
+    def take(self, owner: str, count: int) -> None:
+        """The owner holds so many more; `room` has said that it may."""
+        if count:
+            self._held[owner] = self.held(owner) + count
+            self.total += count
+
+    def give(self, owner: str, count: int) -> None:
+        """The owner holds so many less."""
+        left = self.held(owner) - count
+        assert left >= 0, "more was given back than was held"
+        self.total -= count
+        self._held[owner] = left
+        if not left:
+            del self._held[owner]
+
+    def refusal(self, owner: str, what: str) -> str:
+        """Why the owner gets no more, for people to read."""
+        return (
+            f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} of {self.capacity} are free; "
+            "nobody may hold more than is left for others"
+        )
+
+    def check(self, held: dict[str, int]) -> None:
+        """Raises AssertionError where this is not what each owner holds."""
+        assert self._held == held and self.total == sum(held.values()) <= self.capacity, "what owners hold is miscounted"

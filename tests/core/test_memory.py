@@ -1,0 +1,157 @@
+"""Files of arena, table and state: what a start that is killed at any write leaves, what full or busy memory does, who writes what."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotkv import table
+from hotkv.keys import KeySpace
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.values import CoreConfig, Run
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.memory import arena as arena_module
+from hotkv_server.memory import mapping as mapping_module
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.mapping import HUGE_PAGE_BYTES, FileMapping
+from hotkv_server.memory.state import KnownKeySpace, ServerState, StateError, read_state, write_state
+from hotkv_server.runtime.takeover import take_over
+from hotkv_server.runtime.verify import Verifier
+from tests.core.support import make_key_space, words_of
+
+SLAB, ARENA, CAPACITY = 1 << 16, 1 << 20, 64
+KEY_SPACES = [make_key_space(name, SLOT_ALIGN, SLOT_ALIGN) for name in ("one", "two")]
+TOO_MANY_SHARDS = make_key_space("of another version", SLOT_ALIGN, SLOT_ALIGN, 40)
+
+
+class KilledError(BaseException):
+    """Stands for a kill: nobody catches it."""
+
+
+class Start:
+    """A server as far as its memory goes."""
+
+    def __init__(self, folder: Path, *, prefault: bool = False) -> None:
+        self.memory = NodeMemory.open(folder, ARENA, SLAB, CAPACITY, 7, prefault=prefault)
+        self.core = CacheCore(CoreConfig(ARENA, SLAB, CAPACITY), self.memory.table, POLICIES["lru"](CAPACITY))
+        self.verifier = Verifier(self.core, Region(self.memory.arena.address, ARENA, "the arena"))
+
+    def take_over(self) -> "Start":
+        take_over(self.core, self.memory, self.verifier, None)
+        return self
+
+    def store(self, key_space: KeySpace, numbers: range) -> None:
+        session = self.core.open_session("e", "rank", key_space, 0.0).number
+        self.core.begin_store(session, "t", "l", [Run(0, words_of(numbers))], 0, 0.0, 1.0)
+        self.core.end_store(session, "t", True, 1.0)
+
+    def found(self, key_space: KeySpace, numbers: range) -> list[bool]:
+        number = self.core.catalog.register(key_space, ())[0]
+        found: list[bool] = table.is_ready(self.core.space.index.find(number, 0, words_of(numbers))).tolist()
+        return found
+
+    def end(self) -> None:
+        """As a kill would: files stay as they are."""
+        self.memory.release()
+
+
+def leave(folder: Path, *, unfit: bool) -> None:
+    """Blocks of two key spaces; `unfit`: another one comes before them, of which this version wants to know nothing."""
+    start = Start(folder).take_over()
+    known = []
+    if unfit:
+        start.core.catalog._check_key_space = lambda key_space: None  # type: ignore[method-assign]
+        start.core.catalog.register(TOO_MANY_SHARDS, ())
+    for at, key_space in enumerate(KEY_SPACES):
+        start.store(key_space, range(10 * at, 10 * at + 5))
+    for number, record in start.core.key_spaces.items():
+        known.append(KnownKeySpace(number, record.key_space))
+    start.memory.save_state(ServerState(SLAB, tuple(known)))
+    start.end()
+
+
+STEPS = ["write_state before", "write_state after", "adopt before", "adopt after", "replace before", "replace after", "unlink after"]
+
+
+@pytest.mark.parametrize("unfit", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_starts_that_are_killed_never_take_a_block_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, *, unfit: bool
+) -> None:
+    """Also where key spaces get other numbers, because this version can't serve one that the old one served."""
+    leave(tmp_path, unfit=unfit)
+    name, when = step.split()
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            owner = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "unlink": Path}[name]
+            whole: Callable[..., object] = getattr(owner, name)
+
+            def killed(*args: object, whole: Callable[..., object] = whole, **options: object) -> None:
+                if when == "after":
+                    whole(*args, **options)
+                raise KilledError
+
+            start = Start(tmp_path)
+            patch.setattr(owner, name, killed)
+            with pytest.raises(KilledError):
+                start.take_over()
+            start.end()
+    start = Start(tmp_path).take_over()
+    for at, key_space in enumerate(KEY_SPACES):
+        found = start.found(key_space, range(20))
+        right = [number // 10 == at and number % 10 < 5 for number in range(20)]
+        assert found == right or (unfit and not any(found)), "a block of one key space is found in another, or a whole cache was lost"
+    start.core.check_invariants()
+    start.memory.remove()
+
+
+def test_a_key_space_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    write_state(tmp_path / "state.json", ServerState(SLAB, (KnownKeySpace(1, KEY_SPACES[0]), KnownKeySpace(2, KEY_SPACES[0]))))
+    with pytest.raises(StateError, match="twice"):
+        read_state(tmp_path / "state.json")
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE, errno.ENOSPC])
+def test_a_start_that_is_short_of_something_keeps_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    leave(tmp_path, unfit=False)
+
+    def refuse(*args: object) -> int:
+        raise OSError(code, "short")
+
+    for owner, name in ((mapping_module, "_map"), (arena_module, "_open_own"), (os, "posix_fallocate")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refuse)
+            with pytest.raises(OSError, match="short"):
+                Start(tmp_path, prefault=True)
+    start = Start(tmp_path, prefault=True).take_over()
+    assert start.found(KEY_SPACES[0], range(5)) == [True] * 5
+    start.memory.remove()
+
+
+def test_bringing_memory_in_writes_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies go on meanwhile: a byte that is read and written back would undo one."""
+    mapping = FileMapping.create(tmp_path / "arena", 2 * HUGE_PAGE_BYTES, 0o600)
+    view = mapping.array()
+    view[:] = np.arange(len(view), dtype=np.uint64).astype(np.uint8)
+    view.flags.writeable = False
+    monkeypatch.setattr(mapping, "array", lambda: view)
+
+    def too_old(advice: int, start: int, num_bytes: int) -> None:
+        raise OSError(errno.EINVAL, "an old kernel")
+
+    mapping.make_huge(0, 10.0)
+    monkeypatch.setattr(mapping, "_advise", too_old)
+    mapping.populate()
+    mapping.close()
+
+
+def test_memory_for_the_table_is_taken_at_start(tmp_path: Path) -> None:
+    """Else a full file system would end the server at some insert."""
+    memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 14, 7)
+    assert not memory.table_file.has_holes()
+    memory.remove()

@@ -1,0 +1,110 @@
+"""A session is open when its key space is written down: whoever opens meanwhile waits too, and who goes away leaves nothing behind."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace, Representation
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import LRU
+from hotkv_server.core.values import CoreConfig
+from hotkv_server.memory import arena
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.state import ServerState, read_state, write_state
+from hotkv_server.runtime.node import Node
+
+SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
+KIND = Representation(0, "rot2u", 1, (100,))
+
+
+class Disk:
+    """Writes of the state wait for `go`; with `error` they fail."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.error: OSError | None = None
+        self.num_writes = 0
+
+    def write(self, path: Path, state: ServerState) -> None:
+        self.num_writes += 1
+        assert self.go.wait(10)
+        if self.error is not None:
+            raise self.error
+        write_state(path, state)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk()
+    monkeypatch.setattr(arena, "write_state", made.write)
+    return made
+
+
+@contextlib.contextmanager
+def node_in(folder: Path) -> Iterator[Node]:
+    memory = NodeMemory.open(folder, 1 << 20, 1 << 16, 64, 1, prefault=False)
+    yield Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
+    memory.remove()
+
+
+def written(folder: Path) -> list[str]:
+    """Models in the state, with how many kinds of representations."""
+    return [f"{known.key_space.model} {len(known.representations)}" for known in read_state(folder / "state.json").key_spaces]
+
+
+def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> None:
+    async def scenario(node: Node) -> None:
+        kinds = [(SPACE, ()), (SPACE, ()), (replace(SPACE, model="n"), ()), (SPACE, (KIND,))]
+        tasks = [asyncio.create_task(node.open_session("e", "rank", space, "test", kind)) for space, kind in kinds]
+        await asyncio.sleep(0.05)
+        assert disk.num_writes == 1 and not any(task.done() for task in tasks)
+        disk.go.set()
+        sessions = await asyncio.gather(*tasks)
+        assert written(tmp_path) == ["m 1", "n 0"] and disk.num_writes <= 2
+        assert sorted(s.record.number for s in sessions) == [1, 2, 3, 4]
+        # What is known needs no write.
+        await node.open_session("e", "rank", SPACE, "test", (KIND,))
+        assert disk.num_writes <= 2
+        await node.close()
+
+    with node_in(tmp_path) as node:
+        asyncio.run(scenario(node))
+
+
+def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(tmp_path: Path, disk: Disk) -> None:
+    async def scenario(node: Node) -> None:
+        task = asyncio.create_task(node.open_session("e", "rank", SPACE, "test"))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert task.cancelled() and not node.sessions and not node.core.sessions
+        other = asyncio.create_task(node.open_session("e", "rank", replace(SPACE, model="n"), "test"))
+        await asyncio.sleep(0.05)
+        assert disk.num_writes == 1
+        disk.go.set()
+        await other
+        assert written(tmp_path) == ["m 0", "n 0"]
+        await node.close()
+
+    with node_in(tmp_path) as node:
+        asyncio.run(scenario(node))
+
+
+def test_a_write_that_fails_is_tried_again_with_the_next_session(tmp_path: Path, disk: Disk) -> None:
+    async def scenario(node: Node) -> None:
+        disk.go.set()
+        disk.error = OSError(28, "No space left on device")
+        await node.open_session("e", "rank", SPACE, "test")
+        disk.error = None
+        await node.open_session("e", "rank", SPACE, "test")
+        assert written(tmp_path) == ["m 0"]
+        await node.close()
+
+    with node_in(tmp_path) as node:
+        asyncio.run(scenario(node))
