@@ -1,201 +1,37 @@
 """Who may do what, on a real server with tenants, TLS and admins: what is refused is refused with a canonical code, and logged."""
 
-import contextlib
-import hashlib
 import json
 import os
-import queue
-import re
-import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
 from hotkv.errors import HotKVError, Reason
 from hotkv.results import TransferStatus
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, events_pb2, events_pb2_grpc, session_pb2, session_pb2_grpc
-from hotkv_client import BlockRun, Credentials, GroupHashes, LinkState, LoadRun, Role, Session, SessionConfig, _wire, cli
+from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, Session, SessionConfig, _wire, cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
-from hotkv_server.rpc.errors import CODES
 from hotkv_server.rpc.session_service import MAX_KEY_SPACES_OF_TENANT
 from hotkv_server.security.tickets import TTL_S
 from tests.server.certificates import Authority
+from tests.server.guarded import ADMIN_TOKEN, MINE, OTHER_GID, OTHER_UID, STRANGER_UID, TOKEN, Guarded, Make, refused, store, why_absent
 from tests.server.test_refusals import reason_of
-
-OTHER_UID, OTHER_GID, STRANGER_UID = 4242, 4343, 5151
-TOKEN, ADMIN_TOKEN = "a-token-of-gamma", "an-admin-token"
-MINE = os.getuid()
 
 
 @dataclass(frozen=True)
-class Guarded:
-    """A server with tenants. Of this user: alpha (may map the table), blind (may not), tiny (one session), hoarder. beta: OTHER_UID, or a
-    certificate; gamma: a token; by_group: OTHER_GID.
-    """
-
-    server: Server
-    folder: Path
-    ca: Authority
-    foreign_ca: Authority
-
-    @property
-    def target(self) -> str:
-        return self.server.target
-
-    @property
-    def tcp(self) -> str:
-        found = re.search(r"tcp_port=(\d+)", self.server.log.read_text())
-        assert found is not None
-        return f"localhost:{found[1]}"
-
-    def credentials(self, name: str = "", token: str = "", ca: Authority | None = None) -> Credentials:
-        token_file = self.folder / f"token-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
-        token_file.write_text(token + "\n")
-        client = (str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key")) if name else ("", "")
-        return Credentials(str((ca or self.ca).path), *client, token_file=str(token_file) if token else "")
-
-    def logged(self, *words: str) -> bool:
-        """Whether one line of the log has all of them, within a moment."""
-        until_s = time.monotonic() + 5
-        while time.monotonic() < until_s:
-            if any(all(word in line for word in words) for line in self.server.log.read_text().splitlines()):
-                return True
-            time.sleep(0.02)
-        return False
-
-
-def sha256(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
-
-
-def config(folder: Path) -> str:
-    return f"""
-tcp_address = "localhost:0"
-[security]
-socket_mode = "0666"
-admin_on_tcp = true
-admin_token_sha256 = ["{sha256(ADMIN_TOKEN)}"]
-admin_certificate_names = ["spiffe://cluster/operator"]
-[security.tls]
-certificate = "{folder}/server.pem"
-key = "{folder}/server.key"
-client_ca = "{folder}/clients.pem"
-[[security.tenants]]
-name = "alpha"
-uids = [{MINE}]
-table = "mapped"
-[[security.tenants]]
-name = "blind"
-uids = [{MINE}]
-[[security.tenants]]
-name = "tiny"
-uids = [{MINE}]
-max_sessions = 1
-[[security.tenants]]
-name = "hoarder"
-uids = [{MINE}]
-[[security.tenants]]
-name = "beta"
-uids = [{OTHER_UID}]
-certificate_names = ["spiffe://cluster/beta"]
-[[security.tenants]]
-name = "gamma"
-token_sha256 = ["{sha256(TOKEN)}"]
-[[security.tenants]]
-name = "by_group"
-gids = [{OTHER_GID}]
-"""
-
-
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[Guarded]:
-    with runtime_folder(256 << 20) as folder:
-        folder.chmod(0o711)
-        ca, foreign_ca = Authority(folder, "clients"), Authority(folder, "foreign")
-        ca.issue("server")
-        ca.issue("beta", "spiffe://cluster/beta")
-        ca.issue("nobody", "spiffe://cluster/nobody")
-        ca.issue("operator", "spiffe://cluster/operator")
-        ca.issue("expired", "spiffe://cluster/beta", lifetime=timedelta(days=-1))
-        foreign_ca.issue("intruder", "spiffe://cluster/beta")
-        (folder / "hotkv.toml").write_text(config(folder))
-        with Server(folder, "64MiB", "--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB") as server:
-            server.wait_ready()
-            (folder / "run").chmod(0o755)
-            yield Guarded(server, folder, ca, foreign_ca)
-
-
-@pytest.fixture
-def engine(guarded: Guarded) -> Iterator[Callable[..., PagedEngine]]:
-    with contextlib.ExitStack() as stack:
-
-        def make(tenant: str, **settings: Any) -> PagedEngine:
-            made = PagedEngine(guarded.target, **{"engine_id": os.urandom(4).hex(), "tenant": tenant, **settings}).connect()
-            stack.callback(made.close)
-            return made
-
-        yield make
-
-
-Make = Callable[..., PagedEngine]
-
-
-def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
-    blocks, name = [os.urandom(32) for _ in range(count)], os.urandom(8).hex()
-    result = engine.session.store(name, name, [BlockRun(0, blocks, np.arange(count, dtype=np.int32))], 10).result(10)
-    assert (result.results[0] == 1).all()
-    return blocks
-
-
-def why_absent(target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None) -> str:
-    """Why a session of this process is refused."""
-    states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
-    engine = PagedEngine(target, tenant=tenant)
-    more = {} if credentials is None else {"credentials": credentials}
-    session = Session(
-        SessionConfig(
-            target, "refused", Role.SCHEDULER, engine.key_space, on_state=lambda *news: states.put(news), connect_timeout_s=3.0, **more
-        )
-    )
-    if ticket is not None:
-        session._ticket = lambda: (ticket, "")  # type: ignore[method-assign]
-    session.start()
-    try:
-        state, why = states.get(timeout=20)
-        assert state is LinkState.ABSENT, (state, why)
-        return why
-    finally:
-        session.close()
-        os.close(engine.fd)
-
-
-def refused(call: Callable[[], Any]) -> tuple[Reason, str]:
-    with pytest.raises((HotKVError, grpc.RpcError)) as caught:
-        call()
-    error = caught.value
-    if isinstance(error, HotKVError):
-        return error.reason, error.message
-    assert error.code() == CODES[Reason(reason_of(error))]
-    return Reason(reason_of(error)), error.details()
-
 
 # Users of this node
 
@@ -408,110 +244,6 @@ def test_admins_over_tcp_prove_it(guarded: Guarded, capsys: pytest.CaptureFixtur
     assert "tls_key '/nowhere'" in capsys.readouterr().err
 
 
-# TCP
-
-
-def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
-    """A session over TCP opens and looks up."""
-    engine = PagedEngine(guarded.tcp, tenant=tenant)
-    session = Session(SessionConfig(guarded.tcp, "remote", Role.SCHEDULER, engine.key_space, credentials=credentials))
-    session.start()
-    assert session.wait_connected(10), session
-    assert not session.lookup([GroupHashes(0, [bytes(32)])]).result(5)[0].any()
-    assert session.probe(0, [bytes(32)]) is None
-    session.close()
-    os.close(engine.fd)
-
-
-def test_who_is_let_in_over_tcp(guarded: Guarded) -> None:
-    over_tcp(guarded, "beta", guarded.credentials("beta"))
-    over_tcp(guarded, "gamma", guarded.credentials("nobody", TOKEN))
-    assert guarded.logged("session admitted", "tenant='beta'", "spiffe://cluster/beta")
-    assert guarded.logged("session admitted", "tenant='gamma'", "with a token")
-    assert TOKEN not in guarded.server.log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("tenant", "name", "token"),
-    [
-        ("gamma", "nobody", "wrong"),
-        ("gamma", "nobody", TOKEN[:-1]),
-        ("gamma", "beta", ""),
-        ("alpha", "beta", ""),
-        ("beta", "nobody", TOKEN),
-    ],
-)
-def test_a_wrong_proof_over_tcp_is_refused(guarded: Guarded, tenant: str, name: str, token: str) -> None:
-    assert why_absent(guarded.tcp, tenant, guarded.credentials(name, token)).startswith("NOT_ALLOWED")
-    assert guarded.logged("refused", f"tenant={tenant!r}", "NOT_ALLOWED")
-
-
-@pytest.mark.parametrize("name", ["", "intruder", "expired"])
-def test_without_a_good_certificate_there_is_no_connection(guarded: Guarded, name: str) -> None:
-    """None, one of a foreign authority, one that has expired: the handshake fails, whatever the token."""
-    assert "TLS certificates" in why_absent(guarded.tcp, "gamma", guarded.credentials(name, TOKEN))
-    assert guarded.logged("Handshake failed")
-
-
-def test_a_client_refuses_a_server_it_does_not_know(guarded: Guarded) -> None:
-    assert "TLS certificates" in why_absent(guarded.tcp, "beta", guarded.credentials("beta", ca=guarded.foreign_ca))
-
-
-def test_a_token_is_not_sent_in_the_clear(guarded: Guarded) -> None:
-    bare = Credentials(token_file=guarded.credentials("", TOKEN).token_file)
-    assert "in the clear" in refused(lambda: AdminClient("node7:9000", credentials=bare))[1]
-    assert why_absent("node7:9000", "gamma", bare).startswith("INVALID_FIELD: token_file without tls_ca")
-
-
-@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
-def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
-    proof = guarded.credentials("operator")
-    secrets = grpc.ssl_channel_credentials(*(Path(p).read_bytes() for p in (proof.tls_ca, proof.tls_key, proof.tls_certificate)))
-    with grpc.secure_channel(guarded.tcp, secrets) as channel:
-        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
-        with pytest.raises(grpc.RpcError) as caught:
-            request = reflection_pb2.ServerReflectionRequest(list_services="")
-            next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request])))
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    host, port = guarded.tcp.split(":")
-    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    old.load_verify_locations(proof.tls_ca)
-    old.load_cert_chain(proof.tls_certificate, proof.tls_key)
-    for version, fine in ((ssl.TLSVersion.TLSv1_1, False), (ssl.TLSVersion.TLSv1_2, True)):
-        old.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
-        old.maximum_version = version
-        old.set_alpn_protocols(["h2"])
-        with socket.create_connection((host, int(port)), 5) as plain:
-            if fine:
-                with old.wrap_socket(plain, server_hostname="localhost") as secured:
-                    assert secured.version() == "TLSv1.2"
-            else:
-                with pytest.raises((ssl.SSLError, OSError)):
-                    old.wrap_socket(plain, server_hostname="localhost")
-
-
-def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
-    """Bad ones are named once and left alone; good ones count from the next connection on."""
-    kept = {name: (guarded.folder / name).read_bytes() for name in ("server.pem", "server.key", "clients.pem")}
-    try:
-        (guarded.folder / "server.pem").write_text("no certificate")
-        over_tcp(guarded, "beta", guarded.credentials("beta"))
-        over_tcp(guarded, "beta", guarded.credentials("beta"))
-        assert guarded.logged("new certificates can't be used, the old ones stay")
-        assert guarded.server.log.read_text().count("new certificates can't be used") == 1
-        new_ca = Authority(guarded.folder, "next")
-        new_ca.issue("server")
-        new_ca.issue("beta-next", "spiffe://cluster/beta")
-        shutil.copy(new_ca.path, guarded.folder / "clients.pem")
-        over_tcp(guarded, "beta", guarded.credentials("beta-next", ca=new_ca))
-        assert guarded.logged("certificates reloaded")
-        assert "TLS certificates" in why_absent(guarded.tcp, "beta", guarded.credentials("beta", ca=new_ca))
-    finally:
-        for name, content in kept.items():
-            (guarded.folder / name).write_bytes(content)
-    over_tcp(guarded, "beta", guarded.credentials("beta"))
-
-
 # Floods
 
 
@@ -603,36 +335,6 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
                     one.session.store("s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))], 5)
                 assert server._child.process.wait(20) == -signal.SIGBUS
                 one.close()
-
-
-# TCP without TLS
-
-
-def test_a_token_proves_a_tenant_without_tls_too() -> None:
-    """Where the operator means it, say behind a proxy that speaks TLS."""
-    tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
-    with runtime_folder(64 << 20) as folder:
-        (folder / "token").write_text(TOKEN)
-        flags = ["--tcp-address", "localhost:0", "--security.tcp-insecure", "true", "--security.tenants", tenants]
-        with Server(folder, "16MiB", *flags) as server:
-            server.wait_ready()
-            plain = Guarded(server, folder, None, None)  # type: ignore[arg-type]
-            over_tcp(plain, "gamma", Credentials(token_file=str(folder / "token")))
-            assert why_absent(plain.tcp, "gamma", Credentials()).startswith("UNAUTHENTICATED")
-            assert why_absent(plain.target, "gamma").startswith("NOT_ALLOWED")
-            with AdminClient(plain.tcp) as admin, pytest.raises(HotKVError, match="UNIMPLEMENTED"):
-                admin.info()
-
-
-def test_the_admin_socket_may_lie_elsewhere() -> None:
-    with runtime_folder(64 << 20) as folder:
-        elsewhere = folder / "operators" / "admin.sock"
-        with Server(folder, "16MiB", "--security.admin-socket", str(elsewhere), "--security.admin-socket-mode", "0660") as server:
-            server.wait_ready()
-            assert not (server.runtime_folder / "admin.sock").exists()
-            assert elsewhere.stat().st_mode & 0o777 == 0o660
-            with AdminClient(f"unix:{elsewhere}") as admin:
-                assert admin.info()["state"] == "ready"
 
 
 # The start

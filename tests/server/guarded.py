@@ -1,0 +1,181 @@
+"""A server with tenants, TLS and admins, and who may do what on it: for tests of security."""
+
+import contextlib
+import hashlib
+import os
+import queue
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from demo.processes import Server, runtime_folder
+from hotkv.errors import HotKVError, Reason
+from hotkv_client import BlockRun, Credentials, LinkState, Role, Session, SessionConfig
+from hotkv_client.testing import PagedEngine
+from hotkv_server.rpc.errors import CODES
+from tests.server.certificates import Authority
+from tests.server.test_refusals import reason_of
+
+OTHER_UID, OTHER_GID, STRANGER_UID = 4242, 4343, 5151
+TOKEN, ADMIN_TOKEN = "a-token-of-gamma", "an-admin-token"
+MINE = os.getuid()
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A server with tenants. Of this user: alpha (may map the table), blind (may not), tiny (one session), hoarder. beta: OTHER_UID, or a
+    certificate; gamma: a token; by_group: OTHER_GID.
+    """
+
+    server: Server
+    folder: Path
+    ca: Authority
+    foreign_ca: Authority
+
+    @property
+    def target(self) -> str:
+        return self.server.target
+
+    @property
+    def tcp(self) -> str:
+        found = re.search(r"tcp_port=(\d+)", self.server.log.read_text())
+        assert found is not None
+        return f"localhost:{found[1]}"
+
+    def credentials(self, name: str = "", token: str = "", ca: Authority | None = None) -> Credentials:
+        token_file = self.folder / f"token-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
+        token_file.write_text(token + "\n")
+        client = (str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key")) if name else ("", "")
+        return Credentials(str((ca or self.ca).path), *client, token_file=str(token_file) if token else "")
+
+    def logged(self, *words: str) -> bool:
+        """Whether one line of the log has all of them, within a moment."""
+        until_s = time.monotonic() + 5
+        while time.monotonic() < until_s:
+            if any(all(word in line for word in words) for line in self.server.log.read_text().splitlines()):
+                return True
+            time.sleep(0.02)
+        return False
+
+
+def sha256(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def config(folder: Path) -> str:
+    return f"""
+tcp_address = "localhost:0"
+[security]
+socket_mode = "0666"
+admin_on_tcp = true
+admin_token_sha256 = ["{sha256(ADMIN_TOKEN)}"]
+admin_certificate_names = ["spiffe://cluster/operator"]
+[security.tls]
+certificate = "{folder}/server.pem"
+key = "{folder}/server.key"
+client_ca = "{folder}/clients.pem"
+[[security.tenants]]
+name = "alpha"
+uids = [{MINE}]
+table = "mapped"
+[[security.tenants]]
+name = "blind"
+uids = [{MINE}]
+[[security.tenants]]
+name = "tiny"
+uids = [{MINE}]
+max_sessions = 1
+[[security.tenants]]
+name = "hoarder"
+uids = [{MINE}]
+[[security.tenants]]
+name = "beta"
+uids = [{OTHER_UID}]
+certificate_names = ["spiffe://cluster/beta"]
+[[security.tenants]]
+name = "gamma"
+token_sha256 = ["{sha256(TOKEN)}"]
+[[security.tenants]]
+name = "by_group"
+gids = [{OTHER_GID}]
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Guarded]:
+    with runtime_folder(256 << 20) as folder:
+        folder.chmod(0o711)
+        ca, foreign_ca = Authority(folder, "clients"), Authority(folder, "foreign")
+        ca.issue("server")
+        ca.issue("beta", "spiffe://cluster/beta")
+        ca.issue("nobody", "spiffe://cluster/nobody")
+        ca.issue("operator", "spiffe://cluster/operator")
+        ca.issue("expired", "spiffe://cluster/beta", lifetime=timedelta(days=-1))
+        foreign_ca.issue("intruder", "spiffe://cluster/beta")
+        (folder / "hotkv.toml").write_text(config(folder))
+        with Server(folder, "64MiB", "--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB") as server:
+            server.wait_ready()
+            (folder / "run").chmod(0o755)
+            yield Guarded(server, folder, ca, foreign_ca)
+
+
+@pytest.fixture
+def engine(guarded: Guarded) -> Iterator[Callable[..., PagedEngine]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(tenant: str, **settings: Any) -> PagedEngine:
+            made = PagedEngine(guarded.target, **{"engine_id": os.urandom(4).hex(), "tenant": tenant, **settings}).connect()
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+Make = Callable[..., PagedEngine]
+
+
+def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
+    blocks, name = [os.urandom(32) for _ in range(count)], os.urandom(8).hex()
+    result = engine.session.store(name, name, [BlockRun(0, blocks, np.arange(count, dtype=np.int32))], 10).result(10)
+    assert (result.results[0] == 1).all()
+    return blocks
+
+
+def why_absent(target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None) -> str:
+    """Why a session of this process is refused."""
+    states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
+    engine = PagedEngine(target, tenant=tenant)
+    more = {} if credentials is None else {"credentials": credentials}
+    session = Session(
+        SessionConfig(
+            target, "refused", Role.SCHEDULER, engine.key_space, on_state=lambda *news: states.put(news), connect_timeout_s=3.0, **more
+        )
+    )
+    if ticket is not None:
+        session._ticket = lambda: (ticket, "")  # type: ignore[method-assign]
+    session.start()
+    try:
+        state, why = states.get(timeout=20)
+        assert state is LinkState.ABSENT, (state, why)
+        return why
+    finally:
+        session.close()
+        os.close(engine.fd)
+
+
+def refused(call: Callable[[], Any]) -> tuple[Reason, str]:
+    with pytest.raises((HotKVError, grpc.RpcError)) as caught:
+        call()
+    error = caught.value
+    if isinstance(error, HotKVError):
+        return error.reason, error.message
+    assert error.code() == CODES[Reason(reason_of(error))]
+    return Reason(reason_of(error)), error.details()
