@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
 from hotkv_server.rpc.session_service import MAX_KEY_SPACES_OF_TENANT
 from hotkv_server.security.tickets import TTL_S
+from tests.server import guarded as support
 from tests.server.certificates import Authority
 from tests.server.guarded import ADMIN_TOKEN, MINE, OTHER_GID, OTHER_UID, STRANGER_UID, TOKEN, Guarded, Make, refused, store, why_absent
 from tests.server.test_refusals import reason_of
 
-
-@dataclass(frozen=True)
+guarded, engine = support.guarded, support.engine
 
 # Users of this node
 

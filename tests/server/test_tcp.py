@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -18,11 +17,11 @@ from hotkv.errors import HotKVError
 from hotkv_client import Credentials, GroupHashes, Role, Session, SessionConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from tests.server import guarded as support
 from tests.server.certificates import Authority
 from tests.server.guarded import TOKEN, Guarded, refused, sha256, why_absent
 
-
-@dataclass(frozen=True)
+guarded, engine = support.guarded, support.engine
 
 # TCP
 
