@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import numpy as np
+
 import hotkv
 from hotkv import native
 from hotkv.keys import KeySpace
@@ -193,26 +195,29 @@ def trim_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for start, end in unused_library_pages(Path("/proc/self/smaps").read_text()):
-        libc.madvise(start, end - start, mmap.MADV_DONTNEED)
+    # Not smaps: for an arena of small pages the kernel takes seconds to count them.
+    for start, end in unused_library_pages(Path("/proc/self/maps").read_text()):
+        if not has_own_pages(start, end):
+            libc.madvise(start, end - start, mmap.MADV_DONTNEED)
 
 
-def unused_library_pages(smaps: str) -> list[tuple[int, int]]:
-    """Address ranges of read-only mappings of UNUSED_LIBRARIES that are whole copies of their file.
-
-    The kernel brings back what is used again. A mapping with anonymous pages (relocated data) is left alone: those exist nowhere else.
-    """
-    ranges: list[tuple[int, int]] = []
-    candidate: tuple[int, int] | None = None
-    for line in smaps.splitlines():
-        head = line.split(maxsplit=5)
-        if "-" in head[0]:
-            named = len(head) == 6 and any(library in head[5] for library in UNUSED_LIBRARIES)
-            start, end = (int(part, 16) for part in head[0].split("-"))
-            candidate = (start, end) if named and head[1] in ("r-xp", "r--p") else None
-        elif head[0] == "Anonymous:" and candidate is not None and int(head[1]) == 0:
-            ranges.append(candidate)
+def unused_library_pages(maps: str) -> list[tuple[int, int]]:
+    """Address ranges of read-only mappings of UNUSED_LIBRARIES; the kernel brings back what is used again."""
+    ranges = []
+    for line in maps.splitlines():
+        addresses, mode, *_, name = line.split(maxsplit=5)
+        if mode in ("r-xp", "r--p") and any(library in name for library in UNUSED_LIBRARIES):
+            start, _, end = addresses.partition("-")
+            ranges.append((int(start, 16), int(end, 16)))
     return ranges
+
+
+def has_own_pages(start: int, end: int) -> bool:
+    """True where some pages of the range are not those of its file (relocated data): they exist nowhere else."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        entries = np.frombuffer(os.pread(pagemap.fileno(), (end - start) // mmap.PAGESIZE * 8, start // mmap.PAGESIZE * 8), np.uint64)
+    present, swapped, of_file = (entries >> np.uint64(bit) & np.uint64(1) for bit in (63, 62, 61))
+    return bool(np.any(swapped | (present & ~of_file & np.uint64(1))))
 
 
 def make_publisher(settings: EventSettings) -> "ZmqPublisher | None":
@@ -295,8 +300,6 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     await rpc.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.drain, settings.drain_timeout_s)
-    if settings.arena.prefault:
-        threading.Thread(target=memory.collapse_rest, name="hotkv-huge-pages", daemon=True).start()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
@@ -307,6 +310,8 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         http.port if http else "none", rpc.tcp_port or "none", native.available(), time.monotonic() - started_s,
     )  # fmt: skip
     systemd.notify("READY=1")
+    if settings.arena.prefault:
+        threading.Thread(target=memory.collapse_rest, name="hotkv-huge-pages", daemon=True).start()
     watch_all(node, settings, copy_engine, http, publisher)
     herald = Herald(node, rpc)
     checking = asyncio.create_task(keep_checking(node.health, herald.tell), name="health")

@@ -1,6 +1,7 @@
 """What people and machines use to look after a server: health, reflection, channelz, HTTP, systemd, the command line."""
 
 import json
+import mmap
 import re
 import subprocess
 import sys
@@ -119,18 +120,19 @@ def test_the_client_is_light() -> None:
 
 
 def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
-    from hotkv_server.daemon import unused_library_pages
+    from hotkv_server.daemon import has_own_pages, unused_library_pages
 
-    smaps = """7f0000000000-7f0000001000 r-xp 00000000 fe:00 1   /x/libllvmlite.so
-Rss: 4 kB
-Anonymous:             0 kB
+    maps = """7f0000000000-7f0000001000 r-xp 00000000 fe:00 1   /x/libllvmlite.so
 7f0000001000-7f0000002000 r--p 00001000 fe:00 1   /x/libllvmlite.so
-Anonymous:             4 kB
 7f0000002000-7f0000003000 rw-p 00002000 fe:00 1   /x/libllvmlite.so
-Anonymous:             0 kB
 7f0000003000-7f0000004000 r-xp 00000000 fe:00 2   /x/libc.so
-Anonymous:             0 kB
 7f0000004000-7f0000005000 r--p 00000000 00:00 0
-Anonymous:             0 kB
 """
-    assert unused_library_pages(smaps) == [(0x7F0000000000, 0x7F0000001000)]
+    assert unused_library_pages(maps) == [(0x7F0000000000, 0x7F0000001000), (0x7F0000001000, 0x7F0000002000)]
+    with open(__file__, "rb") as file:
+        pages = mmap.mmap(file.fileno(), mmap.PAGESIZE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    view = np.frombuffer(pages, np.uint8)
+    address = view.ctypes.data
+    assert view[0] and not has_own_pages(address, address + mmap.PAGESIZE)
+    pages[0] = 1
+    assert has_own_pages(address, address + mmap.PAGESIZE)

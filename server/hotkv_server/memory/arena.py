@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.table import BlockTable, TableGeometry
-from hotkv_server.memory.mapping import HUGE_PAGE_BYTES, FileMapping
+from hotkv_server.memory.mapping import COLLAPSE_BYTES, HUGE_PAGE_BYTES, FileMapping
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
 ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = "arena", "table", "table.new", "state.json", "use", "lock"
@@ -154,8 +154,13 @@ class NodeMemory:
         self.arena.populate()
 
     def collapse_rest(self, pause_s: float = 0.01) -> None:
-        """Turns the rest of the arena into huge pages, piece by piece, as far as the kernel goes along. Blocks; for a thread of its own."""
-        self.arena.populate()
+        """Turns the rest of the arena into huge pages, piece by piece, as far as the kernel goes along. Blocks; for a thread of its own.
+
+        Pieces and pauses, for whatever else maps memory in this process waits for each of them.
+        """
+        for start in range(0, self.arena.num_bytes, COLLAPSE_BYTES):
+            self.arena.populate(start, min(COLLAPSE_BYTES, self.arena.num_bytes - start))
+            time.sleep(pause_s)
         while (end := self.arena.make_huge(self._collapsed_bytes, pause_s, HUGE_PAGE_BYTES)) > self._collapsed_bytes:
             self._collapsed_bytes = end
             time.sleep(pause_s)

@@ -115,15 +115,16 @@ class FileMapping:
         """True where parts of the file have no memory yet; populating would allocate it."""
         return os.fstat(self.fd).st_blocks * 512 < self.num_bytes
 
-    def populate(self) -> None:
-        """Brings every page in, with the page tables. Blocks; raises OSError where memory is short."""
+    def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
+        """Brings every page of a part in, with the page tables. Blocks; raises OSError where memory is short."""
+        num_bytes = self.num_bytes - start if num_bytes is None else num_bytes
         try:
-            self._advise(_POPULATE_WRITE, 0, self.num_bytes)
+            self._advise(_POPULATE_WRITE, start, num_bytes)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             if self._exclusive:
-                _bring_in(self.array()[:: mmap.PAGESIZE])  # A kernel before 5.14.
+                _bring_in(self.array()[start : start + num_bytes : mmap.PAGESIZE])  # A kernel before 5.14.
 
     def make_huge(self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES) -> int:
         """Brings pages in as huge pages from `start` on, for as long as that takes no more than `budget_s` and the kernel gives them.
