@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.table import HEADER, BlockTable, TableGeometry, Words, hash_words
+from hotkv_server.core import parts
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import Restored, restore
@@ -58,3 +59,17 @@ def taken_over(old: CacheCore, policy: str, last_used_s: float | None, now_s: fl
     records = old.space.index.table.records.copy()
     used = None if last_used_s is None else np.full(len(records), last_used_s)
     return core, restore(core, records, {number: number for number in old.key_spaces}, used, now_s)
+
+
+def expire(core: CacheCore, now_s: float) -> int:
+    """All parts of `parts.expire`; how many leases expired."""
+    before = core.counters.expired_leases
+    for _ in parts.expire(core, now_s):
+        pass
+    return core.counters.expired_leases - before
+
+
+def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
+    """All parts of `parts.evict_all`: (dropped, kept)."""
+    counts = list(parts.evict_all(core, key_space_id))
+    return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)

@@ -18,7 +18,7 @@ from hotkv_server.core.slabs import aligned
 from hotkv_server.core.transfers import StoreTransfer
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run, SlotRun
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, ModelTransfer, no_room_left, reserve_allowed, snapshot
-from tests.core.support import make_key_space, make_table, taken_over, words_of
+from tests.core.support import evict_all, expire, make_key_space, make_table, taken_over, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
@@ -177,7 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
     def expire(self, seconds: float) -> None:
         self.now_s += seconds
         late = [lease for lease in self.model.leases.values() if lease.expires_s <= self.now_s and not lease.released]
-        assert self.core.expire(self.now_s) == len(late)
+        assert expire(self.core, self.now_s) == len(late)
         for lease in late:
             self.model.end_lease(lease)
 
@@ -431,7 +431,7 @@ class CacheMachine(RuleBasedStateMachine):
     def evict(self, ks: int, group: int, numbers: list[int] | None) -> None:
         hashes = None if numbers is None else words_of(numbers)
         reasons = self.refusal((ks > len(self.core.key_spaces) or (ks == 0 and numbers is not None), Reason.UNKNOWN_KEY_SPACE))
-        answer = self.call(lambda: self.core.evict(ks, group, hashes), *reasons)
+        answer = self.call(lambda: evict_all(self.core, ks) if hashes is None else self.core.evict(ks, group, hashes), *reasons)
         if answer is None:
             return
         if numbers is None:
@@ -484,7 +484,7 @@ class CacheMachine(RuleBasedStateMachine):
             (lambda: core.begin_store(999, "z", "a", [], 0, 0.0, now_s), Reason.UNKNOWN_SESSION),
             (lambda: core.begin_store(session, "", "a", [], 0, 0.0, now_s), Reason.INVALID_FIELD),
             (lambda: core.open_session("", "rank", self.key_spaces[0], now_s), Reason.INVALID_FIELD),
-            (lambda: core.evict(9, 0, None), Reason.UNKNOWN_KEY_SPACE),
+            (lambda: evict_all(core, 9), Reason.UNKNOWN_KEY_SPACE),
             (lambda: core.evict(ks, 2, one), Reason.INVALID_FIELD),
             (lambda: core.evict(ks, 0, many), Reason.TOO_LARGE),
         ]

@@ -15,7 +15,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import NUM_HASHES, snapshot
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import expire, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
@@ -92,7 +92,7 @@ def test_a_lease_that_expires_during_a_load_keeps_its_slots_until_the_load_ends(
     burst.store(list(range(8)), 0.0)
     burst.core.acquire(burst.session, "lease", [HashList(0, words_of(range(6)))], 1.0, 0.0)
     slots = burst.core.begin_load(burst.session, "load", "lease", [LoadPositions(0, np.arange(6))])
-    assert burst.core.expire(5.0) == 1
+    assert expire(burst.core, 5.0) == 1
     burst.store(list(range(50, 100)), 6.0)
     assert set(range(6)) <= set(burst.found()) and set(burst.evicted) == {6, 7}
     index = burst.core.space.index

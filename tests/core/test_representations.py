@@ -16,7 +16,7 @@ from hotkv_server.core.catalog import MAX_REPRESENTATIONS
 from hotkv_server.core.policies import LRU, POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
-from tests.core.support import make_key_space, make_table, taken_over, words_of
+from tests.core.support import evict_all, expire, make_key_space, make_table, taken_over, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
@@ -249,7 +249,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         if not really:
             return
         self.now_s += 20.0
-        self.core.expire(self.now_s)
+        expire(self.core, self.now_s)
         self.reads = {}
         for name in [name for name, write in self.writes.items() if not write.copies]:
             del self.writes[name]
@@ -265,7 +265,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         named = {key for key in self.ready if numbers is None or key[1] in numbers}
         reserved = {key for write in self.writes.values() for key in write.masks if key[0] == 0 and numbers and key[1] in numbers}
         pinned = {key for key in named if self.offset(key) in self.pinned()}
-        counts = self.core.evict(1, 0, None if numbers is None else words_of(numbers))
+        counts = evict_all(self.core, 1) if numbers is None else self.core.evict(1, 0, words_of(numbers))
         assert counts == (len(named - pinned), len(named & pinned) + len(reserved))
         self.settle()
 

@@ -14,7 +14,7 @@ from hotkv_server.core.checks import strides_of
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import restore
 from hotkv_server.core.values import CoreConfig, HashList, Run
-from tests.core.support import make_key_space, make_table, taken_over, words_of
+from tests.core.support import evict_all, make_key_space, make_table, taken_over, words_of
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 12, 40
 KEY_SPACE = make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN)
@@ -75,7 +75,7 @@ def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
         assert np.array_equal(records[:, words], old_records[:, words]) and records[:, words].any(axis=1).all()
         assert core.space.index.unverified[entries].all()
         assert core.space.policy.last_used_s(entries) == pytest.approx(3.0, abs=0.001)
-    core.evict(1, 0, None)
+    evict_all(core, 1)
     assert int(core.space.index.unverified.sum()) == 0
 
 

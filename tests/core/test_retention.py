@@ -13,7 +13,7 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, Run
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import expire, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLOTS = 64
@@ -71,7 +71,7 @@ class Cache:
 
     def advance(self, now_s: float) -> None:
         self.now_s = now_s
-        self.core.expire(now_s)
+        expire(self.core, now_s)
 
     def found(self, chain: Sequence[int]) -> list[int]:
         mask = self.core.lookup(1, [HashList(0, words_of(chain))])[0]

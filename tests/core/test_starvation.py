@@ -15,7 +15,7 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, Run
-from tests.core.support import make_table, words_of
+from tests.core.support import expire, make_table, words_of
 
 SLAB_UNITS = 16
 """Attention slots in a slab: they are one unit, SLOT_ALIGN, each."""
@@ -226,7 +226,7 @@ def test_leases_that_end_give_their_slabs_to_the_burst(units: int) -> None:
     working_set = range(ARENA_UNITS // 2 // units)
     _, now_s = states.burst(working_set, 4, now_s)
     assert states.resident(working_set) == 0 and attention.resident(range(0, ARENA_UNITS, SLAB_UNITS)) == NUM_SLABS
-    core.expire(now_s + 600.0)
+    expire(core, now_s + 600.0)
     _, now_s = states.burst(working_set, 4, now_s + 600.0)
     assert states.resident(working_set) == len(working_set)
     core.check_invariants()

@@ -269,15 +269,6 @@ class CacheCore:
         """Leases whose time is up and that have not ended."""
         return [lease for lease in self.leases.expired(now_s) if not lease.released]
 
-    def expire(self, now_s: float) -> int:
-        """Ends leases and holds whose time is up; leases with copies in flight end with the copies. Returns how many leases expired."""
-        self.holds.expire(now_s)
-        late = self.late(now_s)
-        for lease in late:
-            self.end_lease(lease)
-        self.counters.expired_leases += len(late)
-        return len(late)
-
     # Write leases and transfers
 
     def reserve(
@@ -520,16 +511,11 @@ class CacheCore:
 
     # For operators
 
-    def evict(self, key_space_id: int, group_index: int, hashes: Words | None) -> tuple[int, int]:
-        """Drops blocks that are not pinned: those named, or with `hashes` None all of a key space (0: of all). Returns (dropped, kept)."""
-        if hashes is None:
-            if key_space_id:
-                self.key_space(key_space_id)
-            entries = self.space.index.ready_blocks(key_space_id)
-        else:
-            self._check_groups(self.catalog.record(key_space_id), [group_index], len(hashes), only_blocks=True)
-            words = self.space.index.find(key_space_id, group_index, hashes)
-            entries = np.unique(words[words != 0] & ~RESERVED_FLAG)
+    def evict(self, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
+        """Drops those of the named blocks that are not pinned; returns (dropped, kept)."""
+        self._check_groups(self.catalog.record(key_space_id), [group_index], len(hashes), only_blocks=True)
+        words = self.space.index.find(key_space_id, group_index, hashes)
+        entries = np.unique(words[words != 0] & ~RESERVED_FLAG)
         dropped = self.space.evict(entries)
         return dropped, len(entries) - dropped
 

@@ -19,7 +19,7 @@ BLOCKS = 1 << 13
 
 
 def expire(core: CacheCore, now_s: float) -> Iterator[None]:
-    """As `CacheCore.expire`."""
+    """Ends leases and holds whose time is up; leases with copies in flight end with the copies."""
     core.holds.expire(now_s)
     late = core.late(now_s)
     for start in range(0, len(late), LEASES):
@@ -36,7 +36,7 @@ def end_leases(core: CacheCore, session_number: int) -> Iterator[None]:
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> Iterator[tuple[int, int]]:
-    """As `CacheCore.evict` without hashes, of what is there at the first step; how many of a part were (dropped, kept)."""
+    """Drops all blocks of a key space (0: of all) that are there at the first step, but for pinned ones; (dropped, kept) of each part."""
     if key_space_id:
         core.key_space(key_space_id)
     everything = core.space.index.ready_blocks(key_space_id)

@@ -486,7 +486,7 @@ class Node:
         return counts
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
-        """As CacheCore.evict without hashes, in parts between which others are served."""
+        """As `parts.evict_all`; between the parts others are served."""
         dropped = kept = 0
         for part_dropped, part_kept in parts.evict_all(self.core, key_space_id):
             dropped, kept = dropped + part_dropped, kept + part_kept
