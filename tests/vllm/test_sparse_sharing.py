@@ -23,7 +23,8 @@ SPARSE_LAYERS = 3
 HIT_BLOCKS = sum((length - 1) // BLOCK_TOKENS for length in LENGTHS)
 ALL_BLOCKS = sum((length + ANSWER - 1) // BLOCK_TOKENS for length in LENGTHS)
 """Blocks of both prompts and answers that are complete at the last step."""
-STEPS = ("sparse_selects", "sparse_selected_blocks", "sparse_attended_blocks", "sparse_hit_blocks", "sparse_estimated_mass")
+STEPS = ("sparse_selects", "sparse_selected_blocks", "sparse_attended_blocks", "sparse_estimated_mass")
+"""What equal representations decide. Not `sparse_hit_blocks`: a remembered hot set reaches the first step, or comes too late for it."""
 
 
 @pytest.fixture
