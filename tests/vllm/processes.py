@@ -13,9 +13,8 @@ from typing import Any
 
 from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
+from tests.vllm.nursery import nursery
 from tests.vllm.tiny import engine_args, transfer_config
-
-HERE = Path(__file__).parent
 
 
 class Daemon:
@@ -87,16 +86,9 @@ class EngineProcess:
         if target is not None:
             # Test machines are slow and shared; how long a lookup may take is not what is tested.
             settings["kv_transfer_config"] = transfer_config(target=target, **{"lookup_timeout_s": 3.0, **(connector or {})})
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self.log_path = log
         self._log = log.open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / driver)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment | {"VLLM_LOGGING_LEVEL": "INFO"},
-        )
+        self.process = nursery().fork(driver, self._log)
         self._send(settings)
         self._ready: dict[str, Any] | None = None
 
@@ -114,9 +106,8 @@ class EngineProcess:
         self._send({"op": operation, **arguments})
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the engine ended with {self.process.wait(30)}:\n{self.log()[-3000:]}"
+        assert line, f"the engine has ended:\n{self.log()[-3000:]}"
         answer: dict[str, Any] = json.loads(line)
         assert "error" not in answer, f"{answer['error']}\n{self.log()[-3000:]}"
         return answer
@@ -141,6 +132,5 @@ class EngineProcess:
         self._log.close()
 
     def _send(self, value: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(value).encode() + b"\n")
         self.process.stdin.flush()

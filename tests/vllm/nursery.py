@@ -1,0 +1,122 @@
+"""Engines that start in a second: a process that has imported vLLM once and forks one child for each.
+
+Importing vLLM takes as long as all that most tests do with an engine. `nursery()` starts one such process for the whole run; `Child` is to a
+test what `subprocess.Popen` would be. Children die with the nursery, and the nursery with the tests.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+HERE = Path(__file__).parent
+PR_SET_PDEATHSIG = 1
+MAX_ORDER_BYTES = 1 << 16
+
+
+class Child:
+    """A forked engine. Its end is seen through a pidfd, since the nursery is its parent."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self.stdout = stdout
+        self._pidfd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """None while it lives, then 0: its status is the nursery's."""
+        return 0 if select.select([self._pidfd], [], [], 0)[0] else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if not select.select([self._pidfd], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
+        return 0
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+class Nursery:
+    """The tests' side."""
+
+    def __init__(self) -> None:
+        self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
+        command = [sys.executable, str(Path(__file__)), str(far.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[far.fileno()], env=environment)
+        far.close()
+
+    def fork(self, driver: str, log: IO[bytes]) -> Child:
+        """An engine that runs `driver`'s main, with pipes for standard input and output and `log` for errors."""
+        to_child, stdin = os.pipe()
+        stdout, from_child = os.pipe()
+        socket.send_fds(self._socket, [json.dumps({"driver": driver}).encode()], [to_child, from_child, log.fileno()])
+        os.close(to_child)
+        os.close(from_child)
+        answer = self._socket.recv(MAX_ORDER_BYTES)
+        assert answer, "the process that forks engines has ended"
+        return Child(json.loads(answer)["pid"], os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """The one of this run; lives as long as the tests."""
+    return Nursery()
+
+
+def _become(driver: str, fds: list[int], link: socket.socket) -> None:
+    """In the child: the driver's main, as if it had been started as a script."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    link.close()
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdin = os.fdopen(0)
+    module: Any = importlib.import_module(driver.removesuffix(".py"))
+    module.engine_driver.main() if hasattr(module, "engine_driver") else module.main()
+
+
+def main() -> None:
+    """Imports vLLM, then forks on request until the tests end."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    sys.path.insert(0, str(HERE))
+    for module in ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner"):
+        importlib.import_module(module)
+    link = socket.socket(fileno=int(sys.argv[1]))
+    # Nobody waits for the children.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        order, fds, _, _ = socket.recv_fds(link, MAX_ORDER_BYTES, 3)
+        if not order:
+            return
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                _become(json.loads(order)["driver"], fds, link)
+                status = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stderr.flush()
+                os._exit(status)
+        for fd in fds:
+            os.close(fd)
+        link.send(json.dumps({"pid": pid}).encode())
+
+
+if __name__ == "__main__":
+    main()
