@@ -1,7 +1,7 @@
 """Engines that start in a second: a process that has imported vLLM once and forks one child for each.
 
-Importing vLLM takes as long as all that most tests do with an engine. `nursery()` starts one such process for the whole run; `Child` is to a
-test what `subprocess.Popen` would be. Children die with the nursery, and the nursery with the tests.
+Importing vLLM takes as long as all that most tests do with an engine. `nursery()` starts one such process for the whole run; `Child` is to
+a test what `subprocess.Popen` would be. Children die with the nursery, and the nursery with the tests.
 """
 
 import contextlib
