@@ -34,7 +34,7 @@ torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under tra
 	$(BIN)/python -m tests.robustness.engines --kills 20
 	$(BIN)/python -m tests.robustness.fuzz --inputs 1000000
 
-check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, wire, generated code, module size
+check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, wire, generated code, CUDA kernels, module size
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -42,6 +42,7 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(BIN)/python tools/check_vllm_imports.py
 	$(BIN)/buf lint
 	$(PROTO_VENV)/bin/python tools/protos.py --check
+	$(BIN)/python tools/check_kernels.py
 	$(BIN)/python tools/check_module_size.py
 
 fix: $(STAMPS)/dev ## formats and mends what ruff can mend

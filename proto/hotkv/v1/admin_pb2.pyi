@@ -67,6 +67,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     UPTIME_S_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Software version."""
     protocol_version: builtins.int
@@ -83,6 +84,10 @@ class GetInfoResponse(google.protobuf.message.Message):
     def counters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Counter]:
         """Counters and gauges."""
 
+    @property
+    def devices(self) -> Global___DeviceReport:
+        """GPUs, and the arena as far as they can reach it."""
+
     def __init__(
         self,
         *,
@@ -93,10 +98,174 @@ class GetInfoResponse(google.protobuf.message.Message):
         uptime_s: builtins.float = ...,
         state: builtins.str = ...,
         counters: collections.abc.Iterable[Global___Counter] | None = ...,
+        devices: Global___DeviceReport | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["counters", b"counters", "epoch", b"epoch", "pid", b"pid", "protocol_version", b"protocol_version", "state", b"state", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["devices", b"devices"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["counters", b"counters", "devices", b"devices", "epoch", b"epoch", "pid", b"pid", "protocol_version", b"protocol_version", "state", b"state", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse
+
+@typing.final
+class DeviceReport(google.protobuf.message.Message):
+    """GPUs of the server."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEVICES_FIELD_NUMBER: builtins.int
+    WHY_NONE_FIELD_NUMBER: builtins.int
+    REGISTERED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    REGISTERING_S_FIELD_NUMBER: builtins.int
+    REGISTERING_ERROR_FIELD_NUMBER: builtins.int
+    OPEN_ALLOCATION_COUNT_FIELD_NUMBER: builtins.int
+    why_none: builtins.str
+    """Where it has none: why."""
+    registered_byte_count: builtins.int
+    """Bytes of the arena that are registered with CUDA, from its start."""
+    registering_s: builtins.float
+    """Seconds that registering them has taken."""
+    registering_error: builtins.str
+    """Why no more is registered; empty while it goes on, and when all is."""
+    open_allocation_count: builtins.int
+    """Allocations of engines that are open."""
+    @property
+    def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Device]:
+        """Those that it sees."""
+
+    def __init__(
+        self,
+        *,
+        devices: collections.abc.Iterable[Global___Device] | None = ...,
+        why_none: builtins.str = ...,
+        registered_byte_count: builtins.int = ...,
+        registering_s: builtins.float = ...,
+        registering_error: builtins.str = ...,
+        open_allocation_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["devices", b"devices", "open_allocation_count", b"open_allocation_count", "registered_byte_count", b"registered_byte_count", "registering_error", b"registering_error", "registering_s", b"registering_s", "why_none", b"why_none"]) -> None: ...
+
+Global___DeviceReport: typing_extensions.TypeAlias = DeviceReport
+
+@typing.final
+class Device(google.protobuf.message.Message):
+    """One GPU."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    UUID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    PCI_BUS_ID_FIELD_NUMBER: builtins.int
+    NUMA_NODE_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    COPIES_FIELD_NUMBER: builtins.int
+    QUEUED_PIECE_COUNT_FIELD_NUMBER: builtins.int
+    FLYING_PIECE_COUNT_FIELD_NUMBER: builtins.int
+    FAILED_JOB_COUNT_FIELD_NUMBER: builtins.int
+    SPEEDS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Number in the server."""
+    uuid: builtins.str
+    """UUID, as nvidia-smi writes it."""
+    name: builtins.str
+    """Name of the product."""
+    pci_bus_id: builtins.str
+    """PCI bus id."""
+    numa_node: builtins.int
+    """NUMA node of its slot; -1 where it is not known."""
+    problem: builtins.str
+    """Why nothing can be copied any more; empty while it can."""
+    queued_piece_count: builtins.int
+    """Pieces that wait, and that the device has been given."""
+    flying_piece_count: builtins.int
+    """See queued_piece_count."""
+    failed_job_count: builtins.int
+    """Jobs that failed."""
+    @property
+    def copies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DeviceCopies]:
+        """What has been copied since start."""
+
+    @property
+    def speeds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CopySpeed]:
+        """Speeds that were measured; empty before that."""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        uuid: builtins.str = ...,
+        name: builtins.str = ...,
+        pci_bus_id: builtins.str = ...,
+        numa_node: builtins.int = ...,
+        problem: builtins.str = ...,
+        copies: collections.abc.Iterable[Global___DeviceCopies] | None = ...,
+        queued_piece_count: builtins.int = ...,
+        flying_piece_count: builtins.int = ...,
+        failed_job_count: builtins.int = ...,
+        speeds: collections.abc.Iterable[Global___CopySpeed] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copies", b"copies", "failed_job_count", b"failed_job_count", "flying_piece_count", b"flying_piece_count", "name", b"name", "numa_node", b"numa_node", "number", b"number", "pci_bus_id", b"pci_bus_id", "problem", b"problem", "queued_piece_count", b"queued_piece_count", "speeds", b"speeds", "uuid", b"uuid"]) -> None: ...
+
+Global___Device: typing_extensions.TypeAlias = Device
+
+@typing.final
+class DeviceCopies(google.protobuf.message.Message):
+    """Copies of one direction by one method."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIRECTION_FIELD_NUMBER: builtins.int
+    METHOD_FIELD_NUMBER: builtins.int
+    BYTE_COUNT_FIELD_NUMBER: builtins.int
+    PIECE_COUNT_FIELD_NUMBER: builtins.int
+    direction: builtins.str
+    """`load` (to the device) or `store`."""
+    method: builtins.str
+    """`memcpy`, `batch`, `kernel`, `staged`, or `pageable` where the arena was not registered yet."""
+    byte_count: builtins.int
+    """Bytes."""
+    piece_count: builtins.int
+    """Pieces."""
+    def __init__(
+        self,
+        *,
+        direction: builtins.str = ...,
+        method: builtins.str = ...,
+        byte_count: builtins.int = ...,
+        piece_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["byte_count", b"byte_count", "direction", b"direction", "method", b"method", "piece_count", b"piece_count"]) -> None: ...
+
+Global___DeviceCopies: typing_extensions.TypeAlias = DeviceCopies
+
+@typing.final
+class CopySpeed(google.protobuf.message.Message):
+    """A measured speed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIRECTION_FIELD_NUMBER: builtins.int
+    METHOD_FIELD_NUMBER: builtins.int
+    PAGE_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    GB_PER_S_FIELD_NUMBER: builtins.int
+    direction: builtins.str
+    """`load` or `store`."""
+    method: builtins.str
+    """As in DeviceCopies."""
+    page_byte_count: builtins.int
+    """Bytes of a page."""
+    gb_per_s: builtins.float
+    """In 1e9 bytes a second; zero for what does not work here."""
+    def __init__(
+        self,
+        *,
+        direction: builtins.str = ...,
+        method: builtins.str = ...,
+        page_byte_count: builtins.int = ...,
+        gb_per_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["direction", b"direction", "gb_per_s", b"gb_per_s", "method", b"method", "page_byte_count", b"page_byte_count"]) -> None: ...
+
+Global___CopySpeed: typing_extensions.TypeAlias = CopySpeed
 
 @typing.final
 class ListTiersRequest(google.protobuf.message.Message):
@@ -316,6 +485,8 @@ class SessionInfo(google.protobuf.message.Message):
     LOADED_BYTE_COUNT_FIELD_NUMBER: builtins.int
     STORED_BYTE_COUNT_FIELD_NUMBER: builtins.int
     CLIENT_NAME_FIELD_NUMBER: builtins.int
+    DEVICE_ALLOCATION_COUNT_FIELD_NUMBER: builtins.int
+    DEVICE_ORDER_FIELD_NUMBER: builtins.int
     session_number: builtins.int
     """Number in this server."""
     engine_id: builtins.str
@@ -338,6 +509,10 @@ class SessionInfo(google.protobuf.message.Message):
     """Bytes stored since it opened."""
     client_name: builtins.str
     """Software and version."""
+    device_allocation_count: builtins.int
+    """Allocations on devices among its memory."""
+    device_order: builtins.str
+    """How marks of its device are made: `host`, `events`, `flags`; empty before memory is registered."""
     def __init__(
         self,
         *,
@@ -352,8 +527,10 @@ class SessionInfo(google.protobuf.message.Message):
         loaded_byte_count: builtins.int = ...,
         stored_byte_count: builtins.int = ...,
         client_name: builtins.str = ...,
+        device_allocation_count: builtins.int = ...,
+        device_order: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "role", b"role", "session_number", b"session_number", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "device_allocation_count", b"device_allocation_count", "device_order", b"device_order", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "role", b"role", "session_number", b"session_number", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
 
 Global___SessionInfo: typing_extensions.TypeAlias = SessionInfo
 

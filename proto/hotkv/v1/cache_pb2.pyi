@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import hotkv.v1.layout_pb2
 import sys
 import typing
 
@@ -549,6 +550,7 @@ class LoadRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     RUNS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session; its registered memory is the destination."""
     transfer_id: builtins.str
@@ -561,6 +563,10 @@ class LoadRequest(google.protobuf.message.Message):
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadRun]:
         """Blocks per group."""
 
+    @property
+    def after(self) -> hotkv.v1.layout_pb2.DeviceMark:
+        """Nothing is copied before the engine's device has passed this; absent: at once."""
+
     def __init__(
         self,
         *,
@@ -569,8 +575,10 @@ class LoadRequest(google.protobuf.message.Message):
         lease_id: builtins.str = ...,
         runs: collections.abc.Iterable[Global___LoadRun] | None = ...,
         timeout_ms: builtins.int = ...,
+        after: hotkv.v1.layout_pb2.DeviceMark | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["after", b"after"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___LoadRequest: typing_extensions.TypeAlias = LoadRequest
 
@@ -617,6 +625,7 @@ class StoreRequest(google.protobuf.message.Message):
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     FENCE_INDEX_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session; its registered memory is the source."""
     transfer_id: builtins.str
@@ -635,6 +644,10 @@ class StoreRequest(google.protobuf.message.Message):
     def retention(self) -> Global___Retention:
         """As in ReserveBlocksRequest, where this call takes the lease."""
 
+    @property
+    def after(self) -> hotkv.v1.layout_pb2.DeviceMark:
+        """Nothing is copied before the engine's device has passed this; absent: at once."""
+
     def __init__(
         self,
         *,
@@ -645,9 +658,10 @@ class StoreRequest(google.protobuf.message.Message):
         timeout_ms: builtins.int = ...,
         fence_index: builtins.int = ...,
         retention: Global___Retention | None = ...,
+        after: hotkv.v1.layout_pb2.DeviceMark | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fence_index", b"fence_index", "lease_id", b"lease_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["after", b"after", "retention", b"retention"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "fence_index", b"fence_index", "lease_id", b"lease_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
 

@@ -55,6 +55,34 @@ KV_GROUP_KIND_MAMBA: KvGroupKind.ValueType  # 5
 """A recurrent state, exactly at the boundary."""
 Global___KvGroupKind: typing_extensions.TypeAlias = KvGroupKind
 
+class _DeviceOrderKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DeviceOrderKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DeviceOrderKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DEVICE_ORDER_KIND_UNSPECIFIED: _DeviceOrderKind.ValueType  # 0
+    """Refused."""
+    DEVICE_ORDER_KIND_HOST: _DeviceOrderKind.ValueType  # 1
+    """The engine waits by itself and sends a transfer when the device may do it."""
+    DEVICE_ORDER_KIND_EVENTS: _DeviceOrderKind.ValueType  # 2
+    """CUDA interprocess events."""
+    DEVICE_ORDER_KIND_FLAGS: _DeviceOrderKind.ValueType  # 3
+    """Words that the device's queue writes."""
+
+class DeviceOrderKind(_DeviceOrderKind, metaclass=_DeviceOrderKindEnumTypeWrapper):
+    """How marks in a device's queue are made."""
+
+DEVICE_ORDER_KIND_UNSPECIFIED: DeviceOrderKind.ValueType  # 0
+"""Refused."""
+DEVICE_ORDER_KIND_HOST: DeviceOrderKind.ValueType  # 1
+"""The engine waits by itself and sends a transfer when the device may do it."""
+DEVICE_ORDER_KIND_EVENTS: DeviceOrderKind.ValueType  # 2
+"""CUDA interprocess events."""
+DEVICE_ORDER_KIND_FLAGS: DeviceOrderKind.ValueType  # 3
+"""Words that the device's queue writes."""
+Global___DeviceOrderKind: typing_extensions.TypeAlias = DeviceOrderKind
+
 @typing.final
 class KvGroup(google.protobuf.message.Message):
     """One KV cache group: layers that share a block table."""
@@ -393,3 +421,57 @@ class Layout(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "handles", b"handles", "name", b"name", "shard_index", b"shard_index", "tensors", b"tensors"]) -> None: ...
 
 Global___Layout: typing_extensions.TypeAlias = Layout
+
+@typing.final
+class DeviceOrder(google.protobuf.message.Message):
+    """How the server may learn that an engine's device has passed a point in its queue. It takes what works: events, then words, then none."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEVICE_UUID_FIELD_NUMBER: builtins.int
+    EVENT_HANDLES_FIELD_NUMBER: builtins.int
+    FLAGS_HANDLE_ID_FIELD_NUMBER: builtins.int
+    FLAG_COUNT_FIELD_NUMBER: builtins.int
+    device_uuid: builtins.bytes
+    """UUID of the device, 16 bytes."""
+    flags_handle_id: builtins.str
+    """Memory handle of the layout whose bytes are little-endian uint32 words, zero at first; empty for none."""
+    flag_count: builtins.int
+    """How many words."""
+    @property
+    def event_handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Interprocess events: IPC handles of 64 bytes."""
+
+    def __init__(
+        self,
+        *,
+        device_uuid: builtins.bytes = ...,
+        event_handles: collections.abc.Iterable[builtins.bytes] | None = ...,
+        flags_handle_id: builtins.str = ...,
+        flag_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_uuid", b"device_uuid", "event_handles", b"event_handles", "flag_count", b"flag_count", "flags_handle_id", b"flags_handle_id"]) -> None: ...
+
+Global___DeviceOrder: typing_extensions.TypeAlias = DeviceOrder
+
+@typing.final
+class DeviceMark(google.protobuf.message.Message):
+    """A point in a device's queue."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """Of the event or word."""
+    value: builtins.int
+    """Words only: the device has passed the mark when the word, as a number that wraps, is at this value (32 bits) or beyond."""
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        value: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "value", b"value"]) -> None: ...
+
+Global___DeviceMark: typing_extensions.TypeAlias = DeviceMark

@@ -151,17 +151,23 @@ class RegisterMemory(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LAYOUT_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
     @property
     def layout(self) -> hotkv.v1.layout_pb2.Layout:
         """The memory."""
+
+    @property
+    def order(self) -> hotkv.v1.layout_pb2.DeviceOrder:
+        """Devices only: what orders transfers after the engine's own work."""
 
     def __init__(
         self,
         *,
         layout: hotkv.v1.layout_pb2.Layout | None = ...,
+        order: hotkv.v1.layout_pb2.DeviceOrder | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["layout", b"layout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["layout", b"layout", "order", b"order"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["layout", b"layout", "order", b"order"]) -> None: ...
 
 Global___RegisterMemory: typing_extensions.TypeAlias = RegisterMemory
 
@@ -171,9 +177,19 @@ class MemoryRegistered(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    ORDER_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    order: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType
+    """How marks of transfers are made in this session."""
+    message: builtins.str
+    """Where less was taken than offered: why."""
     def __init__(
         self,
+        *,
+        order: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType = ...,
+        message: builtins.str = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "order", b"order"]) -> None: ...
 
 Global___MemoryRegistered: typing_extensions.TypeAlias = MemoryRegistered
 

@@ -1,0 +1,1 @@
+"""Devices: what the server asks of CUDA, and who answers."""

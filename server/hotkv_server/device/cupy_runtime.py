@@ -1,0 +1,283 @@
+"""CUDA on real devices: the driver does all but compile kernels, which CuPy does, once a device, into its cache on disk.
+
+A device is started when it is first used: its context, shared with whatever else in the process uses CUDA, takes some hundred MiB of its
+memory. Every method makes its device the calling thread's. Streams and events live as long as the process, except events that are closed.
+"""
+
+import importlib
+import math
+import os
+import threading
+from collections.abc import Sequence
+from ctypes import byref, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from hotkv_server.device import driver as cu
+from hotkv_server.device.runtime import DeviceError, DeviceInfo, Event, Int64s, Priority, Stream
+
+COPY_BLOCKS = 8
+COPY_THREADS = 512
+"""Of a launch of the copy kernel. Bytes in flight = blocks x threads x 128: half a MiB, where PCIe 5 needs about 128 KiB, from 8
+multiprocessors of an H200's 132."""
+
+_SYSFS = Path("/sys/bus/pci/devices")
+_PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}
+"""CUDA counts down from 0, the lowest, and takes a number beyond the device's range for the nearest."""
+_WARP = 32
+_BYTES_OF_WARP = 4096
+"""What a warp has in flight: the least share of a copy that is worth another warp."""
+_SHARES_PER_WARP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CudaStream:
+    device: int
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class CudaEvent:
+    device: int
+    handle: int
+
+
+class CupyRuntime:
+    """A `DeviceRuntime`. `copy_blocks`, `copy_threads`: of the copy kernel; the threads are at most 512, a multiple of 32.
+
+    Raises DeviceError, and says what to install or to grant, where there is no driver, no device or no CuPy.
+    """
+
+    def __init__(
+        self, *, copy_blocks: int = COPY_BLOCKS, copy_threads: int = COPY_THREADS, library: str = cu.LIBRARY, sysfs: Path = _SYSFS
+    ) -> None:
+        if copy_blocks < 1 or not _WARP <= copy_threads <= 512 or copy_threads % _WARP:
+            raise ValueError(f"copy_blocks {copy_blocks}: from 1; copy_threads {copy_threads}: a multiple of 32, from 32 to 512")
+        self._driver = cu.Driver(library)
+        self._copy_blocks = copy_blocks
+        self._copy_threads = copy_threads
+        self._devices = _find_devices(self._driver, sysfs)
+        self._cupy = _import_cupy()
+        self._starting = threading.Lock()
+        self._contexts: dict[int, int] = {}
+        self._copy_kernels: dict[int, int] = {}
+        self._modules: list[object] = []
+
+    def __repr__(self) -> str:
+        return f"CupyRuntime(devices={len(self._devices)}, started={sorted(self._contexts)}, {self._driver!r})"
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        return self._devices
+
+    # Order
+
+    def new_stream(self, device: int, priority: Priority) -> CudaStream:
+        stream = c_void_p()
+        self._call(device, "cuStreamCreateWithPriority", byref(stream), cu.STREAM_NON_BLOCKING, _PRIORITIES[priority])
+        return CudaStream(device, stream.value or 0)
+
+    def new_event(self, device: int) -> CudaEvent:
+        event = c_void_p()
+        self._call(device, "cuEventCreate", byref(event), cu.EVENT_BLOCKING_SYNC | cu.EVENT_DISABLE_TIMING)
+        return CudaEvent(device, event.value or 0)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        self._call(stream.device, "cuEventRecord", _handle(event), _handle(stream))
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        self._call(stream.device, "cuStreamWaitEvent", _handle(stream), _handle(event), 0)
+
+    def passed(self, event: Event) -> bool:
+        return self._driver.passed(self._enter(event.device), _handle(event))
+
+    def synchronize(self, event: Event) -> None:
+        self._call(event.device, "cuEventSynchronize", _handle(event))
+
+    # Copies
+
+    def copy(self, stream: Stream, dst: int, src: int, num_bytes: int) -> None:
+        if num_bytes:
+            self._call(stream.device, "cuMemcpyAsync", dst, src, num_bytes, _handle(stream))
+
+    def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
+        arrays = [np.ascontiguousarray(each, np.int64) for each in (dst, src, num_bytes)]
+        if not arrays[2].all():
+            arrays = [each[arrays[2] != 0] for each in arrays]
+        where = self._enter(stream.device)
+        if len(arrays[0]) == 0 or self._driver.copy_batch(where, _handle(stream), *arrays):
+            return
+        for to, at, size in zip(*(each.tolist() for each in arrays), strict=True):
+            self._driver.call("cuMemcpyAsync", where, to, at, size, _handle(stream))
+
+    def copy_kernel(self, stream: Stream, table: int, num_copies: int, max_bytes: int) -> None:
+        if num_copies == 0 or max_bytes == 0:
+            return
+        device = stream.device
+        where = self._enter(device)
+        kernel = self._copy_kernels.get(device) or self._compile_copy(device)
+        shares = copy_shares(num_copies, max_bytes, self._copy_blocks * self._copy_threads // _WARP)
+        self._driver.launch(where, kernel, self._copy_blocks, self._copy_threads, _handle(stream), (table, num_copies, shares))
+
+    # Memory
+
+    def allocate(self, device: int, num_bytes: int) -> int:
+        address = c_uint64()
+        self._call(device, "cuMemAlloc_v2", byref(address), num_bytes)
+        return address.value
+
+    def free(self, device: int, address: int) -> None:
+        self._call(device, "cuMemFree_v2", address)
+
+    def allocate_pinned(self, num_bytes: int) -> int:
+        address = c_void_p()
+        self._call(self._any_device(), "cuMemHostAlloc", byref(address), num_bytes, cu.HOST_PORTABLE | cu.HOST_MAPPED)
+        return address.value or 0
+
+    def free_pinned(self, address: int) -> None:
+        self._call(self._any_device(), "cuMemFreeHost", address)
+
+    def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+        flags = cu.HOST_PORTABLE | cu.HOST_MAPPED | (cu.HOST_READ_ONLY if read_only else 0)
+        self._call(self._any_device(), "cuMemHostRegister_v2", address, num_bytes, flags)
+
+    def unregister(self, address: int) -> None:
+        self._call(self._any_device(), "cuMemHostUnregister", address)
+
+    # Between processes
+
+    def open_memory(self, device: int, handle: bytes) -> int:
+        address = c_uint64()
+        self._call(device, "cuIpcOpenMemHandle_v2", byref(address), cu.handle_of("memory", handle), cu.IPC_LAZY_PEER_ACCESS)
+        return address.value
+
+    def close_memory(self, device: int, address: int) -> None:
+        self._call(device, "cuIpcCloseMemHandle", address)
+
+    def open_event(self, device: int, handle: bytes) -> CudaEvent:
+        event = c_void_p()
+        self._call(device, "cuIpcOpenEventHandle", byref(event), cu.handle_of("event", handle))
+        return CudaEvent(device, event.value or 0)
+
+    def close_event(self, event: Event) -> None:
+        self._call(event.device, "cuEventDestroy_v2", _handle(event))
+
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        self._call(stream.device, "cuStreamWaitValue32_v2", _handle(stream), address, value, cu.WAIT_UNTIL_REACHED)
+
+    def write_value(self, stream: Stream, address: int, value: int) -> None:
+        self._call(stream.device, "cuStreamWriteValue32_v2", _handle(stream), address, value, 0)
+
+    # Inside
+
+    def _call(self, device: int, name: str, *arguments: object) -> None:
+        self._driver.call(name, self._enter(device), *arguments)
+
+    def _enter(self, device: int) -> str:
+        """Makes the device the calling thread's, and gives its name for errors."""
+        context = self._contexts.get(device) or self._start(device)
+        where = f"device {device}"
+        self._driver.call("cuCtxSetCurrent", where, context)
+        return where
+
+    def _start(self, device: int) -> int:
+        if not 0 <= device < len(self._devices):
+            raise DeviceError(f"device {device}: this process has {len(self._devices)}, counted from 0")
+        with self._starting:
+            if device not in self._contexts:
+                self._contexts[device] = self._driver.retain_context(device)
+            return self._contexts[device]
+
+    def _any_device(self) -> int:
+        """For calls about host memory, which want a context and don't mind whose."""
+        return next(iter(self._contexts), 0)
+
+    def _compile_copy(self, device: int) -> int:
+        with self._starting:
+            if device not in self._copy_kernels:
+                module, kernel = compile_kernel(self._cupy, device, Path(__file__).parent / "kernels" / "copy.cu", "copy_runs")
+                self._modules.append(module)
+                self._copy_kernels[device] = kernel
+        self._enter(device)
+        return self._copy_kernels[device]
+
+
+def copy_shares(num_copies: int, max_bytes: int, num_warps: int) -> int:
+    """Into how many shares the kernel cuts each copy: as many as keep all warps at work, none smaller than what a warp has in flight."""
+    wanted = math.ceil(_SHARES_PER_WARP * num_warps / num_copies)
+    return max(1, min(wanted, math.ceil(max_bytes / _BYTES_OF_WARP)))
+
+
+def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tuple[object, int]:
+    """A loaded module, to be kept, and the handle of its function. Leaves CuPy's idea of the device as the thread's."""
+    try:
+        cupy.cuda.runtime.setDevice(device)
+        try:
+            return _load(cupy, source, name)
+        except OSError:  # CuPy cannot write its cache, in the home of a user that has none
+            os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+            return _load(cupy, source, name)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(f"loading {source.name} on device {device}: {error}", is_lost=error.status in cu.STICKY) from error
+    except (cupy.cuda.compiler.CompileException, RuntimeError, ImportError, OSError) as error:
+        raise DeviceError(
+            f"compiling {source.name} for device {device}: {error}; CuPy needs NVRTC: install nvidia-cuda-nvrtc-cu12, or nvidia-cuda-nvrtc "
+            "for CUDA 13"
+        ) from error
+
+
+def _load(cupy: ModuleType, source: Path, name: str) -> tuple[object, int]:
+    module = cupy.RawModule(code=source.read_text(), options=("-std=c++17",), backend="nvrtc")
+    function = module.get_function(name)
+    return (module, function), int(function.kernel.ptr)
+
+
+def _import_cupy() -> ModuleType:
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        raise DeviceError(f"CuPy does not load: {error}; install hotkv[cuda12] or hotkv[cuda13], whichever fits the driver") from error
+
+
+def _find_devices(driver: cu.Driver, sysfs: Path) -> tuple[DeviceInfo, ...]:
+    count = driver.num_devices()
+    if count == 0:
+        raise DeviceError("the NVIDIA driver shows no device; CUDA_VISIBLE_DEVICES may hide them, or the container was given none")
+    for number in range(count):
+        if not driver.attribute(number, cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES):
+            raise DeviceError(
+                f"device {number} ({driver.name(number)}) sees registered memory at other addresses than the host does; "
+                "leave it out by CUDA_VISIBLE_DEVICES"
+            )
+    return tuple(_describe(driver, number, sysfs) for number in range(count))
+
+
+def _describe(driver: cu.Driver, number: int, sysfs: Path) -> DeviceInfo:
+    pci_bus_id = driver.pci_bus_id(number)
+    return DeviceInfo(
+        number=number,
+        uuid=driver.uuid(number),
+        name=driver.name(number),
+        pci_bus_id=pci_bus_id,
+        numa_node=_numa_node(driver, number, sysfs / pci_bus_id),
+        total_bytes=driver.total_bytes(number),
+    )
+
+
+def _numa_node(driver: cu.Driver, number: int, slot: Path) -> int:
+    try:
+        return int((slot / "numa_node").read_text())
+    except (OSError, ValueError):
+        pass
+    try:  # a container without /sys; drivers before CUDA 12.2 know no such attribute
+        return driver.attribute(number, cu.ATTRIBUTE_HOST_NUMA_NODE)
+    except DeviceError:
+        return -1
+
+
+def _handle(thing: Stream | Event) -> int:
+    if not isinstance(thing, (CudaStream, CudaEvent)):
+        raise TypeError(f"{thing!r} is no stream or event of this runtime")
+    return thing.handle

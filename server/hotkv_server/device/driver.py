@@ -1,0 +1,230 @@
+"""The calls of CUDA's driver that the server makes, typed, through ctypes: each gives the GIL up for as long as it lasts.
+
+That is why they are not CuPy's: CuPy keeps the GIL in all calls that mostly return at once, and any of them can wait while another thread
+of the process pins memory or opens another process's. Names are the library's symbols, of the version that fits the types here; not every
+driver has the optional ones. Source of names, types and numbers: `cuda.h` of CUDA 13.0.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+
+from hotkv_server.device.runtime import DeviceError, Int64s
+
+LIBRARY = "libcuda.so.1"
+HANDLE_BYTES = 64
+"""Of an interprocess handle, of memory or of an event."""
+
+NOT_READY = 600
+STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
+"""Errors after which every call of the process fails: hardware (214 ECC, 220 NVLink, 226 contained), faults of a kernel (700 to 721), a
+destroyed context (709), the end of MPS (810), another device (911)."""
+
+ATTRIBUTE_HOST_POINTER_IS_DEVICES = 91
+ATTRIBUTE_HOST_NUMA_NODE = 134
+STREAM_NON_BLOCKING = 1
+EVENT_BLOCKING_SYNC = 1
+EVENT_DISABLE_TIMING = 2
+HOST_PORTABLE = 1
+HOST_MAPPED = 2
+HOST_READ_ONLY = 8
+IPC_LAZY_PEER_ACCESS = 1
+WAIT_UNTIL_REACHED = 0
+SOURCE_IN_STREAM_ORDER = 1
+PREFER_OVERLAP_WITH_COMPUTE = 1
+
+_PCI_ID_BYTES = 64
+_NAME_BYTES = 256
+
+
+class Handle(ctypes.Structure):
+    """CUipcMemHandle and CUipcEventHandle, which are passed by value."""
+
+    _fields_ = (("bytes", c_char * HANDLE_BYTES),)
+
+
+class Location(ctypes.Structure):
+    """CUmemLocation; all zero says nothing."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes. The hints count for managed memory only."""
+
+    _fields_ = (("source_order", c_int), ("source_hint", Location), ("destination_hint", Location), ("flags", c_uint))
+
+
+_DEVICE, _CONTEXT, _STREAM, _EVENT, _ADDRESS = c_int, c_void_p, c_void_p, c_void_p, c_uint64
+_ARRAY = c_void_p
+
+_CALLS: Mapping[str, tuple[type, ...]] = {
+    "cuInit": (c_uint,),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(_DEVICE), c_int),
+    "cuDeviceGetName": (c_char_p, c_int, _DEVICE),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, _DEVICE),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, _DEVICE),
+    "cuDeviceGetUuid_v2": (c_char_p, _DEVICE),
+    "cuDeviceTotalMem_v2": (POINTER(c_size_t), _DEVICE),
+    "cuDevicePrimaryCtxRetain": (POINTER(_CONTEXT), _DEVICE),
+    "cuCtxSetCurrent": (_CONTEXT,),
+    "cuStreamCreateWithPriority": (POINTER(_STREAM), c_uint, c_int),
+    "cuStreamWaitEvent": (_STREAM, _EVENT, c_uint),
+    "cuEventCreate": (POINTER(_EVENT), c_uint),
+    "cuEventDestroy_v2": (_EVENT,),
+    "cuEventRecord": (_EVENT, _STREAM),
+    "cuEventQuery": (_EVENT,),
+    "cuEventSynchronize": (_EVENT,),
+    "cuMemcpyAsync": (_ADDRESS, _ADDRESS, c_size_t, _STREAM),
+    "cuMemAlloc_v2": (POINTER(_ADDRESS), c_size_t),
+    "cuMemFree_v2": (_ADDRESS,),
+    "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuIpcOpenMemHandle_v2": (POINTER(_ADDRESS), Handle, c_uint),
+    "cuIpcCloseMemHandle": (_ADDRESS,),
+    "cuIpcOpenEventHandle": (POINTER(_EVENT), Handle),
+    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, _STREAM, POINTER(c_void_p), c_void_p),
+}
+_OPTIONAL_CALLS: Mapping[str, tuple[type, ...]] = {
+    "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, c_uint32, c_uint),
+    "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, c_uint32, c_uint),
+    "cuMemcpyBatchAsync": (*(_ARRAY,) * 3, c_size_t, POINTER(CopyAttributes), POINTER(c_size_t), c_size_t, POINTER(c_size_t), _STREAM),
+    "cuMemcpyBatchAsync_v2": (*(_ARRAY,) * 3, c_size_t, POINTER(CopyAttributes), POINTER(c_size_t), c_size_t, _STREAM),
+}
+
+
+class Driver:
+    """Wants a context to be current where CUDA does. Raises DeviceError that names the call, `where`, CUDA's error and its text."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+        except OSError as error:
+            raise DeviceError(
+                f"no NVIDIA driver: {error}; install one on the host, and give the container its GPUs (docker: --gpus all; Kubernetes: "
+                "nvidia.com/gpu)"
+            ) from None
+        missing = [name for name, types in {**_CALLS, **_OPTIONAL_CALLS}.items() if not self._declare(name, types)]
+        self._missing = frozenset(missing)
+        if needed := self._missing & _CALLS.keys():
+            raise DeviceError(f"the NVIDIA driver lacks {', '.join(sorted(needed))}; install one of CUDA 12 or newer")
+        self.call("cuInit", "starting CUDA", 0)
+
+    def __repr__(self) -> str:
+        return f"Driver({self._library._name}, missing={sorted(self._missing)})"
+
+    def _declare(self, name: str, types: Sequence[type]) -> bool:
+        function = getattr(self._library, name, None)
+        if function is None:
+            return False
+        function.argtypes, function.restype = types, c_int
+        return True
+
+    def has(self, name: str) -> bool:
+        """Whether this driver has a call that not all have."""
+        return name not in self._missing
+
+    def call(self, name: str, where: str, /, *arguments: object) -> None:
+        """Makes a call; `where` stands in the error: a device or what was being done."""
+        if name in self._missing:
+            raise DeviceError(f"{name} on {where}: this NVIDIA driver has no such call; install a newer one")
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            raise self.error(name, where, status)
+
+    def error(self, name: str, where: str, status: int) -> DeviceError:
+        """What a call's status says."""
+        texts = [c_char_p(), c_char_p()]
+        self._library.cuGetErrorName(status, byref(texts[0]))
+        self._library.cuGetErrorString(status, byref(texts[1]))
+        code, text = ((each.value or b"unknown").decode(errors="replace") for each in texts)
+        return DeviceError(f"{name} on {where}: {code} ({status}): {text}", is_lost=status in STICKY)
+
+    # Devices
+
+    def num_devices(self) -> int:
+        count = c_int()
+        self.call("cuDeviceGetCount", "all devices", byref(count))
+        return count.value
+
+    def device(self, number: int) -> int:
+        """CUDA's handle of a device."""
+        device = c_int()
+        self.call("cuDeviceGet", f"device {number}", byref(device), number)
+        return device.value
+
+    def name(self, number: int) -> str:
+        text = ctypes.create_string_buffer(_NAME_BYTES)
+        self.call("cuDeviceGetName", f"device {number}", text, _NAME_BYTES, self.device(number))
+        return text.value.decode(errors="replace")
+
+    def pci_bus_id(self, number: int) -> str:
+        text = ctypes.create_string_buffer(_PCI_ID_BYTES)
+        self.call("cuDeviceGetPCIBusId", f"device {number}", text, _PCI_ID_BYTES, self.device(number))
+        return text.value.decode().lower()
+
+    def uuid(self, number: int) -> bytes:
+        """16 bytes; a MIG slice has its own."""
+        uuid = ctypes.create_string_buffer(16)
+        self.call("cuDeviceGetUuid_v2", f"device {number}", uuid, self.device(number))
+        return uuid.raw
+
+    def total_bytes(self, number: int) -> int:
+        total = c_size_t()
+        self.call("cuDeviceTotalMem_v2", f"device {number}", byref(total), self.device(number))
+        return total.value
+
+    def attribute(self, number: int, attribute: int) -> int:
+        value = c_int()
+        self.call("cuDeviceGetAttribute", f"device {number}", byref(value), attribute, self.device(number))
+        return value.value
+
+    def retain_context(self, number: int) -> int:
+        """The context that all of this process shares on the device."""
+        context = c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", f"device {number}", byref(context), self.device(number))
+        return context.value or 0
+
+    # Calls that need more than their arguments
+
+    def copy_batch(self, where: str, stream: int, dst: Int64s, src: Int64s, num_bytes: Int64s) -> bool:
+        """int64 [copies], contiguous, no size 0. False: this driver has no such call (it came with CUDA 12.8), and nothing was done."""
+        attributes = CopyAttributes(source_order=SOURCE_IN_STREAM_ORDER, flags=PREFER_OVERLAP_WITH_COMPUTE)
+        first, failed = c_size_t(0), c_size_t((1 << 64) - 1)
+        given = (dst.ctypes.data, src.ctypes.data, num_bytes.ctypes.data, len(dst), byref(attributes), byref(first), 1)
+        if self.has("cuMemcpyBatchAsync_v2"):
+            self.call("cuMemcpyBatchAsync_v2", where, *given, stream)
+        elif self.has("cuMemcpyBatchAsync"):
+            status = self._library.cuMemcpyBatchAsync(*given, byref(failed), stream)
+            if status != 0:
+                copy = f" at copy {failed.value} of {len(dst)}" if failed.value < len(dst) else ""
+                raise self.error("cuMemcpyBatchAsync", f"{where}{copy}", status)
+        else:
+            return False
+        return True
+
+    def passed(self, where: str, event: int) -> bool:
+        status = self._library.cuEventQuery(event)
+        if status not in (0, NOT_READY):
+            raise self.error("cuEventQuery", where, status)
+        return bool(status == 0)
+
+    def launch(self, where: str, function: int, num_blocks: int, num_threads: int, stream: int, arguments: Sequence[int]) -> None:
+        """A kernel whose parameters are all 8 bytes and which takes no dynamic shared memory."""
+        values = [c_uint64(argument) for argument in arguments]
+        pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        self.call("cuLaunchKernel", where, function, num_blocks, 1, 1, num_threads, 1, 1, 0, stream, pointers, None)
+
+
+def handle_of(what: str, handle: bytes) -> Handle:
+    """Raises DeviceError unless it has 64 bytes."""
+    if len(handle) != HANDLE_BYTES:
+        raise DeviceError(
+            f"{what}: an interprocess handle has {HANDLE_BYTES} bytes, this one {len(handle)}; send what CUDA gave, unchanged"
+        )
+    return Handle.from_buffer_copy(handle)

@@ -1,0 +1,149 @@
+"""What the server asks of CUDA, as a protocol: `cupy_runtime` answers on a machine with GPUs, `hotkv_server.testing.device` without.
+
+Addresses are numbers: unified addressing tells the device by them, and registered host memory has one address everywhere. What is given
+to a stream runs later, in the stream's order; streams know of each other only through events. Methods may be called from any thread,
+give the GIL up where they block, and raise DeviceError.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+HOST = -1
+"""Stands where the number of a device may: memory of the host."""
+
+
+class DeviceError(Exception):
+    """A call failed. `is_lost`: every later one on that device will fail too, for as long as this process lives; nothing that was given to
+    its streams touches memory any more.
+    """
+
+    def __init__(self, message: str, *, is_lost: bool = False) -> None:
+        super().__init__(message)
+        self.is_lost = is_lost
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """A device of this process. `number`: as this process counts them. `numa_node`: of its PCIe slot; -1 where it is not known."""
+
+    number: int
+    uuid: bytes
+    name: str
+    pci_bus_id: str
+    numa_node: int
+    total_bytes: int
+
+
+class Priority(enum.IntEnum):
+    """Of a stream, against others of the device."""
+
+    LOW = 0
+    HIGH = 1
+
+
+class Stream(Protocol):
+    """A queue of a device."""
+
+    @property
+    def device(self) -> int:
+        """Its number."""
+
+
+class Event(Protocol):
+    """A point in a stream, once recorded; before, it counts as passed."""
+
+    @property
+    def device(self) -> int:
+        """The number of its device."""
+
+
+class DeviceRuntime(Protocol):
+    """See the module."""
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        """All devices, by number."""
+
+    # Order
+
+    def new_stream(self, device: int, priority: Priority) -> Stream:
+        """A stream that waits for no other."""
+
+    def new_event(self, device: int) -> Event:
+        """An event without a time, on which a thread waits without spinning."""
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Puts the event at the end of what the stream was given."""
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """The stream goes on when the event, as last recorded, has passed."""
+
+    def passed(self, event: Event) -> bool:
+        """Whether the device has come to the event, as last recorded; does not wait. Raises what went wrong before it."""
+
+    def synchronize(self, event: Event) -> None:
+        """Waits until the device has come to it. Raises what went wrong before it."""
+
+    # Copies: given to the stream, neither memory may change or go before an event after them has passed.
+
+    def copy(self, stream: Stream, dst: int, src: int, num_bytes: int) -> None:
+        """One copy between any two addresses. The host's side should be registered: else this waits for it, and is slow."""
+
+    def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
+        """Many copies in one call, int64 [copies] addresses and sizes, in any order among themselves. All of them between the device of the
+        stream and registered host memory, or all on the device.
+        """
+
+    def copy_kernel(self, stream: Stream, table: int, num_copies: int, max_bytes: int) -> None:
+        """The same by a kernel of the stream's device, for copies that are short.
+
+        `table`: address of int64 [3, num_copies] (dst, src, bytes) that the device can read. `max_bytes`: the largest of the sizes. Host
+        addresses must be registered. 16 bytes at a time where addresses and sizes allow it. A device runs kernels of one process at a time
+        unless MPS joins them: while this one has its turn, an engine's kernels wait, which they never do for the other two.
+        """
+
+    # Memory
+
+    def allocate(self, device: int, num_bytes: int) -> int:
+        """Address of new device memory, a multiple of 256."""
+
+    def free(self, device: int, address: int) -> None:
+        """Gives it back; may wait for the device. What uses it must have ended."""
+
+    def allocate_pinned(self, num_bytes: int) -> int:
+        """Address of new host memory that is registered, a multiple of 4096."""
+
+    def free_pinned(self, address: int) -> None:
+        """Gives it back."""
+
+    def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+        """Pins host memory for all devices; multiples of the page size. A copy may not cross from one registration to the next."""
+
+    def unregister(self, address: int) -> None:
+        """Undoes `register` of that address."""
+
+    # Between processes
+
+    def open_memory(self, device: int, handle: bytes) -> int:
+        """Address of another process's allocation, from its handle of 64 bytes. Opened twice, it has one address, and is closed twice."""
+
+    def close_memory(self, device: int, address: int) -> None:
+        """Lets go of it; what the other process has freed meanwhile, or left by dying, is then really free."""
+
+    def open_event(self, device: int, handle: bytes) -> Event:
+        """Another process's event, from its handle of 64 bytes."""
+
+    def close_event(self, event: Event) -> None:
+        """Lets go of it."""
+
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        """The stream goes on when the uint32 at `address`, of device or registered host memory, has reached `value` (`hotkv.order`)."""
+
+    def write_value(self, stream: Stream, address: int, value: int) -> None:
+        """The stream writes the uint32 there, after all that it was given before."""

@@ -1,0 +1,47 @@
+"""The check compiles what is right, refuses what warns or needs headers, and reads what a kernel uses out of its machine code."""
+
+from pathlib import Path
+
+import pytest
+
+from tools import check_kernels
+
+COMPILER = check_kernels.find_compiler()
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="neither NVRTC nor nvcc here")
+
+
+def compiled(folder: Path, text: str) -> list[check_kernels.Usage]:
+    assert COMPILER is not None
+    source = folder / "kernel.cu"
+    source.write_text(text)
+    return check_kernels.usages(COMPILER.compile(source, 80, check_kernels.instances_of(source)))
+
+
+def test_registers_and_stack(tmp_path: Path) -> None:
+    text = """
+    extern "C" __global__ void plain(int* out) { out[threadIdx.x] = 1; }
+    extern "C" __global__ void indexed(int* out, int n) {
+      int kept[64];
+      for (int i = 0; i < 64; ++i) kept[i] = out[i] * i;
+      for (int i = 0; i < n; ++i) out[i] = kept[(out[i] ^ i) & 63];
+    }
+    """
+    indexed, plain = compiled(tmp_path, text)
+    assert (plain.kernel, indexed.kernel) == ("plain", "indexed")
+    assert 2 <= plain.registers < 32 and plain.stack_bytes == 0
+    assert indexed.stack_bytes == 256
+
+
+def test_instances_are_named_in_the_source(tmp_path: Path) -> None:
+    text = "template <typename T, int N> __global__ void fill(T* out) { out[0] = (T)N; }\n"
+    text += "// instance: fill<int, 3>\n// instance: fill<float, 4>\n"
+    (tmp_path / "kernel.cu").write_text(text)
+    assert check_kernels.instances_of(tmp_path / "kernel.cu") == ("fill<int, 3>", "fill<float, 4>")
+    if isinstance(COMPILER, check_kernels.Nvrtc):
+        assert len(compiled(tmp_path, text)) == 2
+
+
+@pytest.mark.parametrize("text", ["__global__ void k(int* o) { int unused; }", "__global__ void k(int* o) { o[0] = 1 }"])
+def test_warnings_and_errors_refuse(tmp_path: Path, text: str) -> None:
+    with pytest.raises(check_kernels.CompileError, match=r"kernel\.cu\(1\)"):
+        compiled(tmp_path, text)
