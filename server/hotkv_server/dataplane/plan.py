@@ -12,20 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.layout import CopyRuns
+from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of this process: an address and its size, and a name for messages."""
+    """Memory of this process: an address and its size, a name for messages, and the number of the device on which it lies, or HOST."""
 
     address: int
     num_bytes: int
     name: str
+    device: int = HOST
 
     def array(self) -> NDArray[np.uint8]:
-        """Its bytes, writable."""
+        """Its bytes, writable. Raises ValueError where they are a device's."""
+        if self.device != HOST:
+            raise ValueError(f"{self.name} lies on device {self.device}")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
 
@@ -43,6 +47,13 @@ class CopyPlan:
         for region, offsets in ((self.dst, self.dst_offsets), (self.src, self.src_offsets)):
             if len(offsets) and (int(offsets.min()) < 0 or int((offsets + self.num_bytes).max()) > region.num_bytes):
                 raise ValueError(f"copy plan leaves {region.name} of {region.num_bytes} bytes")
+        if HOST not in (self.dst.device, self.src.device):
+            raise ValueError(f"copy plan goes from {self.src.name} to {self.dst.name}; one side must be host memory")
+
+    @property
+    def device(self) -> int:
+        """The device that one side lies on; HOST where neither does."""
+        return max(self.dst.device, self.src.device)
 
     @property
     def total_bytes(self) -> int:

@@ -1,0 +1,1 @@
+"""Copy engine `cuda`: between one device and the arena."""

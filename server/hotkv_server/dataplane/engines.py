@@ -1,0 +1,131 @@
+"""All copy engines of the server behind one: each plan goes to the engine of its device, and no job begins before its gate has passed.
+
+Always true: a gate is asked by one thread at a time and released when it has passed, has failed, or its job was cancelled. While no job
+waits, nobody polls.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Mapping
+
+from hotkv_server.dataplane.engine import CopyEngine, CopyJob
+from hotkv_server.dataplane.plan import CopyPlan
+from hotkv_server.device.runtime import HOST, DeviceError
+
+POLL_S = 50e-6
+"""Between two looks at the gates that jobs wait for: short against a copy, long against asking."""
+
+
+class CopyEngines:
+    """`host` takes what lies on no device, `devices` the rest, by number. Owns them: `close` closes all."""
+
+    def __init__(self, host: CopyEngine, devices: Mapping[int, CopyEngine]) -> None:
+        self._engines: dict[int, CopyEngine] = {HOST: host, **devices}
+        self._changed = threading.Condition()
+        self._waiting: list[CopyJob] = []
+        self._closing = False
+        self._begun_s = 0.0
+        self._thread = threading.Thread(target=self._poll, name="hotkv-copy-gates", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"CopyEngines({len(self._waiting)} jobs wait, {', '.join(map(repr, self._engines.values()))})"
+
+    def submit(self, job: CopyJob) -> None:
+        if not self._settle(job):
+            with self._changed:
+                self._waiting.append(job)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Jobs that still wait for their gates end as cancelled."""
+        with self._changed:
+            self._closing = True
+            for job in self._waiting:
+                job.cancel()
+            self._changed.notify()
+        self._thread.join()
+        for engine in self._engines.values():
+            engine.close()
+
+    @property
+    def num_queued(self) -> int:
+        """Pieces not yet begun, and jobs that wait for their gates."""
+        return self.num_waiting + sum(engine.num_queued for engine in self._engines.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for their gates."""
+        return len(self._waiting)
+
+    def is_alive(self) -> bool:
+        """False where a thread of any engine has died, or that of the gates."""
+        return self._thread.is_alive() and all(engine.is_alive() for engine in self._engines.values())
+
+    def stalled_s(self, now_s: float) -> float:
+        """That of the slowest engine, or how long a gate has not answered. Waiting for a gate is no stall."""
+        gates_s = now_s - (self._begun_s or now_s)
+        return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
+
+    def _poll(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                waiting = list(self._waiting)
+            self._begun_s = time.monotonic()
+            settled = {id(job) for job in waiting if self._settle(job)}
+            self._begun_s = 0.0
+            if settled:
+                with self._changed:
+                    self._waiting = [job for job in self._waiting if id(job) not in settled]
+            del waiting
+            time.sleep(POLL_S)
+
+    def _settle(self, job: CopyJob) -> bool:
+        """Starts or ends the job where that can be said yet."""
+        gate = job.gate
+        if gate is None:
+            self._start(job)
+            return True
+        error = ""
+        try:
+            if not job.cancelled and not gate.passed():
+                return False
+        except Exception as failure:  # noqa: BLE001 The edge of the effect executor: what can't be waited for is a failed transfer.
+            error = str(failure) if isinstance(failure, DeviceError) else f"{type(failure).__name__}: {failure}"
+        with contextlib.suppress(DeviceError):
+            gate.release()
+        if error:
+            fail(job, error)
+        elif job.cancelled:
+            job.expect(0)
+        else:
+            self._start(job)
+        return True
+
+    def _start(self, job: CopyJob) -> None:
+        groups = by_device(job.plans)
+        if missing := groups.keys() - self._engines.keys():
+            fail(job, f"device {min(missing)} has no copy engine")
+        elif len(groups) == 1:
+            self._engines[next(iter(groups))].submit(job)
+        else:
+            for device, part in zip(groups, job.parts(list(groups.values())), strict=True):
+                self._engines[device].submit(part)
+
+
+def by_device(plans: Iterable[CopyPlan]) -> dict[int, list[CopyPlan]]:
+    """Plans by the device that they need; HOST where they need none."""
+    groups: dict[int, list[CopyPlan]] = {}
+    for plan in plans:
+        groups.setdefault(plan.device, []).append(plan)
+    return groups
+
+
+def fail(job: CopyJob, error: str) -> None:
+    """Ends a job of which nothing has begun."""
+    job.expect(1)
+    job.piece_done(error)

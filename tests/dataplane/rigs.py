@@ -1,0 +1,143 @@
+"""Copy engines on made-up devices, with memory of every kind round them."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
+from hotkv_server.dataplane.cuda.values import CudaCopySettings
+from hotkv_server.dataplane.engines import CopyEngines
+from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.device.runtime import HOST
+from hotkv_server.testing.copy_engine_contract import Bytes, Rig
+from hotkv_server.testing.device import COPIES, FakeRuntime
+from hotkv_server.testing.device_memory import map_pages, unmap_pages
+
+ARENA_BYTES, PINNED_PIECE_BYTES = 1 << 20, 1 << 18
+SMALL = CudaCopySettings(piece_bytes=48 << 10, depth=3, staging_bytes=6 * 24 << 10, calibration_bytes=0)
+"""Pieces so small that every job has several."""
+
+
+@dataclass
+class Arena:
+    """`PinnedArena` over memory of the host, pinned piece by piece when told to."""
+
+    runtime: FakeRuntime
+    num_bytes: int = ARENA_BYTES
+    piece_bytes: int = PINNED_PIECE_BYTES
+    pinned_bytes: int = 0
+    address: int = 0
+
+    def __post_init__(self) -> None:
+        self.address = map_pages(self.num_bytes)
+
+    def grow(self) -> None:
+        """One more piece is pinned."""
+        if self.pinned_bytes < self.num_bytes:
+            size = min(self.piece_bytes, self.num_bytes - self.pinned_bytes)
+            self.runtime.register(self.address + self.pinned_bytes, size)
+            self.pinned_bytes += size
+
+    def close(self) -> None:
+        for at in range(0, self.pinned_bytes, self.piece_bytes):
+            self.runtime.unregister(self.address + at)
+        unmap_pages(self.address, self.num_bytes)
+
+    @property
+    def region(self) -> Region:
+        return Region(self.address, self.num_bytes, "the arena")
+
+
+def read(runtime: FakeRuntime, region: Region) -> Bytes:
+    return region.array().copy() if region.device == HOST else runtime.peek(region.address, region.num_bytes)
+
+
+def write(runtime: FakeRuntime, region: Region, data: Bytes) -> None:
+    if region.device == HOST:
+        region.array()[:] = data
+    else:
+        runtime.poke(region.address, data)
+
+
+def device_memory(runtime: FakeRuntime, device: int, num_bytes: int, name: str) -> Region:
+    return Region(runtime.allocate(device, num_bytes), num_bytes, name, device)
+
+
+@contextlib.contextmanager
+def host_rig() -> Iterator[Rig]:
+    runtime, engine = FakeRuntime(threaded=False), HostCopyEngine(2)
+    memory = np.zeros(ARENA_BYTES, np.uint8)
+    arena = Arena(runtime)
+    own = engine._copy
+
+    def broken(*args: object, **kwargs: object) -> None:
+        engine._copy = own  # type: ignore[method-assign]
+        raise OSError("told to fail")
+
+    def break_next() -> None:
+        engine._copy = broken  # type: ignore[method-assign]
+
+    region = Region(memory.ctypes.data, memory.nbytes, "memory")
+    yield Rig(engine, arena.region, (region,), lambda r: read(runtime, r), lambda r, data: write(runtime, r, data), break_next)
+    engine.close()
+    arena.close()
+
+
+def cuda_rig(
+    settings: CudaCopySettings = SMALL, *, seed: int = 0, num_pinned: int = 4
+) -> Callable[[], contextlib.AbstractContextManager[Rig]]:
+    """Rigs with two memories on a device, and so many pieces of the arena pinned."""
+
+    @contextlib.contextmanager
+    def make() -> Iterator[Rig]:
+        runtime = FakeRuntime(seed, max_delay_s=20e-6)
+        arena = Arena(runtime)
+        for _ in range(num_pinned):
+            arena.grow()
+        engine = CudaCopyEngine(runtime, 0, arena, settings)
+        # A fault that a check asks for must not meet the calibration.
+        while settings.method is None and settings.calibration_bytes and engine.calibration is None:
+            time.sleep(1e-3)
+        memories = tuple(device_memory(runtime, 0, ARENA_BYTES // 2, f"memory {i}") for i in range(2))
+
+        def break_next() -> None:
+            runtime.fail_call(COPIES)
+
+        yield Rig(engine, arena.region, memories, lambda r: read(runtime, r), lambda r, data: write(runtime, r, data), break_next)
+        engine.close()
+        for memory in memories:
+            runtime.free(0, memory.address)
+        arena.close()
+        assert not runtime.held(), "memory of the device or pinned memory was not given back"
+        runtime.close()
+
+    return make
+
+
+@contextlib.contextmanager
+def mixed_rig() -> Iterator[Rig]:
+    """Memory of two devices and of the host behind one engine."""
+    runtime = FakeRuntime(7, num_devices=2, max_delay_s=20e-6)
+    arena = Arena(runtime)
+    arena.grow()
+    arena.grow()
+    host = HostCopyEngine(2)
+    engine = CopyEngines(host, {device: CudaCopyEngine(runtime, device, arena, SMALL) for device in range(2)})
+    plain = np.zeros(ARENA_BYTES // 4, np.uint8)
+    on_devices = tuple(device_memory(runtime, device, ARENA_BYTES // 4, f"memory of device {device}") for device in range(2))
+    memories = (*on_devices, Region(plain.ctypes.data, plain.nbytes, "memory of the host"))
+
+    def break_next() -> None:
+        runtime.fail_call(COPIES)
+
+    yield Rig(engine, arena.region, memories, lambda r: read(runtime, r), lambda r, data: write(runtime, r, data), break_next)
+    engine.close()
+    for memory in on_devices:
+        runtime.free(memory.device, memory.address)
+    arena.close()
+    assert not runtime.held()
+    runtime.close()

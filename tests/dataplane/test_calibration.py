@@ -1,0 +1,128 @@
+"""A calibration as a value, and as measured on a made-up device."""
+
+import json
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES, STAGED_RUN_PAGES, Calibration, driver_version, rule_of_thumb
+from hotkv_server.dataplane.cuda.measure import measure
+from hotkv_server.dataplane.cuda.values import Direction, Method
+from hotkv_server.device.runtime import DeviceError
+from hotkv_server.testing.device import FakeRuntime
+
+KEYS = st.tuples(st.sampled_from(Direction), st.sampled_from(Method), st.sampled_from(PAGE_BYTES))
+CALIBRATIONS = st.builds(
+    Calibration, st.binary(max_size=16), st.text(), st.text(), st.dictionaries(KEYS, st.floats(0, 500).map(lambda speed: round(speed, 3)))
+)
+
+
+@given(CALIBRATIONS)
+def test_json_there_and_back(calibration: Calibration) -> None:
+    assert Calibration.from_json(calibration.to_json()) == calibration
+
+
+@given(CALIBRATIONS, st.sampled_from(Direction), st.integers(0, 1 << 24), st.integers(0, 1 << 26))
+def test_a_method_is_always_found_and_is_about_the_fastest(calibration: Calibration, direction: Direction, page: int, run: int) -> None:
+    method = calibration.choose(direction, page, run)
+    assert method is not Method.STAGED or run >= STAGED_RUN_PAGES * page
+    assert all(text in calibration.table() for text in ("page", *(method.value for method in Method)))
+    if (direction, method, page) in calibration.speeds:
+        others = [speed for (d, m, p), speed in calibration.speeds.items() if (d, p) == (direction, page) and m is not Method.STAGED]
+        assert calibration.speeds[direction, method, page] >= 0.97 * max(others, default=0.0)
+
+
+def test_the_nearest_size_counts_and_what_fails_is_never_chosen() -> None:
+    load = {(Direction.LOAD, method, size): 1.0 for method in Method for size in PAGE_BYTES}
+    load |= {
+        (Direction.LOAD, Method.KERNEL, 4096): 9.0,
+        (Direction.LOAD, Method.STAGED, 4096): 20.0,
+        (Direction.LOAD, Method.MEMCPY, 65536): 5.0,
+    }
+    calibration = Calibration(b"", "", "", load)
+    assert calibration.choose(Direction.LOAD, 5000) is Method.KERNEL
+    assert calibration.choose(Direction.LOAD, 4096, 64 << 10) is Method.STAGED
+    assert calibration.choose(Direction.LOAD, 60000) is Method.MEMCPY
+    assert calibration.choose(Direction.LOAD, 1 << 30) is Method.BATCH, "of equals the most frugal"
+    assert calibration.choose(Direction.STORE, 4096) is Method.MEMCPY, "nothing works, as far as is known"
+    assert Calibration(b"", "", "", {}).choose(Direction.LOAD, 4096) is rule_of_thumb(4096)
+
+
+VALID = json.loads(Calibration(b"u", "n", "d", {(Direction.LOAD, Method.BATCH, 4096): 1.5}).to_json())
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"format": 2}, "format"),
+        ({"uuid": "zz"}, "uuid"),
+        ({"uuid": 3}, "uuid"),
+        ({"name": None}, "name"),
+        ({"driver": []}, "driver"),
+        ({"speeds": {}}, "speeds"),
+        ({"speeds": [7]}, r"speeds\[0\]"),
+        *(
+            ({"speeds": [VALID["speeds"][0] | entry]}, r"speeds\[0\]")
+            for entry in (
+                {"method": "magic"},
+                {"direction": ""},
+                {"page_bytes": 0},
+                {"page_bytes": True},
+                {"gb_per_s": -1},
+                {"gb_per_s": "1"},
+                {"gb_per_s": 1e999},
+            )
+        ),
+    ],
+)
+def test_what_is_no_calibration_is_refused_by_field(change: dict[str, object], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        Calibration.from_json(json.dumps(VALID | change))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100000])
+def test_what_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="calibration"):
+        Calibration.from_json(text)
+
+
+def test_measured_on_a_device_it_holds_for_that_device_and_leaves_nothing() -> None:
+    runtime = FakeRuntime(num_devices=2)
+    info, other = runtime.devices()
+    calibration = measure(runtime, info, "1.2", 256 << 10, lambda: False)
+    assert calibration is not None
+    assert set(calibration.speeds) == {(d, m, size) for d in Direction for m in Method for size in PAGE_BYTES if size <= 256 << 10}
+    assert all(speed > 0 for speed in calibration.speeds.values())
+    assert calibration.holds_for(info, "1.2") and not calibration.holds_for(info, "1.3") and not calibration.holds_for(other, "1.2")
+    assert not runtime.held()
+    runtime.close()
+
+
+def test_a_method_that_fails_counts_as_none() -> None:
+    runtime = FakeRuntime()
+    for _ in range(100):
+        runtime.fail_call("copy_kernel")
+    runtime.fail_call("copy_batch")
+    calibration = measure(runtime, runtime.devices()[0], "", 64 << 10, lambda: False)
+    assert calibration is not None and 0.0 in calibration.speeds.values() and not runtime.held()
+    runtime.close()
+
+
+def test_it_stops_when_told_to_and_with_a_lost_device() -> None:
+    runtime = FakeRuntime()
+    assert measure(runtime, runtime.devices()[0], "", 64 << 10, lambda: True) is None
+    assert not runtime.held()
+    runtime.lose_after(0, 20)
+    with pytest.raises(DeviceError) as raised:
+        measure(runtime, runtime.devices()[0], "", 64 << 10, lambda: False)
+    assert raised.value.is_lost
+    runtime.close()
+
+
+def test_driver_version(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    assert driver_version(path) == ""
+    path.write_text("NVRM version: 1.2.3\nGCC version: 4\n")
+    assert driver_version(path) == "NVRM version: 1.2.3"

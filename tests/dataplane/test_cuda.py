@@ -1,0 +1,253 @@
+"""`CudaCopyEngine` over a device whose every step the test decides, and at its limits."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from hotkv_server.dataplane.cuda.calibration import Calibration
+from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
+from hotkv_server.dataplane.cuda.values import CudaCopySettings, Direction, Method
+from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.device.runtime import DeviceError
+from hotkv_server.testing.copy_engine_contract import Ends, whole_plan
+from hotkv_server.testing.device import FakeRuntime
+from tests.dataplane.rigs import ARENA_BYTES, SMALL, Arena, device_memory
+
+STEPS = dataclasses.replace(SMALL, method=Method.BATCH, depth=2)
+
+
+class Bench:
+    """One engine on a device that goes on only with `run`."""
+
+    def __init__(
+        self,
+        settings: CudaCopySettings = STEPS,
+        *,
+        threaded: bool = False,
+        num_pinned: int = 4,
+        prepare: Callable[[FakeRuntime], None] = lambda r: None,
+    ) -> None:
+        self.runtime = FakeRuntime(5, threaded=threaded)
+        self.arena = Arena(self.runtime)
+        for _ in range(num_pinned):
+            self.arena.grow()
+        prepare(self.runtime)
+        self.engine = CudaCopyEngine(self.runtime, 0, self.arena, settings)
+        self.memory = device_memory(self.runtime, 0, ARENA_BYTES, "memory")
+        self.ends = Ends()
+
+    def load(self, num_bytes: int = ARENA_BYTES) -> CopyPlan:
+        return whole_plan(Region(self.memory.address, num_bytes, "memory", 0), self.arena.region)
+
+    def store(self, num_bytes: int = ARENA_BYTES) -> CopyPlan:
+        return whole_plan(Region(self.arena.address, num_bytes, "the arena"), self.memory)
+
+    def until(self, reached: Callable[[], bool], *, running: bool = False) -> None:
+        """Until it is so; with `running` the device goes on meanwhile."""
+        until_s = time.monotonic() + 60
+        while not reached():
+            assert time.monotonic() < until_s
+            if not running or not self.runtime.run(1):
+                time.sleep(1e-4)
+
+    def ended(self, *names: str) -> bool:
+        return all(self.ends.outcomes[name] for name in names or self.ends.outcomes)
+
+    def close(self) -> None:
+        closing = threading.Thread(target=self.engine.close)
+        closing.start()
+        self.until(lambda: not closing.is_alive(), running=True)
+        self.runtime.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def test_no_more_than_depth_pieces_are_given_to_the_device_and_no_job_ends_before_it(bench: Bench) -> None:
+    bench.engine.submit(bench.ends.job("load", [bench.load()]))
+    bench.engine.submit(bench.ends.job("store", [bench.store(ARENA_BYTES // 2)]))
+    bench.until(lambda: bench.engine.figures().num_in_flight == 4)
+    time.sleep(0.01)
+    figures = bench.engine.figures()
+    assert figures.num_in_flight == 4 and figures.num_queued >= ARENA_BYTES // SMALL.piece_bytes - 2
+    assert not any(bench.ends.outcomes.values()) and not figures.moved
+    bench.until(bench.ended, running=True)
+    moved = {(m.direction, m.method): m for m in bench.engine.figures().moved}
+    assert moved.keys() == {(Direction.LOAD, "batch"), (Direction.STORE, "batch")}
+    load = moved[Direction.LOAD, "batch"]
+    assert load.num_bytes == ARENA_BYTES and load.num_pieces >= ARENA_BYTES // SMALL.piece_bytes
+    assert (bench.engine.figures().num_queued, bench.engine.figures().num_in_flight) == (0, 0)
+
+
+def test_a_small_job_takes_its_turn_between_large_ones(bench: Bench) -> None:
+    bench.engine.submit(bench.ends.job("large", [bench.load()]))
+    bench.until(lambda: bench.engine.figures().num_in_flight == 2)
+    bench.engine.submit(bench.ends.job("small", [bench.load(4096)]))
+    bench.engine.submit(bench.ends.job("as large", [bench.load()]))
+    bench.until(lambda: bench.ended("small"), running=True)
+    loaded = sum(m.num_bytes for m in bench.engine.figures().moved)
+    assert not bench.ended("large") and not bench.ended("as large") and loaded < ARENA_BYTES // 2
+
+
+def test_a_cancelled_job_ends_when_what_was_given_has_passed(bench: Bench) -> None:
+    job = bench.ends.job("load", [bench.load()])
+    bench.engine.submit(job)
+    bench.until(lambda: bench.engine.figures().num_in_flight == 2)
+    job.cancel()
+    time.sleep(0.01)
+    assert not bench.ended(), "it ended with pieces in flight"
+    bench.until(bench.ended, running=True)
+    assert bench.ends["load"] is Outcome.CANCELLED
+    assert sum(m.num_pieces for m in bench.engine.figures().moved) <= 3
+
+
+def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
+    assert bench.engine.stalled_s(time.monotonic()) == 0
+    bench.engine.submit(bench.ends.job("load", [bench.load(4096)]))
+    bench.until(lambda: bench.engine.stalled_s(time.monotonic()) > 0.02)
+    assert bench.engine.stalled_s(time.monotonic() + 100) > 100 and bench.engine.is_alive()
+    bench.until(bench.ended, running=True)
+    bench.until(lambda: bench.engine.stalled_s(time.monotonic()) == 0)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("call", ["copy_batch", "record", "synchronize"])
+def test_a_failing_call_fails_one_job_which_ends_with_its_pieces(call: str, nth: int) -> None:
+    bench = Bench()
+    bench.runtime.fail_call(call, nth)
+    bench.engine.submit(bench.ends.job("fails", [bench.load()]))
+    if call == "copy_batch":
+        bench.until(lambda: bench.engine.figures().num_in_flight == min(nth, 2))
+        time.sleep(0.01)
+        assert not bench.ended(), "it ended with pieces in flight"
+    bench.until(bench.ended, running=True)
+    bench.engine.submit(bench.ends.job("after", [bench.load(), bench.store()]))
+    bench.until(bench.ended, running=True)
+    assert bench.ends["fails"] is Outcome.FAILED and call in bench.ends.message("fails")
+    assert bench.ends["after"] is Outcome.DONE
+    figures = bench.engine.figures()
+    assert figures.num_failed == 1 and not figures.problem
+    bench.close()
+
+
+def test_a_device_that_can_not_be_followed_is_given_up() -> None:
+    bench = Bench()
+    for nth in (1, 2, 3):
+        bench.runtime.fail_call("record", nth)
+    bench.engine.submit(bench.ends.job("fails", [bench.load()]))
+    bench.until(bench.ended, running=True)
+    assert bench.ends["fails"] is Outcome.FAILED and "can't be followed" in bench.engine.problem
+    bench.close()
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 8])
+def test_with_a_lost_device_all_jobs_fail_and_others_are_refused(after: int) -> None:
+    bench = Bench()
+    names = [f"{number}" for number in range(6)]
+    for name in names:
+        bench.engine.submit(bench.ends.job(name, [bench.load() if int(name) % 2 else bench.store()]))
+    bench.until(lambda: bench.engine.figures().num_in_flight == 4)
+    assert bench.runtime.run(after) == after
+    assert not bench.engine.problem
+    bench.runtime.lose(0, "the GPU has fallen off the bus")
+    bench.until(bench.ended)
+    assert all(bench.ends[name] is Outcome.FAILED and "fallen off" in bench.ends.message(name) for name in names)
+    assert "device 0 is lost" in bench.engine.problem and bench.engine.figures().problem == bench.engine.problem
+    bench.engine.submit(bench.ends.job("late", [bench.load()]))
+    bench.until(bench.ended)
+    assert bench.ends["late"] is Outcome.FAILED and bench.engine.is_alive()
+    bench.close()
+
+
+def test_without_room_for_staging_it_does_without() -> None:
+    bench = Bench(dataclasses.replace(SMALL, method=Method.STAGED), threaded=True, prepare=lambda runtime: runtime.fail_call("allocate", 2))
+    bench.engine.submit(bench.ends.job("load", [bench.load()]))
+    bench.engine.submit(bench.ends.job("store", [bench.store()]))
+    bench.ends.wait()
+    assert {(m.direction, m.method) for m in bench.engine.figures().moved} == {(Direction.LOAD, "batch"), (Direction.STORE, "staged")}
+    bench.close()
+
+
+@pytest.mark.parametrize("call", ["new_stream", "new_event", "allocate_pinned"])
+@pytest.mark.parametrize("nth", [1, 2, 4])
+def test_an_engine_that_can_not_be_made_leaves_nothing(call: str, nth: int) -> None:
+    runtime = FakeRuntime()
+    arena = Arena(runtime)
+    num_threads = threading.active_count()
+    runtime.fail_call(call, nth)
+    if (call, nth) == ("new_stream", 4):
+        return
+    with pytest.raises(DeviceError):
+        CudaCopyEngine(runtime, 0, arena, SMALL)
+    assert not runtime.held() and threading.active_count() == num_threads
+    arena.close()
+    runtime.close()
+
+
+def test_what_is_not_pinned_yet_is_moved_by_plain_copies_and_later_as_chosen() -> None:
+    bench = Bench(threaded=True, num_pinned=1)
+    bench.engine.submit(bench.ends.job("early", [bench.load()]))
+    bench.ends.wait()
+    early = {m.method: m.num_bytes for m in bench.engine.figures().moved}
+    assert early == {"batch": bench.arena.piece_bytes, "pageable": ARENA_BYTES - bench.arena.piece_bytes}
+    for _ in range(3):
+        bench.arena.grow()
+    bench.engine.submit(bench.ends.job("later", [bench.load()]))
+    bench.ends.wait()
+    assert {m.method: m.num_bytes for m in bench.engine.figures().moved} == early | {"batch": early["batch"] + ARENA_BYTES}
+    bench.close()
+
+
+def test_it_calibrates_by_itself_tells_so_and_goes_by_it() -> None:
+    runtime = FakeRuntime()
+    arena = Arena(runtime)
+    arena.grow()
+    found: list[Calibration] = []
+    before = arena.region.array().copy()
+    settings = CudaCopySettings(staging_bytes=1 << 20, calibration_bytes=64 << 10)
+    engine = CudaCopyEngine(runtime, 0, arena, settings, driver="1.0", on_calibrated=found.append)
+    until_s = time.monotonic() + 60
+    while not found:
+        assert time.monotonic() < until_s
+        time.sleep(1e-3)
+    assert found == [engine.calibration] and found[0].holds_for(engine.info, "1.0")
+    assert np.array_equal(arena.region.array(), before)
+    engine.close()
+    kernels = Calibration(engine.info.uuid, "", "", {(d, Method.KERNEL, 4096): 1.0 for d in Direction})
+    engine = CudaCopyEngine(
+        runtime, 0, arena, settings, calibration=kernels, on_calibrated=lambda calibration: pytest.fail("it was measured again")
+    )
+    memory = device_memory(runtime, 0, arena.piece_bytes, "memory")
+    ends = Ends()
+    engine.submit(ends.job("load", [whole_plan(memory, arena.region)]))
+    ends.wait()
+    assert [m.method for m in engine.figures().moved] == ["kernel"]
+    engine.close()
+    runtime.close()
+
+
+def test_closing_stops_a_calibration() -> None:
+    runtime = FakeRuntime(threaded=True, max_delay_s=1e-3)
+    arena = Arena(runtime)
+    engine = CudaCopyEngine(runtime, 0, arena, CudaCopySettings(staging_bytes=1 << 20, calibration_bytes=64 << 10))
+    engine.close()
+    assert engine.calibration is None and not runtime.held()
+    arena.close()
+    runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"), [({"piece_bytes": 1}, "piece_bytes"), ({"depth": 0}, "depth"), ({"staging_bytes": 8192}, "staging_bytes")]
+)
+def test_settings_that_can_not_work_are_refused(fields: dict[str, int], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        CudaCopySettings(**fields)  # type: ignore[arg-type]

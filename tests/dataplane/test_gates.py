@@ -1,0 +1,137 @@
+"""Jobs that wait for marks in the queue of an engine's device."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.dataplane.engines import CopyEngines
+from hotkv_server.device.runtime import DeviceError
+from hotkv_server.testing.copy_engine_contract import Ends, Rig, whole_plan
+from tests.dataplane.rigs import mixed_rig
+
+
+@dataclass
+class SwitchedGate:
+    """A gate that passes, or raises, when it is told to; counts what is asked of it."""
+
+    is_open: bool = False
+    error: Exception | None = None
+    num_released: int = 0
+    num_asked: int = 0
+    askers: set[int] = field(default_factory=set)
+
+    def passed(self) -> bool:
+        assert not self.num_released, "asked after its release"
+        self.num_asked += 1
+        self.askers.add(threading.get_ident())
+        if self.error is not None:
+            raise self.error
+        return self.is_open
+
+    def release(self) -> None:
+        self.num_released += 1
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with mixed_rig() as rig:
+        yield rig
+
+
+def engines_of(rig: Rig) -> CopyEngines:
+    assert isinstance(rig.engine, CopyEngines)
+    return rig.engine
+
+
+def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
+    ends, gate = Ends(), SwitchedGate()
+    plans = [whole_plan(memory, rig.arena) for memory in rig.memories]
+    for memory in rig.memories:
+        rig.write(memory, rig.read(memory) | 1)
+    rig.write(rig.arena, rig.read(rig.arena) * 0)
+    rig.engine.submit(ends.job("waits", plans, gate))
+    rig.engine.submit(ends.job("does not", [whole_plan(rig.arena, rig.memories[0])]))
+    ends.wait("does not")
+    while gate.num_asked < 10:
+        time.sleep(1e-4)
+    assert not ends.outcomes["waits"] and engines_of(rig).num_waiting == 1 and rig.engine.num_queued >= 1
+    assert all((rig.read(memory) == 1).all() for memory in rig.memories), "bytes moved before the gate had passed"
+    gate.is_open = True
+    ends.wait()
+    assert ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig).num_waiting
+
+
+def test_a_gate_that_has_passed_is_asked_once_on_the_callers_thread(rig: Rig) -> None:
+    ends, gate = Ends(), SwitchedGate(is_open=True)
+    rig.engine.submit(ends.job("at once", [whole_plan(rig.memories[0], rig.arena)], gate))
+    ends.wait()
+    assert (gate.num_asked, gate.num_released, gate.askers) == (1, 1, {threading.get_ident()})
+
+
+@pytest.mark.parametrize("error", [DeviceError("the device of the engine is gone"), DeviceError("lost", is_lost=True), OSError("odd")])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_gate_that_fails_fails_its_job_alone(rig: Rig, error: Exception, at_once: bool) -> None:
+    ends, gate, other = Ends(), SwitchedGate(error=error if at_once else None), SwitchedGate()
+    rig.engine.submit(ends.job("other", [whole_plan(rig.memories[1], rig.arena)], other))
+    rig.engine.submit(ends.job("fails", [whole_plan(rig.memories[0], rig.arena)], gate))
+    gate.error = error
+    ends.wait("fails")
+    assert ends["fails"] is Outcome.FAILED and str(error) in ends.message("fails") and gate.num_released == 1
+    other.is_open = True
+    ends.wait()
+    assert ends["other"] is Outcome.DONE and rig.engine.is_alive()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_job_cancelled_while_it_waits_ends_at_once(rig: Rig, before: bool) -> None:
+    ends, gate = Ends(), SwitchedGate()
+    job = ends.job("waits", [whole_plan(memory, rig.arena) for memory in rig.memories], gate)
+    if before:
+        job.cancel()
+    rig.engine.submit(job)
+    job.cancel()
+    ends.wait()
+    assert ends["waits"] is Outcome.CANCELLED and gate.num_released == 1
+
+
+def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: Rig) -> None:
+    ends, gates = Ends(), [SwitchedGate() for _ in range(5)]
+    for number, gate in enumerate(gates):
+        rig.engine.submit(ends.job(f"{number}", [whole_plan(rig.memories[0], rig.arena)], gate))
+    rig.engine.close()
+    assert all(outcomes == [(Outcome.CANCELLED, "")] for outcomes in ends.outcomes.values())
+    assert all(gate.num_released == 1 for gate in gates)
+
+
+def test_a_gate_is_asked_for_jobs_without_bytes_too(rig: Rig) -> None:
+    ends, gate = Ends(), SwitchedGate()
+    rig.engine.submit(ends.job("nothing", [], gate))
+    while not gate.num_asked:
+        time.sleep(1e-4)
+    assert not ends.outcomes["nothing"]
+    gate.is_open = True
+    ends.wait()
+    assert ends["nothing"] is Outcome.DONE
+
+
+def test_waiting_for_gates_is_no_stall(rig: Rig) -> None:
+    ends, gate = Ends(), SwitchedGate()
+    job = ends.job("waits", [], gate)
+    rig.engine.submit(job)
+    while gate.num_asked < 100:
+        assert rig.engine.stalled_s(time.monotonic()) < 1
+    job.cancel()
+    ends.wait()
+
+
+def test_a_plan_for_a_device_without_an_engine_fails(rig: Rig) -> None:
+    ends = Ends()
+    memory = rig.memories[0]
+    stranger = type(memory)(memory.address, memory.num_bytes, "memory of nobody", 7)
+    rig.engine.submit(ends.job("strange", [whole_plan(rig.arena, memory), whole_plan(stranger, rig.arena)]))
+    ends.wait()
+    assert ends["strange"] is Outcome.FAILED and "device 7" in ends.message("strange")

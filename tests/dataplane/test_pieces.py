@@ -1,0 +1,174 @@
+"""Planning in arrays against plain Python."""
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given, settings
+
+from hotkv_server.dataplane.cuda.pieces import ALIGN_BYTES, pieces, plan_staged, run_bytes
+from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, CudaCopySettings, Direction, Method
+from hotkv_server.dataplane.plan import CopyPlan, Region
+
+ARENA, DEVICE = 1 << 40, 1 << 46
+ARENA_BYTES = 1 << 20
+
+
+@dataclass
+class Pinned:
+    piece_bytes: int
+    pinned_bytes: int
+    address: int = ARENA
+    num_bytes: int = ARENA_BYTES
+
+
+@st.composite
+def host_runs(draw: st.DrawFn, space: int = ARENA_BYTES) -> tuple[list[int], list[int]]:
+    """Disjoint runs, in no order, many of them adjoining."""
+    page = draw(st.sampled_from([1, 7, 512, 4096, 65536]))
+    numbers = draw(st.lists(st.integers(0, min(space // page, 48) - 1), unique=True, max_size=40))
+    sizes = draw(st.lists(st.just(page) | st.integers(0, page), min_size=len(numbers), max_size=len(numbers)))
+    return [number * page for number in numbers], sizes
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    host_runs(),
+    st.integers(1, 3),
+    st.sampled_from([4096, 3 * 4096, 1 << 18, 1 << 30]),
+    st.floats(0, 1),
+    st.sampled_from(Direction),
+    st.sampled_from([Method.BATCH, Method.STAGED]),
+    st.integers(4096, 1 << 17),
+    st.integers(4096, 1 << 15),
+)
+def test_pieces_move_every_byte_once_within_bounds(
+    runs: tuple[list[int], list[int]],
+    num_plans: int,
+    registration_bytes: int,
+    pinned_ratio: float,
+    direction: Direction,
+    method: Method,
+    piece_bytes: int,
+    staging_bytes: int,
+) -> None:
+    pinned_bytes = min(int(ARENA_BYTES * pinned_ratio) // registration_bytes * registration_bytes, ARENA_BYTES)
+    if pinned_ratio == 1:
+        pinned_bytes = ARENA_BYTES
+    arena = Pinned(registration_bytes, pinned_bytes)
+    told = CudaCopySettings(piece_bytes=piece_bytes, depth=1, staging_bytes=2 * staging_bytes)
+    plans, wanted = [], []
+    for number in range(num_plans):
+        offsets, sizes = runs[0][number::num_plans], runs[1][number::num_plans]
+        on_host, on_device = Region(ARENA, ARENA_BYTES, "arena"), Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0)
+        # The device's side: packed, so that neighbours there are none in the arena.
+        packed = np.cumsum([0, *sizes])[: len(sizes)].astype(np.int64)
+        sides = (np.array(offsets, np.int64), packed)
+        dst, src = (on_device, on_host) if direction is Direction.LOAD else (on_host, on_device)
+        to, from_ = sides[::-1] if direction is Direction.LOAD else sides
+        plans.append(CopyPlan(dst, src, to, from_, np.array(sizes, np.int64)))
+        for offset, at, size in zip(offsets, packed.tolist(), sizes, strict=True):
+            wanted += [(ARENA + offset + i, on_device.address + at + i) for i in (range(size) if size < 8 else (0, size // 2, size - 1))]
+    found = list(pieces(plans, direction, arena, told, lambda page, run: method))
+    assert sum(piece.total_bytes for piece in found) == sum(runs[1])
+    room = told.slot_staging_bytes if method is Method.STAGED else piece_bytes
+    for piece in found:
+        is_pinned = (piece.host + piece.num_bytes <= ARENA + pinned_bytes).all()
+        assert piece.direction is direction and piece.method is (method if is_pinned else None)
+        assert is_pinned or (piece.host + piece.num_bytes > ARENA + pinned_bytes).all()
+        assert 0 < len(piece.host) <= MAX_PIECE_RUNS and (piece.num_bytes > 0).all()
+        assert piece.total_bytes <= (room if is_pinned else piece_bytes)
+        assert num_plans == 1 or (np.diff(piece.host) >= 0).all()
+        first, last = (piece.host - ARENA) // registration_bytes, (piece.host + piece.num_bytes - 1 - ARENA) // registration_bytes
+        assert (first == last).all() and (first == piece.registration).all()
+        assert (piece.dst is piece.device) == (direction is Direction.LOAD) != (piece.src is piece.device)
+        if piece.method is Method.STAGED:
+            plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
+            assert int((plan.starts + plan.num_bytes).max()) <= told.slot_staging_bytes
+    host = np.concatenate([piece.host for piece in found]) if found else np.empty(0, np.int64)
+    device = np.concatenate([piece.device for piece in found]) if found else host
+    sizes_found = np.concatenate([piece.num_bytes for piece in found]) if found else host
+    order = np.lexsort((device, host))
+    host, device, sizes_found = host[order], device[order], sizes_found[order]
+    for on_host, on_device in wanted:
+        holds = (host <= on_host) & (on_host < host + sizes_found) & (on_device - on_host == device - host)
+        assert np.count_nonzero(holds) >= 1
+
+
+def staged_twin(host: list[int], sizes: list[int], registration: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """Run by run: (offset of each run, copies (staging, host, bytes))."""
+    offsets: list[int] = []
+    copies: list[tuple[int, int, int]] = []
+    for number, (address, size) in enumerate(zip(host, sizes, strict=True)):
+        if number and host[number - 1] + sizes[number - 1] == address and registration[number - 1] == registration[number]:
+            staging, start, length = copies[-1]
+            offsets.append(staging + length)
+            copies[-1] = (staging, start, length + size)
+        else:
+            end = sum(copies[-1][::2]) if copies else 0
+            staging = (end + ALIGN_BYTES - 1) // ALIGN_BYTES * ALIGN_BYTES
+            offsets.append(staging)
+            copies.append((staging, address, size))
+    return offsets, copies
+
+
+@settings(max_examples=120, deadline=None)
+@given(host_runs(), st.sampled_from([1 << 12, 1 << 16, 1 << 30]))
+def test_staging_is_as_planned_run_by_run(runs: tuple[list[int], list[int]], registration_bytes: int) -> None:
+    in_order = sorted(
+        (offset, size)
+        for offset, size in zip(*runs, strict=True)
+        if size and offset // registration_bytes == (offset + size - 1) // registration_bytes
+    )
+    if not in_order:
+        return
+    host, sizes = [offset for offset, _ in in_order], [size for _, size in in_order]
+    registration = [offset // registration_bytes for offset in host]
+    plan = plan_staged(np.array(host), np.array(sizes), np.array(registration))
+    copies = list(zip(plan.starts.tolist(), plan.hosts.tolist(), plan.num_bytes.tolist(), strict=True))
+    assert (plan.offsets.tolist(), copies) == staged_twin(host, sizes, registration)
+
+
+def test_layers_in_memories_of_their_own_are_one_run_in_the_arena_again() -> None:
+    # 64 blocks, 8 layers of 4 KiB in a memory each; a slot is 32 KiB.
+    blocks, layers, page = 64, 8, 4096
+    arena = Region(ARENA, ARENA_BYTES * 4, "arena")
+    slots = np.random.default_rng(0).permutation(2 * blocks)[:blocks].astype(np.int64) * layers * page
+    plans = [
+        CopyPlan(
+            Region(DEVICE + layer * ARENA_BYTES, ARENA_BYTES, "layer", 0),
+            arena,
+            np.arange(blocks) * page,
+            slots + layer * page,
+            np.full(blocks, page),
+        )
+        for layer in range(layers)
+    ]
+    asked: list[tuple[int, int]] = []
+
+    def choose(page_bytes: int, slot_run_bytes: int) -> Method:
+        asked.append((page_bytes, slot_run_bytes))
+        return Method.STAGED
+
+    (piece,) = pieces(plans, Direction.LOAD, Pinned(1 << 22, 1 << 22, num_bytes=1 << 22), CudaCopySettings(), choose)
+    assert asked[0][0] == page and asked[0][1] >= layers * page
+    assert len(plan_staged(piece.host, piece.num_bytes, piece.registration).starts) <= blocks
+
+
+def test_a_large_job_is_planned_window_by_window() -> None:
+    count = 5 * MAX_PIECE_RUNS + 3
+    arena, memory = Region(ARENA, 8 * count, "arena"), Region(DEVICE, 8 * count, "memory", 0)
+    where = np.arange(count, dtype=np.int64) * 8
+    plan = CopyPlan(memory, arena, where[::-1].copy(), where, np.full(count, 8, np.int64))
+    asked: list[int] = []
+    made = pieces(
+        [plan], Direction.LOAD, Pinned(1 << 20, 1 << 20), CudaCopySettings(), lambda page, run: asked.append(page) or Method.BATCH
+    )
+    first = next(made)
+    assert len(asked) == 1 and first.total_bytes <= MAX_PIECE_RUNS * 8
+    assert first.total_bytes + sum(piece.total_bytes for piece in made) == 8 * count
+
+
+def test_run_bytes() -> None:
+    assert run_bytes(np.array([0, 10, 20, 100]), np.array([10, 10, 10, 10])) == (10, 20)
+    assert run_bytes(np.array([5]), np.array([7])) == (7, 7)
