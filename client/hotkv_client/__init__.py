@@ -3,9 +3,11 @@
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv_client.session import Session
 from hotkv_client.types import (
+    After,
     BlockResult,
     BlockRun,
     Credentials,
+    DeviceMark,
     EngineMemory,
     Evicted,
     GroupHashes,
@@ -13,6 +15,7 @@ from hotkv_client.types import (
     LeaseGrant,
     LinkState,
     LoadRun,
+    OrderKind,
     RequestReport,
     Retention,
     Role,
@@ -26,9 +29,11 @@ from hotkv_client.types import (
 )
 
 __all__ = [
+    "After",
     "BlockResult",
     "BlockRun",
     "Credentials",
+    "DeviceMark",
     "EngineMemory",
     "Evicted",
     "GroupHashes",
@@ -37,6 +42,7 @@ __all__ = [
     "LeaseGrant",
     "LinkState",
     "LoadRun",
+    "OrderKind",
     "Reason",
     "RequestReport",
     "Retention",

@@ -11,9 +11,11 @@ import hotkv
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout
+from hotkv.order import DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.v1 import cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc, sparse_pb2
 from hotkv_client.types import (
+    After,
     BlockExtraKeys,
     BlockRun,
     BoolMask,
@@ -159,9 +161,19 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
     )
 
 
-def register_memory(layout: Layout) -> Request:
+def register_memory(layout: Layout, order: DeviceOrder) -> Request:
     """Declares memory."""
-    return Request(register_memory=session_pb2.RegisterMemory(layout=layout_message(layout)))
+    message = layout_pb2.DeviceOrder(
+        device_uuid=order.device_uuid,
+        event_handles=order.event_handles,
+        flags_handle_id=order.flags_handle_id,
+        flag_count=order.num_flags,
+    )
+    return Request(register_memory=session_pb2.RegisterMemory(layout=layout_message(layout), order=message))
+
+
+def _mark(after: After | None) -> layout_pb2.DeviceMark | None:
+    return None if after is None else layout_pb2.DeviceMark(index=after.mark.index, value=after.mark.value)
 
 
 def ping() -> Request:
@@ -208,13 +220,16 @@ def release(lease_id: str) -> Request:
     return Request(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id=lease_id))
 
 
-def load(transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> Request:
+def load(transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None) -> Request:
     """Copies leased blocks into engine memory."""
     messages = [
         cache_pb2.LoadRun(group_index=run.group_index, lease_positions=_int32s(run.lease_positions), block_ids=_int32s(run.block_ids))
         for run in runs
     ]
-    return Request(load=cache_pb2.LoadRequest(transfer_id=transfer_id, lease_id=lease_id, runs=messages, timeout_ms=int(timeout_s * 1000)))
+    timeout_ms = int(timeout_s * 1000)
+    return Request(
+        load=cache_pb2.LoadRequest(transfer_id=transfer_id, lease_id=lease_id, runs=messages, timeout_ms=timeout_ms, after=_mark(after))
+    )
 
 
 def store(
@@ -225,6 +240,7 @@ def store(
     retention: Retention,
     fence_index: int,
     hash_bytes: int,
+    after: After | None = None,
 ) -> Request:
     """Copies blocks from engine memory."""
     return Request(
@@ -235,6 +251,7 @@ def store(
             timeout_ms=int(timeout_s * 1000),
             fence_index=fence_index,
             retention=_retention(retention),
+            after=_mark(after),
         )
     )
 
@@ -293,6 +310,9 @@ def result(response: Response, lease_id: str = "") -> Any:
             return tuple(np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs)
         case "flushed":
             return response.flushed.block_count
+        case "memory_registered":
+            taken = response.memory_registered
+            return OrderKind(taken.order or OrderKind.HOST), taken.message
         case "load":
             load_end = response.load
             return TransferResult(load_end.transfer_id, TransferStatus(load_end.status), load_end.byte_count, message=load_end.message)

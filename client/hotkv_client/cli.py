@@ -72,6 +72,7 @@ def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
         f"up {human_seconds(answer['uptime_s'])}  epoch {answer['epoch']:x}",
         f"sessions {len(answer['sessions'])}  stored {moved['stored']}  loaded {moved['loaded']}  leased blocks found {rate}  "
         f"evicted {counters['evicted_blocks_total']:.0f}  no space {counters['no_space_blocks_total']:.0f}",
+        *([gpu_line(answer["devices"])] if answer["devices"]["devices"] else []),
         "",
         table(
             ("tier", "used", "capacity", "share", "pinned", "representations", "blocks"),
@@ -107,6 +108,58 @@ def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
     return "\n".join(parts)
 
 
+def devices(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """GPUs: what was copied, how fast each way of copying was measured to be, how much of the arena they reach."""
+    answer: dict[str, Any] = client.info()["devices"]
+    return answer
+
+
+def show_devices(answer: dict[str, Any], options: argparse.Namespace) -> str:
+    if not answer["devices"]:
+        return f"no devices: {answer['why_none']}"
+    state = answer["registering_error"] or f"in {human_seconds(answer['registering_s'])}"
+    rows = [
+        (
+            d["number"],
+            d["name"],
+            d["uuid"],
+            d["pci_bus_id"],
+            d["numa_node"] if d["numa_node"] >= 0 else "-",
+            *(human_bytes(sum(c["byte_count"] for c in d["copies"] if c["direction"] == way)) for way in ("load", "store")),
+            d["queued_piece_count"] + d["flying_piece_count"],
+            d["failed_job_count"],
+            d["problem"] or "-",
+        )
+        for d in answer["devices"]
+    ]
+    parts = [
+        f"arena registered with CUDA: {human_bytes(answer['registered_byte_count'])}, {state}; "
+        f"allocations of engines open: {answer['open_allocation_count']}",
+        table(("device", "name", "uuid", "pci", "node", "loaded", "stored", "pieces", "failed", "problem"), rows),
+    ]
+    return "\n\n".join([*parts, *(speeds(d) for d in answer["devices"] if d["speeds"])])
+
+
+def speeds(device: dict[str, Any]) -> str:
+    """A device's measured speeds: a line for each direction and page size, a column for each method."""
+    found = {(s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"] for s in device["speeds"]}
+    methods = list(dict.fromkeys(method for _, _, method in found))
+    rows = [
+        (direction, human_bytes(size), *(f"{found.get((direction, size, method), 0.0):.1f}" for method in methods))
+        for direction, size in sorted({key[:2] for key in found})
+    ]
+    return f"device {device['number']}, GB/s as measured:\n" + table(("direction", "page", *methods), rows)
+
+
+def gpu_line(answer: dict[str, Any]) -> str:
+    """GPUs in one line; `hotkv devices` says more."""
+    problems = [d["problem"] for d in answer["devices"] if d["problem"]]
+    why = f"  {answer['registering_error']}" if answer["registering_error"] else ""
+    return f"GPUs {len(answer['devices'])}  arena registered {human_bytes(answer['registered_byte_count'])}{why}  " + (
+        "; ".join(problems) or "all copy"
+    )
+
+
 def ping(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Whether the server serves, for probes: exit status 0 if so, 1 if not."""
     return {"serving": client.ping(LIVE if options.live else "")}
@@ -119,7 +172,7 @@ def sessions(client: AdminClient, options: argparse.Namespace) -> list[dict[str,
 
 def show_sessions(answer: list[dict[str, Any]], options: argparse.Namespace) -> str:
     return table(
-        ("session", "engine", "role", "key space", "age", "leases", "transfers", "memory", "loaded", "stored", "client"),
+        ("session", "engine", "role", "key space", "age", "leases", "transfers", "memory", "order", "loaded", "stored", "client"),
         [
             (
                 s["session_number"],
@@ -130,6 +183,7 @@ def show_sessions(answer: list[dict[str, Any]], options: argparse.Namespace) -> 
                 s["lease_count"],
                 s["transfer_count"],
                 human_bytes(s["memory_byte_count"]),
+                s["device_order"] or "-",
                 human_bytes(s["loaded_byte_count"]),
                 human_bytes(s["stored_byte_count"]),
                 s["client_name"],
@@ -312,6 +366,7 @@ def parse_prompt(words: Sequence[str]) -> tuple[bytes, bytes]:
 
 COMMANDS: dict[str, tuple[Command, Callable[[Any, argparse.Namespace], str]]] = {
     "status": (status, show_status),
+    "devices": (devices, show_devices),
     "ping": (ping, lambda answer, options: "serving" if answer["serving"] else "not serving; `hotkv status` says why"),
     "sessions": (sessions, show_sessions),
     "blocks": (blocks, show_blocks),

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.layout import FENCE_HANDLE
+from hotkv.order import OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable
 from hotkv_client import _sparse_wire, _wire, channels
@@ -29,6 +30,7 @@ from hotkv_client.fence import Fence
 from hotkv_client.link import Link, descriptor_socket, fetch_ticket
 from hotkv_client.selects import Selects
 from hotkv_client.types import (
+    After,
     BlockRun,
     BoolMask,
     EngineMemory,
@@ -73,6 +75,8 @@ class _Connection:
     table: BlockTable | None = None
     call: Any = None
     session_id: str = ""
+    order_kind: OrderKind = OrderKind.HOST
+    order_message: str = ""
 
 
 class Session:
@@ -129,6 +133,18 @@ class Session:
         """True where the server last connected to publishes events, for which it needs `BlockRun.token_ids`; False before."""
         return self._wants_token_ids
 
+    @property
+    def order_kind(self) -> OrderKind:
+        """How marks of transfers are made (`After`): what the server took of the memory's order. HOST without a connection or an order."""
+        connection = self._connection
+        return connection.order_kind if connection is not None else OrderKind.HOST
+
+    @property
+    def order_message(self) -> str:
+        """Where the server took less of the memory's order than was offered: why."""
+        connection = self._connection
+        return connection.order_message if connection is not None else ""
+
     def close(self) -> None:
         """Ends the session; the server settles its transfers and drops its leases. Blocks until the server is done, 5 seconds at most."""
         self._closed.set()
@@ -170,21 +186,32 @@ class Session:
         """Gives a lease back. Nothing to wait for; without a connection the lease is gone anyhow."""
         self._send_only(_wire.release(lease_id))
 
-    def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> "Future[TransferResult]":
-        """Copies leased blocks into the registered memory."""
-        return self._call(lambda: _wire.load(transfer_id, lease_id, runs, timeout_s), transfer_id=transfer_id)
+    def load(
+        self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None
+    ) -> "Future[TransferResult]":
+        """Copies leased blocks into the registered memory. `after`: nothing is written before; `timeout_s` counts from there."""
+        return self._call(lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after), transfer_id=transfer_id, after=after)
 
     def store(
-        self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, retention: Retention = NO_RETENTION
+        self,
+        transfer_id: str,
+        lease_id: str,
+        runs: Sequence[BlockRun],
+        timeout_s: float,
+        retention: Retention = NO_RETENTION,
+        after: After | None = None,
     ) -> "Future[TransferResult]":
         """Copies blocks out of the registered memory and commits them. The first store under a lease id reserves, and its `retention`
-        counts; other ranks join.
+        counts; other ranks join. `after`: nothing is read before; `timeout_s` counts from there.
         """
-        fence_index = self._fence.take() if self._fence is not None else 0
+        connection = self._connection
+        has_fence = self._fence is not None and connection is not None and connection.link is not None
+        fence_index = self._fence.take() if self._fence is not None and has_fence else 0
         return self._call(
-            lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, retention, fence_index, self._hash_bytes),
+            lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, retention, fence_index, self._hash_bytes, after),
             transfer_id=transfer_id,
             fence_index=fence_index,
+            after=after,
         )
 
     def cancel(self, transfer_id: str) -> None:
@@ -264,7 +291,13 @@ class Session:
         return time.perf_counter() - start_s
 
     def _call(
-        self, build: Callable[[], _wire.Request], *, lease_id: str = "", transfer_id: str = "", fence_index: int = 0
+        self,
+        build: Callable[[], _wire.Request],
+        *,
+        lease_id: str = "",
+        transfer_id: str = "",
+        fence_index: int = 0,
+        after: After | None = None,
     ) -> "Future[Any]":
         future: Future[Any] = Future()
         try:
@@ -277,12 +310,16 @@ class Session:
         request.request_id = request_id
         with self._lock:
             connection = self._connection
-            if connection is not None and self._state is LinkState.CONNECTED and len(connection.pending) < MAX_PENDING:
+            fits = connection is not None and (after is None or connection.order_kind is after.kind)
+            fits &= not fence_index or (connection is not None and connection.link is not None)
+            if connection is not None and self._state is LinkState.CONNECTED and len(connection.pending) < MAX_PENDING and fits:
                 connection.pending[request_id] = _Pending(future, lease_id, transfer_id, fence_index)
                 connection.outbox.put(request)
                 return future
         self._give_back(fence_index)
-        if connection is not None and self._state is LinkState.CONNECTED:
+        if connection is not None and self._state is LinkState.CONNECTED and not fits:
+            future.set_exception(SessionLostError("the link has changed, and does not take this mark or fence; mark anew"))
+        elif connection is not None and self._state is LinkState.CONNECTED:
             future.set_exception(HotKVError(Reason.OVERLOADED, f"{MAX_PENDING} calls are unanswered; wait for some"))
         else:
             future.set_exception(SessionLostError(f"no server at {self.config.target} ({self._state.value})"))
@@ -372,12 +409,12 @@ class Session:
             connection.link = Link(path, opened.session_opened.session_id, fds, self.config.connect_timeout_s)
             connection.table = connection.link.table if self.config.use_table else None
         if self._memory is not None:
-            request = _wire.register_memory(self._memory.layout)
+            request = _wire.register_memory(self._memory.layout, self._memory.order)
             request.request_id = next(self._request_ids)
             connection.outbox.put(request)
             for response in connection.call:
                 if response.request_id == request.request_id:
-                    _wire.result(response)
+                    connection.order_kind, connection.order_message = _wire.result(response)
                     break
         self._epoch = opened.session_opened.epoch
         self._wants_token_ids = opened.session_opened.wants_token_ids

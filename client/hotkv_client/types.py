@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout
+from hotkv.order import NO_ORDER, DeviceOrder
+from hotkv.order import DeviceMark as DeviceMark
+from hotkv.order import OrderKind as OrderKind
 from hotkv.results import BlockResult as BlockResult
 from hotkv.results import TransferStatus as TransferStatus
 from hotkv.retention import NO_RETENTION
@@ -217,11 +220,24 @@ class SelectedBlocks:
 class EngineMemory:
     """Memory that the server may read and write during transfers.
 
-    `fds`: descriptor of each file handle of the layout, kept open by the caller.
+    `fds`: descriptor of each file handle of the layout, kept open by the caller. `order`: how the server may learn what the engine's device
+    has done; what it takes of that is `Session.order_kind`.
     """
 
     layout: Layout
     fds: Mapping[str, int]
+    order: DeviceOrder = NO_ORDER
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """A transfer begins when the engine's device has passed `mark`, which is made as the session's `order_kind` says.
+
+    A mark of one kind means nothing to another: where the session takes another kind by now, the transfer fails.
+    """
+
+    kind: OrderKind
+    mark: DeviceMark
 
 
 @dataclass(frozen=True, slots=True)

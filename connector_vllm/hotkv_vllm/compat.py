@@ -26,14 +26,11 @@ from hotkv.keys import KeySpace
 from hotkv.sparse import SparseConfig
 from hotkv.sparse.centre import Centres
 from hotkv_vllm.config import CENTRE, SPARSE, ConfigError, ConnectorConfig
+from hotkv_vllm.exported import Unsupported as Unsupported
 from hotkv_vllm.weights import files_identity, is_commit
 
 NULL_BLOCK = 0
 """Id of the block that stands for 'nothing here' in block tables."""
-
-
-class Unsupported(Exception):
-    """This engine's shape or settings do not allow sharing; the engine runs as without hotkv."""
 
 
 _KINDS: dict[KVCacheSpecKind, GroupKind] = {
@@ -82,6 +79,19 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
     if not groups:
         raise Unsupported("the model has no KV cache group that prefix caching could use")
     return tuple(groups)
+
+
+def check_runner(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises Unsupported where the runner overwrites blocks before it tells the connector, so that a store could commit what it overwrote.
+
+    Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: new blocks are zeroed, blocks copied and recurrent states moved
+    before `pre_forward` calls `handle_preemptions`. The V1 runner calls it first.
+    """
+    if kv_cache_config.needs_kv_cache_zeroing and getattr(vllm_config, "use_v2_model_runner", False):
+        raise Unsupported(
+            "model runner V2 zeroes blocks of recurrent states and of mixed-precision caches before it tells connectors that they change "
+            "hands; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
 
 
 def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> CacheGroup:
@@ -331,30 +341,6 @@ def _isa(vllm_config: Any, spec: Any) -> str:
 
     isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype)
     return f"{isa}/{torch.backends.cpu.get_cpu_capability()}"
-
-
-class DeviceOrder:
-    """Says when the device has done what was queued before: at once on CPU, after an event on CUDA (never run here)."""
-
-    def __init__(self, device_type: str) -> None:
-        self._cuda = device_type == "cuda"
-
-    def mark(self) -> Any:
-        """A point in the device's queue; None where everything queued is done."""
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    @staticmethod
-    def passed(mark: Any) -> bool:
-        return mark is None or bool(mark.query())
-
-    @staticmethod
-    def wait(mark: Any) -> None:
-        if mark is not None:
-            mark.synchronize()
 
 
 def name_connector(name: str, module: str) -> None:

@@ -20,6 +20,7 @@ SPARSE = PREFIX + "sparse"
 CENTRE = PREFIX + "sparse_centre"
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 TARGET_ENV = "HOTKV_TARGET"
+DEVICE_ORDERS = ("auto", "events", "flags", "host")
 
 
 class ConfigError(ValueError):
@@ -39,6 +40,8 @@ class ConnectorConfig:
     load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
     store_timeout_s: the server gives up a store that takes longer.
     flush_timeout_s: how long a step waits for a store that reads blocks which the step overwrites, before it takes them back.
+    device_order: how the server learns what the engine's device has done (CUDA): `auto` offers events and flags, and the server takes what
+        works; `events` (interprocess events; containers need hostIPC); `flags` (words in device memory); `host` (the worker waits itself).
     reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its own.
     startup_wait_s: how long the engine's start waits for the server, so that the first request can hit.
     max_inflight_store_mib: bytes of blocks being stored; what comes on top waits, and is dropped when its request ends.
@@ -67,6 +70,7 @@ class ConnectorConfig:
     store_timeout_s: float = 5.0
     flush_timeout_s: float = 0.1
     reset_timeout_s: float = 5.0
+    device_order: str = "auto"
     startup_wait_s: float = 1.0
     max_inflight_store_mib: int = 1024
     max_load_retries: int = 0
@@ -91,6 +95,7 @@ class ConnectorConfig:
                 raise ConfigError(f"{key} = {value!r}: there is no such setting; allowed are {allowed}")
             values[name] = _READERS[str(known[name].type)](key, value)
         _check_target(values["target"])
+        _check_choice("device_order", values, DEVICE_ORDERS)
         if values.get("sparse_centre") and "sparse" not in values:
             raise ConfigError(f"{CENTRE} = {values['sparse_centre']!r}: it serves sparse decode only; set {SPARSE} too, or leave it out")
         return ConnectorConfig(**values)
@@ -166,6 +171,11 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 }
 _READERS |= {str(t): _READERS[t.__name__] for t in (str, bool, int, float)}
 _READERS[str(SparseConfig | None)] = _read_sparse
+
+
+def _check_choice(name: str, values: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    if name in values and values[name] not in allowed:
+        raise ConfigError(f"{PREFIX}{name} = {values[name]!r}: allowed are {', '.join(allowed)}")
 
 
 def _check_target(target: str) -> None:

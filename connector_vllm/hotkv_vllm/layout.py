@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv_vllm.compat import CacheGroup, Unsupported
+from hotkv_vllm.exported import ExportedMemory, cuda_handle
 
 SHARED_MEMORY_DIR = "/dev/shm"
 Dims = tuple[tuple[int, int], ...]
@@ -150,19 +151,6 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
     )
 
 
-@dataclass(slots=True)
-class ExportedMemory:
-    """Layout for the server, and descriptors of the file mappings in it; the owner closes them."""
-
-    layout: Layout
-    fds: dict[str, int]
-
-    def close(self) -> None:
-        for fd in self.fds.values():
-            os.close(fd)
-        self.fds = {}
-
-
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
     """Makes the engine's memory readable and writable for the server. Raises Unsupported; the engine's tensors stay as they are then."""
     handles: list[MemoryHandle] = []
@@ -172,7 +160,7 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
             fds[handle_id] = _share_cpu(storage)
             handles.append(MemoryHandle(handle_id, storage.nbytes()))
         elif storage.device.type == "cuda":
-            handles.append(_cuda_handle(handle_id, storage))
+            handles.append(cuda_handle(handle_id, storage))
         else:
             raise Unsupported(f"KV cache on device {storage.device.type} can't be shown to the server")
     return ExportedMemory(Layout(shard_index, num_blocks, tuple(handles), tuple(found.tensors), name), fds)
@@ -193,20 +181,6 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
     if size < storage.nbytes():
         raise Unsupported(f"the shared file has {size} bytes, the KV cache {storage.nbytes()}")
     return os.dup(fd)
-
-
-def _cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
-    """IPC handle of the allocation and where the storage begins in it. Has never run on this project's machines.
-
-    Source: `_share_cuda_` in torch 2.x: (device, handle, bytes, offset, …); since 2.5 two bytes (version, kind) come before the handle.
-    """
-    device, handle, num_bytes, offset, *_ = storage._share_cuda_()
-    if len(handle) == 66 and handle[1:2] == b"c":
-        handle = handle[2:]
-    if len(handle) != 64:
-        raise Unsupported("CUDA memory from expandable segments can't be shown to another process; unset PYTORCH_CUDA_ALLOC_CONF")
-    uuid = torch.cuda.get_device_properties(device).uuid.bytes
-    return MemoryHandle(handle_id, num_bytes, offset, handle, uuid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.layout import Layout
+from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import (
+    After,
     BlockRun,
     EngineMemory,
     GroupHashes,
@@ -44,15 +46,27 @@ class CacheSession(Protocol):
     def epoch(self) -> int: ...
     @property
     def wants_token_ids(self) -> bool: ...
+    @property
+    def order_kind(self) -> OrderKind: ...
+    @property
+    def order_message(self) -> str: ...
     def start(self) -> None: ...
     def wait_connected(self, timeout_s: float) -> bool: ...
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None: ...
     def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]": ...
     def acquire(self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0) -> "Future[LeaseGrant]": ...
     def release(self, lease_id: str) -> None: ...
-    def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> "Future[TransferResult]": ...
+    def load(
+        self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None
+    ) -> "Future[TransferResult]": ...
     def store(
-        self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, retention: Retention = NO_RETENTION
+        self,
+        transfer_id: str,
+        lease_id: str,
+        runs: Sequence[BlockRun],
+        timeout_s: float,
+        retention: Retention = NO_RETENTION,
+        after: After | None = None,
     ) -> "Future[TransferResult]": ...
     def cancel(self, transfer_id: str) -> None: ...
     def report_requests(self, reports: Sequence[RequestReport]) -> None: ...
@@ -64,11 +78,13 @@ class CacheSession(Protocol):
     def close(self) -> None: ...
 
 
-def open_session(config: SessionConfig, layout: Layout | None = None, fds: dict[str, int] | None = None) -> CacheSession:
-    """A started session; with `layout` one that registers memory."""
+def open_session(
+    config: SessionConfig, layout: Layout | None = None, fds: dict[str, int] | None = None, order: DeviceOrder = NO_ORDER
+) -> CacheSession:
+    """A started session; with `layout` one that registers memory, and what orders transfers after the device's own work."""
     from hotkv_client.session import Session
 
-    memory = None if layout is None else EngineMemory(layout=layout, fds=fds or {})
+    memory = None if layout is None else EngineMemory(layout=layout, fds=fds or {}, order=order)
     session: CacheSession = Session(config, memory)
     session.start()
     return session

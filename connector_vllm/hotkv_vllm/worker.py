@@ -2,7 +2,11 @@
 
 Owns the worker's session, the exported memory and all transfers of this rank. What is always true: a load is reported ended (well or
 failed) exactly once, and only after its future is resolved, so that nobody writes its blocks any more; a store that a step must wait
-for has ended, or its session is closed, before the step goes on. Nothing else here waits.
+for has ended, or is revoked, or its session is closed, before the step goes on. Nothing else here waits.
+
+Every transfer lies behind a mark in the device's queue (`device_order`). Where the server can ask for the mark the transfer is sent at
+once, else in the hook that sees it passed. No step waits for the device: a store behind a mark that has not passed has read nothing yet,
+and is taken back at once where a step overwrites its blocks. Deadlines of a transfer run from its mark on.
 
 With sparse decode, representations go with blocks: built before their block's store begins, and marked as built when a load has ended
 well. What goes wrong with them leaves blocks without, and no more.
@@ -21,11 +25,14 @@ from typing import Any
 import numpy as np
 
 from hotkv.keys import KeySpace, Representation
+from hotkv.order import NO_ORDER, OrderKind
 from hotkv.sparse.centre import Centres
 from hotkv_client.types import BlockResult, BlockRun, Role, SessionConfig, TransferResult, TransferStatus
 from hotkv_vllm import compat, link
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.layout import ExportedMemory, describe, export
+from hotkv_vllm.device_order import Mark, Marks, marks_for
+from hotkv_vllm.exported import ExportedMemory
+from hotkv_vllm.layout import describe, export
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, LoadJob, StoreJob, StoreReport
 from hotkv_vllm.sparse.shared import HANDLE, shared_pool
 from hotkv_vllm.sparse.worker import SparseWorker
@@ -39,21 +46,21 @@ FENCE_GRACE_S = 0.5
 
 @dataclass(slots=True)
 class ActiveLoad:
-    """A load of this rank. `answer` is None until the device has passed `after`."""
+    """A load of this rank. `answer` is None until it is sent. `deadline_s`: None until the device is seen to have passed `after`."""
 
     job: LoadJob
-    after: Any
-    deadline_s: float
+    after: Mark
+    deadline_s: float | None = None
     answer: "Future[TransferResult] | None" = None
     cancelled: bool = False
 
 
 @dataclass(slots=True)
 class ActiveStore:
-    """A store of this rank. `answer` is None until the device has passed `after`. `representations`: runs whose rows are built."""
+    """A store of this rank. `answer` is None until it is sent. `representations`: runs whose rows are built."""
 
     job: StoreJob
-    after: Any
+    after: Mark
     began_s: float
     representations: tuple[BlockRun, ...] = ()
     answer: "Future[TransferResult] | None" = None
@@ -74,7 +81,8 @@ class HotKVWorker:
         self._report = HotKVWorkerMetadata()
         self._server_slow = False
         self._said_build = False
-        self._order = compat.DeviceOrder("cpu")
+        self._marks = Marks()
+        self._said_order: tuple[OrderKind, str] | None = None
         self._memory: ExportedMemory | None = None
         self._space: KeySpace | None = None
         self._groups: tuple[compat.CacheGroup, ...] = ()
@@ -100,11 +108,11 @@ class HotKVWorker:
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
         groups = self._groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
+        compat.check_runner(self._vllm_config, self._kv_cache_config)
         self._place = compat.rank_place(self._vllm_config, self._kv_cache_config)
         found = describe(kv_caches, self._kv_cache_config, groups)
-        device_type = next(iter(found.storages.values())).device.type
-        self._order = compat.DeviceOrder(device_type)
-        page_format = f"{found.page_format};{compat.packing(self._vllm_config, self._kv_cache_config, groups, device_type)}"
+        device = next(iter(found.storages.values())).device
+        page_format = f"{found.page_format};{compat.packing(self._vllm_config, self._kv_cache_config, groups, device.type)}"
         space = compat.key_space(
             self._vllm_config, self._kv_cache_config, self._config, groups, tuple(found.shard_bytes), self._place.num_shards, page_format
         )
@@ -115,7 +123,8 @@ class HotKVWorker:
         except ValueError:
             memory.close()
             raise
-        self._memory, self._space = memory, space
+        self._marks = marks_for(device, self._config.device_order)
+        self._memory, self._space = self._marks.beside(memory), space
 
     def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
         """Opens the session over the exported memory, with the representations of `sparse` beside it; nothing where none was exported.
@@ -168,12 +177,12 @@ class HotKVWorker:
             on_state=link.log_state(f"worker {self._place.rank}", logging.DEBUG),
         )
         assert self._memory is not None
-        self.session = link.open_session(self._session_config, self._memory.layout, self._memory.fds)
+        self.session = link.open_session(self._session_config, self._memory.layout, self._memory.fds, self._marks.order)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def before_step(self, meta: HotKVMetadata) -> None:
-        """Waits for the stores whose source blocks this step overwrites."""
+        """Waits for the stores whose source blocks this step overwrites, or takes the blocks back."""
         self._submit_waiting()
         waiting = [store for store_id in meta.flush_stores if (store := self._stores.get(store_id)) is not None]
         if not waiting:
@@ -181,24 +190,35 @@ class HotKVWorker:
         began_s = time.monotonic()
         for store in waiting:
             if store.answer is None:
-                self._order.wait(store.after)
-                self._submit_store(store)
-        self._await_stores(waiting)
+                store.answer = _never_begun("the device was not there yet when its blocks were taken back")
+        late = [store for store in waiting if not store.after.passed()]
+        if late and not self._take_back(late):
+            # The session was closed with all its stores.
+            return
+        self._await_stores([store for store in waiting if store.after.has_passed])
         self._count("flush_s", time.monotonic() - began_s)
 
     def _await_stores(self, waiting: list[ActiveStore]) -> None:
         """Waits a moment, then takes the blocks back. While the server is slow there is no moment."""
-        if self._all_done(waiting, 0.0 if self._server_slow else self._config.flush_timeout_s) or self.session is None:
+        if self._all_done(waiting, 0.0 if self._server_slow else self._config.flush_timeout_s):
             return
         self._server_slow = True
-        for store in waiting:
+        self._take_back(waiting)
+
+    def _take_back(self, stores: list[ActiveStore]) -> bool:
+        """Ends stores so that their blocks may be overwritten. False where that took the session."""
+        if self.session is None:
+            return True
+        for store in stores:
             if store.answer is not None and not store.answer.done():
                 self.session.cancel(self._transfer_id(store.job))
         # Where the session shares a fence page with the server, a cancelled store has ended by now, whatever the server does.
-        last_s = max(store.began_s for store in waiting) + self._config.store_timeout_s + FENCE_GRACE_S
-        if not self._all_done(waiting, max(0.0, last_s - time.monotonic())):
-            logger.error("hotkv: the server did not end a store within its %.1f s; the session is closed", self._config.store_timeout_s)
-            self._reopen()
+        last_s = max(store.began_s for store in stores) + self._config.store_timeout_s + FENCE_GRACE_S
+        if self._all_done(stores, max(0.0, last_s - time.monotonic())):
+            return True
+        logger.error("hotkv: the server did not end a store within its %.1f s; the session is closed", self._config.store_timeout_s)
+        self._reopen()
+        return False
 
     @staticmethod
     def _all_done(waiting: Iterable[ActiveStore], timeout_s: float) -> bool:
@@ -211,35 +231,53 @@ class HotKVWorker:
             return
         # Closing waits for the server; the futures of what it still copies keep to their promise without us.
         threading.Thread(target=self.session.close, name="hotkv-close", daemon=True).start()
-        for store_id in list(self._stores):
+        for store_id, store in self._stores.items():
             self._report.stores[store_id] = StoreReport([b""])
-            del self._stores[store_id]
-        self.session = link.open_session(self._session_config, self._memory.layout, self._memory.fds)
+            self._marks.done(store.after)
+        self._stores.clear()
+        self.session = link.open_session(self._session_config, self._memory.layout, self._memory.fds, self._marks.order)
 
     def start_loads(self, meta: HotKVMetadata) -> None:
         """Begins this step's loads; does not wait for them."""
         self._failed_now.update(meta.abandoned_loads)
-        after = self._order.mark() if meta.loads else None
-        for job in meta.loads:
-            load = ActiveLoad(job, after, time.monotonic() + job.timeout_s)
-            self._loads[job.request_id] = load
-            if self._order.passed(after):
-                self._submit_load(load)
+        if meta.loads:
+            after = self._mark()
+            for job in meta.loads:
+                load = ActiveLoad(job, self._marks.use(after))
+                self._loads[job.request_id] = load
+                if after.lets_send():
+                    self._submit_load(load)
+            self._marks.done(after)
         for request_id in meta.cancel_loads:
             self._cancel(self._loads.get(request_id))
+
+    def _mark(self) -> Mark:
+        """What all that this hook begins lies behind."""
+        if self.session is None:
+            return self._marks.make(OrderKind.HOST)
+        if self._marks.order != NO_ORDER and self.session.connected:
+            taken = (self.session.order_kind, self.session.order_message)
+            if taken != self._said_order:
+                self._said_order = taken
+                why = f" ({taken[1]})" if taken[1] else ""
+                logger.info("hotkv worker %d: the server follows the device by %s%s", self._place.rank, taken[0].name.lower(), why)
+        return self._marks.make(self.session.order_kind)
 
     def save(self, meta: HotKVMetadata) -> None:
         """Submits this step's stores; does not wait for them."""
         self._submit_waiting()
-        after = self._order.mark() if meta.stores else None
+        if not meta.stores:
+            return
+        if not self._place.is_writer:
+            self._report.stores.update({job.store_id: _nothing_to_write(job) for job in meta.stores})
+            return
+        after = self._mark()
         for job in meta.stores:
-            if not self._place.is_writer:
-                self._report.stores[job.store_id] = _nothing_to_write(job)
-                continue
-            store = ActiveStore(job, after, time.monotonic(), self._built(job.representations))
+            store = ActiveStore(job, self._marks.use(after), time.monotonic(), self._built(job.representations))
             self._stores[job.store_id] = store
-            if self._order.passed(after):
+            if after.lets_send():
                 self._submit_store(store)
+        self._marks.done(after)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
         """The runs, their representations all built; none where they can't be, or nobody would take them."""
@@ -276,12 +314,15 @@ class HotKVWorker:
                 continue
             if load.answer.done():
                 del self._loads[request_id]
+                self._marks.done(load.after)
                 finished.add(request_id)
                 if not self._load_went_well(load.answer):
                     failed.add(request_id)
                 elif self._sparse is not None:
                     for run in load.job.representations:
                         self._sparse.loaded(self._sparse_group(run.group_index), run.block_ids)
+            elif load.deadline_s is None:
+                load.deadline_s = now_s + load.job.timeout_s if load.after.passed() else None
             elif now_s >= load.deadline_s:
                 self._cancel(load)
         return finished, failed
@@ -291,6 +332,7 @@ class HotKVWorker:
         for store_id, store in list(self._stores.items()):
             if store.answer is not None and store.answer.done():
                 del self._stores[store_id]
+                self._marks.done(store.after)
                 self._report.stores[store_id] = self._store_report(store, store.answer)
         if self._report.is_empty():
             return None
@@ -322,19 +364,19 @@ class HotKVWorker:
         return f"{job.lease_id}-k{self._place.rank}"
 
     def _submit_waiting(self) -> None:
-        """Begins transfers whose point in the device's queue has passed (CUDA only; on CPU none wait)."""
+        """Sends transfers that were not yet to be sent and whose mark has passed."""
         for load in self._loads.values():
-            if load.answer is None and self._order.passed(load.after):
+            if load.answer is None and load.after.passed():
                 self._submit_load(load)
         for store in self._stores.values():
-            if store.answer is None and self._order.passed(store.after):
+            if store.answer is None and store.after.passed():
                 self._submit_store(store)
 
     def _submit_load(self, load: ActiveLoad) -> None:
         job = load.job
         transfer_id = f"{job.transfer_id}-k{self._place.rank}"
         runs = job.runs if self._sparse is None else (*job.runs, *job.representations)
-        load.answer = self._begun(lambda s: s.load(transfer_id, job.lease_id, runs, job.timeout_s))
+        load.answer = self._begun(lambda s: s.load(transfer_id, job.lease_id, runs, job.timeout_s, load.after.after))
 
     def _submit_store(self, store: ActiveStore) -> None:
         job = store.job
@@ -345,19 +387,17 @@ class HotKVWorker:
             store.answer = Future()
             store.answer.set_result(TransferResult(transfer_id, TransferStatus.DONE))
             return
-        store.answer = self._begun(lambda s: s.store(transfer_id, job.lease_id, runs, self._config.store_timeout_s, job.retention))
+        timeout_s = self._config.store_timeout_s
+        store.answer = self._begun(lambda s: s.store(transfer_id, job.lease_id, runs, timeout_s, job.retention, store.after.after))
 
     def _begun(self, begin: Any) -> "Future[TransferResult]":
         """The transfer's future; a failed one where it could not be begun."""
-        failed: Future[TransferResult] = Future()
         if self.session is None or not self.session.connected:
-            failed.set_exception(ConnectionError("no server"))
-            return failed
+            return _never_begun("no server")
         try:
             begun: Future[TransferResult] = begin(self.session)
         except Exception as error:  # noqa: BLE001 - hook edge: a transfer that was not begun has failed, whatever the cause
-            failed.set_exception(error)
-            return failed
+            return _never_begun(f"{type(error).__name__}: {error}")
         return begun
 
     def _cancel(self, load: ActiveLoad | None) -> None:
@@ -365,7 +405,9 @@ class HotKVWorker:
         if load is None or load.cancelled:
             return
         load.cancelled = True
-        if load.answer is not None and self.session is not None:
+        if load.answer is None:
+            load.answer = _never_begun("cancelled")
+        elif self.session is not None:
             self.session.cancel(f"{load.job.transfer_id}-k{self._place.rank}")
 
     def _load_went_well(self, answer: "Future[TransferResult]") -> bool:
@@ -391,6 +433,13 @@ class HotKVWorker:
 
     def _count(self, name: str, value: float) -> None:
         self._report.counters[name] = self._report.counters.get(name, 0) + value
+
+
+def _never_begun(why: str) -> "Future[TransferResult]":
+    """The end of a transfer that nobody works at."""
+    failed: Future[TransferResult] = Future()
+    failed.set_exception(ConnectionError(why))
+    return failed
 
 
 def _nothing_to_write(job: StoreJob) -> StoreReport:

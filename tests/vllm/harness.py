@@ -2,7 +2,9 @@
 
 The "model" writes for each token a value that depends on all tokens before it, and before each step checks every value that attention
 would read. KV that is wrong, late or overwritten fails at once, wherever it came from. `Engine(pipelined=True)` schedules a step before
-the one before it has run, as asynchronous scheduling does. The order of connector hooks is that of vLLM's V1 runner (`v2=True`: V2).
+the one before it has run, as asynchronous scheduling does. Hooks are called as vLLM's V1 runner does, with `v2=True` by what its V2 runner
+calls them through. With a
+`device`, a step's reads and writes of KV wait in its queue, at the latest until the step's output is looked at.
 """
 
 import functools
@@ -11,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,8 +40,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from hotkv_client.testing import FakeServer
-from hotkv_vllm import link
+from hotkv_vllm import link, worker
 from hotkv_vllm.connector import HotKVConnector
+from hotkv_vllm.device_order import Marks
+from tests.vllm.device import ToldDevice
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
 
 WINDOW = 80
@@ -106,13 +111,15 @@ class Engine:
         blocks: int = 64,
         pipelined: bool = False,
         v2: bool = False,
+        device: ToldDevice | None = None,
         layout: KVCacheLayout = KVCacheLayout.LBHNC,
         max_tokens_per_step: int = 256,
         extra: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
         monkeypatch.setattr(link, "open_session", server.open)
-        self.server, self.pipelined, self.v2 = server, pipelined, v2
+        self.server, self.pipelined, self.v2, self.device = server, pipelined, v2, device
+        monkeypatch.setattr(worker, "marks_for", lambda _, wanted: Marks(device, wanted))
         arguments = engine_args(write_model(folder), blocks=blocks, max_num_batched_tokens=max_tokens_per_step, **more)
         arguments |= {"max_model_len": min(512, (blocks - 2) * BLOCK_TOKENS), "num_gpu_blocks_override": blocks}
         arguments.pop("disable_log_stats")
@@ -132,7 +139,9 @@ class Engine:
         self.kv_config = worker_kv
         self.worker = HotKVConnector(self.vllm_config, KVConnectorRole.WORKER, worker_kv)
         self.tensors = allocate_kv_cache(worker_kv, torch.device("cpu"), layout)
-        self.worker.register_kv_caches(self.tensors)
+        self.active = self._active(monkeypatch) if v2 else None
+        if self.active is None:
+            self.worker.register_kv_caches(self.tensors)
         scheduler_class = AsyncScheduler if pipelined else Scheduler
         self.scheduler = scheduler_class(
             self.vllm_config, kv, StructuredOutputManager(self.vllm_config), block_size, hash_block_size, log_stats=True
@@ -148,11 +157,18 @@ class Engine:
         self.external: dict[str, int] = {}
         self.finished: dict[str, str] = {}
         self.requests: dict[str, Request] = {}
-        self.queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self.queue: deque[tuple[Any, ModelRunnerOutput, int]] = deque()
         self.preemptions = 0
         self.counters: dict[str, float] = {}
         self.metas: list[Any] = []
         self.before_forward: Callable[[], None] | None = None
+
+    def _active(self, monkeypatch: Any) -> Any:
+        """What the V2 runner calls connectors through; it registers the tensors."""
+        from vllm.v1.worker.gpu import kv_connector
+
+        monkeypatch.setattr(kv_connector, "get_kv_transfer_group", lambda: self.worker)
+        return kv_connector.ActiveKVConnector(self.vllm_config, self.tensors)
 
     # ------------------------------------------------------------------------------------------------------------ driving
 
@@ -171,12 +187,14 @@ class Engine:
 
     def step(self) -> None:
         scheduled = self.scheduler.schedule()
-        self.queue.append((scheduled, self._execute(scheduled)))
+        self.queue.append((scheduled, *self._execute(scheduled)))
         while len(self.queue) > (1 if self.pipelined and scheduled.total_num_scheduled_tokens else 0):
             self._collect()
 
     def _collect(self) -> None:
-        scheduled, output = self.queue.popleft()
+        scheduled, output, point = self.queue.popleft()
+        if self.device is not None:
+            self.device.run_to(point)
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             stats = outputs.scheduler_stats.kv_connector_stats if outputs.scheduler_stats is not None else None
             for counter, growth in (stats or {}).items():
@@ -207,21 +225,35 @@ class Engine:
         self.run()
         assert self.scheduler.reset_prefix_cache()
 
+    def drop_local_if_idle(self) -> None:
+        """Empties vLLM's own prefix cache, unless requests use it."""
+        if not self.scheduler.requests:
+            self.drop_local()
+
     # -------------------------------------------------------------------------------------------------------------- model
 
-    def _execute(self, scheduled: Any) -> ModelRunnerOutput:
+    def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
+        """The step's output, and when the device has come so far that it can be looked at."""
         scheduled = pickle.loads(pickle.dumps(scheduled))
-        meta, worker = scheduled.kv_connector_metadata, self.worker
-        self.metas.append(meta)
-        worker.handle_preemptions(meta)
-        worker.bind_connector_metadata(meta)
+        self.metas.append(scheduled.kv_connector_metadata)
+        output, sampled, point = self._run_v1(scheduled) if self.active is None else self._run_v2(scheduled)
+        names = list(scheduled.num_scheduled_tokens)
+        index = {name: i for i, name in enumerate(names)}
+        return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=output), point
+
+    def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
+        """The step's samples, and where it ends in the device's queue."""
         if self.before_forward is not None:
             self.before_forward()
         sampled = self._forward(scheduled)
-        if self.v2:
-            worker.start_load_kv(None, scheduler_output=scheduled, request_ids=[], num_tokens=0, request_state_indices=None)
-        else:
-            worker.start_load_kv(None)
+        return sampled, self.device.given if self.device is not None and scheduled.total_num_scheduled_tokens else 0
+
+    def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
+        meta, worker = scheduled.kv_connector_metadata, self.worker
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+        sampled, point = self._computed(scheduled)
+        worker.start_load_kv(None)
         worker.finish_forward()
         worker.wait_for_save()
         results = worker.get_transfer_results(scheduled.finished_req_ids)
@@ -234,8 +266,20 @@ class Engine:
             kv_connector_worker_meta=pickle.loads(pickle.dumps(worker.build_connector_worker_meta())),
         )
         worker.clear_connector_metadata()
+        return output, sampled, point
+
+    def _run_v2(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
+        """Source: `GPUModelRunner.execute_model` and `sample_tokens` of the V2 runner."""
+        assert self.active is not None
+        if not scheduled.total_num_scheduled_tokens:
+            sampled, point = self._computed(scheduled)
+            return self.active.no_forward(scheduled).kv_connector_output or KVConnectorOutput(), sampled, point
         names = list(scheduled.num_scheduled_tokens)
-        return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [sampled[n] for n in names], kv_connector_output=output)
+        batch = SimpleNamespace(idx_mapping=torch.arange(len(names)), req_ids=names, num_tokens=scheduled.total_num_scheduled_tokens)
+        self.active.pre_forward(scheduled, batch, attn_metadata={})
+        sampled, point = self._computed(scheduled)
+        self.active.finish_forward()
+        return self.active.post_forward(scheduled.finished_req_ids), sampled, point
 
     def _forward(self, scheduled: Any) -> dict[str, list[int]]:
         for name in scheduled.finished_req_ids:
@@ -274,15 +318,27 @@ class Engine:
             blocks, offsets, values = self._places(name, group_id, first, computed)
             assert (blocks != 0).all(), f"{name}: attention would read the null block"
             for layer in group.layer_names:
-                rows = self._cells(layer)[blocks, :, offsets, :]
-                wrong = np.flatnonzero((rows != (values ^ _layer(layer))[:, None, None]).any(axis=(1, 2)))
-                assert not len(wrong), f"{name}: wrong KV at token {first + wrong[0]} of {computed}, {layer}, blocks {np.unique(blocks)}"
+                self._give(functools.partial(self._check_layer, f"{name} of {computed}", first, layer, blocks, offsets, values))
+
+    def _check_layer(self, name: str, first: int, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
+        rows = self._cells(layer)[blocks, :, offsets, :]
+        wrong = np.flatnonzero((rows != (values ^ _layer(layer))[:, None, None]).any(axis=(1, 2)))
+        assert not len(wrong), f"{name}: wrong KV at token {first + wrong[0]}, {layer}, blocks {np.unique(blocks)}"
 
     def _write(self, name: str, computed: int, count: int) -> None:
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             blocks, offsets, values = self._places(name, group_id, computed, computed + count)
             for layer in group.layer_names:
-                self._cells(layer)[blocks[: len(values)], :, offsets[: len(values)], :] = (values ^ _layer(layer))[:, None, None]
+                self._give(functools.partial(self._write_layer, layer, blocks[: len(values)], offsets[: len(values)], values))
+
+    def _write_layer(self, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
+        self._cells(layer)[blocks, :, offsets, :] = (values ^ _layer(layer))[:, None, None]
+
+    def _give(self, work: Callable[[], None]) -> None:
+        if self.device is None:
+            work()
+        else:
+            self.device.give(work)
 
     def _cells(self, layer: str) -> Any:
         """The layer's memory as it lies now, int16 [blocks, heads, tokens, cell]."""

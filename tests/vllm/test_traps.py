@@ -233,9 +233,9 @@ def test_abort_while_loading_stores_nothing(engine: Any, server: Any, monkeypatc
     while one.requests["a"].status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
         scheduled = one.scheduler.schedule()
         if one.requests["a"].status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
-            one.queue.append((scheduled, one._execute(scheduled)))
+            one.queue.append((scheduled, *one._execute(scheduled)))
             one._collect()
-    one.queue.append((scheduled, one._execute(scheduled)))
+    one.queue.append((scheduled, *one._execute(scheduled)))
     server.blocks.clear()
     one.abort("a")
     one.run()

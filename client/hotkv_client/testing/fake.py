@@ -2,7 +2,8 @@
 
 Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits for `settle`); `fail_loads`,
 `fail_stores`, `fail_flushes`; `grant_limit` (blocks a lease pins at most); `ack_cancels` (False: a cancel changes nothing until
-`settle`); `wants_token_ids`. `settle()` answers what is held; an answer held when the server dies becomes SessionLostError.
+`settle`); `wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has passed; those whose mark has not are held).
+`settle()` answers what is held and lies behind no mark that has not passed; an answer held when the server dies becomes SessionLostError.
 """
 
 import os
@@ -16,8 +17,10 @@ from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.groups import GroupSpec
 from hotkv.keys import Representation
 from hotkv.layout import Layout
+from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import (
+    After,
     BlockResult,
     BlockRun,
     GroupHashes,
@@ -61,14 +64,19 @@ class FakeServer:
         self.hot_sets: dict[tuple[bytes, int, tuple[bytes, ...]], tuple[LayerHotSet, ...]] = {}
         self.retentions: list[tuple[Retention, Sequence[BlockRun]]] = []
         self.held: list[tuple[str, str, Future[Any], Callable[[], Any]]] = []
+        self.afters: dict[str, After] = {}
+        self.order_kind = OrderKind.HOST
+        self.has_passed: Callable[[After], bool] = lambda after: True
         self.sessions: list[FakeSession] = []
         self.cancelled: list[str] = []
         self.ack_cancels = True
         self.wants_token_ids = False
         self.why_absent = "start"
 
-    def open(self, config: SessionConfig, layout: Layout | None = None, fds: dict[str, int] | None = None) -> "FakeSession":
-        session = FakeSession(self, config, layout, fds or {})
+    def open(
+        self, config: SessionConfig, layout: Layout | None = None, fds: dict[str, int] | None = None, order: DeviceOrder = NO_ORDER
+    ) -> "FakeSession":
+        session = FakeSession(self, config, layout, fds or {}, order)
         self.sessions.append(session)
         session.start()
         return session
@@ -81,11 +89,15 @@ class FakeServer:
 
     def settle(self, kind: str = "") -> int:
         """Answers held calls (of one kind); returns how many."""
-        now = [entry for entry in self.held if not kind or entry[0] == kind]
+        now = [entry for entry in self.held if (not kind or entry[0] == kind) and not self._is_early(entry[1])]
         self.held = [entry for entry in self.held if entry not in now]
         for _, name, future, act in now:
             _resolve(future, act, name in self.cancelled)
         return len(now)
+
+    def _is_early(self, name: str) -> bool:
+        after = self.afters.get(name)
+        return after is not None and name not in self.cancelled and not self.has_passed(after)
 
     def die(self, *, empty: bool = True) -> None:
         self.up = False
@@ -117,8 +129,11 @@ def _resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> No
 class FakeSession:
     """Stands for `hotkv_client.Session`."""
 
-    def __init__(self, server: FakeServer, config: SessionConfig, layout: Layout | None, fds: dict[str, int]) -> None:
-        self.server, self.config, self.layout = server, config, layout
+    def __init__(
+        self, server: FakeServer, config: SessionConfig, layout: Layout | None, fds: dict[str, int], order: DeviceOrder = NO_ORDER
+    ) -> None:
+        self.server, self.config, self.layout, self.order = server, config, layout, order
+        self.order_message = ""
         self.space = config.key_space.fingerprint
         self.closed = False
         self.maps = {name: np.memmap(os.fdopen(os.dup(fd), "r+b"), np.uint8, "r+") for name, fd in fds.items()}
@@ -134,6 +149,10 @@ class FakeSession:
     @property
     def wants_token_ids(self) -> bool:
         return self.server.wants_token_ids
+
+    @property
+    def order_kind(self) -> OrderKind:
+        return self.server.order_kind
 
     def start(self) -> None:
         self.tell(LinkState.CONNECTED if self.server.up else LinkState.ABSENT, self.server.why_absent)
@@ -178,7 +197,7 @@ class FakeSession:
         self.server.released.append(lease_id)
         self.server.leases.pop(lease_id, None)
 
-    def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float) -> Future[Any]:
+    def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None) -> Future[Any]:
         leased = dict(self.server.leases.get(lease_id, []))
 
         def act() -> Any:
@@ -193,7 +212,7 @@ class FakeSession:
                     num_bytes += self._copy(run.group_index, block, data[self._shard()])
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes)
 
-        return self._call("load", transfer_id, runs, act)
+        return self._call("load", transfer_id, runs, act, after)
 
     def report_requests(self, reports: Sequence[RequestReport]) -> None:
         self.server.calls.append(("report_requests", list(reports)))
@@ -249,7 +268,13 @@ class FakeSession:
         return self._call("flush", "", None, act)
 
     def store(
-        self, transfer_id: str, lease_id: str, runs: Sequence[BlockRun], timeout_s: float, retention: Retention = NO_RETENTION
+        self,
+        transfer_id: str,
+        lease_id: str,
+        runs: Sequence[BlockRun],
+        timeout_s: float,
+        retention: Retention = NO_RETENTION,
+        after: After | None = None,
     ) -> Future[Any]:
         self.server.retentions.append((retention, runs))
         flushes = self.server.flushes
@@ -275,7 +300,7 @@ class FakeSession:
                 results[at] = np.array(row, np.uint8)
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes, tuple(results))
 
-        return self._call("store", transfer_id, runs, act)
+        return self._call("store", transfer_id, runs, act, after)
 
     def cancel(self, transfer_id: str) -> None:
         self.server.calls.append(("cancel", transfer_id))
@@ -288,12 +313,14 @@ class FakeSession:
     def close(self) -> None:
         self.closed = True
 
-    def _call(self, kind: str, name: str, what: Any, act: Callable[[], Any]) -> Future[Any]:
+    def _call(self, kind: str, name: str, what: Any, act: Callable[[], Any], after: After | None = None) -> Future[Any]:
         self.server.calls.append((kind, what))
         future: Future[Any] = Future()
-        if not self.connected:
+        if after is not None:
+            self.server.afters[name] = after
+        if not self.connected or (after is not None and after.kind is not self.order_kind):
             future.set_exception(SessionLostError("no server"))
-        elif kind in self.server.hold:
+        elif kind in self.server.hold or (after is not None and not self.server.has_passed(after)):
             self.server.held.append((kind, name, future, act))
         else:
             _resolve(future, act, False)

@@ -15,7 +15,7 @@ from hotkv.layout import MemoryHandle, PageTensor
 from hotkv.sparse.centre import Centres
 from hotkv.sparse.formats import version
 from hotkv_vllm.compat import CacheGroup, Unsupported
-from hotkv_vllm.layout import ExportedMemory
+from hotkv_vllm.exported import ExportedMemory
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.worker import SparseLayer
 

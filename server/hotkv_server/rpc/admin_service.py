@@ -12,6 +12,7 @@ from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc
 from hotkv_server.rpc import convert, sparse_convert
+from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
 from hotkv_server.rpc.streams import stream
@@ -43,6 +44,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             uptime_s=time.monotonic() - node.started_s,
             state="; ".join(node.health.problems(time.monotonic())) or ("draining" if node.core.draining else "ready"),
             counters=[admin_pb2.Counter(name=name, value=value) for name, value in {**counters(node), **gauges(node)}.items()],
+            devices=device_report(node.devices),
         )
 
     async def ListTiers(self, request: admin_pb2.ListTiersRequest, context: Any) -> admin_pb2.ListTiersResponse:
@@ -105,6 +107,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     loaded_byte_count=s.loaded_bytes,
                     stored_byte_count=s.stored_bytes,
                     client_name=s.client_name,
+                    device_allocation_count=len(s.memory.allocations) if s.memory else 0,
+                    device_order=s.memory.order.kind.name.lower() if s.memory else "",
                 )
                 for s in sorted(self._node.sessions.values(), key=lambda s: s.record.number)
             ]

@@ -82,7 +82,7 @@ def load(node: Node, session: LiveSession, request: cache_pb2.LoadRequest) -> "a
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
     transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
     try:
-        return node.load(session, transfer_id, lease_id, positions, block_ids, timeout_s)
+        return node.load(session, transfer_id, lease_id, positions, block_ids, timeout_s, convert.device_mark(request))
     except HotKVError as error:
         raise _of_lease(node, session, lease_id, error) from None
 
@@ -102,6 +102,7 @@ def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> 
         convert.retention("retention", request.retention),
         request.fence_index,
         [convert.run_content(run, session.key_space) for run in request.runs],
+        convert.device_mark(request),
     )
 
 

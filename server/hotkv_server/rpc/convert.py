@@ -9,6 +9,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv.order import MAX_MARKS, DeviceMark, DeviceOrder, OrderKind
 from hotkv.retention import Retention
 from hotkv.table import Words, hash_words
 from hotkv.v1 import admin_pb2, cache_pb2, events_pb2, layout_pb2, session_pb2
@@ -153,6 +154,30 @@ def layout(message: layout_pb2.Layout) -> Layout:
         for t in message.tensors
     )
     return Layout(message.shard_index, message.block_count, tuple(handles), tensors, name("layout.name", message.name))
+
+
+def device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
+    """The order as it came; registering the memory checks it against its layout."""
+    if len(message.event_handles) > MAX_MARKS:
+        raise HotKVError(
+            Reason.TOO_LARGE, f"order.event_handles has {len(message.event_handles)} entries; at most {MAX_MARKS} are accepted"
+        )
+    return DeviceOrder(
+        message.device_uuid,
+        tuple(message.event_handles),
+        identifier("order.flags_handle_id", message.flags_handle_id),
+        message.flag_count,
+    )
+
+
+def device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> DeviceMark | None:
+    """The mark after which a transfer may begin; None for at once. Whether the session has such a mark is told when it begins."""
+    return DeviceMark(request.after.index, request.after.value) if request.HasField("after") else None
+
+
+def memory_registered(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
+    """What was taken of a device order."""
+    return session_pb2.MemoryRegistered(order=layout_pb2.DeviceOrderKind.ValueType(int(kind)), message=message)
 
 
 def hashes(field: str, packed: bytes, hash_bytes: int) -> Words:

@@ -236,8 +236,9 @@ class _Stream:
             case "ping":
                 return session_pb2.ConnectResponse(pong=session_pb2.Pong())
             case "register_memory":
-                await node.register_memory(session, convert.layout(request.register_memory.layout))
-                return session_pb2.ConnectResponse(memory_registered=session_pb2.MemoryRegistered())
+                memory = request.register_memory
+                taken = await node.register_memory(session, convert.layout(memory.layout), convert.device_order(memory.order))
+                return session_pb2.ConnectResponse(memory_registered=convert.memory_registered(*taken))
             case "malformed":
                 raise request.error
             case "open_session":

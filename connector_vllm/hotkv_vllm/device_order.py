@@ -1,0 +1,226 @@
+"""Marks in the queue of the engine's device, behind which transfers wait (`hotkv.order`).
+
+What is always true: a mark lies on the stream that is current in the hook, so it comes after all that vLLM gave the device before,
+whether that wrote the blocks or still reads them; an interprocess event is recorded again only when every transfer that names it has ended;
+a word only counts up, and belongs to one stream. In a step nothing here waits for the device. Where nothing can be offered, where the
+server takes nothing, and where all events are in use, a mark serves this process alone: the worker sends the transfer when it has passed.
+
+Words are written by a kernel of torch's (`fill_`), not by cuStreamWriteValue32. Both come after everything before them on the stream, and
+the server asks for the word before it copies; the kernel needs no binding to the driver that nobody could test here, and its few
+microseconds are spent on the device.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from hotkv.layout import MemoryHandle
+from hotkv.order import NO_ORDER, DeviceMark, OrderKind
+from hotkv_client.types import After
+from hotkv_vllm import link
+from hotkv_vllm.exported import ExportedMemory, Unsupported, cuda_device_uuid, cuda_handle
+
+logger = link.logger
+
+NUM_EVENTS = 64
+"""Marks in use at a time: two a step at most, and only in steps that load or store."""
+NUM_WORDS = 4
+"""Streams on which hooks may run; there is one in vLLM 0.32."""
+WORDS_HANDLE = "hotkv-order"
+
+
+class Event(Protocol):
+    """A point on a stream; `torch.cuda.Event`."""
+
+    def query(self) -> bool: ...
+    def ipc_handle(self) -> bytes: ...
+
+
+class Words(Protocol):
+    """uint32 words that the device writes and the server reads, zero at first."""
+
+    @property
+    def handle(self) -> MemoryHandle: ...
+    @property
+    def fds(self) -> Mapping[str, int]: ...
+    def write(self, index: int, value: int) -> None:
+        """Puts the write at the end of the current stream."""
+
+
+class Device(Protocol):
+    """What is asked of the engine's device."""
+
+    @property
+    def uuid(self) -> bytes: ...
+    @property
+    def stream(self) -> int:
+        """Number of the current stream."""
+
+    def new_event(self, *, interprocess: bool) -> Event: ...
+    def record(self, event: Event) -> None:
+        """Puts the event at the end of the current stream."""
+
+    def new_words(self, count: int) -> Words: ...
+
+
+@dataclass(slots=True, eq=False)
+class Mark:
+    """A point in the device's queue. `after`: what tells the server; None where only this process can know. `uses`: transfers behind it.
+
+    Without an event everything queued is done already.
+    """
+
+    event: Event | None = None
+    after: After | None = None
+    uses: int = 1
+    has_passed: bool = False
+
+    def passed(self) -> bool:
+        """Whether the device has come to it; does not wait."""
+        if not self.has_passed:
+            self.has_passed = self.event is None or self.event.query()
+        return self.has_passed
+
+    def lets_send(self) -> bool:
+        """Whether a transfer behind it may be sent."""
+        return self.after is not None or self.passed()
+
+
+class Marks:
+    """Makes marks and takes them back. `order`: what the server is offered. On a CPU (`device` None) all marks have passed."""
+
+    def __init__(self, device: Device | None = None, wanted: str = "auto") -> None:
+        """`wanted`: `auto`, `events`, `flags` or `host`. Never raises: what the device can't do is not offered, and the log says why."""
+        self.order = NO_ORDER
+        self._device = device
+        self._ring: list[Event] = []
+        self._words: Words | None = None
+        self._values: dict[int, int] = {}
+        self._streams: dict[int, int] = {}
+        self._spare: list[Event] = []
+        if device is not None and wanted in ("auto", "events"):
+            self._offer_events(device)
+        if device is not None and wanted in ("auto", "flags"):
+            self._offer_words(device)
+        self._free = deque(range(len(self._ring)))
+
+    def __repr__(self) -> str:
+        return f"Marks(events {len(self._free)}/{len(self._ring)} free, words {self._values})"
+
+    def _offer_events(self, device: Device) -> None:
+        try:
+            ring = [device.new_event(interprocess=True) for _ in range(NUM_EVENTS)]
+            handles = tuple(bytes(event.ipc_handle()) for event in ring)
+            self.order = replace(self.order, device_uuid=device.uuid, event_handles=handles)
+            self._ring = ring
+        except (RuntimeError, AttributeError, TypeError, OSError) as error:
+            logger.info("hotkv: no interprocess events on this device: %s", error)
+
+    def _offer_words(self, device: Device) -> None:
+        try:
+            self._words = device.new_words(NUM_WORDS)
+            self.order = replace(self.order, device_uuid=device.uuid, flags_handle_id=self._words.handle.handle_id, num_flags=NUM_WORDS)
+        except (Unsupported, RuntimeError, AttributeError, TypeError, OSError) as error:
+            logger.info("hotkv: no words on this device that the server could read: %s", error)
+
+    def beside(self, memory: ExportedMemory) -> ExportedMemory:
+        """The memory with that of the words, which the server must know too."""
+        if self._words is None:
+            return memory
+        layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))
+        return ExportedMemory(layout, {**memory.fds, **self._words.fds})
+
+    def make(self, kind: OrderKind) -> Mark:
+        """A mark at the end of the current stream, as the session's `kind` says where that can be. It has one use: that of the caller."""
+        if self._device is None:
+            return Mark()
+        if kind is OrderKind.EVENTS and self._free:
+            index = self._free[0]
+            self._device.record(self._ring[index])
+            self._free.popleft()
+            return Mark(self._ring[index], After(kind, DeviceMark(index)))
+        after = self._word(self._device) if kind is OrderKind.FLAGS else None
+        event = self._spare.pop() if self._spare else self._device.new_event(interprocess=False)
+        self._device.record(event)
+        return Mark(event, after)
+
+    def _word(self, device: Device) -> After | None:
+        index = self._streams.setdefault(device.stream, len(self._streams))
+        if self._words is None or index >= NUM_WORDS:
+            return None
+        value = self._values[index] = (self._values.get(index, 0) + 1) % (1 << 32)
+        self._words.write(index, value)
+        return After(OrderKind.FLAGS, DeviceMark(index, value))
+
+    def use(self, mark: Mark) -> Mark:
+        """One more transfer waits behind it."""
+        mark.uses += 1
+        return mark
+
+    def done(self, mark: Mark) -> None:
+        """A use has ended. After the last the event may be recorded again."""
+        mark.uses -= 1
+        if mark.uses or mark.event is None:
+            return
+        if mark.after is not None and mark.after.kind is OrderKind.EVENTS:
+            self._free.append(mark.after.mark.index)
+        else:
+            self._spare.append(mark.event)
+
+
+class CudaDevice:
+    """A device of torch's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.uuid = cuda_device_uuid(device)
+
+    @property
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def new_event(self, *, interprocess: bool) -> Event:
+        event = torch.cuda.Event(interprocess=interprocess)
+        # It belongs to a device, and can be exported, once it is recorded.
+        self.record(event)
+        return event
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        event.record(torch.cuda.current_stream(self._device))
+
+    def new_words(self, count: int) -> "CudaWords":
+        return CudaWords(self._device, count)
+
+
+@dataclass(slots=True, init=False)
+class CudaWords:
+    """Words in device memory, in an allocation of torch's. Raises Unsupported where it can't be shared."""
+
+    handle: MemoryHandle
+    fds: Mapping[str, int] = field(default_factory=dict)
+    _cells: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        words = torch.zeros(count, dtype=torch.int32, device=device)
+        # The server may read them as soon as it knows of them.
+        torch.cuda.synchronize(device)
+        self.handle = cuda_handle(WORDS_HANDLE, words.untyped_storage())
+        self.fds = {}
+        self._cells = tuple(words[index] for index in range(count))
+
+    def write(self, index: int, value: int) -> None:
+        self._cells[index].fill_(value - (1 << 32) if value >= 1 << 31 else value)
+
+
+def marks_for(device: torch.device, wanted: str) -> Marks:
+    """Marks of the device that holds the engine's KV cache."""
+    if device.type != "cuda":
+        return Marks()
+    try:
+        return Marks(CudaDevice(device), wanted)
+    except (RuntimeError, AttributeError) as error:
+        raise Unsupported(f"this torch does not tell enough of {device}: {error}") from error

@@ -1,0 +1,44 @@
+"""What operators are shown of devices: what they have copied, how fast each way of copying was measured to be, and what is wrong."""
+
+from hotkv.v1 import admin_pb2
+from hotkv_server.dataplane.cuda.values import CudaCopyFigures
+from hotkv_server.device.runtime import DeviceInfo
+from hotkv_server.runtime.devices import Devices, uuid_text
+
+
+def device_report(devices: Devices) -> admin_pb2.DeviceReport:
+    """As it is now."""
+    pinner = devices.pinner
+    return admin_pb2.DeviceReport(
+        devices=[_device(devices, info, figures) for info, figures in devices.figures()],
+        why_none=devices.why_none,
+        registered_byte_count=devices.pinned_bytes,
+        registering_s=pinner.took_s if pinner is not None else 0.0,
+        registering_error=pinner.error if pinner is not None else "",
+        open_allocation_count=devices.num_open,
+    )
+
+
+def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> admin_pb2.Device:
+    calibration = devices.engines[info.number].calibration
+    return admin_pb2.Device(
+        number=info.number,
+        uuid=uuid_text(info.uuid),
+        name=info.name,
+        pci_bus_id=info.pci_bus_id,
+        numa_node=info.numa_node,
+        problem=figures.problem,
+        copies=[
+            admin_pb2.DeviceCopies(
+                direction=moved.direction.value, method=moved.method, byte_count=moved.num_bytes, piece_count=moved.num_pieces
+            )
+            for moved in figures.moved
+        ],
+        queued_piece_count=figures.num_queued,
+        flying_piece_count=figures.num_in_flight,
+        failed_job_count=figures.num_failed,
+        speeds=[
+            admin_pb2.CopySpeed(direction=direction.value, method=method.value, page_byte_count=page_bytes, gb_per_s=speed)
+            for (direction, method, page_bytes), speed in (calibration.speeds.items() if calibration is not None else ())
+        ],
+    )

@@ -1,0 +1,186 @@
+"""Device orders and marks on the wire: what goes in comes out, and what is odd is refused by name."""
+
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from demo.processes import Server
+from hotkv.errors import HotKVError, Reason
+from hotkv.layout import MemoryHandle
+from hotkv.order import EVENT_HANDLE_BYTES, MAX_MARKS, NO_ORDER, DeviceMark, DeviceOrder, OrderKind
+from hotkv.v1 import cache_pb2, layout_pb2
+from hotkv_client import After, BlockResult, BlockRun, EngineMemory, GroupHashes, LoadRun, Session, SessionLostError, _wire
+from hotkv_client import OrderKind as ClientOrderKind
+from hotkv_client.testing import PagedEngine
+from hotkv_client.types import TransferStatus
+from hotkv_server.rpc import convert
+
+Make = Callable[..., PagedEngine]
+EVENTS = DeviceOrder(bytes(16), (bytes(64), b"x" * 64))
+WORDS = DeviceOrder(flags_handle_id="words", num_flags=4)
+
+
+@given(
+    st.builds(
+        DeviceOrder,
+        st.binary(max_size=20),
+        st.lists(st.binary(max_size=70), max_size=4).map(tuple),
+        st.text(max_size=20),
+        st.integers(-(1 << 31), (1 << 31) - 1),
+    )
+)
+def test_an_order_comes_out_as_it_went_in(order: DeviceOrder) -> None:
+    engine = PagedEngine("unix:/nowhere")
+    request = _wire.register_memory(engine.layout, order)
+    assert convert.device_order(type(request).FromString(request.SerializeToString()).register_memory.order) == order
+
+
+@given(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-(1 << 63), (1 << 63) - 1))
+def test_a_mark_comes_out_as_it_went_in(index: int, value: int) -> None:
+    after = After(OrderKind.FLAGS, DeviceMark(index, value))
+    assert convert.device_mark(_wire.load("t", "l", [], 1.0, after).load) == after.mark
+    assert convert.device_mark(cache_pb2.StoreRequest(after=layout_pb2.DeviceMark())) == DeviceMark(0, 0)
+    assert convert.device_mark(cache_pb2.StoreRequest()) is None
+
+
+def test_kinds_have_the_numbers_of_the_wire() -> None:
+    wire = {name.removeprefix("DEVICE_ORDER_KIND_"): number for name, number in layout_pb2.DeviceOrderKind.items() if number}
+    assert {kind.name: int(kind) for kind in OrderKind} == wire and ClientOrderKind is OrderKind
+
+
+def registered(engine: PagedEngine, order: DeviceOrder, *handles: MemoryHandle, fds: dict[str, int] | None = None) -> Session:
+    """A connected session over the engine's memory with this order."""
+    layout = replace(engine.layout, handles=(*engine.layout.handles, *handles))
+    config = replace(engine.session.config, engine_id=os.urandom(8).hex(), on_state=lambda state, why: said.append(why))
+    said: list[str] = []
+    session = Session(config, EngineMemory(layout, {"kv": engine.fd, **(fds or {})}, order))
+    session.start()
+    for _ in range(200):
+        if session.wait_connected(0.1):
+            return session
+        if said:
+            session.close()
+            raise AssertionError(said[0])
+    raise AssertionError("no answer")
+
+
+@pytest.mark.parametrize(
+    ("order", "field"),
+    [
+        (replace(EVENTS, device_uuid=b"short"), "order.device_uuid"),
+        (replace(EVENTS, device_uuid=b""), "order.device_uuid"),
+        (replace(EVENTS, event_handles=(b"x" * (EVENT_HANDLE_BYTES - 1),)), "order.event_handles[0]"),
+        (replace(EVENTS, event_handles=(bytes(64),) * (MAX_MARKS + 1)), "order.event_handles"),
+        (DeviceOrder(num_flags=3), "order.flag_count"),
+        (replace(WORDS, num_flags=0), "order.flag_count"),
+        (replace(WORDS, num_flags=-1), "order.flag_count"),
+        (replace(WORDS, num_flags=MAX_MARKS + 1), "order.flag_count"),
+        (replace(WORDS, flags_handle_id="nothing"), "order.flags_handle_id"),
+        (replace(WORDS, flags_handle_id="x" * 300), "order.flags_handle_id"),
+        (replace(WORDS, num_flags=17), "order.flags_handle_id"),
+    ],
+)
+def test_odd_orders_are_refused_by_name(server: Server, engine: Make, order: DeviceOrder, field: str) -> None:
+    one = engine()
+    fd = os.memfd_create("words")
+    os.truncate(fd, 64)
+    with pytest.raises(AssertionError) as caught:
+        registered(one, order, MemoryHandle("words", 64), fds={"words": fd})
+    assert field in str(caught.value)
+    os.close(fd)
+
+
+@pytest.fixture
+def words_engine(engine: Make) -> Any:
+    """(engine, its session with words, the words)."""
+    one = engine(model=os.urandom(8).hex())
+    fd = os.memfd_create("words")
+    os.truncate(fd, 4096)
+    words = mmap.mmap(fd, 4096)
+    session = registered(one, WORDS, MemoryHandle("words", 64), fds={"words": fd})
+    yield one, session, words
+    session.close()
+    os.close(fd)
+
+
+def blocks(count: int) -> list[bytes]:
+    return [os.urandom(32) for _ in range(count)]
+
+
+def ids(count: int, first: int = 0) -> Any:
+    return np.arange(first, first + count, dtype=np.int32)
+
+
+def after(index: int, value: int, kind: OrderKind = OrderKind.FLAGS) -> After:
+    return After(kind, DeviceMark(index, value))
+
+
+@pytest.mark.parametrize(("index", "value"), [(4, 1), (-1, 1), (0, -1), (0, 1 << 32), (1 << 30, 0)])
+def test_odd_marks_are_refused_by_name(words_engine: Any, index: int, value: int) -> None:
+    _, session, _ = words_engine
+    for future in (
+        session.store("s", "s", [BlockRun(0, blocks(1), ids(1))], 5, after=after(index, value)),
+        session.load("l", "l", [LoadRun(0, ids(1), ids(1))], 5, after(index, value)),
+    ):
+        with pytest.raises(HotKVError) as caught:
+            future.result(10)
+        assert caught.value.reason is Reason.INVALID_FIELD and "after." in caught.value.message
+
+
+def test_transfers_wait_for_their_word(words_engine: Any) -> None:
+    one, session, words = words_engine
+    assert session.order_kind is OrderKind.FLAGS and session.order_message == ""
+    one.kv[:, :2] = 1
+    names = blocks(2)
+    store = session.store("s", "s", [BlockRun(0, names, ids(2))], 20, after=after(1, 7))
+    assert not session.lookup([GroupHashes(0, names)]).result(10)[0].any()
+    one.kv[:, :2] = 2
+    words[4:8] = struct.pack("<I", 7)
+    assert store.result(20).status is TransferStatus.DONE
+    session.acquire("l", [GroupHashes(0, names)]).result(10)
+    load = session.load("l", "l", [LoadRun(0, ids(2), ids(2, 9))], 20, after(1, 8))
+    session.ping(10)
+    assert (one.kv[:, 9:11] != 2).all()
+    words[4:8] = struct.pack("<I", 9)
+    assert load.result(20).status is TransferStatus.DONE and (one.kv[:, 9:11] == 2).all()
+
+
+def test_a_store_behind_a_word_can_be_revoked(words_engine: Any) -> None:
+    _, session, words = words_engine
+    names = blocks(1)
+    store = session.store("s", "s", [BlockRun(0, names, ids(1))], 20, after=after(0, 1))
+    session.cancel("s")
+    assert store.result(0).status is TransferStatus.CANCELLED
+    words[0:4] = struct.pack("<I", 1)
+    session.ping(10)
+    again = session.store("t", "t", [BlockRun(0, names, ids(1))], 20, after=after(0, 1)).result(20)
+    assert again.status is TransferStatus.DONE and again.results[0].tolist() == [BlockResult.STORED]
+
+
+def test_a_cancelled_load_behind_a_word_ends(words_engine: Any) -> None:
+    _, session, _words = words_engine
+    names = blocks(1)
+    session.store("s", "s", [BlockRun(0, names, ids(1))], 20).result(20)
+    session.acquire("l", [GroupHashes(0, names)]).result(10)
+    load = session.load("l", "l", [LoadRun(0, ids(1), ids(1, 5))], 20, after(2, 1))
+    session.cancel("l")
+    assert load.result(20).status is TransferStatus.CANCELLED
+
+
+def test_a_mark_of_another_kind_is_not_sent(words_engine: Any, engine: Make) -> None:
+    _, session, _ = words_engine
+    for kind in (OrderKind.EVENTS, OrderKind.HOST):
+        with pytest.raises(SessionLostError):
+            session.store("s", "s", [BlockRun(0, blocks(1), ids(1))], 5, after=after(0, 0, kind)).result(10)
+    plain = engine().session
+    assert plain.order_kind is OrderKind.HOST and DeviceOrder() == NO_ORDER
+    with pytest.raises(SessionLostError):
+        plain.load("l", "l", [LoadRun(0, ids(1), ids(1))], 5, after(0, 0)).result(10)

@@ -1,0 +1,256 @@
+"""Transfers behind marks in the device's queue, with a device that works when told: whatever it does late, no KV is wrong."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from hotkv.order import NO_ORDER, OrderKind
+from hotkv_vllm import device_order
+from hotkv_vllm.metadata import HotKVMetadata
+from tests.vllm.device import ToldDevice
+from tests.vllm.harness import full_model, hybrid_model, prompt
+
+PROMPT = prompt(1, 200)
+KINDS = (OrderKind.EVENTS, OrderKind.FLAGS, OrderKind.HOST)
+
+
+@pytest.fixture
+def device(server: Any) -> ToldDevice:
+    """A device whose marks the cache's double sees; no event is recorded while a transfer that was sent waits for it."""
+    device = ToldDevice()
+
+    def on_record(event: Any) -> None:
+        names = {name for _, name, _, _ in server.held if name in server.afters}
+        in_use = {server.afters[name].mark.index for name in names if server.afters[name].kind is OrderKind.EVENTS}
+        assert event.number not in in_use, f"event {event.number} is recorded again while {names} wait"
+
+    device.on_record = on_record
+    server.has_passed = device.has_passed
+    return device
+
+
+def worker_of(engine: Any) -> Any:
+    return engine.worker._worker
+
+
+def finish(engine: Any, server: Any, device: ToldDevice) -> None:
+    """Steps until nothing is left, with a device and a server that do their work."""
+    server.hold = set()
+    for _ in range(2000):
+        if not engine.scheduler.has_requests() and not engine.queue:
+            break
+        engine.step()
+        device.run()
+        server.settle()
+    engine.add("last words", prompt(99, 4), 3)
+    while engine.scheduler.has_requests() or engine.queue:
+        engine.step()
+        device.run()
+        server.settle()
+
+
+def assert_nothing_is_kept(engine: Any, device: ToldDevice) -> None:
+    worker = worker_of(engine)
+    assert not worker._loads and not worker._stores
+    assert len(worker._marks._free) == len(worker._marks._ring), worker._marks
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_store_is_sent_at_once_and_read_when_the_device_is_there(engine: Any, server: Any, device: ToldDevice, kind: OrderKind) -> None:
+    server.order_kind = kind
+    one = engine(device=device)
+    one.add("a", PROMPT, 1)
+    one.queue.append((scheduled := one.scheduler.schedule(), *one._execute(scheduled)))
+    assert server.count("store") == (kind is not OrderKind.HOST) and not server.blocks
+    server.settle()
+    assert not server.blocks
+    device.run()
+    one._collect()
+    server.settle()
+    finish(one, server, device)
+    assert len(server.blocks) == 6
+    assert engine().generate("c", PROMPT, 1)[1] == 192
+    assert_nothing_is_kept(one, device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "num_events", "pipelined"),
+    [
+        (OrderKind.EVENTS, full_model, 64, True),
+        (OrderKind.EVENTS, full_model, 2, True),
+        (OrderKind.EVENTS, hybrid_model, 2, False),
+        (OrderKind.FLAGS, full_model, 64, True),
+        (OrderKind.FLAGS, hybrid_model, 64, True),
+        (OrderKind.HOST, full_model, 64, True),
+        (OrderKind.HOST, hybrid_model, 64, False),
+    ],
+)
+def test_random_lag(
+    engine: Any,
+    server: Any,
+    device: ToldDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: OrderKind,
+    model: Any,
+    num_events: int,
+    pipelined: bool,
+) -> None:
+    """Little memory, so that blocks change hands while they are stored; the device, the server and the kind of marks change at random."""
+    monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
+    chance = random.Random(f"{kind}{model}{num_events}{pipelined}")
+    prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
+    server.order_kind, server.hold = kind, {"load", "store"}
+    num_blocks = 22 if model is full_model else 44
+    one = engine(device=device, pipelined=pipelined, v2=True, blocks=num_blocks, specs=model(), max_tokens_per_step=128)
+    for number in range(60):
+        one.add(f"r{number}", chance.choice(prompts), chance.choice((1, 3, 20)))
+        while len(one.scheduler.requests) > chance.choice((0, 1, 3)):
+            one.step()
+            device.run(chance.choice((0, 0, 3, 10, 1000)))
+            if chance.random() < 0.2:
+                server.settle(chance.choice(("", "load", "store")))
+            if chance.random() < 0.03:
+                server.die(empty=False)
+                server.order_kind = chance.choice(KINDS)
+                server.come_back()
+            if chance.random() < 0.1:
+                one.drop_local_if_idle()
+    finish(one, server, device)
+    assert one.counters["loads"] > 3 and one.counters["stores"] > 8
+    assert_nothing_is_kept(one, device)
+
+
+def test_all_events_in_use_is_no_fault(engine: Any, server: Any, device: ToldDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_order, "NUM_EVENTS", 1)
+    server.order_kind, server.hold = OrderKind.EVENTS, {"store"}
+    one = engine(device=device)
+    one.generate("a", prompt(1, 100), 1)
+    sent = server.count("store")
+    one.generate("b", prompt(2, 100), 1)
+    one.generate("c", prompt(3, 10), 2)
+    assert sent == 1 and server.count("store") == 2 and "s2" not in server.afters
+    assert sum(name in server.afters for _, name, _, _ in server.held) == 1
+    server.settle()
+    one.generate("d", prompt(3, 10), 1)
+    assert_nothing_is_kept(one, device)
+
+
+def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(engine: Any, server: Any, device: ToldDevice) -> None:
+    one = engine(device=device)
+    seen = []
+    for kind in (OrderKind.EVENTS, OrderKind.HOST, OrderKind.FLAGS, OrderKind.EVENTS):
+        server.die(empty=False)
+        server.order_kind = kind
+        server.come_back()
+        server.afters.clear()
+        one.generate(f"{len(seen)}", prompt(10 + len(seen), 100), 2)
+        seen.append({after.kind for after in server.afters.values()})
+    assert seen == [{OrderKind.EVENTS}, set(), {OrderKind.FLAGS}, {OrderKind.EVENTS}]
+    offers = [session.order for session in server.sessions if session.layout is not None]
+    assert all(len(offer.event_handles) == device_order.NUM_EVENTS and offer.num_flags == device_order.NUM_WORDS for offer in offers)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "events", "flags"), [("auto", True, True), ("events", True, False), ("flags", False, True), ("host", False, False)]
+)
+def test_only_what_is_wanted_is_offered(engine: Any, server: Any, device: ToldDevice, wanted: str, events: bool, flags: bool) -> None:
+    one = engine(device=device, extra={"device_order": wanted})
+    offer = next(session.order for session in server.sessions if session.layout is not None)
+    assert (bool(offer.event_handles), bool(offer.num_flags)) == (events, flags)
+    assert (device_order.WORDS_HANDLE in worker_of(one)._memory.fds) == flags
+    assert one.generate("a", PROMPT, 2)[0]
+
+
+def test_a_device_that_can_share_nothing_is_waited_for_by_the_worker(engine: Any, server: Any) -> None:
+    device = ToldDevice(has_events=False, has_words=False)
+    one = engine(device=device)
+    assert worker_of(one)._marks.order == NO_ORDER
+    answer = one.generate("a", PROMPT, 2)[0]
+    assert engine().generate("b", PROMPT, 2) == (answer, 192)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_deadlines_of_loads_run_from_the_mark(engine: Any, server: Any, device: ToldDevice, kind: OrderKind) -> None:
+    """A load behind a long queue of the engine's own is not late; one that the server does not end is."""
+    engine().generate("a", PROMPT, 1)
+    server.order_kind, server.hold = kind, {"load"}
+    one = engine(device=device, extra={"load_timeout_s": 0.03})
+    device.give(lambda: None)
+    one.add("b", PROMPT, 2)
+    until_s = time.monotonic() + 0.12
+    while time.monotonic() < until_s:
+        one.step()
+    assert server.count("cancel") == 0 and worker_of(one)._loads
+    device.run()
+    while worker_of(one)._loads:
+        one.step()
+    finish(one, server, device)
+    assert server.count("cancel") == 1 and one.counters["failed_loads"] == 1
+    assert_nothing_is_kept(one, device)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_step_does_not_wait_for_the_device_to_take_blocks_back(engine: Any, server: Any, device: ToldDevice, kind: OrderKind) -> None:
+    """The store's mark has not passed when its blocks are given to others: it ends at once, and nothing of it is kept."""
+    server.order_kind = kind
+    one = engine(device=device, extra={"flush_timeout_s": 60.0, "store_timeout_s": 60.0})
+    one.add("a", PROMPT, 1)
+    one._execute(one.scheduler.schedule())
+    worker = worker_of(one)
+    (store_id,) = worker._stores
+    began_s = time.monotonic()
+    worker.before_step(HotKVMetadata(flush_stores=(store_id,)))
+    assert time.monotonic() - began_s < 30
+    device.run()
+    server.settle()
+    assert not server.blocks and worker.take_report().stores[store_id].results == [b""]
+    assert_nothing_is_kept(one, device)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_load_that_is_cancelled_while_it_waits_ends(engine: Any, server: Any, device: ToldDevice, kind: OrderKind) -> None:
+    engine().generate("a", PROMPT, 1)
+    server.order_kind = kind
+    one = engine(device=device)
+    device.give(lambda: None)
+    one.add("b", PROMPT, 2)
+    for _ in range(5):
+        one.step()
+    assert worker_of(one)._loads
+    one.abort("b")
+    one.run()
+    loads = server.count("load")
+    finish(one, server, device)
+    assert server.count("load") == loads == (kind is not OrderKind.HOST)
+    assert_nothing_is_kept(one, device)
+
+
+def test_a_word_counts_past_32_bits(engine: Any, server: Any, device: ToldDevice) -> None:
+    server.order_kind = OrderKind.FLAGS
+    one = engine(device=device)
+    device.words.words[0] = (1 << 32) - 2
+    worker_of(one)._marks._values[0] = (1 << 32) - 2
+    for number in range(4):
+        one.generate(f"{number}", prompt(20 + number, 40), 1)
+    finish(one, server, device)
+    assert sorted(after.mark.value for after in server.afters.values()) == [0, 1, 2, (1 << 32) - 1]
+    assert len(server.blocks) == 4
+
+
+def test_dummy_runs_and_graph_capture_reach_no_hook(engine: Any, server: Any, device: ToldDevice) -> None:
+    """Runner V2 switches the connector off meanwhile; a hook that comes without metadata does nothing."""
+    one = engine(device=device, v2=True)
+    one.active.set_disabled(True)
+    one.active.pre_forward(None)
+    one.active.finish_forward()
+    assert one.active.post_forward(set()) is None
+    one.active.reset_capture_state()
+    one.active.set_disabled(False)
+    one.worker.start_load_kv(None)
+    one.worker.wait_for_save()
+    assert not device.given and not one.worker._broken and {kind for kind, _ in server.calls} <= {"probe"}
+    answer = one.generate("a", PROMPT, 2)
+    finish(one, server, device)
+    assert answer[0] and not one.worker._broken

@@ -1,0 +1,122 @@
+"""Transfers behind marks through a real server: words in a file stand for device memory, and a device that works when told writes them."""
+
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from hotkv.order import OrderKind
+from hotkv_vllm.link import open_session
+from tests.vllm.device import ToldDevice
+from tests.vllm.harness import Engine, full_model, hybrid_model, prompt
+from tests.vllm.processes import Daemon
+
+Make = Callable[..., Engine]
+
+
+class RealServer:
+    """What the harness asks of a server."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.open = open_session
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
+    one = Daemon(folder / "run").start()
+    yield one
+    one.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def make(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes engines that share a key space of the test's own; shuts them down."""
+    made: list[Engine] = []
+
+    def start(**settings: Any) -> Engine:
+        extra = {"target": daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
+        server: Any = RealServer(daemon.target)
+        made.append(Engine(server, tmp_path / "model", monkeypatch, extra=extra | settings.pop("extra", {}), **settings))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.worker.shutdown()
+        one.connector.shutdown()
+
+
+def finish(engine: Engine, timeout_s: float = 60.0) -> None:
+    """Steps until nothing is left and nothing is under way; the device does its work."""
+    until_s = time.monotonic() + timeout_s
+    worker = engine.worker._worker
+    number = 0
+    while engine.scheduler.has_requests() or engine.queue or worker._stores or worker._loads:
+        assert time.monotonic() < until_s, worker
+        if not engine.scheduler.has_requests():
+            number += 1
+            engine.add(f"still {number}", prompt(99, 4), 1)
+        engine.step()
+        if engine.device is not None:
+            engine.device.run()
+        time.sleep(0.001)
+
+
+def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
+    """It has no device, so events are no use to it."""
+    one = make(device=ToldDevice())
+    session = one.worker._worker.session
+    assert session.order_kind is OrderKind.FLAGS and "events" in session.order_message
+    assert make(device=ToldDevice(), extra={"device_order": "host"}).worker._worker.session.order_kind is OrderKind.HOST
+    only_events = make(device=ToldDevice(), extra={"device_order": "events"}).worker._worker.session
+    assert only_events.order_kind is OrderKind.HOST and only_events.order_message
+    assert make().worker._worker.session.order_message == ""
+
+
+def test_nothing_is_read_before_the_device_is_there(make: Make) -> None:
+    device = ToldDevice()
+    one = make(device=device)
+    one.add("a", prompt(1, 200), 1)
+    one.queue.append((scheduled := one.scheduler.schedule(), *one._execute(scheduled)))
+    (store,) = one.worker._worker._stores.values()
+    assert store.after.after is not None and not store.after.passed()
+    time.sleep(0.1)
+    assert not store.answer.done()
+    device.run()
+    assert store.answer.result(20).num_bytes
+    finish(one)
+    assert make().generate("b", prompt(1, 200), 1)[1] == 192
+
+
+@pytest.mark.parametrize(
+    ("order", "model", "layout"),
+    [("host", full_model, KVCacheLayout.BLHNC)]
+    + [("flags", model, layout) for model in (full_model, hybrid_model) for layout in KVCacheLayout],
+)
+def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -> None:
+    """Blocks change hands while they are stored and loaded, in every layout; the harness checks each value that attention would read."""
+    chance, device = random.Random(f"{order}{model}{layout.name}"), ToldDevice()
+    settings: dict[str, Any] = {"specs": model(), "layout": layout, "pipelined": True, "v2": True, "max_tokens_per_step": 128}
+    one = make(device=device, blocks=22 if model is full_model else 44, extra={"device_order": order}, **settings)
+    prompts = [prompt(seed, length) for seed in range(5) for length in (40, 150, 230)]
+    for number in range(25):
+        one.add(f"r{number}", chance.choice(prompts), chance.choice((1, 3, 20)))
+        for _ in range(300):
+            if len(one.scheduler.requests) <= chance.choice((0, 1, 3)):
+                break
+            one.step()
+            device.run(chance.choice((0, 3, 10, 1000)))
+    finish(one)
+    one.drop_local()
+    for number, seed in enumerate(range(5)):
+        one.add(f"again {number}", prompt(seed, 150), 2)
+    finish(one)
+    assert one.counters["loads"] and one.counters["stores"] and not {"hook_errors", "failed_loads"} & one.counters.keys()
