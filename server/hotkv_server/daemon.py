@@ -31,6 +31,7 @@ from hotkv_server.access import check_places, make_endpoints, make_gate, tenant_
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig
+from hotkv_server.cuda_start import CudaError, CudaPart, look_in_background, open_part, placer
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.http_endpoint import HttpServer
@@ -94,7 +95,7 @@ def raise_file_limit() -> None:
 
 
 def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
-    """Arena and table; says what the machine does not grant. Raises StartError."""
+    """Arena and table; says what the machine does not grant. Raises StartError, CudaError."""
     arena = settings.arena
     granted = limits.cgroup_bytes()
     if granted < arena.bytes:
@@ -116,6 +117,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
                 secrets.randbits(62) | 1,
                 ARENA_MODE,
                 prefault=arena.prefault,
+                place=placer(arena.numa),
             )
     except BusyError as error:
         raise StartError(f"arena.dir: {error}") from error
@@ -139,10 +141,13 @@ def listen_http(settings: Settings, node: Node) -> HttpServer | None:
         ) from error
 
 
-def watch_all(node: Node, settings: Settings, copies: HostCopyEngine, http: HttpServer | None, publisher: "ZmqPublisher | None") -> None:
+def watch_all(node: Node, settings: Settings, cuda: CudaPart, http: HttpServer | None, publisher: "ZmqPublisher | None") -> None:
     """Names everything that must be alive besides what the node watches itself."""
-    health = node.health
+    health, copies = node.health, node.copy_engine
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
+    health.watch_fault(cuda.fault)
+    if cuda.pinner is not None:
+        health.watch("the thread that pins the arena", cuda.pinner.is_alive)
     for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
         health.watch(f"the socket {path.name}", path.is_socket)
     if http is not None:
@@ -154,9 +159,10 @@ def watch_all(node: Node, settings: Settings, copies: HostCopyEngine, http: Http
 class Herald:
     """Tells gRPC's health service and systemd how the server is."""
 
-    def __init__(self, node: Node, rpc: RpcServer) -> None:
+    def __init__(self, node: Node, rpc: RpcServer, cuda: CudaPart) -> None:
         self._node = node
         self._rpc = rpc
+        self._cuda = cuda
         self._said = ""
 
     async def tell(self) -> None:
@@ -164,7 +170,7 @@ class Herald:
         node, problems = self._node, self._node.health.problems(time.monotonic())
         draining = node.core.draining
         await self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
-        says = "; ".join((*problems, *(["draining"] if draining else []))) or "serving"
+        says = "; ".join(filter(None, (*(problems or ["serving"] * (not draining)), "draining" * draining, self._cuda.progress())))
         if says != self._said:
             self._said = says
             systemd.notify(f"STATUS={says}", *(["STOPPING=1", systemd.extension(node.drain_timeout_s + STOP_S)] if draining else []))
@@ -265,7 +271,12 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     except (UnsafeError, OSError) as error:
         raise StartError(f"refused to start: {error}") from error
     native.load("hotkv.kernels")
-    memory = open_memory(settings, reset=reset)
+    looking = look_in_background(settings.copy_)
+    try:
+        memory = open_memory(settings, reset=reset)
+        cuda = open_part(settings, memory, HostCopyEngine(settings.copy_.num_threads), looking.result())
+    except CudaError as error:
+        raise StartError(str(error)) from error
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_bytes,
@@ -284,8 +295,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     except OSError as error:
         raise StartError(f"arena.dir: {error}") from error
     publisher = make_publisher(settings.events)
-    copy_engine = HostCopyEngine(settings.copy_.num_threads)
-    node = Node(core, memory, copy_engine, publisher, verifier)
+    node = Node(core, memory, cuda.copy_engine, publisher, verifier, cuda.devices)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(node.health.on_loop_error)
     node.start(settings.integrity.scrub_bytes_per_s)
@@ -310,10 +320,11 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         http.port if http else "none", rpc.tcp_port or "none", native.available(), time.monotonic() - started_s,
     )  # fmt: skip
     systemd.notify("READY=1")
-    if settings.arena.prefault:
-        threading.Thread(target=memory.collapse_rest, name="hotkv-huge-pages", daemon=True).start()
-    watch_all(node, settings, copy_engine, http, publisher)
-    herald = Herald(node, rpc)
+    cuda.start()
+    if settings.arena.prefault and cuda.pinner is None:
+        threading.Thread(target=memory.settle, name="hotkv-huge-pages", daemon=True).start()
+    watch_all(node, settings, cuda, http, publisher)
+    herald = Herald(node, rpc, cuda)
     checking = asyncio.create_task(keep_checking(node.health, herald.tell), name="health")
     node.health.watch_task(checking)
     await wait_for_end(node)
@@ -326,7 +337,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     descriptors.close()
     if http is not None:
         http.close()
-    copy_engine.close()
+    cuda.close()
     if publisher is not None:
         publisher.close()
     if settings.arena.keep:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import Reason
+from hotkv_server.runtime.devices import Devices
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.stats import counters, gauges
@@ -32,7 +33,7 @@ class _NodeCollector(Collector):
 
     def collect(self) -> list[Metric]:
         async def read() -> tuple[dict[str, float], dict[str, float], list[Metric]]:
-            labelled = [*_sparse_metrics(self._node.sparse), _refusals(self._node)]
+            labelled = [*_sparse_metrics(self._node.sparse), _refusals(self._node), *_device_metrics(self._node.devices)]
             return counters(self._node), gauges(self._node), labelled
 
         totals, levels, labelled = asyncio.run_coroutine_threadsafe(read(), self._loop).result(ANSWER_TIMEOUT_S)
@@ -55,6 +56,29 @@ def _refusals(node: Node) -> Metric:
     for reason in Reason:
         family.add_metric([reason.name.lower()], float(node.refusals[reason]))
     return family
+
+
+def _device_metrics(devices: Devices) -> list[Metric]:
+    """What copy engines of devices have moved, and what waits."""
+    moved = CounterMetricFamily(
+        "hotkv_device_copied_bytes", "bytes that devices have copied since start", labels=["device", "direction", "method"]
+    )
+    pieces = CounterMetricFamily("hotkv_device_pieces", "pieces of those copies since start", labels=["device", "direction", "method"])
+    failed = CounterMetricFamily("hotkv_device_failed_jobs", "copy jobs of a device that failed, since start", labels=["device"])
+    queued = GaugeMetricFamily("hotkv_device_pieces_queued", "pieces that wait for a device", labels=["device"])
+    flying = GaugeMetricFamily("hotkv_device_pieces_in_flight", "pieces that a device is copying", labels=["device"])
+    usable = GaugeMetricFamily("hotkv_device_usable", "1 while a device copies, 0 once it is lost", labels=["device"])
+    for info, figures in devices.figures():
+        device = str(info.number)
+        for part in figures.moved:
+            labels = [device, part.direction.value, part.method]
+            moved.add_metric(labels, float(part.num_bytes))
+            pieces.add_metric(labels, float(part.num_pieces))
+        failed.add_metric([device], float(figures.num_failed))
+        queued.add_metric([device], float(figures.num_queued))
+        flying.add_metric([device], float(figures.num_in_flight))
+        usable.add_metric([device], float(not figures.problem))
+    return [moved, pieces, failed, queued, flying, usable]
 
 
 def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 MIB = 1 << 20
@@ -30,6 +30,23 @@ class ArenaSettings(BaseModel, extra="forbid"):
     )
     prefault: bool = Field(True, description="Bring all memory in before ready, as huge pages where the kernel gives them.")
     keep: bool = Field(True, description="Leave the arena behind at a clean stop, so that the next server goes on with it.")
+    pin: Literal["auto", "required", "off"] = Field(
+        "auto", description="Pin the arena for GPUs: auto (as far as it is granted; the rest is copied slowly), required, or off."
+    )
+    pin_piece_bytes: Annotated[ByteSize, Field(ge=2 * MIB)] = Field(
+        ByteSize(1 << 30), description="How much is pinned in one call; a multiple of 2MiB."
+    )
+    numa: Annotated[str, Field(pattern=r"^(auto|interleave|none|[0-9]{1,3})$")] = Field(
+        "auto",
+        description="NUMA nodes of the arena: auto (those of the GPUs), interleave (all in turns), none (as it comes), or a node's number.",
+    )
+
+    @field_validator("pin_piece_bytes")
+    @classmethod
+    def _whole_huge_pages(cls, value: ByteSize) -> ByteSize:
+        if value % (2 * MIB):
+            raise ValueError("must be a multiple of 2MiB")
+        return value
 
     @field_validator("slab_bytes")
     @classmethod
@@ -85,6 +102,27 @@ class CopySettings(BaseModel, extra="forbid"):
     """Copies between engines and the arena."""
 
     threads: Annotated[int, Field(ge=0, le=256)] = Field(0, description="Copy threads; 0 for half the processors, 1 to 8.")
+    cuda: Literal["auto", "on", "off"] = Field(
+        "auto", description="Serve engines on GPUs: auto (where there is an NVIDIA device), on (refuse to start where it can't be), or off."
+    )
+    method: Literal["auto", "memcpy", "batch", "kernel", "staged"] = Field(
+        "auto", description="How copies are given to a GPU: auto (what a measurement at start finds best), memcpy, batch, kernel or staged."
+    )
+    piece_bytes: Annotated[ByteSize, Field(ge=MIB)] = Field(
+        ByteSize(32 * MIB), description="Pieces into which copies of GPUs are cut; between them other transfers take their turns."
+    )
+    depth: Annotated[int, Field(ge=1, le=64)] = Field(4, description="Pieces that a GPU has been given at a time, in each direction.")
+    staging_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
+        ByteSize(128 * MIB), description="Memory of each GPU that the server uses for staging; 0 for none."
+    )
+
+    @model_validator(mode="after")
+    def _stages(self) -> "CopySettings":
+        if self.method == "staged" and not self.staging_bytes:
+            raise ValueError("method staged needs staging_bytes")
+        if 0 < self.staging_bytes < 2 * self.depth * 4096:
+            raise ValueError(f"staging_bytes must be 0 or at least {2 * self.depth * 4096} with this depth")
+        return self
 
     @property
     def num_threads(self) -> int:
@@ -237,7 +275,12 @@ class Settings(BaseSettings):
     arena: ArenaSettings = Field(default_factory=lambda: ArenaSettings())  # type: ignore[call-arg]
     integrity: IntegritySettings = Field(default_factory=lambda: IntegritySettings())  # type: ignore[call-arg]
     leases: LeaseSettings = Field(default_factory=lambda: LeaseSettings())  # type: ignore[call-arg]
-    copy_: CopySettings = Field(default_factory=lambda: CopySettings(), alias="copy")  # type: ignore[call-arg]
+    # An alias has no prefix in the environment by itself.
+    copy_: CopySettings = Field(
+        default_factory=lambda: CopySettings(),  # type: ignore[call-arg]
+        validation_alias=AliasChoices("copy", "hotkv_copy"),
+        alias="copy",
+    )
     http: HttpSettings = Field(default_factory=lambda: HttpSettings())  # type: ignore[call-arg]
     events: EventSettings = Field(default_factory=lambda: EventSettings())  # type: ignore[call-arg]
     security: SecuritySettings = Field(default_factory=lambda: SecuritySettings())  # type: ignore[call-arg]

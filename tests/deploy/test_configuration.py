@@ -103,3 +103,13 @@ def test_all_that_is_shown_in_comments_can_be_set(tmp_path: Path) -> None:
     config = tmp_path / "hotkv.toml"
     config.write_text(text)
     assert load_settings(config, [], "test").security.tenants[0].name == tenant["name"]
+
+
+def test_files_environment_and_flags_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "hotkv.toml"
+    config.write_text('[arena]\npin = "off"\nbytes = "32MiB"\n[copy]\ndepth = 9\nthreads = 2\ncuda = "off"\n')
+    for name, value in (("HOTKV_COPY__THREADS", "3"), ("HOTKV_COPY__METHOD", "batch"), ("HOTKV_ARENA__BYTES", "48MiB")):
+        monkeypatch.setenv(name, value)
+    found = load_settings(config, ["--copy.method", "kernel"], "test")
+    assert (found.copy_.depth, found.copy_.threads, found.copy_.cuda, found.copy_.method) == (9, 3, "off", "kernel")
+    assert (found.arena.pin, found.arena.bytes) == ("off", 48 << 20)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind
+from hotkv.order import NO_ORDER
 from hotkv.results import BlockResult, TransferStatus
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
 from hotkv_client import BlockRun, EngineMemory, GroupHashes, LinkState, LoadRun, Role, _wire
@@ -238,7 +239,7 @@ def test_refusals_of_openings(server: Server, stored: tuple[PagedEngine, list[by
 
 
 def change_layout(engine: PagedEngine, change: Callable[[layout_pb2.Layout], Any]) -> session_pb2.ConnectRequest:
-    request = _wire.register_memory(engine.layout)
+    request = _wire.register_memory(engine.layout, NO_ORDER)
     change(request.register_memory.layout)
     return request
 
@@ -290,7 +291,7 @@ def test_memory_whose_descriptor_never_came_is_refused(server: Server) -> None:
 
 def test_memory_is_registered_once(engine: Make) -> None:
     one = engine()
-    assert refused(one.session._call(lambda: _wire.register_memory(one.layout))).reason is Reason.DUPLICATE_ID
+    assert refused(one.session._call(lambda: _wire.register_memory(one.layout, NO_ORDER))).reason is Reason.DUPLICATE_ID
     assert one.session.store("s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, INT32))], 5).result(5).results[0][0] == 1
 
 

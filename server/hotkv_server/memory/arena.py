@@ -10,6 +10,7 @@ import fcntl
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,8 @@ from hotkv_server.memory.mapping import COLLAPSE_BYTES, HUGE_PAGE_BYTES, FileMap
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
 ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = "arena", "table", "table.new", "state.json", "use", "lock"
+CALIBRATION_FILES = "calibration-*.json"
+"""How fast devices copy, one file a device: no part of the cache, kept until the directory goes."""
 FILES: Final = (STATE_FILE, USE_FILE, TABLE_FILE, NEW_TABLE_FILE, ARENA_FILE)
 """In the order in which they go: without the state nothing of the rest counts."""
 HUGE_PAGE_BUDGET_S = 0.5
@@ -63,9 +66,12 @@ class NodeMemory:
 
     @staticmethod
     def open(
-        directory: Path, arena_bytes: int, slab_bytes: int, capacity: int, fresh_epoch: int, mode: int = 0o640, *, prefault: bool = True
-    ) -> "NodeMemory":
+        directory: Path, arena_bytes: int, slab_bytes: int, capacity: int, fresh_epoch: int, mode: int = 0o640, *, prefault: bool = True,
+        place: Callable[[int, int], None] | None = None,
+    ) -> "NodeMemory":  # fmt: skip
         """Goes on with what is in the directory where that fits, else makes all files anew, under `fresh_epoch`; prefaults them.
+
+        `place(address, num_bytes)`: says where the arena's memory is to come from, before any of it is brought in.
 
         Raises BusyError, or OSError that names what to do where memory is short. What can't be read only for now (no permission, too
         many files are open) raises OSError too: then the cache is left as it is.
@@ -103,6 +109,8 @@ class NodeMemory:
         table = BlockTable(view, geometry)
         memory = NodeMemory(directory, slab_bytes, arena, table_file, table, leftover, why_empty, lock_fd, old_table)
         try:
+            if place is not None:
+                place(arena.address, arena.num_bytes)
             if prefault:
                 memory._prefault()
         except BaseException:
@@ -153,16 +161,18 @@ class NodeMemory:
         self._collapsed_bytes = self.arena.make_huge(0, HUGE_PAGE_BUDGET_S)
         self.arena.populate()
 
-    def collapse_rest(self, pause_s: float = 0.01) -> None:
-        """Turns the rest of the arena into huge pages, piece by piece, as far as the kernel goes along. Blocks; for a thread of its own.
+    def settle(self, start: int = 0, num_bytes: int | None = None, pause_s: float = 0.01) -> None:
+        """Brings a part of the arena in and turns it into huge pages, as far as the kernel goes along. Blocks; for a thread of its own.
 
         Pieces and pauses, for whatever else maps memory in this process waits for each of them.
         """
-        for start in range(0, self.arena.num_bytes, COLLAPSE_BYTES):
-            self.arena.populate(start, min(COLLAPSE_BYTES, self.arena.num_bytes - start))
+        end = self.arena.num_bytes if num_bytes is None else start + num_bytes
+        for at in range(start, end, COLLAPSE_BYTES):
+            self.arena.populate(at, min(COLLAPSE_BYTES, end - at))
             time.sleep(pause_s)
-        while (end := self.arena.make_huge(self._collapsed_bytes, pause_s, HUGE_PAGE_BYTES)) > self._collapsed_bytes:
-            self._collapsed_bytes = end
+        at = max(start, self._collapsed_bytes)
+        while (reached := self.arena.make_huge(at, pause_s, HUGE_PAGE_BYTES, end)) > at:
+            self._collapsed_bytes = at = reached
             time.sleep(pause_s)
 
     def open_read_only(self) -> tuple[int, int]:
@@ -188,6 +198,8 @@ def clear(directory: Path) -> None:
 def remove_files(directory: Path, lock_fd: int) -> None:
     """Removes all files, then the lock, which is given up, and the directory where nothing else is in it."""
     _remove_files(directory)
+    for path in directory.glob(CALIBRATION_FILES):
+        path.unlink(missing_ok=True)
     (directory / LOCK_FILE).unlink(missing_ok=True)
     os.close(lock_fd)
     if not any(directory.iterdir()):
@@ -280,6 +292,6 @@ def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None
     if magic != USE_MAGIC or epoch != geometry.epoch or not whole or not saved_s <= time.monotonic():
         return None
     used_s = np.full(geometry.capacity + 1, np.nan)
-    ages = np.frombuffer(content, "<f4", offset=USE_HEADER.size)[: len(used_s)]
-    used_s[: len(ages)] = saved_s + np.minimum(ages, 0.0)
+    ages = np.frombuffer(content, "<f4", offset=USE_HEADER.size)[: len(used_s)].astype(np.float64)
+    used_s[: len(ages)] = saved_s + np.where(np.isfinite(ages), np.minimum(ages, 0.0), np.nan)
     return used_s

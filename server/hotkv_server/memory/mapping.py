@@ -126,14 +126,14 @@ class FileMapping:
             if self._exclusive:
                 _bring_in(self.array()[start : start + num_bytes : mmap.PAGESIZE])  # A kernel before 5.14.
 
-    def make_huge(self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES) -> int:
-        """Brings pages in as huge pages from `start` on, for as long as that takes no more than `budget_s` and the kernel gives them.
+    def make_huge(self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES, end: int | None = None) -> int:
+        """Brings pages in as huge pages from `start` to `end`, for as long as that takes no more than `budget_s` and the kernel gives them.
 
         Returns where it ended, a multiple of 2 MiB; single pages that the kernel refused may lie before. Adds to `huge_bytes`.
         Blocks. A kernel that must compact memory first is slow, hence the budget.
         """
         deadline_s = time.monotonic() + budget_s
-        whole = self.num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        whole = (self.num_bytes if end is None else end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         while start < whole and time.monotonic() < deadline_s:
             length = min(piece_bytes, whole - start)
             got = self._collapse(start, length)

@@ -52,6 +52,7 @@ class Health:
         self.breach = ""
         self.broken = asyncio.Event()
         self._signs: list[Sign] = []
+        self._faults: list[Callable[[], str]] = []
         self._problems: tuple[str, ...] = ()
         self._stalled: frozenset[str] = frozenset()
         self._checked_s: float | None = None
@@ -64,6 +65,10 @@ class Health:
     ) -> None:
         """Has something watched from now on."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
+
+    def watch_fault(self, fault: Callable[[], str]) -> None:
+        """Has something watched that says itself what is wrong with it; nothing while all is well."""
+        self._faults.append(fault)
 
     def watch_task(self, task: "asyncio.Task[None]", stalled_s: Callable[[float], float] = _never, limit_s: float = STALLED_S) -> None:
         """Has a task watched that never ends, under its name; why it ended is logged."""
@@ -79,6 +84,7 @@ class Health:
     def check(self, now_s: float) -> None:
         """Looks at all signs. A stall counts when it is seen twice: a process that was stopped for a while comes back at once."""
         dead = [f"{sign.name} has died" for sign in self._signs if not sign.is_alive()]
+        dead += filter(None, (fault() for fault in self._faults))
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
         stalled = {sign.name for sign in self._signs if times_s[sign.name] > sign.limit_s}
         found = (*dead, *(f"{name} has been stuck for {times_s[name]:.0f} s" for name in sorted(stalled & self._stalled)))

@@ -6,7 +6,6 @@ engine's threads, mappings are made in a worker thread. A transfer's answer is s
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.layout import FENCE_WORDS, Layout
+from hotkv.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core import parts
 from hotkv_server.core.cache import CacheCore
@@ -29,12 +29,15 @@ from hotkv_server.dataplane.checks import add_sums
 from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Region, plans_for
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.runtime.deadline import Deadline
+from hotkv_server.runtime.devices import NO_DEVICES, Devices
+from hotkv_server.runtime.engine_memory import EngineMemory, check_handles, open_engine_memory
 from hotkv_server.runtime.events import EventHub, EventPublisher, RunContent, removed_events, stored_events
 from hotkv_server.runtime.feed import Feeds
 from hotkv_server.runtime.health import Health
+from hotkv_server.runtime.order import MarkGate
 from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
-from hotkv_server.runtime.session import Drain, EngineMemory, LiveSession
+from hotkv_server.runtime.session import Drain, LiveSession
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.takeover import UseNotes, state_of
 from hotkv_server.runtime.verify import Verifier
@@ -53,9 +56,6 @@ MAX_TRANSFERS_OF_SESSION = 2048
 MIN_INFLIGHT_BYTES = 1 << 30
 NOTICE_BLOCKS = 1 << 16
 """Most blocks of one eviction notice: 2 MiB of hashes."""
-DEFAULT_TRANSFER_TIMEOUT_S = 30.0
-HUGE_PAGE_BUDGET_S = 1.0
-"""Longest time that registering memory spends on huge pages: copies of it, and the engine's own work on it, are faster with them."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
@@ -72,6 +72,20 @@ class TransferEnd:
     results: list[NDArray[np.uint8]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    """What a transfer waits for, and for how long."""
+
+    deadline: Deadline
+    gate: MarkGate | None
+
+    @staticmethod
+    def of(memory: EngineMemory, after: DeviceMark | None, timeout_s: float) -> "_Hold":
+        """Raises INVALID_FIELD for a mark that this session has not."""
+        deadline = Deadline(timeout_s)
+        return _Hold(deadline, None if after is None else memory.order.gate(after, deadline.mark_passed))
+
+
 class Node:
     """See the module. `copy_engine` and `publisher` are closed by whoever made them."""
 
@@ -82,10 +96,12 @@ class Node:
         copy_engine: CopyEngine,
         publisher: EventPublisher | None = None,
         verifier: Verifier | None = None,
+        devices: Devices = NO_DEVICES,
     ) -> None:
         self.core = core
         self.memory = memory
         self.copy_engine = copy_engine
+        self.devices = devices
         self.sessions: dict[str, LiveSession] = {}
         self.started_s = time.monotonic()
         self.drained = asyncio.Event()
@@ -212,6 +228,9 @@ class Node:
         while session.jobs or session.num_selects:
             session.settled.clear()
             await session.settled.wait()
+        if session.memory is not None and session.memory.allocations:
+            await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
+            session.memory = None
         session.release_memory()
         for _ in parts.end_leases(self.core, session.record.number):
             await asyncio.sleep(0)
@@ -222,36 +241,44 @@ class Node:
         self._run_effects()
         log.info("session closed number=%d engine=%s", session.record.number, session.record.engine_id)
 
-    async def register_memory(self, session: LiveSession, layout: Layout) -> None:
-        """Maps the memory of a session; its descriptors have come over the descriptor socket before."""
+    async def register_memory(self, session: LiveSession, layout: Layout, order: DeviceOrder = NO_ORDER) -> tuple[OrderKind, str]:
+        """Maps and opens the memory of a session; descriptors of files have come over the descriptor socket before.
+
+        Returns how marks are made in this session, and where less was taken than offered: why.
+        """
         try:
             kinds = self.core.catalog.record(session.record.key_space_id)
             layout.validate(session.key_space.groups, {session.named(g): kinds.representation(g) for g in session.record.representations})
         except ValueError as error:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
-        for handle in layout.handles:
-            if handle.is_cuda:
-                raise HotKVError(Reason.INVALID_LAYOUT, "layout.handles.cuda_ipc: this server has no CUDA copy engine")
-            if handle.handle_id not in session.received_fds and session.memory is None:
-                raise HotKVError(
-                    Reason.UNKNOWN_HANDLE, f"layout.handles: no descriptor for {handle.handle_id!r} has come over the descriptor socket"
-                )
         if session.memory is not None:
             raise HotKVError(Reason.DUPLICATE_ID, "layout: the session has registered its memory; open another session for other memory")
-        fds = {handle.handle_id: session.received_fds.pop(handle.handle_id) for handle in layout.handles}
-        memory = await asyncio.get_running_loop().run_in_executor(None, _map_engine_memory, layout, fds, session.cancel_transfers)
+        check_handles(layout, order, self.devices)
+        files = [handle.handle_id for handle in layout.handles if not handle.is_cuda]
+        for handle_id in files:
+            if handle_id not in session.received_fds:
+                raise HotKVError(
+                    Reason.UNKNOWN_HANDLE, f"layout.handles: no descriptor for {handle_id!r} has come over the descriptor socket"
+                )
+        fds = {handle_id: session.received_fds.pop(handle_id) for handle_id in files}
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(None, open_engine_memory, layout, order, fds, self.devices, session.cancel_transfers)
+        try:
+            memory = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The stream has broken meanwhile; what is being opened is closed again.
+            opening.add_done_callback(lambda done: None if done.exception() else loop.run_in_executor(None, done.result().close))
+            raise
         if session.closing:
-            memory.close()
+            await loop.run_in_executor(None, memory.close)
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
         session.memory = memory
         log.info(
-            "memory registered session=%d bytes=%d huge_bytes=%d blocks=%d layout=%s",
-            session.record.number,
-            layout.num_bytes,
-            sum(mapping.huge_bytes for mapping in memory.mappings.values()),
-            layout.num_blocks,
-            layout.name,
-        )
+            "memory registered session=%d bytes=%d huge_bytes=%d device_allocations=%d blocks=%d layout=%s order=%s%s",
+            session.record.number, layout.num_bytes, memory.huge_bytes, len(memory.allocations), layout.num_blocks, layout.name,
+            memory.order.kind.name.lower(), f" because={memory.order.message!r}" if memory.order.message else "",
+        )  # fmt: skip
+        return memory.order.kind, memory.order.message
 
     # Calls
 
@@ -291,10 +318,12 @@ class Node:
         runs: list[LoadPositions],
         block_ids: list[NDArray[np.int64]],
         timeout_s: float,
+        after: DeviceMark | None = None,
     ) -> "asyncio.Future[TransferEnd]":
-        """Starts a load. The future is done when nothing is written any more."""
+        """Starts a load. The future is done when nothing is written any more. `after`: nothing is before this mark has passed."""
         self._check_room(session)
         memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
+        hold = _Hold.of(memory, after, timeout_s)
         slots = self.core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
@@ -303,7 +332,7 @@ class Node:
             self.loaded_bytes += num_bytes
             return []
 
-        return self._transfer(session, transfer_id, memory, slots, block_ids, timeout_s, finish, to_engine=True)
+        return self._transfer(session, transfer_id, memory, slots, block_ids, hold, finish, to_engine=True)
 
     def store(
         self,
@@ -316,10 +345,11 @@ class Node:
         retention: Retention = NO_RETENTION,
         fence_index: int = 0,
         contents: Sequence[RunContent] = (),
+        after: DeviceMark | None = None,
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a store. The future is done when the blocks are committed or refused and nothing is read any more.
 
-        `contents`: one a run, for events; or none.
+        `contents`: one a run, for events; or none. `after`: nothing is read before this mark has passed.
         """
         self._check_room(session)
         memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
@@ -330,6 +360,7 @@ class Node:
                 raise HotKVError(
                     Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a hash"
                 )
+        hold = _Hold.of(memory, after, timeout_s)
         ttl_s, shard_index = max(timeout_s, 0.0) * 2, memory.layout.shard_index
         slots = self.core.begin_store(session.record.number, transfer_id, lease_id, runs, shard_index, ttl_s, time.monotonic(), retention)
 
@@ -346,7 +377,7 @@ class Node:
 
         try:
             take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
-            return self._transfer(session, transfer_id, memory, slots, block_ids, timeout_s, finish, take_sums, to_engine=False)
+            return self._transfer(session, transfer_id, memory, slots, block_ids, hold, finish, take_sums, to_engine=False)
         finally:
             # Notices of what made room go out while the bytes move.
             self._run_effects()
@@ -383,13 +414,13 @@ class Node:
         memory: EngineMemory,
         slots: Sequence[SlotRun],
         block_ids: Sequence[NDArray[np.int64]],
-        timeout_s: float,
+        hold: "_Hold",
         finish: Finish,
-        after: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
         *,
         to_engine: bool,
     ) -> "asyncio.Future[TransferEnd]":
-        """`after`: called in a copy thread when all has been copied."""
+        """`then`: called in a copy thread when all has been copied."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[TransferEnd] = loop.create_future()
         record = self.core.catalog.record(session.record.key_space_id)
@@ -406,10 +437,9 @@ class Node:
             # The core has begun the transfer; it must not stay in its books.
             finish(Outcome.FAILED, 0)
             raise
-        late: list[str] = []
 
         def ended(outcome: Outcome, message: str) -> None:
-            timer.cancel()
+            hold.deadline.end()
             del session.jobs[transfer_id]
             session.inflight_bytes -= job.total_bytes
             session.settled.set()
@@ -424,25 +454,20 @@ class Node:
             results = finish(outcome, moved)
             self._run_effects()
             if not future.cancelled():
-                future.set_result(TransferEnd(outcome, moved, message or "".join(late), results))
-
-        def cancel_late() -> None:
-            late.append(f"the transfer took longer than {timeout_s} s")
-            job.cancel()
+                future.set_result(TransferEnd(outcome, moved, message or hold.deadline.message, results))
 
         def on_done(outcome: Outcome, message: str) -> None:
             try:
-                if after is not None and outcome is Outcome.DONE:
-                    after()
+                if then is not None and outcome is Outcome.DONE:
+                    then()
             except Exception as error:  # noqa: BLE001 The edge of the effect executor: what can't be checked is not kept.
                 outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
             loop.call_soon_threadsafe(ended, outcome, message)
 
-        job = CopyJob(plans, on_done)
+        job = CopyJob(plans, on_done, hold.gate)
         session.jobs[transfer_id] = job
         session.inflight_bytes += job.total_bytes
-        timeout_s = timeout_s or DEFAULT_TRANSFER_TIMEOUT_S
-        timer = loop.call_later(timeout_s, cancel_late)
+        hold.deadline.begin(job, has_mark=hold.gate is not None)
         cases = self.verifier.unverified(slots) if to_engine else []
         if not cases:
             self.copy_engine.submit(job)
@@ -541,36 +566,5 @@ def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]],
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
     if session.memory is None:
         raise HotKVError(Reason.NO_MEMORY_REGISTERED, "the session has registered no memory; send register_memory first")
-    for ids in block_ids:
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= session.memory.layout.num_blocks):
-            raise HotKVError(Reason.INVALID_FIELD, f"runs.block_ids go beyond the {session.memory.layout.num_blocks} blocks of the layout")
-    for group_index in groups:
-        if group_index >= MAX_GROUPS and not session.memory.layout.covers(session.named(group_index)):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"runs.group_index {session.named(group_index)} is a representation that the layout has no tensors of; register some",
-            )
-    session.memory.check_whole()
+    session.memory.check_use(block_ids, [session.named(group_index) for group_index in groups if group_index >= MAX_GROUPS])
     return session.memory
-
-
-def _map_engine_memory(layout: Layout, fds: dict[str, int], on_cut: Callable[[], None]) -> EngineMemory:
-    """Maps all handles with their page tables. Blocks. Takes the descriptors over. `on_cut`: see FileMapping."""
-    mappings: dict[str, FileMapping] = {}
-    regions: dict[str, Region] = {}
-    try:
-        for handle in layout.handles:
-            num_bytes = handle.base_offset_bytes + handle.num_bytes
-            mapping = FileMapping(fds.pop(handle.handle_id), num_bytes, handle.handle_id, on_cut=on_cut)
-            mappings[handle.handle_id] = mapping
-            if not mapping.has_holes():
-                mapping.make_huge(0, HUGE_PAGE_BUDGET_S)
-                mapping.populate()
-            regions[handle.handle_id] = Region(mapping.address + handle.base_offset_bytes, handle.num_bytes, f"memory {handle.handle_id!r}")
-    except (OSError, ValueError) as error:
-        for mapping in mappings.values():
-            mapping.close()
-        for fd in fds.values():
-            os.close(fd)
-        raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles: {error}") from error
-    return EngineMemory(layout, mappings, regions)

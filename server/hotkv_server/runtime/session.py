@@ -11,40 +11,13 @@ from dataclasses import dataclass, field
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, KeySpace
-from hotkv.layout import FENCE_HANDLE, FENCE_WORDS, Layout
+from hotkv.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_server.core.values import EvictionNotice, SessionRecord
 from hotkv_server.dataplane.engine import CopyJob
-from hotkv_server.dataplane.plan import Region
 from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.runtime.engine_memory import EngineMemory
 
 OUTBOX_MESSAGES = 4096
-
-
-@dataclass(slots=True)
-class EngineMemory:
-    """Registered memory of a session: its layout and, per handle, the mapping and where the memory lies in it."""
-
-    layout: Layout
-    mappings: dict[str, FileMapping]
-    regions: dict[str, Region]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.layout.num_bytes
-
-    def is_whole(self) -> bool:
-        """False where a file was cut short since it was mapped."""
-        return all(mapping.is_whole() for mapping in self.mappings.values())
-
-    def check_whole(self) -> None:
-        """Raises where a file was cut short since it was mapped."""
-        for handle_id, mapping in self.mappings.items():
-            if not mapping.is_whole():
-                raise HotKVError(Reason.INVALID_LAYOUT, f"handles: the file of {handle_id!r} has been truncated; register it again")
-
-    def close(self) -> None:
-        for mapping in self.mappings.values():
-            mapping.close()
 
 
 @dataclass(frozen=True, slots=True)

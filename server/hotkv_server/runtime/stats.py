@@ -77,6 +77,8 @@ def gauges(node: Node) -> dict[str, float]:
         "representation_bytes": float(host.representation_bytes),
         "ready_blocks": float(host.num_blocks),
         "unverified_blocks": float(np.count_nonzero(node.core.space.index.unverified)),
+        "arena_registered_bytes": float(node.devices.pinned_bytes),
+        "device_allocations_open": float(node.devices.num_open),
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),
         "draining": float(node.core.draining),

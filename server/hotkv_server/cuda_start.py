@@ -1,0 +1,204 @@
+"""What a server has for engines on GPUs: the runtime, a copy engine a device, the pinned arena. Made at start, closed at the end.
+
+Always true: CUDA is touched only where it is wanted and an NVIDIA device exists; where it can't be had a server that may do without runs
+on, and refuses engines on GPUs with the reason. Things close in the order in which they depend on each other: engines' memory (with the
+sessions), copy engines, the pinned arena, the arena.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hotkv_server.dataplane.cuda.calibration import Calibration, driver_version
+from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
+from hotkv_server.dataplane.cuda.values import CudaCopySettings, Method
+from hotkv_server.dataplane.engine import CopyEngine
+from hotkv_server.dataplane.engines import CopyEngines
+from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime
+from hotkv_server.memory import numa
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.pinning import ArenaPinner, refusal
+from hotkv_server.runtime.devices import Devices
+from hotkv_server.settings import CopySettings, Settings
+
+log = logging.getLogger(__name__)
+
+DEVICE_NODES = Path("/dev")
+
+
+class CudaError(Exception):
+    """The settings demand what this machine has not; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A runtime with its devices, or why there is none."""
+
+    runtime: DeviceRuntime | None
+    infos: tuple[DeviceInfo, ...] = ()
+    why_none: str = ""
+
+
+def has_device_node(folder: Path = DEVICE_NODES) -> bool:
+    """Whether this process is given an NVIDIA GPU."""
+    return any(folder.glob("nvidia[0-9]*")) or (folder / "dxg").exists()
+
+
+def new_runtime() -> DeviceRuntime:
+    """CUDA. Raises DeviceError where it can't be had. Takes seconds."""
+    from hotkv_server.device.cupy_runtime import CupyRuntime
+
+    return CupyRuntime()
+
+
+def look(copy: CopySettings) -> Found:
+    """What there is for these settings. Takes seconds where there is a device."""
+    if copy.cuda == "off":
+        return Found(None, why_none="it is switched off (copy.cuda = off)")
+    if copy.cuda == "auto" and not has_device_node():
+        return Found(None, why_none="it is given no NVIDIA device (no /dev/nvidia0; containers: --gpus all)")
+    try:
+        runtime = new_runtime()
+        infos = tuple(runtime.devices())
+    except DeviceError as error:
+        return Found(None, why_none=str(error))
+    return Found(runtime, infos) if infos else Found(None, why_none="CUDA sees no device")
+
+
+def look_in_background(copy: CopySettings) -> "Future[Found]":
+    """The same on a thread, while the arena comes in."""
+    thread = ThreadPoolExecutor(1, "hotkv-cuda-start")
+    found = thread.submit(look, copy)
+    thread.shutdown(wait=False)
+    return found
+
+
+def placer(wanted: str) -> Callable[[int, int], None] | None:
+    """Says where the arena's memory is to come from, as `arena.numa` has it. Raises CudaError."""
+    try:
+        placement = numa.choose(wanted)
+    except ValueError as error:
+        raise CudaError(f"arena.numa {error}") from error
+    if placement is None:
+        return None
+
+    def place(address: int, num_bytes: int) -> None:
+        why_not = numa.place(address, num_bytes, placement)
+        if why_not:
+            log.warning("arena not placed on NUMA nodes=%s: %s", numa.describe(placement.nodes), why_not)
+        else:
+            log.info("arena placed on NUMA nodes=%s", numa.describe(placement.nodes))
+
+    return place
+
+
+@dataclass(slots=True)
+class CudaPart:
+    """See the module. `copy_engine` is for the node, over all devices and the host."""
+
+    devices: Devices
+    copy_engine: CopyEngine
+    engines: dict[int, CudaCopyEngine] = field(default_factory=dict)
+    pinner: ArenaPinner | None = None
+    pin_is_required: bool = False
+
+    def fault(self) -> str:
+        """What keeps the server from serving; nothing where all is well."""
+        lost = [engine.problem for engine in self.engines.values() if engine.problem]
+        if self.pin_is_required and self.pinner is not None and self.pinner.error:
+            lost.append(f"arena.pin is required, and {self.pinner.error}")
+        return "; ".join(lost)
+
+    def progress(self) -> str:
+        """What goes on in the background, for people; nothing when it is done."""
+        pinner = self.pinner
+        if pinner is None or pinner.is_done or pinner.error:
+            return ""
+        return f"pinning the arena: {pinner.pinned_bytes >> 20} of {pinner.num_bytes >> 20} MiB"
+
+    def start(self) -> None:
+        """Pinning begins, in the background."""
+        if self.pinner is not None:
+            self.pinner.start()
+
+    def close(self) -> None:
+        """After all sessions. Blocks."""
+        self.copy_engine.close()
+        if self.pinner is not None:
+            self.pinner.close()
+
+
+def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: Found) -> CudaPart:
+    """Everything for what was found; `CudaPart.start` is still to be called. Blocks. Raises CudaError."""
+    copy, arena = settings.copy_, memory.arena
+    if found.runtime is None:
+        if copy.cuda == "on":
+            raise CudaError(f"copy.cuda is on: {found.why_none}")
+        log.info("no devices: %s", found.why_none)
+        return CudaPart(Devices(None, why_none=found.why_none), CopyEngines(host, {}))
+    pinner = ArenaPinner(found.runtime, arena.address, arena.num_bytes, settings.arena.pin_piece_bytes, memory.settle)
+    if settings.arena.pin == "required":
+        try:
+            pinner.pin_next()
+        except (DeviceError, OSError) as error:
+            raise CudaError(f"arena.pin is required: {refusal(error, arena.num_bytes)}") from error
+    engines: dict[int, CudaCopyEngine] = {}
+    for info in found.infos:
+        try:
+            engines[info.number] = _new_engine(found.runtime, info, pinner, copy, memory.directory)
+        except DeviceError as error:
+            if copy.cuda == "on":
+                raise CudaError(f"copy.cuda is on: {info.name} ({info.pci_bus_id}): {error}") from error
+            log.warning("device not used number=%d name=%r: %s", info.number, info.name, error)
+    infos = [info for info in found.infos if info.number in engines]
+    log.info("devices %s", "; ".join(f"{info.number}: {info.name} {info.pci_bus_id} node={info.numa_node}" for info in infos) or "none")
+    pins = pinner if engines and settings.arena.pin != "off" else None
+    devices = Devices(found.runtime, infos, "" if infos else "no device can be used, see the log", engines, pins)
+    return CudaPart(devices, CopyEngines(host, engines), engines, pins, settings.arena.pin == "required")
+
+
+def _new_engine(runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path) -> CudaCopyEngine:
+    """Its threads run on the processors next to the device. Its calibration lies in the folder, and is made where there is none."""
+    method, file = None if copy.method == "auto" else Method(copy.method), folder / f"calibration-{info.uuid.hex()}.json"
+
+    def on_calibrated(calibration: Calibration) -> None:
+        log.info("copies measured device=%d GB/s:\n%s", info.number, calibration.table())
+        write_calibration(file, calibration)
+
+    with numa.on_processors(numa.processors(info.numa_node)):
+        return CudaCopyEngine(
+            runtime,
+            info.number,
+            pinner,
+            CudaCopySettings(method, copy.piece_bytes, copy.depth, copy.staging_bytes),
+            calibration=read_calibration(file, info),
+            driver=driver_version(),
+            on_calibrated=on_calibrated,
+        )
+
+
+def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
+    """What an earlier server has measured, where it still holds."""
+    try:
+        if path.stat().st_uid != os.geteuid():
+            raise ValueError("it is another user's")
+        calibration = Calibration.from_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("calibration ignored file=%s: %s", path, error)
+        return None
+    return calibration if calibration.holds_for(info, driver_version()) else None
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """For the next start; failing to is no fault."""
+    scratch = path.with_suffix(".new")
+    try:
+        scratch.write_text(calibration.to_json())
+        scratch.replace(path)
+    except OSError as error:
+        log.warning("calibration not written file=%s: %s", path, error)

@@ -1,0 +1,135 @@
+"""NUMA: on which nodes of the machine the arena lies, and on which processors a device's copy threads run.
+
+What the machine has is read from /sys, without CUDA, because memory must be placed before it is brought in. A machine that does not grant
+it runs on, with one line in the log.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SYS = Path("/sys")
+NVIDIA_VENDOR = "0x10de"
+DISPLAY_CLASS = "0x03"
+"""First byte of the PCI class of GPUs, with a display or without."""
+UNKNOWN = -1
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Numbers of the system call (asm/unistd.h)."""
+_PREFERRED, _INTERLEAVE = 1, 3
+_MASK_WORDS = 16
+_WORD_BITS = 64
+
+
+def parse_list(text: str) -> tuple[int, ...]:
+    """Numbers of a list as the kernel writes them, such as 0-3,8. Raises ValueError."""
+    numbers: list[int] = []
+    for part in filter(None, (part.strip() for part in text.strip().split(","))):
+        first, _, last = part.partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return tuple(numbers)
+
+
+def _read_list(path: Path) -> tuple[int, ...]:
+    """Empty where there is no such file, or nothing that can be read."""
+    try:
+        return parse_list(path.read_text())
+    except (OSError, ValueError):
+        return ()
+
+
+def memory_nodes(sys: Path = SYS) -> tuple[int, ...]:
+    """Nodes that have memory; empty where the kernel does not say."""
+    return _read_list(sys / "devices/system/node/has_memory")
+
+
+def processors(node: int, sys: Path = SYS) -> frozenset[int]:
+    """Processors of a node; empty for UNKNOWN."""
+    return frozenset(_read_list(sys / f"devices/system/node/node{node}/cpulist")) if node >= 0 else frozenset()
+
+
+def node_of(pci_bus_id: str, sys: Path = SYS) -> int:
+    """Node of a PCI device, or UNKNOWN. `pci_bus_id`: as CUDA or /sys writes it; CUDA may write eight digits of the domain."""
+    domain, _, rest = pci_bus_id.lower().partition(":")
+    try:
+        return int((sys / "bus/pci/devices" / f"{int(domain, 16):04x}:{rest}" / "numa_node").read_text())
+    except (OSError, ValueError):
+        return UNKNOWN
+
+
+def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
+    """Nodes of the machine's NVIDIA GPUs, each once, in order."""
+    found: set[int] = set()
+    for device in sorted((sys / "bus/pci/devices").glob("*")):
+        with contextlib.suppress(OSError):
+            is_gpu = (device / "class").read_text().startswith(DISPLAY_CLASS)
+            if is_gpu and (device / "vendor").read_text().strip() == NVIDIA_VENDOR:
+                found.add(node_of(device.name, sys))
+    return tuple(sorted(found - {UNKNOWN}))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Memory goes to these nodes: in turns where there are several; elsewhere when they are full."""
+
+    nodes: tuple[int, ...]
+
+
+def choose(wanted: str, sys: Path = SYS) -> Placement | None:
+    """What `arena.numa` asks for on this machine; None for no placement. Raises ValueError for a node without memory.
+
+    auto: the nodes of the GPUs, all of them in turns; nothing on a machine with one node, or without GPUs.
+    """
+    nodes = memory_nodes(sys)
+    if wanted == "none":
+        return None
+    if wanted.isdecimal():
+        if int(wanted) not in nodes:
+            raise ValueError(f"is {wanted}, and the nodes with memory are {', '.join(map(str, nodes)) or 'not known'}")
+        return Placement((int(wanted),))
+    chosen = nodes if wanted == "interleave" else tuple(node for node in gpu_nodes(sys) if node in nodes)
+    return Placement(chosen) if len(nodes) > 1 and chosen else None
+
+
+def place(address: int, num_bytes: int, placement: Placement) -> str:
+    """Has memory that is not there yet come from these nodes. Returns why it can't be had, or nothing."""
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return f"not known how to ask for it on {platform.machine()}"
+    words = (ctypes.c_uint64 * _MASK_WORDS)()
+    for node in placement.nodes:
+        if node >= _MASK_WORDS * _WORD_BITS:
+            return f"node {node} is beyond {_MASK_WORDS * _WORD_BITS - 1}"
+        words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
+    libc = ctypes.CDLL(None, use_errno=True)
+    mode = _PREFERRED if len(placement.nodes) == 1 else _INTERLEAVE
+    arguments = (number, address, num_bytes, mode, ctypes.addressof(words), _MASK_WORDS * _WORD_BITS + 1, 0)
+    if libc.syscall(*(ctypes.c_long(argument) for argument in arguments)):
+        return f"{os.strerror(ctypes.get_errno())} (containers: it takes CAP_SYS_NICE, or a seccomp profile that allows mbind)"
+    return ""
+
+
+@contextlib.contextmanager
+def on_processors(wanted: frozenset[int]) -> Iterator[None]:
+    """Threads that are started inside run on these processors, as far as this process may use them; on any where it may use none."""
+    before = os.sched_getaffinity(0)
+    usable = wanted & before
+    if not usable or usable == before:
+        yield
+        return
+    os.sched_setaffinity(0, usable)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def describe(nodes: Sequence[int]) -> str:
+    """For the log."""
+    return ",".join(map(str, nodes)) or "any"

@@ -1,0 +1,106 @@
+"""Pinning of the arena for devices: registered with CUDA piece by piece, from its start, in a thread of its own.
+
+Always true: the first `pinned_bytes` bytes are registered, in pieces of `piece_bytes`; the share only grows until `close`, which undoes
+all. A refusal ends the thread: what is not pinned is copied slowly, and `error` says what to grant.
+"""
+
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable
+
+from hotkv_server.device.runtime import DeviceError, DeviceRuntime
+from hotkv_server.memory import limits
+
+log = logging.getLogger(__name__)
+
+
+class ArenaPinner:
+    """See the module. `prepare(start, num_bytes)`: called before a part is pinned, the last time that its pages may move."""
+
+    def __init__(
+        self,
+        runtime: DeviceRuntime,
+        address: int,
+        num_bytes: int,
+        piece_bytes: int,
+        prepare: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if piece_bytes <= 0 or piece_bytes % mmap.PAGESIZE or address % mmap.PAGESIZE:
+            raise ValueError(f"piece_bytes is {piece_bytes}; it must be a positive multiple of {mmap.PAGESIZE}, as the address must")
+        self.address = address
+        self.num_bytes = num_bytes
+        self.piece_bytes = piece_bytes
+        self.error = ""
+        self.took_s = 0.0
+        self._runtime = runtime
+        self._prepare = prepare
+        self._pinned_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="hotkv-pin", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"ArenaPinner({self._pinned_bytes >> 20} of {self.num_bytes >> 20} MiB{', ' + self.error if self.error else ''})"
+
+    @property
+    def pinned_bytes(self) -> int:
+        """From the arena's start."""
+        return self._pinned_bytes
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is pinned."""
+        return self._pinned_bytes == self.num_bytes
+
+    def is_alive(self) -> bool:
+        """False where the thread has died before its time."""
+        return self.is_done or bool(self.error) or self._stop.is_set() or self._thread.ident is None or self._thread.is_alive()
+
+    def pin_next(self) -> None:
+        """Registers one more piece. Blocks. Raises DeviceError."""
+        start = self._pinned_bytes
+        count = min(self.piece_bytes, self.num_bytes - start)
+        if self._prepare is not None:
+            self._prepare(start, count)
+        self._runtime.register(self.address + start, -(-count // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._pinned_bytes = start + count
+
+    def start(self) -> None:
+        """Pins the rest in the background."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops early, and unregisters all. Blocks. The copy engines must be closed."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        pieces, self._pinned_bytes = range(0, self._pinned_bytes, self.piece_bytes), 0
+        for start in pieces:
+            try:
+                self._runtime.unregister(self.address + start)
+            except DeviceError as error:
+                log.warning("arena not unpinned at=%d: %s", start, error)
+
+    def _work(self) -> None:
+        started_s = time.monotonic()
+        try:
+            while not self.is_done and not self._stop.is_set():
+                self.pin_next()
+                self.took_s = time.monotonic() - started_s
+        except (DeviceError, OSError) as error:
+            self.error = refusal(error, self.num_bytes)
+            log.warning("arena not pinned beyond bytes=%d of=%d: %s", self._pinned_bytes, self.num_bytes, self.error)
+        else:
+            log.info("arena pinned bytes=%d took_s=%.1f", self._pinned_bytes, self.took_s)
+
+
+def refusal(error: Exception, num_bytes: int) -> str:
+    """Why pinning failed, and what to grant."""
+    granted = limits.memlock_bytes()
+    if granted < num_bytes:
+        return (
+            f"{error}; locked memory is limited to {granted} bytes: grant LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 "
+            "(Docker), or raise the container runtime's own limit (Kubernetes)"
+        )
+    return f"{error}; is there enough free memory, and may this process use the device (/dev/nvidia*, CAP_IPC_LOCK in containers)?"

@@ -1,0 +1,116 @@
+"""The devices that this server sees, and what it has opened of engines' memory on them.
+
+Always true: an allocation is open once, however many sessions name it, and is closed when the last of them lets go; so nothing of an
+engine that is gone stays. Opening and closing wait for the device: never on the event loop. Methods may be called from any thread.
+"""
+
+import logging
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
+from hotkv_server.dataplane.cuda.values import CudaCopyFigures
+from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime
+from hotkv_server.memory.pinning import ArenaPinner
+
+log = logging.getLogger(__name__)
+
+
+def uuid_text(device_uuid: bytes) -> str:
+    """As nvidia-smi writes it."""
+    return f"GPU-{uuid.UUID(bytes=device_uuid)}" if len(device_uuid) == 16 else f"GPU-{device_uuid.hex()}"
+
+
+@dataclass(slots=True)
+class _Opened:
+    """`num_users`: handles of sessions that lie in it."""
+
+    address: int
+    num_users: int = 0
+
+
+class Devices:
+    """See the module. Without a runtime there are none, and `why_none` says why, as part of a refusal.
+
+    `engines`: copy engines by device; `pinner`: what pins the arena, None where nothing does. Neither is owned.
+    """
+
+    def __init__(
+        self,
+        runtime: DeviceRuntime | None,
+        infos: Sequence[DeviceInfo] = (),
+        why_none: str = "",
+        engines: Mapping[int, CudaCopyEngine] | None = None,
+        pinner: ArenaPinner | None = None,
+    ) -> None:
+        self.infos = tuple(infos)
+        self.why_none = why_none
+        self.engines = dict(engines or {})
+        self.pinner = pinner
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._memory: dict[tuple[int, bytes], _Opened] = {}
+
+    def __repr__(self) -> str:
+        return f"Devices({', '.join(info.name for info in self.infos) or self.why_none}, {len(self._memory)} allocations open)"
+
+    @property
+    def runtime(self) -> DeviceRuntime:
+        """Raises ValueError where there are no devices."""
+        if self._runtime is None:
+            raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
+        return self._runtime
+
+    def figures(self) -> list[tuple[DeviceInfo, CudaCopyFigures]]:
+        """Of all devices that have a copy engine."""
+        return [(info, self.engines[info.number].figures()) for info in self.infos if info.number in self.engines]
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the arena, for devices."""
+        return self.pinner.pinned_bytes if self.pinner is not None else 0
+
+    @property
+    def num_open(self) -> int:
+        """Allocations of engines that are open."""
+        return len(self._memory)
+
+    def find(self, device_uuid: bytes) -> int:
+        """The number of a device. Raises ValueError that names it and those that there are."""
+        number = next((info.number for info in self.infos if info.uuid == device_uuid), None)
+        if number is None and self._runtime is not None:
+            seen = ", ".join(f"{uuid_text(info.uuid)} ({info.name})" for info in self.infos) or "none"
+            raise ValueError(
+                f"device {uuid_text(device_uuid)} is none that this server sees, which are: {seen}; give the server's container all GPUs "
+                "of its engines, whole (no MIG slices)"
+            )
+        if number is None:
+            raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
+        return number
+
+    def open_memory(self, device: int, handle: bytes) -> int:
+        """Address of an engine's allocation, open until as many calls of `close_memory`. Blocks. Raises DeviceError."""
+        with self._lock:
+            opened = self._memory.get((device, handle))
+            if opened is None:
+                opened = self._memory[device, handle] = _Opened(self.runtime.open_memory(device, handle))
+            opened.num_users += 1
+            return opened.address
+
+    def close_memory(self, device: int, handle: bytes) -> None:
+        """Lets go of it. Blocks. What fails is logged: there is nothing else to do."""
+        with self._lock:
+            opened = self._memory[device, handle]
+            opened.num_users -= 1
+            if opened.num_users:
+                return
+            del self._memory[device, handle]
+            try:
+                self.runtime.close_memory(device, opened.address)
+            except DeviceError as error:
+                log.warning("engine memory not closed device=%d: %s", device, error)
+
+
+NO_DEVICES = Devices(None, why_none="it runs without devices")

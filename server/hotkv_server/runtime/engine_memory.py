@@ -1,0 +1,131 @@
+"""Engine memory: files that are mapped and device allocations that are opened, from registration to the session's end.
+
+Always true: it is closed as a whole, once, and not before the last transfer that touches it has ended; a registration that fails leaves
+nothing open. Opening and closing block: never on the event loop.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.layout import Layout, MemoryHandle
+from hotkv.order import DeviceOrder
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.device.runtime import DeviceError
+from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.runtime.devices import Devices
+from hotkv_server.runtime.order import SessionOrder, check_order, open_order
+
+HUGE_PAGE_BUDGET_S = 1.0
+"""Longest time that registering memory spends on huge pages: copies of it, and the engine's own work on it, are faster with them."""
+
+
+@dataclass(slots=True)
+class EngineMemory:
+    """Registered memory of a session: its layout and, per handle, where it lies. `allocations`: (device, IPC handle) that it has open."""
+
+    layout: Layout
+    devices: Devices
+    mappings: dict[str, FileMapping] = field(default_factory=dict)
+    allocations: list[tuple[int, bytes]] = field(default_factory=list)
+    regions: dict[str, Region] = field(default_factory=dict)
+    order: SessionOrder = field(default_factory=SessionOrder)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.num_bytes
+
+    @property
+    def huge_bytes(self) -> int:
+        return sum(mapping.huge_bytes for mapping in self.mappings.values())
+
+    def is_whole(self) -> bool:
+        """False where a file was cut short since it was mapped."""
+        return all(mapping.is_whole() for mapping in self.mappings.values())
+
+    def check_use(self, block_ids: Sequence[NDArray[np.int64]], representations: Iterable[int]) -> None:
+        """Raises where a transfer of these blocks, and of these representations as the layout counts them, can't be."""
+        for ids in block_ids:
+            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.layout.num_blocks):
+                raise HotKVError(Reason.INVALID_FIELD, f"runs.block_ids go beyond the {self.layout.num_blocks} blocks of the layout")
+        for group_index in representations:
+            if not self.layout.covers(group_index):
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    f"runs.group_index {group_index} is a representation that the layout has no tensors of; register some",
+                )
+        for handle_id, mapping in self.mappings.items():
+            if not mapping.is_whole():
+                raise HotKVError(Reason.INVALID_LAYOUT, f"handles: the file of {handle_id!r} has been truncated; register it again")
+
+    def close(self) -> None:
+        """Lets go of all. Blocks where it has memory of devices."""
+        self.order.close()
+        while self.allocations:
+            self.devices.close_memory(*self.allocations.pop())
+        for mapping in self.mappings.values():
+            mapping.close()
+
+
+def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
+    """Raises HotKVError where the layout names devices that this server has not, or the order contradicts itself."""
+    for index, handle in enumerate(layout.handles):
+        if handle.is_cuda:
+            try:
+                devices.find(handle.device_uuid)
+            except ValueError as error:
+                raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles[{index}].cuda_ipc: {error}") from error
+    try:
+        check_order(order, layout)
+    except ValueError as error:
+        raise HotKVError(Reason.INVALID_FIELD, f"order.{error}") from error
+
+
+def _opened(devices: Devices, device: int, handle: MemoryHandle) -> int:
+    """Address of the allocation. Raises DeviceError that names the handle and what containers need."""
+    try:
+        return devices.open_memory(device, handle.cuda_handle)
+    except DeviceError as error:
+        raise DeviceError(
+            f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers it needs the server's PID namespace, "
+            "hostPID, and both the same GPUs)",
+            is_lost=error.is_lost,
+        ) from error
+
+
+def open_engine_memory(
+    layout: Layout, order: DeviceOrder, fds: dict[str, int], devices: Devices, on_cut: Callable[[], None]
+) -> EngineMemory:
+    """Maps all files with their page tables and opens all allocations. Blocks. Takes the descriptors over. `on_cut`: see FileMapping.
+
+    Raises INVALID_LAYOUT.
+    """
+    memory = EngineMemory(layout, devices)
+    try:
+        for handle in layout.handles:
+            base, name = handle.base_offset_bytes, f"memory {handle.handle_id!r}"
+            if handle.is_cuda:
+                device = devices.find(handle.device_uuid)
+                address = _opened(devices, device, handle)
+                memory.allocations.append((device, handle.cuda_handle))
+                memory.regions[handle.handle_id] = Region(address + base, handle.num_bytes, name, device)
+                continue
+            mapping = FileMapping(fds.pop(handle.handle_id), base + handle.num_bytes, handle.handle_id, on_cut=on_cut)
+            memory.mappings[handle.handle_id] = mapping
+            if not mapping.has_holes():
+                mapping.make_huge(0, HUGE_PAGE_BUDGET_S)
+                mapping.populate()
+            memory.regions[handle.handle_id] = Region(mapping.address + base, handle.num_bytes, name)
+        memory.order = open_order(order, devices, memory.mappings, memory.regions)
+    except BaseException as error:
+        memory.close()
+        for fd in fds.values():
+            os.close(fd)
+        if isinstance(error, DeviceError | OSError | ValueError):
+            raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles: {error}") from error
+        raise
+    return memory

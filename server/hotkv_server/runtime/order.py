@@ -1,0 +1,252 @@
+"""Device order on the server's side: what tells that an engine's device has passed a mark (`hotkv.order`).
+
+Always true: no stream of this server waits for a mark. A device serialises much that this process does (closing memory, loading kernels)
+behind all of its streams, so a stream that waited for an engine which never gets there would hold up everybody. Marks are asked for
+instead: events by query; words in a file by reading them; words in device memory by copying all of them, at most 4 KiB, to the host, one
+copy at a time and only while somebody asks. A mark that is never reached holds nobody but its own transfer, and nothing is ever written
+into an engine's memory.
+"""
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.layout import Layout
+from hotkv.order import EVENT_HANDLE_BYTES, MAX_MARKS, DeviceMark, DeviceOrder, OrderKind, has_reached
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Event, Priority
+from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.runtime.devices import Devices
+
+log = logging.getLogger(__name__)
+
+WORD_BYTES = 4
+PINNED_BYTES = 4096
+"""What `MAX_MARKS` words take, and the least that can be pinned."""
+
+
+class Marks(Protocol):
+    """Where the marks of a session are read."""
+
+    kind: OrderKind
+    num_marks: int
+
+    def has_passed(self, mark: DeviceMark) -> bool:
+        """Does not wait. Raises DeviceError where that can't be known any more."""
+
+    def close(self) -> None:
+        """Lets go of all; asked again, it raises DeviceError."""
+
+
+class EventMarks:
+    """Another process's events, opened."""
+
+    kind = OrderKind.EVENTS
+
+    def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
+        """Raises DeviceError, and has opened none then."""
+        self.num_marks = len(handles)
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        try:
+            for handle in handles:
+                self._events.append(runtime.open_event(device, handle))
+        except BaseException:
+            self.close()
+            raise
+
+    def has_passed(self, mark: DeviceMark) -> bool:
+        with self._lock:
+            if not self._events:
+                raise DeviceError("the session's events are closed")
+            return self._runtime.passed(self._events[mark.index])
+
+    def close(self) -> None:
+        with self._lock:
+            for event in self._events:
+                try:
+                    self._runtime.close_event(event)
+                except DeviceError as error:
+                    log.warning("event not closed: %s", error)
+            self._events.clear()
+
+
+class FileWords:
+    """Words in a file that is mapped anyway."""
+
+    kind = OrderKind.FLAGS
+
+    def __init__(self, mapping: FileMapping, region: Region, num_words: int) -> None:
+        self.num_marks = num_words
+        self._mapping = mapping
+        self._address = region.address
+        self._lock = threading.Lock()
+        self._open = True
+
+    def has_passed(self, mark: DeviceMark) -> bool:
+        with self._lock:
+            if not self._open:
+                raise DeviceError("the session's words are closed")
+            word = ctypes.c_uint32.from_address(self._address + mark.index * WORD_BYTES).value
+            if not self._mapping.is_whole():
+                raise DeviceError("the file of the session's words has been truncated")
+            return has_reached(word, mark.value)
+
+    def close(self) -> None:
+        with self._lock:
+            self._open = False
+
+
+class DeviceWords:
+    """Words in device memory, read through a copy of them in host memory that is as old as the last question."""
+
+    kind = OrderKind.FLAGS
+
+    def __init__(self, runtime: DeviceRuntime, region: Region, num_words: int) -> None:
+        """Blocks until the words have been read once. Raises DeviceError."""
+        self.num_marks = num_words
+        self._runtime = runtime
+        self._region = region
+        self._lock = threading.Lock()
+        self._stream = runtime.new_stream(region.device, Priority.HIGH)
+        self._event = runtime.new_event(region.device)
+        self._landing = runtime.allocate_pinned(PINNED_BYTES)
+        self._reading = False
+        self._open = True
+        try:
+            self._read()
+            runtime.synchronize(self._event)
+            self._reading = False
+        except BaseException:
+            self.close()
+            raise
+
+    def has_passed(self, mark: DeviceMark) -> bool:
+        with self._lock:
+            if not self._open:
+                raise DeviceError("the session's words are closed")
+            if self._reading and self._runtime.passed(self._event):
+                self._reading = False
+            # While they are read a word is the old or the new one, and both are true: words only count up.
+            if has_reached(ctypes.c_uint32.from_address(self._landing + mark.index * WORD_BYTES).value, mark.value):
+                return True
+            if not self._reading:
+                self._read()
+            return False
+
+    def _read(self) -> None:
+        self._runtime.copy(self._stream, self._landing, self._region.address, self.num_marks * WORD_BYTES)
+        self._runtime.record(self._event, self._stream)
+        self._reading = True
+
+    def close(self) -> None:
+        with self._lock:
+            self._open = False
+            try:
+                if self._reading:
+                    self._runtime.synchronize(self._event)
+                self._runtime.free_pinned(self._landing)
+            except DeviceError as error:
+                log.warning("words not closed: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOrder:
+    """How marks of a session are made: `marks` is None for HOST. `message`: why no more was taken of what was offered."""
+
+    marks: Marks | None = None
+    message: str = ""
+
+    @property
+    def kind(self) -> OrderKind:
+        return OrderKind.HOST if self.marks is None else self.marks.kind
+
+    def gate(self, mark: DeviceMark, on_released: Callable[[], None]) -> "MarkGate":
+        """What holds a transfer until the mark. Raises INVALID_FIELD."""
+        if self.marks is None:
+            raise HotKVError(
+                Reason.INVALID_FIELD, "after: this session has no device order (HOST); send the transfer when its mark has passed"
+            )
+        if not 0 <= mark.index < self.marks.num_marks:
+            raise HotKVError(
+                Reason.INVALID_FIELD, f"after.index is {mark.index}; this session has {self.marks.num_marks} marks, counted from 0"
+            )
+        if not 0 <= mark.value < 1 << 32:
+            raise HotKVError(Reason.INVALID_FIELD, f"after.value is {mark.value}; it must be a number of 32 bits")
+        return MarkGate(self.marks, mark, on_released)
+
+    def close(self) -> None:
+        """Blocks."""
+        if self.marks is not None:
+            self.marks.close()
+
+
+class MarkGate:
+    """Gate of one transfer, for copy engines. `on_released`: called from any thread, when nobody asks any more."""
+
+    def __init__(self, marks: Marks, mark: DeviceMark, on_released: Callable[[], None]) -> None:
+        self._marks = marks
+        self._mark = mark
+        self._on_released = on_released
+
+    def __repr__(self) -> str:
+        return f"MarkGate({self._marks.kind.name}, {self._mark})"
+
+    def passed(self) -> bool:
+        return self._marks.has_passed(self._mark)
+
+    def release(self) -> None:
+        self._on_released()
+
+
+def check_order(offer: DeviceOrder, layout: Layout) -> None:
+    """Raises ValueError that names the field."""
+    if offer.device_uuid and len(offer.device_uuid) != 16:
+        raise ValueError(f"device_uuid has {len(offer.device_uuid)} bytes; it must have 16")
+    if len(offer.event_handles) > MAX_MARKS:
+        raise ValueError(f"event_handles has {len(offer.event_handles)} entries; at most {MAX_MARKS} are supported")
+    if offer.event_handles and not offer.device_uuid:
+        raise ValueError("device_uuid is empty; events need it")
+    for index, handle in enumerate(offer.event_handles):
+        if len(handle) != EVENT_HANDLE_BYTES:
+            raise ValueError(f"event_handles[{index}] has {len(handle)} bytes; it must have {EVENT_HANDLE_BYTES}")
+    if not offer.flags_handle_id:
+        if offer.num_flags:
+            raise ValueError(f"flag_count is {offer.num_flags} without flags_handle_id")
+        return
+    if not 0 < offer.num_flags <= MAX_MARKS:
+        raise ValueError(f"flag_count is {offer.num_flags}; allowed are 1 to {MAX_MARKS}")
+    memory = next((handle for handle in layout.handles if handle.handle_id == offer.flags_handle_id), None)
+    if memory is None:
+        raise ValueError(f"flags_handle_id is {offer.flags_handle_id!r}, which is not among the layout's handles")
+    if memory.base_offset_bytes % WORD_BYTES or offer.num_flags * WORD_BYTES > memory.num_bytes:
+        raise ValueError(
+            f"flags_handle_id: {memory.handle_id!r} has {memory.num_bytes} bytes from {memory.base_offset_bytes} on; {offer.num_flags} "
+            f"words need {offer.num_flags * WORD_BYTES}, at a multiple of {WORD_BYTES}"
+        )
+
+
+def open_order(offer: DeviceOrder, devices: Devices, mappings: dict[str, FileMapping], regions: dict[str, Region]) -> SessionOrder:
+    """Takes of a checked offer what works: events, else words, else nothing. Blocks; never raises for what does not work."""
+    reasons: list[str] = []
+    if offer.event_handles:
+        try:
+            return SessionOrder(EventMarks(devices.runtime, devices.find(offer.device_uuid), offer.event_handles))
+        except (DeviceError, ValueError) as error:
+            reasons.append(f"events don't work here ({error}); containers need one PID and IPC namespace (hostPID, hostIPC)")
+    if offer.flags_handle_id:
+        region = regions[offer.flags_handle_id]
+        try:
+            if region.device == HOST:
+                words: Marks = FileWords(mappings[offer.flags_handle_id], region, offer.num_flags)
+            else:
+                words = DeviceWords(devices.runtime, region, offer.num_flags)
+            return SessionOrder(words, "; ".join(reasons))
+        except (DeviceError, ValueError) as error:
+            reasons.append(f"words can't be read ({error})")
+    return SessionOrder(None, "; ".join(reasons))

@@ -1,0 +1,137 @@
+"""NUMA placement: what is read from /sys, and what is made of it. Against made-up machines."""
+
+import ctypes
+import mmap
+import os
+import platform
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv_server.memory import numa
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.numa import Placement
+
+
+def _machine(root: Path, nodes: dict[int, str], devices: dict[str, tuple[str, str, int]], memory: str = "") -> Path:
+    """A /sys with nodes (number -> processors) and PCI devices (id -> vendor, class, node)."""
+    folder = root / "devices/system/node"
+    folder.mkdir(parents=True)
+    (folder / "has_memory").write_text((memory or ",".join(map(str, nodes))) + "\n")
+    for number, cpus in nodes.items():
+        (folder / f"node{number}").mkdir()
+        (folder / f"node{number}/cpulist").write_text(cpus + "\n")
+    for name, (vendor, kind, node) in devices.items():
+        device = root / "bus/pci/devices" / name
+        device.mkdir(parents=True)
+        for file, value in (("vendor", vendor), ("class", kind), ("numa_node", str(node))):
+            (device / file).write_text(value + "\n")
+    return root
+
+
+GPU = ("0x10de", "0x030200")
+DUAL = {0: "0-3,8-11", 1: "4-7,12-15"}
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_lists_are_read_as_the_kernel_writes_them(numbers: set[int]) -> None:
+    ordered = sorted(numbers)
+    text, i = [], 0
+    while i < len(ordered):
+        j = i
+        while j + 1 < len(ordered) and ordered[j + 1] == ordered[j] + 1:
+            j += 1
+        text.append(str(ordered[i]) if i == j else f"{ordered[i]}-{ordered[j]}")
+        i = j + 1
+    assert numa.parse_list(",".join(text) + "\n") == tuple(ordered)
+
+
+def test_gpus_are_told_from_other_devices_of_their_maker(tmp_path: Path) -> None:
+    sys = _machine(
+        tmp_path,
+        DUAL,
+        {
+            "0000:17:00.0": (*GPU, 0),
+            "0000:c3:00.0": (*GPU, 1),
+            "0000:c3:00.1": ("0x10de", "0x040300", 1),  # its audio function
+            "0000:05:00.0": ("0x1a03", "0x030000", 0),  # another maker's display
+            "0000:e1:00.0": (*GPU, -1),
+        },
+    )
+    assert numa.gpu_nodes(sys) == (0, 1)
+    assert numa.node_of("00000000:C3:00.0", sys) == 1
+    assert numa.node_of("0000:e1:00.0", sys) == numa.UNKNOWN
+    for odd in ("", "zzzz:00", "0000:99:00.0"):
+        assert numa.node_of(odd, sys) == numa.UNKNOWN
+    assert numa.processors(1, sys) == {4, 5, 6, 7, 12, 13, 14, 15}
+    assert numa.processors(7, sys) == numa.processors(numa.UNKNOWN, sys) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "expected"),
+    [
+        ("auto", {}, None),
+        ("auto", {"0000:17:00.0": 1}, Placement((1,))),
+        ("auto", {"0000:17:00.0": 1, "0000:18:00.0": 0}, Placement((0, 1))),
+        ("auto", {"0000:17:00.0": 3}, None),  # a node without memory
+        ("interleave", {}, Placement((0, 1))),
+        ("none", {"0000:17:00.0": 1}, None),
+        ("0", {"0000:17:00.0": 1}, Placement((0,))),
+    ],
+)
+def test_choice(tmp_path: Path, wanted: str, gpus: dict[str, int], expected: Placement | None) -> None:
+    sys = _machine(tmp_path, DUAL, {name: (*GPU, node) for name, node in gpus.items()})
+    assert numa.choose(wanted, sys) == expected
+
+
+def test_one_node_needs_no_placement(tmp_path: Path) -> None:
+    sys = _machine(tmp_path, {0: "0-1"}, {"0000:17:00.0": (*GPU, 0)})
+    assert numa.choose("auto", sys) is None and numa.choose("interleave", sys) is None
+
+
+def test_a_node_without_memory_is_refused_with_those_that_have_some(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is 2, and the nodes with memory are 0, 1"):
+        numa.choose("2", _machine(tmp_path, DUAL, {}))
+    assert numa.choose("auto", tmp_path / "nothing") is None
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no number of the system call is known")
+def test_memory_can_be_placed_or_the_reason_is_said() -> None:
+    """mbind of a fresh mapping on a node that there is; machines may forbid it, and then say so."""
+    nodes = numa.memory_nodes()
+    if not nodes:
+        pytest.skip("this kernel has no NUMA")
+    with mmap.mmap(-1, 1 << 20) as pages:
+        view = ctypes.c_uint8.from_buffer(pages)
+        said = numa.place(ctypes.addressof(view), 1 << 20, Placement((nodes[0],)))
+        assert said == "" or "CAP_SYS_NICE" in said
+        assert numa.place(ctypes.addressof(view) + 1, 1 << 20, Placement((nodes[0],))) != ""
+        view.value = 1
+        del view
+
+
+def test_the_arena_is_placed_before_it_is_brought_in(tmp_path: Path) -> None:
+    placed: list[int] = []
+
+    def place(address: int, num_bytes: int) -> None:
+        placed.append(num_bytes)
+        assert os.stat(tmp_path / "arena/arena").st_blocks == 0
+
+    memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 64 << 10, 100, 7, place=place)
+    assert placed == [1 << 20] and not memory.arena.has_holes()
+    memory.remove()
+
+
+def test_threads_started_inside_inherit_processors() -> None:
+    mine = os.sched_getaffinity(0)
+    seen: list[set[int]] = []
+    with numa.on_processors(frozenset({min(mine), 4096})):
+        thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        thread.start()
+        thread.join()
+    assert seen == [{min(mine)}] and os.sched_getaffinity(0) == mine
+    with numa.on_processors(frozenset({4096})):
+        assert os.sched_getaffinity(0) == mine

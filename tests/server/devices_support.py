@@ -1,0 +1,256 @@
+"""Servers over made-up devices, and engines whose KV lies on them.
+
+`python -m tests.server.devices_support TARGET ORDER` is an engine in a process of its own, to be killed: it stores and loads without end.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from demo.processes import Child, Server
+from hotkv.errors import HotKVError
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv.order import DeviceMark, DeviceOrder
+from hotkv_client import BlockRun, EngineMemory, GroupHashes, LoadRun, Role, Session, SessionConfig, TransferResult, TransferStatus
+from hotkv_client.types import After, Int32s
+from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent
+from hotkv_server.testing.with_devices import FakeDevices
+
+# An engine lives on here while its server is started again, which forks: gRPC's own threads must not come to life in the child.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+NUM_BLOCKS = 24
+LAYERS = 3
+PAGE = 4096
+NUM_MARKS = 4
+DEADLINE_S = 20.0
+
+
+def until(reached: Callable[[], bool], what: str = "it") -> None:
+    """Blocks until then."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not reached():
+        assert time.monotonic() < deadline_s, f"{what} never came"
+        time.sleep(0.005)
+
+
+class DeviceServer(Server):
+    """A server with made-up devices; in one folder, each goes on with what the one before has left."""
+
+    def __init__(self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB") -> None:
+        self.devices = replace(devices, control=str(folder / "control"))
+        self.runtime_folder = folder / "run"
+        self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
+        self.target = f"unix:{self.runtime_folder}/grpc.sock"
+        self.begin_s = time.monotonic()
+        command = [*self.devices.command(), "--runtime-dir", str(self.runtime_folder), "--arena.dir", str(folder / "arena")]
+        command += ["--arena.bytes", arena, "--arena.slab-bytes", "256KiB", "--arena.pin-piece-bytes", "2MiB", "--http.port", "0", *flags]
+        self._child = Child("hotkv-server", command, folder / "hotkv-server.log", {})
+
+    def num_held(self) -> int:
+        """Allocations and events of engines that the server has open, as the kernel sees them."""
+        maps = Path(f"/proc/{self.pid}/maps").read_text()
+        return len({line.split()[4] for line in maps.splitlines() if "memfd:hotkv-device" in line})
+
+    def kill(self) -> None:
+        """As a crash would."""
+        self._child.process.kill()
+        self._child.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How pages lie: `tensors` and sizes of the handles; `in_file`: handles that are no device memory."""
+
+    tensors: tuple[PageTensor, ...]
+    sizes: dict[str, int]
+    in_file: frozenset[str] = frozenset()
+
+
+def shapes() -> dict[str, Shape]:
+    """Layouts of one group with LAYERS pages of PAGE bytes a block, by name."""
+    total = LAYERS * NUM_BLOCKS * PAGE
+    layers = range(LAYERS)
+    half, heads = PAGE // 2, 8
+    return {
+        "BLHNC": Shape(tuple(PageTensor(0, "kv", i * PAGE, LAYERS * PAGE, PAGE, i * PAGE) for i in layers), {"kv": total}),
+        "LBHNC": Shape(tuple(PageTensor(0, "kv", i * NUM_BLOCKS * PAGE, PAGE, PAGE, i * PAGE) for i in layers), {"kv": total}),
+        # K of all blocks, then V of all blocks, in each layer.
+        "LKBNHC": Shape(
+            tuple(PageTensor(0, "kv", i * NUM_BLOCKS * PAGE, half, half, i * PAGE, ((2, NUM_BLOCKS * half),)) for i in layers),
+            {"kv": total},
+        ),
+        # Heads outermost: runs of 512 bytes.
+        "LHBNC": Shape(
+            tuple(
+                PageTensor(0, "kv", i * NUM_BLOCKS * PAGE, PAGE // heads, PAGE // heads, i * PAGE, ((heads, NUM_BLOCKS * PAGE // heads),))
+                for i in layers
+            ),
+            {"kv": total},
+        ),
+        "an allocation a layer": Shape(
+            tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in layers), {f"l{i}": NUM_BLOCKS * PAGE for i in layers}
+        ),
+        "one layer in a file": Shape(
+            tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in layers),
+            {f"l{i}": NUM_BLOCKS * PAGE for i in layers},
+            frozenset({"l1"}),
+        ),
+    }
+
+
+SHAPES = shapes()
+
+
+@dataclass(slots=True)
+class DeviceEngine:
+    """A worker session with KV on device `device`. `offers`: which of `events`, `flags`, `file flags` it offers for order."""
+
+    target: str
+    shape: str = "BLHNC"
+    device: int = 0
+    offers: Sequence[str] = ()
+    engine_id: str = field(default_factory=lambda: os.urandom(8).hex())
+    shared: "DeviceEngine | None" = None
+    allocations: dict[str, FakeAllocation] = field(default_factory=dict)
+    files: dict[str, mmap.mmap] = field(default_factory=dict)
+    fds: dict[str, int] = field(default_factory=dict)
+    events: list[FakeIpcEvent] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    """Why its session has changed its state, each time."""
+    session: Session = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = SHAPES[self.shape]
+        handles = [self._handle(name, size, in_file=name in shape.in_file) for name, size in shape.sizes.items()]
+        flags = ""
+        if "flags" in self.offers or "file flags" in self.offers:
+            flags = "flags"
+            handles.append(self._handle(flags, PAGE, in_file="file flags" in self.offers))
+        if "events" in self.offers:
+            self.events = [FakeIpcEvent(self.device) for _ in range(NUM_MARKS)]
+        uuid = next(iter(self.allocations.values())).device_uuid
+        order = DeviceOrder(uuid, tuple(event.handle for event in self.events), flags, NUM_MARKS if flags else 0)
+        layout = Layout(0, NUM_BLOCKS, tuple(handles), shape.tensors, self.shape)
+        key_space = KeySpace("devices", "devices", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE,)),), 16)
+        config = SessionConfig(
+            self.target, self.engine_id, Role.WORKER, key_space, reconnect_max_s=0.3, on_state=lambda _, why: self.said.append(why)
+        )
+        self.session = Session(config, EngineMemory(layout, self.fds, order))
+        self.session.start()
+
+    def connected(self) -> "DeviceEngine":
+        assert self.session.wait_connected(DEADLINE_S), repr(self.session)
+        return self
+
+    def _handle(self, name: str, num_bytes: int, *, in_file: bool) -> MemoryHandle:
+        if in_file:
+            self.fds[name] = os.memfd_create("engine")
+            os.truncate(self.fds[name], num_bytes)
+            self.files[name] = mmap.mmap(self.fds[name], num_bytes)
+            return MemoryHandle(name, num_bytes)
+        if self.shared is not None:
+            self.allocations[name] = self.shared.allocations[name]
+        else:
+            # Like a caching allocator's: memory that begins somewhere in the allocation.
+            self.allocations[name] = FakeAllocation(num_bytes + PAGE, self.device)
+        memory = self.allocations[name]
+        return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
+
+    def view(self, name: str) -> NDArray[np.uint8]:
+        """Bytes of a handle's memory."""
+        return np.frombuffer(self.files[name], np.uint8) if name in self.files else self.allocations[name].array()[PAGE:]
+
+    @property
+    def words(self) -> NDArray[np.uint32]:
+        """Its flag words."""
+        return self.view("flags").view(np.uint32)
+
+    def _places(self, ids: Int32s) -> Iterator[tuple[NDArray[np.uint8], int]]:
+        for tensor in sorted(SHAPES[self.shape].tensors, key=lambda t: t.shard_offset_bytes):
+            view = self.view(tensor.handle_id)
+            for block in ids.tolist():
+                for offset in tensor.run_offsets().tolist():
+                    at = tensor.base_offset_bytes + block * tensor.block_stride_bytes + offset
+                    yield view[at : at + tensor.run_bytes], tensor.run_bytes
+
+    def fill(self, ids: Int32s, seed: int) -> None:
+        """Random bytes in these blocks."""
+        random = np.random.default_rng(seed)
+        for view, count in self._places(ids):
+            view[:] = random.integers(0, 256, count, np.uint8)
+
+    def content(self, ids: Int32s) -> bytes:
+        """All bytes of these blocks."""
+        return b"".join(view.tobytes() for view, _ in self._places(ids))
+
+    def after(self, index: int, value: int = 0) -> After:
+        return After(self.session.order_kind, DeviceMark(index, value))
+
+    def store(self, hashes: list[bytes], ids: Int32s, after: After | None = None, timeout_s: float = DEADLINE_S):  # type: ignore[no-untyped-def]
+        name = os.urandom(8).hex()
+        return name, self.session.store(name, name, [BlockRun(0, hashes, ids)], timeout_s, after=after)
+
+    def load(self, hashes: list[bytes], ids: Int32s, after: After | None = None, timeout_s: float = DEADLINE_S):  # type: ignore[no-untyped-def]
+        """Leases and loads; all must be there."""
+        name = os.urandom(8).hex()
+        grant = self.session.acquire(name, [GroupHashes(0, hashes)]).result(DEADLINE_S)
+        assert grant.pinned[0].all(), "some blocks are not there"
+        return name, self.session.load(name, name, [LoadRun(0, np.arange(len(ids), dtype=np.int32), ids)], timeout_s, after=after)
+
+    def close(self) -> None:
+        self.session.close()
+        for fd in self.fds.values():
+            os.close(fd)
+        if self.shared is None:
+            for memory in self.allocations.values():
+                memory.close()
+        for event in self.events:
+            event.close()
+
+
+def block_ids(*ids: int) -> Int32s:
+    return np.array(ids, np.int32)
+
+
+def hashes(count: int) -> list[bytes]:
+    return [os.urandom(32) for _ in range(count)]
+
+
+def done(future: "object") -> TransferResult:
+    """The result of a transfer that must succeed."""
+    result: TransferResult = future.result(DEADLINE_S)  # type: ignore[attr-defined]
+    assert result.status is TransferStatus.DONE, result
+    return result
+
+
+def main() -> None:
+    """An engine that copies for ever."""
+    engine = DeviceEngine(sys.argv[1], offers=json.loads(sys.argv[2])).connected()
+    names, ids = hashes(8), np.arange(8, dtype=np.int32)
+    engine.fill(ids, 1)
+    done(engine.store(names, ids)[1])
+    mark = engine.after(0, 1) if engine.offers else None
+    for event in engine.events:
+        event.record()  # And its device never comes to it.
+    print("copying", flush=True)
+    while True:
+        with contextlib.suppress(HotKVError):
+            flying = [engine.load(names, ids + 8)[1], engine.store(hashes(8), ids, mark)[1], engine.store(hashes(8), ids)[1]]
+            done(flying[0])
+            flying[2].result(DEADLINE_S)
+
+
+if __name__ == "__main__":
+    main()

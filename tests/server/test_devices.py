@@ -1,0 +1,299 @@
+"""Engines on devices, through a real daemon over a real socket; the devices are made up."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from demo.processes import ROOT, ChildError, Server, runtime_folder
+from hotkv.errors import HotKVError, Reason
+from hotkv.order import DeviceMark, OrderKind
+from hotkv_client.types import After, TransferStatus
+from hotkv_server.testing.with_devices import FakeDevices
+from tests.server.devices_support import SHAPES, DeviceEngine, DeviceServer, block_ids, done, hashes, until
+
+ALL = tuple(range(8))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[DeviceServer]:
+    """Two devices, all methods by a rule of thumb."""
+    with runtime_folder(64 << 20) as folder, DeviceServer(folder, FakeDevices(2, 5, 0.001), "--copy.method", "kernel") as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with runtime_folder(64 << 20) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(server: DeviceServer) -> Iterator[Callable[..., DeviceEngine]]:
+    made: list[DeviceEngine] = []
+
+    def make(**settings: object) -> DeviceEngine:
+        made.append(DeviceEngine(server.target, **settings))  # type: ignore[arg-type]
+        return made[-1].connected()
+
+    yield make
+    for one in reversed(made):
+        one.close()
+    until(lambda: server.num_held() == 0, "closing")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_there_and_back_in_every_layout(engine: Callable[..., DeviceEngine], shape: str) -> None:
+    one, names = engine(shape=shape), hashes(8)
+    ids, others = block_ids(3, 1, 7, 0, 20, 21, 22, 5), block_ids(8, 9, 10, 16, 15, 14, 23, 2)
+    one.fill(ids, 1)
+    content = one.content(ids)
+    done(one.store(names, ids)[1])
+    one.fill(ids, 2)
+    done(one.load(names, others)[1])
+    assert one.content(others) == content
+
+
+def test_one_engine_reads_what_another_on_another_device_has_stored(engine: Callable[..., DeviceEngine]) -> None:
+    one, two, names = engine(shape="LHBNC"), engine(shape="BLHNC", device=1), hashes(4)
+    one.fill(block_ids(0, 1, 2, 3), 7)
+    done(one.store(names, block_ids(0, 1, 2, 3))[1])
+    done(two.load(names, block_ids(9, 8, 7, 6))[1])
+    assert two.content(block_ids(9, 8, 7, 6)) == one.content(block_ids(0, 1, 2, 3))
+
+
+def test_two_sessions_over_one_allocation(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
+    """Several sessions of one engine: its memory is open once, and stays until the last has closed."""
+    one = engine()
+    two = engine(engine_id=one.engine_id, shared=one)
+    assert server.num_held() == 1
+    two.close()
+    names = hashes(2)
+    one.fill(block_ids(0, 1), 3)
+    done(one.store(names, block_ids(0, 1))[1])
+    done(one.load(names, block_ids(5, 6))[1])
+    assert one.content(block_ids(0, 1)) == one.content(block_ids(5, 6))
+
+
+def test_two_ranks_of_one_device(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
+    one, two = engine(), engine()
+    assert server.num_held() == 2
+    names = [hashes(8), hashes(8)]
+    ids = np.arange(8, dtype=np.int32)
+    for rank, at in ((one, 0), (two, 1)):
+        rank.fill(ids, at)
+    for future in [rank.store(names[at], ids)[1] for rank, at in ((one, 0), (two, 1))]:
+        done(future)
+    for future in [rank.load(names[at], ids + 8)[1] for rank, at in ((one, 0), (two, 1))]:
+        done(future)
+    for rank in (one, two):
+        assert rank.content(ids) == rank.content(ids + 8)
+    two.close()
+    until(lambda: server.num_held() == 1, "closing")
+
+
+# Order
+
+
+@pytest.mark.parametrize(
+    ("offers", "kind"), [(("events", "flags"), OrderKind.EVENTS), (("flags",), OrderKind.FLAGS), (("file flags",), OrderKind.FLAGS)]
+)
+def test_a_store_reads_nothing_before_its_mark(engine: Callable[..., DeviceEngine], offers: tuple[str, ...], kind: OrderKind) -> None:
+    one, names, ids = engine(offers=offers), hashes(4), block_ids(0, 1, 2, 3)
+    assert one.session.order_kind is kind and one.session.order_message == ""
+    marks = []
+    for index in (0, 1):
+        if kind is OrderKind.EVENTS:
+            one.events[index].record()
+        marks.append(one.after(index, 1))
+    one.fill(ids, 1)
+    _, late = one.store(names[:2], ids[:2], marks[0])
+    _, first = one.store(names[2:], ids[2:], marks[1])
+    assert one.session.ping(5) >= 0 and not late.done() and not first.done()
+    one.fill(ids, 2)  # The kernels that the marks follow.
+    content = one.content(ids)
+    _reach(one, 1)
+    done(first)
+    # A mark that is not reached holds nobody but its own transfer.
+    assert not late.done()
+    _reach(one, 0)
+    done(late)
+    one.fill(ids, 3)
+    done(one.load(names, ids + 10)[1])
+    assert one.content(ids + 10) == content
+
+
+def _reach(one: DeviceEngine, index: int, value: int = 1) -> None:
+    if one.session.order_kind is OrderKind.EVENTS:
+        one.events[index].reach()
+    else:
+        one.words[index] = value
+
+
+@pytest.mark.parametrize("offers", [("events",), ("flags",), ("file flags",)])
+def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(engine: Callable[..., DeviceEngine], offers: tuple[str, ...]) -> None:
+    one, names, ids = engine(offers=offers), hashes(2), block_ids(0, 1)
+    one.fill(ids, 1)
+    done(one.store(names, ids)[1])
+    for event in one.events:
+        event.record()
+    one.fill(ids + 4, 9)
+    before = one.content(ids + 4)
+    cancelled, held = one.load(names, ids + 4, one.after(2, 5))
+    _, late = one.load(names, ids + 6, one.after(3, 7), timeout_s=0.2)
+    one.session.cancel(cancelled)
+    assert held.result(20).status is TransferStatus.CANCELLED
+    assert one.content(ids + 4) == before
+    # A transfer that waits for its mark is not late.
+    time.sleep(0.3)
+    assert not late.done()
+    _reach(one, 3, 7)
+    done(late)
+    assert one.content(ids + 6) == one.content(ids)
+
+
+def test_marks_that_are_wrong_are_refused(engine: Callable[..., DeviceEngine]) -> None:
+    one, plain = engine(offers=("events",)), engine()
+    for bad, word in ((DeviceMark(4), "after.index"), (DeviceMark(-1), "after.index")):
+        with pytest.raises(HotKVError, match=word) as refusal:
+            one.store(hashes(1), block_ids(0), After(OrderKind.EVENTS, bad))[1].result(20)
+        assert refusal.value.reason is Reason.INVALID_FIELD
+    assert plain.session.order_kind is OrderKind.HOST
+    with pytest.raises(HotKVError, match="after"):
+        plain.store(hashes(1), block_ids(0), After(OrderKind.HOST, DeviceMark(0)))[1].result(20)
+
+
+def test_a_session_that_ends_with_transfers_that_wait(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
+    for offers in (("events",), ("flags",)):
+        one = engine(offers=offers)
+        for event in one.events:
+            event.record()
+        waiting = [one.store(hashes(2), block_ids(0, 1), one.after(i, 1))[1] for i in range(3)]
+        one.session.ping(5)
+        one.session.close()
+        until(lambda: server.num_held() == 0, "closing")
+        for future in waiting:
+            assert future.exception(20) is not None or future.result().status is not TransferStatus.DONE
+
+
+# Visible
+
+
+def test_what_operators_see(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
+    one = engine(offers=("events",))
+    done(one.store(hashes(2), block_ids(0, 1))[1])
+    until(lambda: "registered 16.0 MiB" in server.cli("status"), "pinning")
+    devices = server.cli("devices")
+    for word in ("Fake GPU 0", "Fake GPU 1", "GPU-686f746b", "16.0 MiB", "allocations of engines open: 1"):
+        assert word in devices
+    assert "events" in server.cli("sessions")
+    metrics = _metrics(server)
+    assert 'hotkv_device_copied_bytes_total{device="0",direction="store",method="kernel"}' in metrics
+    assert 'hotkv_device_usable{device="1"} 1.0' in metrics and "hotkv_arena_registered_bytes 1.6777216e+07" in metrics
+
+
+def _metrics(server: DeviceServer) -> str:
+    port = re.search(r"http_port=(\d+)", server.log.read_text())
+    assert port is not None
+    with urllib.request.urlopen(f"http://127.0.0.1:{port.group(1)}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+# Deaths
+
+
+@pytest.mark.parametrize("offers", ["[]", '["events"]', '["flags"]'])
+def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) -> None:
+    """With copies in flight, and with marks that will never be reached."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.server.devices_support", server.target, offers], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "copying\n"
+    assert server.num_held() >= 1
+    time.sleep(0.1)
+    child.kill()
+    child.wait()
+    until(lambda: server.num_held() == 0, "letting go")
+    assert server.status()["state"] == "ready"
+
+
+def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
+    """With copies in flight; the next one goes on with what was stored, and the engine with it."""
+    devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
+    one = None
+    try:
+        with DeviceServer(folder, devices, "--copy.method", "kernel") as first:
+            first.wait_ready()
+            one = DeviceEngine(first.target).connected()
+            one.fill(ids, 1)
+            content = one.content(ids)
+            done(one.store(names, ids)[1])
+            flying = [one.store(hashes(8), ids)[1] for _ in range(20)] + [one.load(names, ids + 8)[1] for _ in range(3)]
+            first.kill()
+            for future in flying:
+                assert future.exception(20) is not None or future.result().status is not None
+        with DeviceServer(folder, devices, "--copy.method", "memcpy") as second:
+            second.wait_ready()
+            one.connected()
+            done(one.load(names, ids + 16)[1])
+            assert one.content(ids + 16) == content
+    finally:
+        if one is not None:
+            one.close()
+
+
+def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
+    with DeviceServer(folder, FakeDevices(2, 3), "--copy.method", "kernel") as running:
+        running.wait_ready()
+        one, names, ids = DeviceEngine(running.target).connected(), hashes(8), np.arange(8, dtype=np.int32)
+        done(one.store(names, ids)[1])
+        running.devices.tell(lose=0)
+        result = one.load(names, ids + 8)[1].result(20)
+        assert result.status is TransferStatus.FAILED and "device 0" in result.message
+        until(lambda: "device 0" in running.status()["state"], "the state")
+        assert "illegal memory access" in running.cli("devices") and running.status()["state"] != "ready"
+        with pytest.raises(ChildError):
+            running.cli("ping", "--live")
+        one.close()
+    with DeviceServer(folder, FakeDevices(2, 4)) as again:
+        again.wait_ready()
+
+
+def test_pinning_goes_on_while_copies_run(folder: Path) -> None:
+    """The server is ready before; what is not pinned yet moves by plain copies, and a refusal to pin more leaves it at that."""
+    slow = FakeDevices(1, 3, 0.001, register_s=0.3, register_fails=6)
+    with DeviceServer(folder, slow, "--copy.method", "kernel", "--arena.pin-piece-bytes", "2MiB") as running:
+        running.wait_ready()
+        one, ids, turn = DeviceEngine(running.target).connected(), np.arange(8, dtype=np.int32), 0
+        # More than the arena holds, so that all of it is written, pinned or not.
+        while "not pinned beyond" not in running.log.read_text() or turn < 200:
+            names = hashes(8)
+            one.fill(ids, turn)
+            done(one.store(names, ids)[1])
+            lease_id, loading = one.load(names, ids + 8)
+            done(loading)
+            one.session.release(lease_id)
+            assert one.content(ids) == one.content(ids + 8)
+            turn += 1
+        devices = json.loads(running.cli("devices", "--json"))
+        assert "told to fail" in devices["registering_error"] and devices["registered_byte_count"] == 10 << 20
+        assert {"kernel", "pageable"} <= {copies["method"] for copies in devices["devices"][0]["copies"]}
+        assert running.status()["state"] == "ready"
+        one.close()
+
+
+def test_an_engine_is_refused_with_the_reason_where_there_are_no_devices(folder: Path) -> None:
+    with Server(folder, "16MiB") as plain:
+        plain.wait_ready()
+        one = DeviceEngine(plain.target)
+        until(lambda: any("no CUDA copy engine: it is given no NVIDIA device" in why for why in one.said), "the refusal")
+        assert "no devices: it is given no NVIDIA device" in plain.cli("devices")
+        one.close()
