@@ -1,0 +1,280 @@
+// From scores to a selection, without the host (hotkv.sparse.weights, hotkv.sparse.topk): the step's plan, shares of the attention
+// mass, the best blocks.
+//
+// Counts and sizes stay on the device. Equal weights: the lower block wins. Sums are in float32 or in fixed point, so that a selection
+// is the same in every run.
+#include "common.cuh"
+
+// One thread a sequence: its plan (see PLAN_WORDS) from its number of tokens; 0 tokens: a sequence that is not there. `budget_tokens`,
+// or `budget_share` of the context where that is 0 (hotkv.sparse.topk.span, SparseConfig.budget_blocks).
+extern "C" __global__ void plan_step(
+    const int* context_tokens, int num_sequences, int block_tokens, int sink_tokens, int recent_tokens, int budget_tokens,
+    double budget_share,
+    int min_room, int max_blocks, int* plan) {
+  const int sequence = blockIdx.x * blockDim.x + threadIdx.x;
+  if (sequence >= num_sequences) return;
+  const int tokens = min(context_tokens[sequence], max_blocks * block_tokens), count = (tokens + block_tokens - 1) / block_tokens;
+  const int first = min((sink_tokens + block_tokens - 1) / block_tokens, count);
+  const int last = max(first, min(max(tokens - recent_tokens, 0) / block_tokens, tokens / block_tokens));
+  const double wanted = budget_tokens ? static_cast<double>(budget_tokens) : budget_share * static_cast<double>(tokens);
+  const int budget = min(static_cast<int>(fmin(ceil(wanted / static_cast<double>(block_tokens)), 2147483647.0)), count);
+  int* row = plan + sequence * PLAN_WORDS;
+  row[PLAN_FIRST] = first;
+  row[PLAN_LAST] = last;
+  row[PLAN_COUNT] = count;
+  row[PLAN_ROOM] = min(max(budget - (count - (last - first)), 0), last - first);
+  row[PLAN_MIN_ROOM] = min_room;
+  row[PLAN_TOKENS] = tokens;
+}
+
+struct Mass {
+  float peak, sum;  // sum * e^peak
+};
+
+__device__ __forceinline__ Mass added(Mass a, Mass b) {
+  const float peak = fmaxf(a.peak, b.peak);
+  return {peak, a.sum * expf(a.peak - peak) + b.sum * expf(b.peak - peak)};
+}
+
+// grid (pieces, query heads, sequences), 256 threads: masses [sequences, query heads, pieces] of a head's scores, each of a piece of
+// the candidates.
+extern "C" __global__ void __launch_bounds__(256) sum_masses(const float* scores, int max_blocks, const int* plan, Mass* masses) {
+  __shared__ Mass of_warps[8];
+  const int sequence = blockIdx.z, lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
+  const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
+  const long long head = static_cast<long long>(sequence) * gridDim.y + blockIdx.y;
+  const float* row = scores + head * max_blocks;
+  Mass mass = {NO_SCORE, 0.0f};
+  for (int block = first + blockIdx.x * blockDim.x + threadIdx.x; block < last; block += gridDim.x * blockDim.x)
+    if (row[block] > NO_SCORE) mass = added(mass, {row[block], 1.0f});
+  for (int step = WARP_LANES / 2; step > 0; step /= 2)
+    mass = added(mass, {__shfl_xor_sync(ALL_LANES, mass.peak, step), __shfl_xor_sync(ALL_LANES, mass.sum, step)});
+  if (lane == 0) of_warps[warp] = mass;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int i = 1; i < blockDim.x / WARP_LANES; ++i) mass = added(mass, of_warps[i]);
+  masses[head * gridDim.x + blockIdx.x] = mass;
+}
+
+// grid (any, sequences), 256 threads: weights float [sequences, max_blocks] of the candidates, w_b = mean over heads of exp(S_hb -
+// Z_h), and always_mass float [sequences], the share of what is always kept. `always_log_mass` float [sequences, query heads]. 4 *
+// num_heads bytes of dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(256) weigh(
+    const float* scores, int num_heads, int max_blocks, const int* plan, const Mass* masses, int num_pieces,
+    const float* always_log_mass, float* weights,
+    float* always_mass) {
+  extern __shared__ float totals[];
+  const int sequence = blockIdx.y;
+  const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
+  const long long first_head = static_cast<long long>(sequence) * num_heads;
+  for (int head = threadIdx.x; head < num_heads; head += blockDim.x) {
+    Mass mass = {fmaxf(always_log_mass[first_head + head], NO_SCORE), always_log_mass[first_head + head] > NO_SCORE ? 1.0f : 0.0f};
+    for (int i = 0; i < num_pieces; ++i) mass = added(mass, masses[(first_head + head) * num_pieces + i]);
+    totals[head] = mass.peak + logf(fmaxf(mass.sum, 1e-30f));
+  }
+  __syncthreads();
+  for (int block = first + blockIdx.x * blockDim.x + threadIdx.x; block < last; block += gridDim.x * blockDim.x) {
+    float sum = 0.0f;
+    for (int head = 0; head < num_heads; ++head) sum += expf(scores[(first_head + head) * max_blocks + block] - totals[head]);
+    weights[static_cast<long long>(sequence) * max_blocks + block] = sum / static_cast<float>(num_heads);
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    float sum = 0.0f;
+    for (int head = 0; head < num_heads; ++head) sum += expf(always_log_mass[first_head + head] - totals[head]);
+    always_mass[sequence] = sum / static_cast<float>(num_heads);
+  }
+}
+
+constexpr int BINS = 2048;
+constexpr int CHOOSE_THREADS = 1024;
+constexpr double MASS_UNIT = 1099511627776.0;  // 2^40: masses are summed as integers, in any order
+
+// A sequence's candidates as `choose` sees them. `slot_of`, `state`: of the hot set, null without a residency prior.
+struct Candidates {
+  const float* weights;
+  const int* slot_of;
+  const signed char* state;
+  int first, count;
+  float prior;
+
+  // Bits of the priority w * (1 + prior * resident), which order like it; what is not above 0 ranks as 0.
+  __device__ __forceinline__ int key(int i) const {
+    float priority = weights[first + i];
+    if (slot_of) {
+      const int slot = slot_of[first + i];
+      if (slot >= 0 && state[slot] == 1) priority = __fmul_rn(priority, 1.0f + prior);
+    }
+    return priority > 0.0f ? __float_as_int(priority) : 0;
+  }
+
+  __device__ __forceinline__ u64 mass(int i) const { return static_cast<u64>(fmax(static_cast<double>(weights[first + i]),
+      0.0) * MASS_UNIT); }
+};
+
+struct Bins {
+  u64 masses[BINS];
+  int counts[BINS];
+  u64 mass_above;
+  int count_above, bin;
+};
+
+// Where the best candidates end: all with a key above `key` are in, and the lowest `equals` of those with just that key.
+struct Bound {
+  int key, equals;
+};
+
+// Finds the bin in which the wanted number of candidates, or (`by_mass`) the wanted mass, is reached, from the highest bin down; one warp.
+__device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 mass) {
+  const int lane = threadIdx.x, per_lane = num_bins / WARP_LANES;
+  // Lane 0 has the highest bins.
+  const int top = num_bins - 1 - lane * per_lane;
+  u64 masses = 0;
+  int counts = 0;
+  for (int i = 0; i < per_lane; ++i) {
+    masses += bins.masses[top - i];
+    counts += bins.counts[top - i];
+  }
+  u64 mass_before = bins.mass_above;
+  int count_before = bins.count_above;
+  for (int from = 0; from < WARP_LANES; ++from) {
+    const u64 more = __shfl_sync(ALL_LANES, masses, from);
+    const int more_count = __shfl_sync(ALL_LANES, counts, from);
+    if (from < lane) {
+      mass_before += more;
+      count_before += more_count;
+    }
+  }
+  const bool is_before = by_mass ? mass_before < mass : count_before < count;
+  const bool is_here = is_before && (by_mass ? mass_before + masses >= mass : count_before + counts >= count);
+  const u32 votes = __ballot_sync(ALL_LANES, is_here);
+  __syncwarp();
+  if (votes && lane == __ffs((int)votes) - 1) {
+    int bin = top;
+    while (by_mass ? mass_before + bins.masses[bin] < mass : count_before + bins.counts[bin] < count) {
+      mass_before += bins.masses[bin];
+      count_before += bins.counts[bin];
+      --bin;
+    }
+    bins.bin = bin;
+    bins.mass_above = mass_before;
+    bins.count_above = count_before;
+  }
+  // Not enough of it anywhere: all of them.
+  if (!votes && lane == 0) bins.bin = -1;
+}
+
+// The bound of the best `count` > 0 candidates, or of the fewest whose masses reach `mass`; key -1 where all are in. Keys have 31 bits:
+// 11, 10 and 10.
+__device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int count, u64 mass) {
+  int prefix = 0;
+  if (threadIdx.x == 0) {
+    bins.mass_above = 0;
+    bins.count_above = 0;
+  }
+  for (int shift = 20; shift >= 0; shift -= 10) {
+    const int num_bins = shift == 20 ? 2048 : 1024;
+    for (int i = threadIdx.x; i < num_bins; i += blockDim.x) {
+      bins.masses[i] = 0;
+      bins.counts[i] = 0;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < of.count; i += blockDim.x) {
+      const int key = of.key(i);
+      if (shift < 20 && key >> (shift + 10) != prefix) continue;
+      atomicAdd(&bins.counts[key >> shift & (num_bins - 1)], 1);
+      if (by_mass) atomicAdd(&bins.masses[key >> shift & (num_bins - 1)], of.mass(i));
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP_LANES) find_bin(bins, num_bins, by_mass, count, mass);
+    __syncthreads();
+    if (bins.bin < 0) return {-1, 0};
+    prefix = prefix << (shift == 20 ? 11 : 10) | bins.bin;
+  }
+  const int equals = bins.counts[bins.bin];
+  if (!by_mass) return {prefix, count - bins.count_above};
+  const double each = static_cast<double>(bins.masses[bins.bin]) / equals;
+  return {prefix, min(equals, static_cast<int>(ceil(static_cast<double>(mass - bins.mass_above) / each)))};
+}
+
+// grid (sequences), 1024 threads: the best ROOM candidates of each sequence, or, with `adaptive_p` > 0, the fewest that with
+// always_mass reach it (at least MIN_ROOM), ascending, between what is always kept. blocks int32 and chosen float [sequences,
+// max_selected]: chosen is the weight, inf where always kept; numbers int32 [sequences]; mass float [sequences]: their share.
+// `resident`: null, or int8 [sequences, num_slots] states of hot slots.
+extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS) choose(
+    const float* weights, int max_blocks, const int* plan, const float* always_mass, const int* slot_of, const signed char* resident,
+    int num_slots,
+    float prior, float adaptive_p, int max_selected, int* blocks, float* chosen, int* numbers, float* mass) {
+  __shared__ Bins bins;
+  __shared__ int above_of[CHOOSE_THREADS / WARP_LANES], equals_of[CHOOSE_THREADS / WARP_LANES];
+  __shared__ u64 total;
+  const int sequence = blockIdx.x, lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
+  const int* row = plan + sequence * PLAN_WORDS;
+  const int first = row[PLAN_FIRST], last = row[PLAN_LAST], num_blocks = row[PLAN_COUNT], num_behind = num_blocks - last;
+  const long long at = static_cast<long long>(sequence) * max_blocks;
+  Candidates of = {weights + at, nullptr, nullptr, first, last - first, prior};
+  if (resident) {
+    of.slot_of = slot_of + at;
+    of.state = resident + static_cast<long long>(sequence) * num_slots;
+  }
+  int room = max(min(row[PLAN_ROOM], max_selected - first - num_behind), 0);
+  if (threadIdx.x == 0) total = 0;
+  Bound bound = {-1, 0};
+  if (adaptive_p > 0.0f && room > 0) {
+    const double missing = static_cast<double>(adaptive_p) - static_cast<double>(always_mass[sequence]);
+    int enough = 0;
+    if (missing > 0.0) {
+      bound = find_bound(bins, of, true, 0, static_cast<u64>(ceil(missing * MASS_UNIT)));
+      enough = bound.key < 0 ? of.count : bins.count_above + bound.equals;
+    }
+    room = min(room, max(enough, row[PLAN_MIN_ROOM]));
+    __syncthreads();
+  }
+  bound = room < of.count && room > 0 ? find_bound(bins, of, false, room, 0) : Bound{-1, 0};
+  __syncthreads();
+  int* out = blocks + static_cast<long long>(sequence) * max_selected;
+  float* out_weights = chosen + static_cast<long long>(sequence) * max_selected;
+  int num_above = 0, num_equal = 0;  // of the candidates before this tile
+  u64 sum = 0;
+  for (int base = 0; base < of.count && room > 0; base += blockDim.x) {
+    const int i = base + threadIdx.x, key = i < of.count ? of.key(i) : -2;
+    const u32 above = __ballot_sync(ALL_LANES, key > bound.key), equal = __ballot_sync(ALL_LANES, key == bound.key);
+    if (lane == 0) {
+      above_of[warp] = __popc(above);
+      equals_of[warp] = __popc(equal);
+    }
+    __syncthreads();
+    int above_before = num_above, equal_before = num_equal;
+    for (int other = 0; other < CHOOSE_THREADS / WARP_LANES; ++other) {
+      if (other < warp) {
+        above_before += above_of[other];
+        equal_before += equals_of[other];
+      }
+      num_above += above_of[other];
+      num_equal += equals_of[other];
+    }
+    const u32 lower = (1u << lane) - 1u;
+    above_before += __popc(above & lower);
+    equal_before += __popc(equal & lower);
+    if (key > bound.key || (key == bound.key && equal_before < bound.equals)) {
+      const int place = first + above_before + min(equal_before, bound.equals);
+      out[place] = first + i;
+      out_weights[place] = of.weights[first + i];
+      sum += of.mass(i);
+    }
+    __syncthreads();
+  }
+  if (sum) atomicAdd(&total, sum);
+  for (int i = threadIdx.x; i < first; i += blockDim.x) {
+    out[i] = i;
+    out_weights[i] = infinity();
+  }
+  for (int i = threadIdx.x; i < num_behind; i += blockDim.x) {
+    out[first + room + i] = last + i;
+    out_weights[first + room + i] = infinity();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    numbers[sequence] = first + room + num_behind;
+    mass[sequence] = fminf(always_mass[sequence] + static_cast<float>(static_cast<double>(total) / MASS_UNIT), 1.0f);
+  }
+}

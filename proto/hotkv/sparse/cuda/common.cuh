@@ -1,0 +1,91 @@
+// What several kernels of sparse decode share. NVRTC's built-ins only: sixteen-bit floats are read and written through their bits.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int WARP_LANES = 32;
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr float NO_SCORE = -1e30f;  // stands for a token that is not there; far below any score and free of NaN
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+// Kinds of float, as the host names them.
+constexpr int FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2;
+
+// A row of the plan, int32 [PLAN_WORDS] per sequence: blocks [0, FIRST) and [LAST, COUNT) are always kept, ROOM candidates may be
+// chosen beside them, MIN_ROOM at least where the number adapts to the attention mass.
+constexpr int PLAN_FIRST = 0, PLAN_LAST = 1, PLAN_COUNT = 2, PLAN_ROOM = 3, PLAN_MIN_ROOM = 4, PLAN_TOKENS = 5, PLAN_WORDS = 8;
+
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+// float of the bits of a finite half.
+__device__ __forceinline__ float half_value(u32 bits) {
+#ifdef CUDA_ON_CPU
+  const float size = __uint_as_float((bits & 0x7fffu) << 13) * __uint_as_float(0x77800000u);  // 2^112 moves the exponent
+  return __uint_as_float((bits & 0x8000u) << 16 | __float_as_uint(size));
+#else
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
+  return value;
+#endif
+}
+
+// 2^x in one instruction, to 2^-22 of its value.
+__device__ __forceinline__ float quick_exp2(float x) {
+#ifdef CUDA_ON_CPU
+  return exp2f(x);
+#else
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+#endif
+}
+
+// Bits of the half nearest to a finite float of at most 65504 in size, of two equally near the even one.
+__device__ __forceinline__ u32 half_bits(float value) {
+  const u32 bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
+  // Below the normal halves in steps of 2^-24.
+  if (size < 0x38800000u) return sign | (__float_as_uint(__uint_as_float(size) + 0.5f) - 0x3f000000u);
+  return sign | (size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13;
+}
+
+// Element `index` of an array of floats of `kind`.
+__device__ __forceinline__ float load_float(const void* base, long long index, int kind) {
+  if (kind == FLOAT32) return static_cast<const float*>(base)[index];
+  const u32 bits = static_cast<const unsigned short*>(base)[index];
+  return kind == BFLOAT16 ? __uint_as_float(bits << 16) : half_value(bits);
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+  for (int step = WARP_LANES / 2; step > 0; step /= 2) value += __shfl_xor_sync(ALL_LANES, value, step);
+  return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+  for (int step = WARP_LANES / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, step));
+  return value;
+}
+
+// Rotates a row of shared memory, float [head_size], by one warp (hotkv.sparse.rotation): passes of signs, then a Hadamard transform.
+// `factors` [passes, head_size]: the signs over the square root of a pass's channels. Every lane may read the row afterwards.
+__device__ __forceinline__ void rotate_row(float* row, const float* factors, int head_size, int lane) {
+  int size = 1;
+  while (2 * size <= head_size) size *= 2;
+  for (int start = 0;; start = head_size - size, factors += head_size) {
+    __syncwarp();
+    for (int i = lane; i < size; i += WARP_LANES) row[start + i] *= factors[start + i];
+    for (int half = 1; half < size; half *= 2) {
+      __syncwarp();
+      for (int i = lane; i < size / 2; i += WARP_LANES) {
+        float* low = row + start + 2 * (i & ~(half - 1)) + (i & (half - 1));
+        const float a = low[0], b = low[half];
+        low[0] = a + b;
+        low[half] = a - b;
+      }
+    }
+    if (start == head_size - size) break;
+  }
+  __syncwarp();
+}

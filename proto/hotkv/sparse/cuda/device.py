@@ -1,0 +1,164 @@
+"""Arrays of a device and launches of the kernels beside this file: a protocol, and CuPy behind it.
+
+A launch is given to a stream and returns at once. Kernels are compiled when first used (NVRTC, cached on disk by CuPy);
+`CupyDevice.compile` does
+it ahead, as a CUDA graph may not be captured while one is compiled.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.errors import HotKVError, Reason
+
+FOLDER = Path(__file__).parent
+TOKEN_KERNELS = {(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2)}
+"""(bits, groups of lines) for which `score_tokens` is compiled."""
+SOURCES: dict[str, tuple[str, ...]] = {
+    "build.cu": ("build_tokens",),
+    "score.cu": ("prepare_queries", "score_parts", *(f"score_tokens<{bits}, {groups}>" for bits, groups in sorted(TOKEN_KERNELS))),
+    "choose.cu": ("plan_step", "sum_masses", "weigh", "choose"),
+    "hotset.cu": ("hot_grow", "hot_step", "hot_table", "pull_blocks"),
+    "attend.cu": ("attend",),
+}
+"""The kernels of each source."""
+OPTIONS = ("--std=c++17",)
+
+Scalar = np.int32 | np.int64 | np.uint32 | np.float32 | np.float64
+Host = npt.NDArray[np.generic]
+
+
+class Array(Protocol):
+    """Device memory that somebody else holds on to: CuPy's arrays and torch's tensors are such (numpy's, where the CPU plays the
+    device)."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Elements along each axis."""
+
+
+Argument = Array | Scalar | int | None
+"""A plain int is an address; None is the address 0."""
+
+
+class Device(Protocol):
+    """Where kernels run."""
+
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        """New memory, all 0."""
+
+    def write(self, target: Array, start: Sequence[int], values: Host) -> None:
+        """target[start : start + values.shape] = values, in the order of the stream; waits until `values` may be changed."""
+
+    def read(self, source: Array) -> Host:
+        """A copy in host memory; waits for the stream."""
+
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, args: Sequence[Argument], shared_bytes: int = 0) -> None:
+        """Gives a kernel to the stream; numbers have the kernel's types."""
+
+
+def source_of(kernel: str) -> str:
+    """The file that has it."""
+    return next(source for source, kernels in SOURCES.items() if kernel in kernels)
+
+
+def source_text(source: str) -> str:
+    """A source with its header in place: CuPy's cache knows the text that it compiles, not the files that this includes."""
+    header = (FOLDER / "common.cuh").read_text().replace("#pragma once\n", "")
+    return (FOLDER / source).read_text().replace('#include "common.cuh"\n', header)
+
+
+def address_of(argument: Argument) -> int:
+    """Of a CUDA tensor, or of any array with CUDA's array interface."""
+    if argument is None:
+        return 0
+    if isinstance(argument, int):
+        return argument
+    # Torch's tensors know their address in every float type; its array interface does not know bfloat16 in all versions.
+    if getattr(argument, "is_cuda", False):
+        return int(argument.data_ptr())  # type: ignore[attr-defined]
+    interface = getattr(argument, "__cuda_array_interface__", None)
+    if interface is None:
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"{type(argument).__name__} is no device memory; pass a CUDA tensor, a CuPy array or an address"
+        )
+    return int(interface["data"][0])
+
+
+class _Module(Protocol):
+    def get_function(self, name: str) -> Callable[..., None]: ...
+
+
+def _cupy() -> ModuleType:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError("sparse decode on CUDA needs CuPy; install hotkv[cuda12] or hotkv[cuda13]") from error
+    module: ModuleType = cupy
+    return module
+
+
+class CupyDevice:
+    """A CUDA device through CuPy. `stream`: CUDA's number of the stream that launches go to (torch:
+    `torch.cuda.current_stream().cuda_stream`)."""
+
+    def __init__(self, number: int = 0, stream: int = 0) -> None:
+        self._cupy = _cupy()
+        self._number = number
+        self._modules: dict[str, _Module] = {}
+        self._kernels: dict[str, Callable[..., None]] = {}
+        self.use_stream(stream)
+
+    def __repr__(self) -> str:
+        return f"CupyDevice({self._number}, {len(self._kernels)} kernels loaded)"
+
+    def use_stream(self, stream: int) -> None:
+        """Later calls go to that stream of the device."""
+        self._stream = self._cupy.cuda.ExternalStream(stream, self._number)
+
+    def compile(self) -> None:
+        """All kernels; seconds where CuPy's cache has none."""
+        for kernels in SOURCES.values():
+            for kernel in kernels:
+                self._kernel(kernel)
+
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        """See `Device`."""
+        with self._cupy.cuda.Device(self._number), self._stream:
+            array: Array = self._cupy.zeros(tuple(shape), dtype)
+        return array
+
+    def write(self, target: Array, start: Sequence[int], values: Host) -> None:
+        """See `Device`."""
+        place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
+        with self._cupy.cuda.Device(self._number), self._stream:
+            self._cupy.asarray(target)[place] = self._cupy.asarray(values)
+            self._stream.synchronize()
+
+    def read(self, source: Array) -> Host:
+        """See `Device`."""
+        with self._cupy.cuda.Device(self._number), self._stream:
+            values: Host = self._cupy.asnumpy(self._cupy.asarray(source))
+            self._stream.synchronize()
+        return values
+
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, args: Sequence[Argument], shared_bytes: int = 0) -> None:
+        """See `Device`."""
+        values = [arg if isinstance(arg, np.generic) else np.uint64(address_of(arg)) for arg in args]
+        with self._cupy.cuda.Device(self._number), self._stream:
+            self._kernel(kernel)((*grid, 1, 1)[:3], (threads, 1, 1), tuple(values), shared_mem=shared_bytes)
+
+    def _kernel(self, kernel: str) -> Callable[..., None]:
+        if kernel not in self._kernels:
+            source = source_of(kernel)
+            with self._cupy.cuda.Device(self._number):
+                if source not in self._modules:
+                    templates = [name for name in SOURCES[source] if "<" in name] or None
+                    code = source_text(source)
+                    self._modules[source] = self._cupy.RawModule(code=code, options=OPTIONS, name_expressions=templates)
+                self._kernels[kernel] = self._modules[source].get_function(kernel)
+        return self._kernels[kernel]

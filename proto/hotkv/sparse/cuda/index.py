@@ -1,0 +1,178 @@
+"""A layer's representations in device memory: a pool of rows, built from the engine's pages, scored by `CudaSelector`.
+
+Bytes are those of `hotkv.sparse.representations`, so that rows may be stored with their blocks and come back on any engine; float
+rounding may move a channel that lies between two levels, and the last bit of a sigma.
+
+Shapes: R rows of the pool, H KV heads, D channels, N bytes of a block and head.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.sparse import formats
+from hotkv.sparse.cuda.device import TOKEN_KERNELS, Array, Device
+from hotkv.sparse.formats import Format
+from hotkv.sparse.rotation import factors
+
+FLOAT_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+"""How kernels name float types."""
+MAX_HEAD_SIZE = 256
+_LINE_CHANNELS = {1: 32, 2: 16, 3: 32}
+_BUILD_THREADS = 512
+
+
+def float_kind(dtype: str) -> int:
+    """The kernels' number of a float type; INVALID_FIELD."""
+    if dtype not in FLOAT_KINDS:
+        raise HotKVError(Reason.INVALID_FIELD, f"dtype is {dtype!r}; sparse decode on CUDA takes {', '.join(FLOAT_KINDS)}")
+    return FLOAT_KINDS[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Keys or values in device memory: `data` is a tensor or the address of page 0, token 0, head 0; strides in elements, channels side
+    by side.
+
+    vLLM's CUDA caches [2, pages, tokens, heads, channels] or [pages, 2, …], in NHD or HND order, are two of these, of the strides of
+    `cache[0]` and `cache[1]` (or `cache[:, 0]` and `cache[:, 1]`).
+    """
+
+    data: Array | int
+    dtype: str
+    page_stride: int
+    token_stride: int
+    head_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexShape:
+    """What a row of a pool holds; INVALID_FIELD where the kernels don't reach so far."""
+
+    name: str
+    kv_heads: int
+    head_size: int
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.head_size <= MAX_HEAD_SIZE or self.block_tokens < 1 or self.kv_heads < 1:
+            why = f"{self.kv_heads} heads of {self.head_size} channels, {self.block_tokens} tokens a block"
+            raise HotKVError(Reason.INVALID_FIELD, f"the index has {why}; on CUDA heads have 1 to {MAX_HEAD_SIZE} channels")
+        if self.form.bits and (self.form.bits, self.line_groups) not in TOKEN_KERNELS:
+            raise HotKVError(Reason.INVALID_FIELD, f"no kernel scores {self.name} of {self.head_size} channels")
+
+    @property
+    def form(self) -> Format:
+        """The representation."""
+        return formats.format_named(self.name)
+
+    @property
+    def channels(self) -> int:
+        """With padding."""
+        return formats.padded_channels(self.form, self.head_size)
+
+    @property
+    def num_runs(self) -> int:
+        """Of a block, in token formats."""
+        return formats.num_runs(self.block_tokens)
+
+    @property
+    def head_bytes(self) -> int:
+        """N."""
+        return formats.head_bytes(self.name, self.block_tokens, self.head_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """A block's, H * N up to a multiple of 32, the memory's sector."""
+        return -(-self.kv_heads * self.head_bytes // 32) * 32
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of a run that are counted by `score_tokens`."""
+        return self.channels // _LINE_CHANNELS[self.form.bits]
+
+    @property
+    def line_groups(self) -> int:
+        """Fours of lines."""
+        return -(-self.num_lines // 4)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of the prepared queries of 8 heads, in the order of `score_tokens`."""
+        return self.line_groups * (4 if self.form.bits == 2 else 8) * 128
+
+    def level_words(self) -> tuple[int, int]:
+        """The levels of the codes 0 to 3 and 4 to 7, a signed byte each."""
+        levels = np.zeros(8, np.int8)
+        levels[: len(self.form.levels)] = self.form.levels
+        low, high = levels.view(np.uint32)
+        return int(low), int(high)
+
+
+class Index:
+    """The pool of one layer: `pool` uint8 [R, row_bytes]; `bias` in nats (None: the format's), `mu_HD` the centre (None: 0)."""
+
+    def __init__(
+        self, device: Device, shape: IndexShape, num_rows: int, mu_HD: npt.NDArray[np.float32] | None = None, bias: float | None = None
+    ) -> None:
+        if mu_HD is not None and mu_HD.shape != (shape.kv_heads, shape.head_size):
+            raise HotKVError(Reason.INVALID_FIELD, f"mu is {list(mu_HD.shape)}; the index needs [{shape.kv_heads}, {shape.head_size}]")
+        self.shape = shape
+        self.num_rows = num_rows
+        self.bias = shape.form.bias if bias is None else bias
+        self.pool = device.zeros((num_rows, shape.row_bytes), np.uint8)
+        self.mu = None if mu_HD is None else upload(device, mu_HD.astype(np.float32))
+        self.factors = upload(device, factors(shape.head_size))
+        self._device = device
+
+    def __repr__(self) -> str:
+        return f"Index({self.shape.name}, {self.num_rows} rows of {self.shape.row_bytes} bytes)"
+
+    @functools.cached_property
+    def _levels(self) -> Array:
+        """Levels, then the thresholds halfway between neighbours, in units of the rms."""
+        levels = np.array(self.shape.form.levels, np.float64)
+        thresholds = (levels[1:] + levels[:-1]) / 2.0 / self.shape.form.level_unit
+        return upload(self._device, np.concatenate([levels, thresholds]).astype(np.float32))
+
+    def build(self, keys: Pages, pages: Array, rows: Array, num_blocks: int, num_tokens: Array | None = None) -> None:
+        """Rows of the blocks in `pages` int32 [num_blocks] of the engine's cache, written to `rows` int32 (below 0: left out).
+
+        `num_tokens` int32: valid ones of each block (None: all). Given to the stream; the keys must stay until it is done. INVALID_FIELD
+        for
+        summaries, which are built from the same keys by `hotkv.sparse.representations` or in torch.
+        """
+        shape, form = self.shape, self.shape.form
+        if not form.bits:
+            raise HotKVError(Reason.INVALID_FIELD, f"{form.name} is no token format; CUDA builds rot1u, rot2u and rot3u")
+        if not num_blocks:
+            return
+        self._device.launch(
+            "build_tokens",
+            (num_blocks, shape.kv_heads, shape.num_runs),
+            _BUILD_THREADS,
+            (
+                keys.data, np.int32(float_kind(keys.dtype)), np.int64(keys.page_stride), np.int64(keys.token_stride),
+                np.int64(keys.head_stride),
+                pages, rows, num_tokens, self.mu, self.factors, self._levels, np.int32(form.bits), np.float32(form.level_unit),
+                np.int32(shape.block_tokens), np.int32(shape.head_size), np.int32(shape.channels), self.pool, np.int64(shape.row_bytes),
+                np.int32(shape.head_bytes),
+            ),
+        )  # fmt: skip
+
+
+def upload(device: Device, values: npt.NDArray[np.generic]) -> Array:
+    """A copy in device memory."""
+    array = device.zeros(values.shape, values.dtype)
+    device.write(array, (0,) * values.ndim, np.ascontiguousarray(values))
+    return array
+
+
+def check_length(name: str, shape: Sequence[int], needed: Sequence[int]) -> None:
+    """INVALID_FIELD where an array is not of the shape that kernels will index."""
+    if tuple(shape) != tuple(needed):
+        raise HotKVError(Reason.INVALID_FIELD, f"{name} is {list(shape)}; pass {list(needed)}")

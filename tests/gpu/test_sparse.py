@@ -1,0 +1,198 @@
+"""Sparse decode's kernels on a real GPU, against the numpy twins. Needs numpy, CuPy and pytest, nothing else.
+
+The same checks, with many more cases, run on the CPU in tests/sparse/test_cuda_*.py.
+"""
+
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv.sparse.config import SparseConfig
+from hotkv.sparse.cuda.device import CupyDevice
+from hotkv.sparse.cuda.index import Index, IndexShape, Pages, upload
+from hotkv.sparse.cuda.selector import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaSelector, Fragment, Queries, StepShape, Workspace
+from hotkv.sparse.hotset import HotSet
+from hotkv.sparse.representations import build, unpack_tokens
+from hotkv.sparse.scores import prepare, score
+from hotkv.sparse.selector import Source, exact_log_mass, select_layer
+from hotkv.sparse.topk import Selection, span
+
+pytestmark = pytest.mark.gpu
+NAMES = ("rot1u", "rot2u", "rot3u")
+HEADS, GROUP, SIZE, BLOCK, LAYER = 2, 4, 128, 16, 3
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    module = pytest.importorskip("cupy")
+    try:
+        if not module.cuda.runtime.getDeviceCount():
+            pytest.skip("no GPU")
+    except module.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(str(error))
+    return module
+
+
+@pytest.fixture(scope="module")
+def device(cupy: Any) -> CupyDevice:
+    return CupyDevice()
+
+
+@pytest.fixture
+def pinned(cupy: Any) -> Iterator[np.ndarray]:
+    """Registered host memory, as an engine has the arena."""
+    mapping = mmap.mmap(-1, 16 << 20)
+    memory = np.frombuffer(mapping, np.uint8)
+    cupy.cuda.runtime.hostRegister(memory.ctypes.data, memory.size, 3)  # portable, mapped
+    yield memory
+    cupy.cuda.Device().synchronize()
+    cupy.cuda.runtime.hostUnregister(memory.ctypes.data)
+
+
+def random_keys(seed: int, num_blocks: int, block_tokens: int, head_size: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((num_blocks, block_tokens, HEADS, head_size)).astype(np.float32)
+
+
+def packed_rows(device: CupyDevice, index: Index) -> np.ndarray:
+    shape = index.shape
+    pool = device.read(index.pool)[:, : shape.kv_heads * shape.head_bytes]
+    return np.ascontiguousarray(pool).reshape(-1, shape.kv_heads, shape.head_bytes)
+
+
+@pytest.mark.parametrize("head_size", [40, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_builds_what_the_twin_builds(device: CupyDevice, name: str, head_size: int, dtype: str) -> None:
+    keys = random_keys(head_size, 9, 20, head_size).astype(dtype)
+    counts = np.array([20, 20, 0, 7, 16, 20, 17, 1, 20], np.int32)
+    index = Index(device, IndexShape(name, HEADS, head_size, 20), 9)
+    pages = Pages(upload(device, keys), dtype, 20 * HEADS * head_size, HEADS * head_size, head_size)
+    order = np.arange(9, dtype=np.int32)
+    index.build(pages, upload(device, order), upload(device, order[::-1].copy()), 9, upload(device, counts))
+    want = unpack_tokens(name, build(name, keys.astype(np.float32), None, counts), head_size)
+    have = unpack_tokens(name, packed_rows(device, index)[::-1], head_size)
+    same = want.levels[..., :head_size] == have.levels[..., :head_size]
+    assert same.mean() > 0.999 and np.array_equal(want.sigma < 0, have.sigma < 0)
+    whole = same.all(axis=-1)
+    np.testing.assert_allclose(have.sigma[whole], want.sigma[whole], rtol=2**-9)
+
+
+@pytest.mark.parametrize(("head_size", "group", "block_tokens"), [(128, 4, 16), (128, 9, 32), (64, 7, 48), (80, 1, 16), (256, 8, 16)])
+@pytest.mark.parametrize("name", [*NAMES, "quest", "cuboid", "mean"])
+def test_scores_what_the_twin_scores(device: CupyDevice, name: str, head_size: int, group: int, block_tokens: int) -> None:
+    num_blocks = 301
+    packed = build(name, random_keys(group, num_blocks, block_tokens, head_size))
+    query = np.random.default_rng(1).standard_normal((1, HEADS * group, head_size)).astype(np.float32)
+    config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())
+    work = Workspace(device, config, StepShape(1, num_blocks, block_tokens, HEADS * group, HEADS, head_size, 4))
+    index = Index(device, IndexShape(name, HEADS, head_size, block_tokens), num_blocks)
+    device.write(index.pool, (0, 0), packed.reshape(num_blocks, -1))
+    nowhere = Pages(0, "float32", 0, 0, 0)
+    selector = CudaSelector(work, 0, index, nowhere, nowhere, (), 0)
+    rows = np.random.default_rng(2).permutation(num_blocks).astype(np.int32)
+    work.set_blocks(0, 0, rows, np.zeros(num_blocks, np.int64))
+    work.begin(upload(device, np.array([num_blocks * block_tokens], np.int32)))
+    selector.score(Queries(upload(device, query), "float32", 0, head_size), 1 / np.sqrt(head_size))
+    expected = score(prepare(name, query[0]), packed, rows)[:, :-1]
+    np.testing.assert_allclose(device.read(work.scores)[0, :, :-1], expected, rtol=1e-4, atol=1e-3)
+
+
+class Layer:
+    """A sequence of which all blocks are complete and in the arena, but for the last."""
+
+    def __init__(self, device: CupyDevice, config: SparseConfig, arena: np.ndarray, num_tokens: int) -> None:
+        self.device, self.config, self.num_tokens = device, config, num_tokens
+        count = -(-num_tokens // BLOCK)
+        self.keys, self.values = random_keys(1, count, BLOCK, SIZE), random_keys(2, count, BLOCK, SIZE)
+        content = np.stack([self.keys, self.values], axis=1).reshape(count, -1).view(np.uint8)
+        arena[: content.size] = content.reshape(-1)
+        capacity, fragment = 2 * config.budget_blocks(num_tokens, BLOCK), content.shape[1] // 2
+        self.cache = device.zeros((capacity, 2, BLOCK, HEADS, SIZE), np.float32)
+        address = int(self.cache.__cuda_array_interface__["data"][0])  # type: ignore[attr-defined]
+        places = [Pages(address + part * fragment, "float32", 2 * fragment // 4, HEADS * SIZE, SIZE) for part in (0, 1)]
+        self.work = Workspace(device, config, StepShape(1, count, BLOCK, HEADS * GROUP, HEADS, SIZE, capacity))
+        index = Index(device, IndexShape("rot2u", HEADS, SIZE, BLOCK), count)
+        order = np.arange(count, dtype=np.int32)
+        whole = Pages(upload(device, self.keys), "float32", BLOCK * HEADS * SIZE, HEADS * SIZE, SIZE)
+        index.build(whole, upload(device, order), upload(device, order), count)
+        self.pool = packed_rows(device, index)
+        fragments = [Fragment(part * fragment, address + part * fragment, fragment) for part in (0, 1)]
+        self.selector = CudaSelector(self.work, LAYER, index, *places, fragments, 2 * fragment)
+        self.work.set_blocks(0, 0, order, arena.ctypes.data + np.arange(count, dtype=np.int64) * content.shape[1])
+        self.tokens = upload(device, np.array([num_tokens], np.int32))
+        self.where = span(config, num_tokens, BLOCK)
+        self.hot = HotSet(capacity, 0)
+        self.hot.extend(self.where, count, count)
+        self.hot.seed(self.where.always)
+        self.selector.place(0, self.where.always, capacity, count)
+        for slot, block in enumerate(self.where.always.tolist()):
+            device.write(self.cache, (slot, 0, 0, 0, 0), np.stack([self.keys[block], self.values[block]])[None])
+        self.query = device.zeros((1, HEADS * GROUP, SIZE), np.float32)
+        self.rng = np.random.default_rng(3)
+
+    def ask(self) -> np.ndarray:
+        """A new query, float32 [Q, D], where a step reads it."""
+        around = self.keys.reshape(-1, HEADS, SIZE)[self.rng.integers(0, self.num_tokens, 4)].sum(axis=0)
+        query = (np.repeat(around, GROUP, axis=0) + self.rng.standard_normal((HEADS * GROUP, SIZE))).astype(np.float32)
+        self.device.write(self.query, (0, 0, 0), query[None])
+        return query
+
+    def step(self) -> None:
+        """What an engine gives to the stream."""
+        self.work.begin(self.tokens)
+        self.selector.grow()
+        self.selector.step(Queries(self.query, "float32", 0, SIZE))
+
+    def check(self, query: np.ndarray) -> None:
+        read, selector = self.device.read, self.selector
+        always = np.concatenate([self.keys[b] for b in self.where.always])
+        tokens = (self.where.count - 1) * BLOCK - self.num_tokens + BLOCK
+        log_mass = exact_log_mass(query, always[: len(always) - tokens] if tokens else always)
+        rows = np.arange(self.where.count, dtype=np.int32)
+        want = select_layer(self.config, LAYER, query, {"rot2u": Source(self.pool)}, rows, log_mass, self.num_tokens, BLOCK)
+        number = int(read(selector.numbers)[0])
+        found = Selection(read(selector.blocks)[0, :number], read(selector.chosen)[0, :number], float(read(selector.mass)[0]))
+        assert len(set(found.blocks.tolist()) ^ set(want.blocks.tolist())) <= 2 and found.mass == pytest.approx(want.mass, abs=1e-3)
+        step = self.hot.step(found, self.config.max_correction_blocks)
+        counts = read(selector.counts)[0]
+        assert read(selector.loads)[0, 0, : counts[LOADED]].tolist() == step.load.blocks.tolist()
+        slots = read(selector.slots)[0, : counts[ATTENDED]]
+        held = read(selector.block_of)[0, slots]
+        assert sorted(held.tolist()) == step.map.blocks.tolist() and held[-1] == self.where.count - 1
+        truth = np.stack([self.keys[held], self.values[held]], axis=1)
+        assert np.array_equal(read(self.cache)[slots], truth) and not read(self.work.faults).any()
+        out = self.device.zeros((1, HEADS * GROUP, SIZE), np.float32)
+        selector.attend(Queries(self.query, "float32", 0, SIZE), out)
+        keys, values = truth.swapaxes(0, 1).reshape(2, -1, HEADS, SIZE)[:, : counts[SEQUENCE_TOKENS]]
+        scores = np.einsum("hgd,thd->hgt", query.reshape(HEADS, GROUP, SIZE), keys) / np.sqrt(SIZE)
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        expected = np.einsum("hgt,thd->hgd", shares / shares.sum(axis=-1, keepdims=True), values).reshape(-1, SIZE)
+        np.testing.assert_allclose(read(out)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_steps_are_the_twins_steps(device: CupyDevice, pinned: np.ndarray) -> None:
+    layer = Layer(device, SparseConfig(sink_tokens=16, recent_tokens=32), pinned, 5000)
+    for _ in range(6):
+        query = layer.ask()
+        layer.step()
+        layer.check(query)
+
+
+def test_a_captured_step_is_a_step(cupy: Any, pinned: np.ndarray) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    device = CupyDevice(stream=stream.ptr)
+    device.compile()
+    layer = Layer(device, SparseConfig(sink_tokens=16, recent_tokens=32), pinned, 3000)
+    query = layer.ask()
+    layer.step()
+    layer.check(query)
+    stream.begin_capture()
+    layer.step()
+    graph = stream.end_capture()
+    for _ in range(3):
+        query = layer.ask()
+        graph.launch(stream)
+        layer.check(query)

@@ -1,0 +1,145 @@
+"""CUDA's kernels for representations and scores, on the CPU, against the numpy twins."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hotkv.errors import HotKVError
+from hotkv.sparse import formats
+from hotkv.sparse.config import SparseConfig
+from hotkv.sparse.cuda.index import Index, IndexShape, Pages
+from hotkv.sparse.cuda.selector import CudaSelector, Queries, StepShape, Workspace
+from hotkv.sparse.representations import approximate_keys, build, unpack_tokens
+from hotkv.sparse.scores import prepare, score
+from tests.sparse.cuda_support import CpuDevice, needs_compiler
+from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, make_case
+
+pytestmark = needs_compiler
+quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LAYOUTS = ("NHD", "HND", "pairs")
+
+
+def paged(keys_BTHD: np.ndarray, layout: str, dtype: str, order: np.ndarray) -> tuple[Pages, np.ndarray]:
+    """The keys in an engine's cache, at the pages `order`, beside values of NaN; and the keys as the cache holds them, float32."""
+    block_tokens, kv_heads, head_size = keys_BTHD.shape[1:]
+    kind = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}[dtype]
+    held = keys_BTHD.astype(kind)
+    if dtype == "bfloat16":
+        held = ((held.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
+    axes = (0, 2, 1, 3) if layout == "HND" else (0, 1, 2, 3)
+    body = held.transpose(axes)
+    cache = np.full((int(order.max(initial=0)) + 1, 2, *body.shape[1:]), np.nan, kind)
+    cache[order, 0] = body
+    if layout != "pairs":
+        cache = np.ascontiguousarray(cache.swapaxes(0, 1))
+    data = (cache.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else cache
+    page, inner = body[0].size * (2 if layout == "pairs" else 1), (kv_heads * head_size, head_size)
+    token, head = (head_size, block_tokens * head_size) if layout == "HND" else inner
+    return Pages(data, dtype, page, token, head), held.astype(np.float32)
+
+
+def built(case: Case, name: str, dtype: str, layout: str, seed: int) -> tuple[Index, np.ndarray, np.ndarray]:
+    """(index, rows, the keys as they were read)"""
+    num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
+    device, rng = CpuDevice(seed), np.random.default_rng(seed)
+    index = Index(device, IndexShape(name, kv_heads, head_size, block_tokens), num_blocks + 3, case.mu)
+    index.pool[:] = 0xA5
+    order = rng.permutation(num_blocks + 2)[:num_blocks].astype(np.int32)
+    rows = rng.permutation(num_blocks + 3)[:num_blocks].astype(np.int32)
+    keys, held = paged(case.keys, layout, dtype, order)
+    index.build(keys, order, rows, num_blocks, case.num_tokens)
+    return index, rows, held
+
+
+def heads_of(index: Index) -> np.ndarray:
+    shape = index.shape
+    return index.pool[:, : shape.kv_heads * shape.head_bytes].reshape(index.num_rows, shape.kv_heads, shape.head_bytes)
+
+
+small = st.builds(
+    make_case,
+    seed=st.integers(0, 2**32 - 1),
+    num_blocks=st.integers(1, 6),
+    block_tokens=st.sampled_from([1, 7, 16, 20, 32, 48]),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 3, 4, 7, 8, 9]),
+    head_size=st.sampled_from([16, 40, 64, 80, 96, 128, 192, 256]),
+    ragged=st.booleans(),
+    centred=st.booleans(),
+)
+
+
+@given(
+    small, st.sampled_from(TOKEN_FORMATS), st.sampled_from(["float32", "float16", "bfloat16"]), st.sampled_from(LAYOUTS), st.integers(0, 9)
+)
+@quick
+def test_builds_what_the_twin_builds(case: Case, name: str, dtype: str, layout: str, seed: int) -> None:
+    index, rows, held = built(case, name, dtype, layout, seed)
+    expected, found = build(name, held, case.mu, case.num_tokens), heads_of(index)[rows]
+    want, have = (unpack_tokens(name, packed, case.keys.shape[3]) for packed in (expected, found))
+    size = case.keys.shape[3]
+    same = want.levels[..., :size] == have.levels[..., :size]
+    whole = same.all(axis=-1)
+    assert np.array_equal(want.sigma < 0, have.sigma < 0)
+    # A channel between two levels may go either way; nothing else differs but sigma's last bit.
+    assert same.mean() > 0.999 or (~same).sum() <= 2
+    np.testing.assert_allclose(have.sigma[whole], want.sigma[whole], rtol=2**-9, atol=2**-23)
+    np.testing.assert_allclose(
+        approximate_keys(name, found, size), approximate_keys(name, expected, size), rtol=0.01, atol=0.8 * np.abs(held).max()
+    )
+    untouched = np.setdiff1d(np.arange(index.num_rows), rows)
+    assert (index.pool[untouched] == 0xA5).all()
+
+
+def test_rows_below_0_are_left_out() -> None:
+    case = make_case(1, 3, 16, 1, 1, 64, False, False)
+    device = CpuDevice()
+    index = Index(device, IndexShape("rot2u", 1, 64, 16), 3)
+    keys, _ = paged(case.keys, "NHD", "float32", np.arange(3))
+    index.build(keys, np.arange(3, dtype=np.int32), np.array([2, -1, 0], np.int32), 3)
+    whole = build("rot2u", case.keys)
+    assert (heads_of(index)[[2, 0]] == whole[[0, 2]]).mean() > 0.99 and not heads_of(index)[1].any()
+
+
+def selector_of(case: Case, name: str, rows: np.ndarray, packed: np.ndarray, seed: int) -> CudaSelector:
+    """A layer over the given representations; every block but the last is a candidate."""
+    num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
+    device = CpuDevice(seed)
+    config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())
+    shape = StepShape(2, num_blocks + 2, block_tokens, len(case.query), kv_heads, head_size, num_blocks + 2)
+    work = Workspace(device, config, shape)
+    index = Index(device, IndexShape(name, kv_heads, head_size, block_tokens), len(packed), case.mu)
+    heads_of(index)[:] = packed
+    pages = Pages(np.zeros(1, np.float32), "float32", 0, 0, 0)
+    selector = CudaSelector(work, 0, index, pages, pages, (), 0)
+    work.set_blocks(1, 0, rows, np.zeros(num_blocks, np.int64))
+    work.begin(np.array([0, (num_blocks - 1) * block_tokens + 1 if block_tokens > 1 else num_blocks], np.int32))
+    work.scores[:] = np.nan
+    return selector
+
+
+@given(small, st.sampled_from(TOKEN_FORMATS + SUMMARIES), st.integers(0, 9))
+@quick
+def test_scores_what_the_twin_scores(case: Case, name: str, seed: int) -> None:
+    num_blocks, _, _, head_size = case.keys.shape
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(num_blocks + 2)[:num_blocks].astype(np.int32)
+    packed = np.zeros((num_blocks + 2, case.kv_heads, formats.head_bytes(name, case.keys.shape[1], head_size)), np.uint8)
+    packed[rows] = build(name, case.keys, case.mu, case.num_tokens)
+    selector = selector_of(case, name, rows, packed, seed)
+    scale = 1.0 / np.sqrt(head_size)
+    queries = np.stack([np.full_like(case.query, np.nan), case.query])
+    selector.score(Queries(queries, "float32", case.query.size, head_size), scale)
+    first, last = selector._workspace.plan[1, :2]
+    assert (first, last) == (0, num_blocks - 1)
+    found = selector._workspace.scores
+    expected = score(prepare(name, case.query, case.mu), packed, rows)
+    np.testing.assert_allclose(found[1, :, :last], expected[:, :last], rtol=2e-5, atol=2e-4)
+    assert np.isnan(found[0]).all() and np.isnan(found[1, :, last:]).all()
+
+
+@pytest.mark.parametrize(("name", "size"), [("rot2u", 257), ("rot4u", 64), ("mean", 0)])
+def test_refuses_what_no_kernel_does(name: str, size: int) -> None:
+    with pytest.raises(HotKVError):
+        _ = IndexShape(name, 1, size, 16).form
