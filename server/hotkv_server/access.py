@@ -54,4 +54,5 @@ def make_endpoints(settings: Settings) -> Endpoints:
         files,
         security.tcp_reflection,
         security.admin_on_tcp,
+        security.malformed_per_s,
     )

@@ -238,6 +238,9 @@ class SecuritySettings(BaseModel, extra="forbid"):
     admin_on_tcp: bool = Field(False, description="Serve the admin API and events over TCP, too, to the admins below.")
     admin_token_sha256: list[TokenDigest] = Field([], description="SHA-256 of admins' tokens for TCP, hexadecimal.")
     admin_certificate_names: list[str] = Field([], description="Names in admins' client certificates for TCP.")
+    malformed_per_s: Annotated[float, Field(ge=1, le=1e9)] = Field(
+        50.0, description="Messages that make no sense, and refused sessions, answered a second at most; the rest wait, a second at most."
+    )
 
     @field_validator("socket_mode", "admin_socket_mode")
     @classmethod

@@ -371,9 +371,12 @@ class FileFuzzer:
         core.check_invariants()
 
 
+FLAGS = ("--arena.slab-bytes", "64KiB", "--security.malformed-per-s", "1000000")
+
+
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
     """So many inputs, a tenth of them files. Raises AssertionError at the first that should not be."""
-    with runtime_folder(128 << 20) as folder, Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server:
+    with runtime_folder(128 << 20) as folder, Server(folder, "16MiB", *FLAGS) as server:
         server.wait_ready()
         fuzzer = Fuzzer(server, seed)
         began_s = time.monotonic()

@@ -14,7 +14,11 @@ from hotkv_server.dataplane.plan import CopyPlan
 from hotkv_server.device.runtime import HOST, DeviceError
 
 POLL_S = 50e-6
-"""Between two looks at the gates that jobs wait for: short against a copy, long against asking."""
+MAX_POLL_S = 1e-3
+POLL_SHARE = 0.05
+"""The pause between two looks at the gates that jobs wait for: this share of the time since one last passed or came, within these bounds.
+So a wait grows by a twentieth at most, and long ones leave the interpreter to others.
+"""
 
 
 class CopyEngines:
@@ -25,7 +29,7 @@ class CopyEngines:
         self._changed = threading.Condition()
         self._waiting: list[CopyJob] = []
         self._closing = False
-        self._begun_s = 0.0
+        self._begun_s = self._moved_s = 0.0
         self._thread = threading.Thread(target=self._poll, name="hotkv-copy-gates", daemon=True)
         self._thread.start()
 
@@ -36,6 +40,7 @@ class CopyEngines:
         if not self._settle(job):
             with self._changed:
                 self._waiting.append(job)
+                self._moved_s = time.monotonic()
                 self._changed.notify()
 
     def close(self) -> None:
@@ -81,8 +86,9 @@ class CopyEngines:
             if settled:
                 with self._changed:
                     self._waiting = [job for job in self._waiting if id(job) not in settled]
+                    self._moved_s = time.monotonic()
             del waiting
-            time.sleep(POLL_S)
+            time.sleep(min(max(POLL_SHARE * (time.monotonic() - self._moved_s), POLL_S), MAX_POLL_S))
 
     def _settle(self, job: CopyJob) -> bool:
         """Starts or ends the job where that can be said yet."""

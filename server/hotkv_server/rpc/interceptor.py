@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from hotkv.errors import HotKVError, Reason
 from hotkv_server.rpc.errors import abort, as_refusal
+from hotkv_server.rpc.pace import Pace
 from hotkv_server.rpc.weight import MAX_PARTS, is_light
 from hotkv_server.runtime.node import Node
 
@@ -58,8 +59,9 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Replaces the parsing of requests; with `guard`, asks it before each admin method."""
 
-    def __init__(self, node: Node, guard: Guard | None = None) -> None:
+    def __init__(self, node: Node, pace: Pace, guard: Guard | None = None) -> None:
         self._node = node
+        self._pace = pace
         self._guard = guard
 
     async def _check(self, request: Any, context: Any, guard: Guard | None) -> None:
@@ -67,6 +69,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             if guard is not None:
                 guard(context)
             if isinstance(request, Malformed):
+                await self._pace.turn()
                 raise request.error
         except HotKVError as error:
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))

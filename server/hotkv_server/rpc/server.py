@@ -39,6 +39,7 @@ from hotkv_server.rpc.admin_service import AdminService
 from hotkv_server.rpc.cache_service import CacheService
 from hotkv_server.rpc.event_service import EventService
 from hotkv_server.rpc.interceptor import EdgeInterceptor, Guard
+from hotkv_server.rpc.pace import Pace
 from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.rpc.sparse_service import SparseService
 from hotkv_server.rpc.tls import Certificates, TlsFiles
@@ -95,6 +96,7 @@ class Endpoints:
     tls: TlsFiles | None = None
     tcp_reflection: bool = False
     admin_on_tcp: bool = False
+    malformed_per_s: float = 50.0
 
 
 class RpcServer:
@@ -106,6 +108,7 @@ class RpcServer:
         self._tickets = tickets
         self._endpoints = endpoints
         self._health = health.aio.HealthServicer()
+        self._pace = Pace(endpoints.malformed_per_s)
         self._modes = {endpoints.socket: endpoints.socket_mode, endpoints.admin_socket: endpoints.admin_socket_mode}
         self._servers = [self._users(), self._admins()]
         self.tcp_port = 0
@@ -113,14 +116,16 @@ class RpcServer:
             self._servers.append(self._tcp())
 
     def _server(self, guard: Guard | None = None) -> grpc.aio.Server:
-        server = grpc.aio.server(interceptors=[EdgeInterceptor(self._node, guard)], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        server = grpc.aio.server(
+            interceptors=[EdgeInterceptor(self._node, self._pace, guard)], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
     def _add_user_services(self, server: grpc.aio.Server, sessions: SessionService) -> None:
         session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self._node), server)
-        sparse_pb2_grpc.add_SparseServiceServicer_to_server(SparseService(self._node), server)
+        sparse_pb2_grpc.add_SparseServiceServicer_to_server(SparseService(self._node, self._pace), server)
 
     def _add_admin_services(self, server: grpc.aio.Server) -> None:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._node), server)
@@ -128,7 +133,9 @@ class RpcServer:
 
     def _users(self) -> grpc.aio.Server:
         server = self._server()
-        self._add_user_services(server, SessionService(self._node, self._gate, self._peer_of_ticket, has_descriptor_socket=True))
+        self._add_user_services(
+            server, SessionService(self._node, self._gate, self._peer_of_ticket, self._pace, has_descriptor_socket=True)
+        )
         reflection.enable_server_reflection((*USER_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         _listen(server, self._endpoints.socket)
         return server
@@ -144,7 +151,7 @@ class RpcServer:
     def _tcp(self) -> grpc.aio.Server:
         endpoints, names = self._endpoints, [*USER_NAMES, health.SERVICE_NAME]
         server = self._server(lambda context: self._gate.admit_admin(peers.of_call(context)))
-        self._add_user_services(server, SessionService(self._node, self._gate, _peer_of_call, has_descriptor_socket=False))
+        self._add_user_services(server, SessionService(self._node, self._gate, _peer_of_call, self._pace, has_descriptor_socket=False))
         if endpoints.admin_on_tcp:
             self._add_admin_services(server)
             names += ADMIN_NAMES

@@ -1,7 +1,7 @@
 """SessionService: one stream is one session.
 
-Calls are answered in the order they come, except transfers, which are answered when they end. What the stream's writer has not yet
-sent is bounded; a client that does not read is closed. However the stream ends, the session is settled and closed.
+Calls are answered in the order they come, except transfers, which are answered when they end. While a client has many answers to read its
+calls wait; one that does not read is closed. However the stream ends, the session is settled and closed.
 
 A session acts for one tenant. Where there are tenants its peer has proven that it may, and its engine id is made the tenant's own: no
 other tenant can name its leases.
@@ -20,6 +20,7 @@ from hotkv_server.core.catalog import MAX_KEY_SPACES
 from hotkv_server.core.values import EvictionNotice
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import abort, as_refusal, detail
+from hotkv_server.rpc.pace import Pace
 from hotkv_server.runtime.node import Node, TransferEnd
 from hotkv_server.runtime.session import OUTBOX_MESSAGES, LiveSession, Notice
 from hotkv_server.security.identity import Gate, Peer, Tenant
@@ -33,6 +34,9 @@ ROLES = {
 }
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 LAST_WORDS_S = 2.0
+UNREAD_ANSWERS = 256
+"""A client that has so many to read is asked for nothing more until it has read some; one that reads none for so long is closed:"""
+SLOW_READER_S = 2.0
 MAX_KEY_SPACES_OF_TENANT = 256
 """They are kept for ever."""
 
@@ -43,9 +47,10 @@ Identify = Callable[[session_pb2.OpenSession, Any], Peer]
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See session.proto."""
 
-    def __init__(self, node: Node, gate: Gate, identify: Identify, *, has_descriptor_socket: bool) -> None:
+    def __init__(self, node: Node, gate: Gate, identify: Identify, pace: Pace, *, has_descriptor_socket: bool) -> None:
         self._node = node
         self._gate = gate
+        self._pace = pace
         self._identify = identify
         self._has_descriptor_socket = has_descriptor_socket
 
@@ -60,8 +65,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             who = f"{who} {peer}"
             session = await self._open(first.open_session, peer)
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+            await self._pace.turn()
             await abort(context, as_refusal(self._node, error, who))
-        stream = _Stream(self._node, session, context)
+        stream = _Stream(self._node, session, context, self._pace)
         was_read = True
         try:
             was_read = await stream.run(request_iterator, self._opened(first, session))
@@ -71,7 +77,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if not was_read:
             # Last, because it waits for the client to read.
             log.warning("slow reader closed session=%d", session.record.number)
-            unread = HotKVError(Reason.OVERLOADED, f"the client left {OUTBOX_MESSAGES} messages unread; the session is closed")
+            unread = HotKVError(Reason.OVERLOADED, "the client does not read what it is sent; the session is closed")
             await abort(context, as_refusal(self._node, unread, session.name))
 
     async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
@@ -137,12 +143,14 @@ async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session
 class _Stream:
     """The reading and writing of one session's stream."""
 
-    def __init__(self, node: Node, session: LiveSession, context: Any) -> None:
+    def __init__(self, node: Node, session: LiveSession, context: Any, pace: Pace) -> None:
         self._node = node
         self._session = session
         self._context = context
+        self._pace = pace
         self._outbox: asyncio.Queue[session_pb2.ConnectResponse] = asyncio.Queue(OUTBOX_MESSAGES)
         self._overflowed = asyncio.Event()
+        self._was_read = asyncio.Event()
         self._has_logged_refusal = False
         session.on_overflow = self._overflowed.set
 
@@ -165,6 +173,9 @@ class _Stream:
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
         async for request in requests:
+            if self._outbox.qsize() >= UNREAD_ANSWERS and not await self._is_read():
+                self._overflowed.set()
+                return
             try:
                 response = await self._handle(request)
             except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
@@ -180,6 +191,17 @@ class _Stream:
         while True:
             await self._context.write(await self._outbox.get())
             self._outbox.task_done()
+            self._was_read.set()
+
+    async def _is_read(self) -> bool:
+        """Waits until fewer answers than UNREAD_ANSWERS are on their way; False where the client reads none of them."""
+        while self._outbox.qsize() >= UNREAD_ANSWERS:
+            self._was_read.clear()
+            try:
+                await asyncio.wait_for(self._was_read.wait(), SLOW_READER_S)
+            except asyncio.TimeoutError:
+                return False
+        return True
 
     def _send(self, message: session_pb2.ConnectResponse) -> None:
         try:
@@ -240,11 +262,16 @@ class _Stream:
                 taken = await node.register_memory(session, convert.layout(memory.layout), convert.device_order(memory.order))
                 return session_pb2.ConnectResponse(memory_registered=convert.memory_registered(*taken))
             case "malformed":
-                raise request.error
+                raise await self._slowed(request.error)
             case "open_session":
                 raise HotKVError(Reason.INVALID_FIELD, "open_session was sent twice; open another stream for another session")
             case _:
                 raise HotKVError(Reason.INVALID_FIELD, "body is empty or of a newer protocol")
+
+    async def _slowed(self, error: HotKVError) -> HotKVError:
+        """The error, when it may be answered."""
+        await self._pace.turn()
+        return error
 
     def _answer_load(self, request: session_pb2.ConnectRequest, done: "asyncio.Future[TransferEnd]") -> None:
         if not done.cancelled():

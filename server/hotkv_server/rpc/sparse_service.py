@@ -11,14 +11,16 @@ from hotkv.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.rpc import calls, sparse_convert
 from hotkv_server.rpc.errors import answer, as_refusal, detail
 from hotkv_server.rpc.interceptor import Malformed
+from hotkv_server.rpc.pace import Pace
 from hotkv_server.runtime.node import Node
 
 
 class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     """See sparse.proto."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, pace: Pace) -> None:
         self._node = node
+        self._pace = pace
 
     async def CreateSequence(self, request: sparse_pb2.CreateSequenceRequest, context: Any) -> sparse_pb2.CreateSequenceResponse:
         async def call() -> sparse_pb2.CreateSequenceResponse:
@@ -51,6 +53,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
     async def _select(self, request: sparse_pb2.SelectBlocksRequest | Malformed) -> sparse_pb2.SelectBlocksResponse:
         if isinstance(request, Malformed):
+            await self._pace.turn()
             raise request.error
         session = self._node.session(request.session_id)
         spec = self._node.sparse.spec(session, request.sequence_id)

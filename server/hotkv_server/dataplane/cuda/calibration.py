@@ -17,8 +17,8 @@ PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 STAGED_RUN_PAGES = 8
 """Staging is measured with runs of so many pages in the arena, and may be chosen where they are that long or longer."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
-"""What a method's speed counts, the most frugal first. Calls take the interpreter's time. Kernels take the device's: it runs those of one
-process at a time (unless MPS is there), so the engine's stand still while one of ours waits for PCIe; staging only moves bytes on the device.
+"""What a method's speed counts, the most frugal first. Kernels take the device's time: it runs those of one process at a time (unless MPS is
+there), so the engine's stand still while one of ours waits for PCIe; staging's move bytes on the device only.
 """
 NEGLIGIBLE_RATIO = 0.03
 """By how much a method may be slower than the best and be chosen because it is more frugal."""
@@ -51,7 +51,7 @@ class Calibration:
         return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
-        """The most frugal of the methods that are worth most (`WORTH`) for pages of that size, which lie in the arena in runs of `slot_run_bytes`."""
+        """The most frugal of those that are worth most (`WORTH`) for pages of that size, in runs of `slot_run_bytes` in the arena."""
         sizes = {size for _, _, size in self.speeds}
         if not sizes:
             return rule_of_thumb(page_bytes)

@@ -1,0 +1,81 @@
+"""Clients that make no sense, or don't read, wait; nobody else does."""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo.processes import Server
+from hotkv_client import GroupHashes, _wire, channels
+from hotkv_client.testing import PagedEngine
+from hotkv_server.rpc.pace import BURST_S, MAX_WAIT_S, Pace
+
+Make = Callable[..., PagedEngine]
+LOOKUP = "/hotkv.v1.CacheService/Lookup"
+
+
+@given(st.floats(1, 1e4), st.lists(st.floats(0, 5), min_size=1, max_size=60))
+def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
+    """Between two turns that did not wait as long as anybody must lie no more than the pace allows."""
+    pace, now_s, ends = Pace(per_s), 100.0, []
+    for gap_s in gaps_s:
+        now_s += gap_s
+        wait_s = pace.wait_s(now_s)
+        assert 0 <= wait_s <= MAX_WAIT_S
+        if wait_s < MAX_WAIT_S:
+            ends.append(now_s + wait_s)
+    assert ends == sorted(ends)
+    for (i, first_s), (j, last_s) in itertools.combinations(enumerate(ends), 2):
+        assert j - i <= per_s * (last_s - first_s + BURST_S) + 1 + 1e-6
+
+
+def test_what_comes_seldom_does_not_wait() -> None:
+    pace = Pace(10.0)
+    assert all(pace.wait_s(100.0 + turn) == 0 for turn in range(50))
+
+
+def test_who_floods_with_nonsense_waits_and_others_do_not(own_server: Server, engine: Make) -> None:
+    """More nonsense than may come at once, each waiting for its answer: refused all the same, with the canonical code."""
+    quiet = engine(own_server.target, engine_id="quiet")
+    with grpc.insecure_channel(own_server.target) as channel:
+        lookup = channel.unary_unary(LOOKUP, request_serializer=bytes, response_deserializer=bytes)
+        pending = [lookup.future(b"\xff" * 100, timeout=30) for _ in range(150)]
+        quiet.session.lookup([GroupHashes(0, [os.urandom(32)])]).result(20)
+        assert not all(call.done() for call in pending), "nonsense is answered as fast as calls"
+        assert {call.code() for call in pending} == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
+def test_who_does_not_read_is_asked_for_nothing_more_and_closed(own_server: Server, engine: Make) -> None:
+    """What is answered and unread stays small."""
+    quiet = engine(own_server.target, engine_id="quiet")
+    deaf = PagedEngine(own_server.target, engine_id="deaf", model="deaf")
+    hashes = [os.urandom(32) for _ in range(4096)]
+    num_sent = 0
+
+    def requests() -> Iterator[_wire.Request]:
+        nonlocal num_sent
+        yield _wire.open_session(deaf.session.config)
+        for number in range(1, 100_000):
+            request = _wire.lookup([GroupHashes(0, hashes)], 32)
+            request.request_id = number
+            num_sent = number
+            yield request
+
+    with grpc.insecure_channel(own_server.target, channels.OPTIONS) as channel:
+        call = _wire.connect(channel, requests())
+        # The answers that were sent come first, then the status.
+        with pytest.raises(grpc.RpcError) as refused:
+            until_s = time.monotonic() + 30
+            while "slow reader closed" not in own_server.log.read_text() and time.monotonic() < until_s:
+                time.sleep(0.05)
+            for _ in call:
+                pass
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert num_sent < 50_000
+    quiet.session.lookup([GroupHashes(0, hashes)]).result(20)
+    deaf.close()
