@@ -17,8 +17,8 @@ PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 STAGED_RUN_PAGES = 8
 """Staging is measured with runs of so many pages in the arena, and may be chosen where they are that long or longer."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
-"""What a method's speed counts, the most frugal first. Kernels take the device's time: it runs those of one process at a time (unless MPS is
-there), so the engine's stand still while one of ours waits for PCIe; staging's move bytes on the device only.
+"""What a method's speed counts, the most frugal first. Kernels take the device's time: without MPS it runs those of one process at a time,
+so the engine's stand still while one of ours waits for PCIe; staging's move bytes on the device only.
 """
 NEGLIGIBLE_RATIO = 0.03
 """By how much a method may be slower than the best and be chosen because it is more frugal."""
