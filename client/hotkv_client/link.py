@@ -1,7 +1,8 @@
 """The link: a connection to the server's descriptor socket that lives as long as the session.
 
 Sends the descriptors of the engine's memory, receives read-only ones of what the session may map. Its end is the proof that the server
-can't touch the engine's memory any more: the server closes it only then, and the kernel closes it when the server is dead.
+can't touch the engine's memory any more: the server closes it only then, and the kernel closes it when the server is dead. A device may
+still be at what a dead server gave it (`session.DEVICE_GRACE_S`).
 """
 
 import contextlib

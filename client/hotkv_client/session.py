@@ -52,6 +52,10 @@ from hotkv_client.types import (
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
+DEVICE_GRACE_S = 1.0
+"""How long a device may go on with what a dead server had given it. The kernel closes a dead process's sockets and devices in no promised
+order; a server gives a device a few pieces at a time (`copy.depth`), which take tens of milliseconds.
+"""
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class _Pending:
     """Set for transfers."""
     fence_index: int = 0
     """Set for stores that can be revoked."""
+    is_load: bool = False
 
 
 @dataclass(slots=True)
@@ -190,7 +195,9 @@ class Session:
         self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None
     ) -> "Future[TransferResult]":
         """Copies leased blocks into the registered memory. `after`: nothing is written before; `timeout_s` counts from there."""
-        return self._call(lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after), transfer_id=transfer_id, after=after)
+        return self._call(
+            lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after), transfer_id=transfer_id, after=after, is_load=True
+        )
 
     def store(
         self,
@@ -298,6 +305,7 @@ class Session:
         transfer_id: str = "",
         fence_index: int = 0,
         after: After | None = None,
+        is_load: bool = False,
     ) -> "Future[Any]":
         future: Future[Any] = Future()
         try:
@@ -313,7 +321,7 @@ class Session:
             fits = connection is not None and (after is None or connection.order_kind is after.kind)
             fits &= not fence_index or (connection is not None and connection.link is not None)
             if connection is not None and self._state is LinkState.CONNECTED and len(connection.pending) < MAX_PENDING and fits:
-                connection.pending[request_id] = _Pending(future, lease_id, transfer_id, fence_index)
+                connection.pending[request_id] = _Pending(future, lease_id, transfer_id, fence_index, is_load)
                 connection.outbox.put(request)
                 return future
         self._give_back(fence_index)
@@ -404,6 +412,10 @@ class Session:
             raise SessionLostError("the server did not open the session")
         connection.session_id = opened.session_opened.session_id
         path = descriptor_socket(self.config.target) if opened.session_opened.has_descriptor_socket else None
+        if path is None and self._memory is not None and self._memory.is_on_devices:
+            raise SessionLostError(
+                "memory of devices needs a unix: target: without the link nothing tells when a dead server has let go of it"
+            )
         if path is not None and (self.config.use_table or self._memory is not None):
             fds = {} if self._memory is None or self._fence is None else {**self._memory.fds, FENCE_HANDLE: self._fence.fd}
             connection.link = Link(path, opened.session_opened.session_id, fds, self.config.connect_timeout_s)
@@ -468,7 +480,11 @@ class Session:
 
     def _settle(self, link: Link, transfers: list[_Pending], lost: SessionLostError) -> None:
         link.wait_closed()
-        self._fail(transfers, lost)
+        loads = [item for item in transfers if item.is_load] if self._memory is not None and self._memory.is_on_devices else []
+        self._fail([item for item in transfers if item not in loads], lost)
+        if loads:
+            _await_devices()
+            self._fail(loads, lost)
 
     def _fail(self, transfers: list[_Pending], lost: SessionLostError) -> None:
         for item in transfers:
@@ -483,3 +499,8 @@ class Session:
             self._changed.notify_all()
         if self.config.on_state is not None:
             self.config.on_state(state, reason)
+
+
+def _await_devices() -> None:
+    """Returns when no device works any more for a server that is dead."""
+    time.sleep(DEVICE_GRACE_S)

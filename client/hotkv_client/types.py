@@ -228,6 +228,11 @@ class EngineMemory:
     fds: Mapping[str, int]
     order: DeviceOrder = NO_ORDER
 
+    @property
+    def is_on_devices(self) -> bool:
+        """Whether any of it is."""
+        return any(handle.is_cuda for handle in self.layout.handles)
+
 
 @dataclass(frozen=True, slots=True)
 class After:

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hotkv_server import systemd
 from hotkv_server.dataplane.cuda.calibration import Calibration, driver_version
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Method
@@ -127,8 +128,10 @@ class CudaPart:
     def close(self) -> None:
         """After all sessions. Blocks."""
         self.copy_engine.close()
-        if self.pinner is not None:
-            self.pinner.close()
+        if (pinner := self.pinner) is not None:
+            # The driver lets go of every single page; a large arena has hundreds of millions.
+            with systemd.patience("unpinning the arena", lambda: pinner.unpinned_bytes):
+                pinner.close()
 
 
 def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: Found) -> CudaPart:

@@ -38,6 +38,7 @@ def test_pieces_cover_the_arena_in_order_and_go_with_it(num_bytes: int, piece_pa
     assert sum(count for _, count in seen) == pinner.pinned_bytes
     pinner.close()
     assert pinner.pinned_bytes == 0 and not runtime.held().get("registered", 0)
+    assert pinner.unpinned_bytes == len(seen) * piece_pages * PAGE
     runtime.close()
 
 

@@ -4,9 +4,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
+from hotkv_server.dataplane import engines
 from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.dataplane.engines import CopyEngines
 from hotkv_server.device.runtime import DeviceError
@@ -63,6 +65,33 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
     gate.is_open = True
     ends.wait()
     assert ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig).num_waiting
+
+
+def test_a_long_wait_is_asked_for_ever_more_seldom(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's queue may be half a second long, and the interpreter is everybody's."""
+    ends, gates, pauses, sleep = Ends(), [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
+    rig.engine.submit(ends.job("waits", [whole_plan(rig.memories[0], rig.arena)], gates[0]))
+    rig.engine.submit(ends.job("goes", [whole_plan(rig.memories[0], rig.arena)], gates[1]))
+    clock = [time.monotonic()]
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        clock[0] += seconds
+        sleep(1e-5)
+
+    monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pause))
+    while not pauses or pauses[-1] < engines.MAX_POLL_S:
+        sleep(1e-4)
+    rising = pauses[:]
+    assert rising == sorted(rising) and engines.POLL_S <= rising[0] < rising[-1] == engines.MAX_POLL_S
+    gates[1].is_open = True
+    ends.wait("goes")
+    count = len(pauses)
+    while len(pauses) < count + 2:
+        sleep(1e-4)
+    assert min(pauses[len(rising) :]) == engines.POLL_S, "where marks pass, the next is not far"
+    gates[0].is_open = True
+    ends.wait()
 
 
 def test_a_gate_that_has_passed_is_asked_once_on_the_callers_thread(rig: Rig) -> None:

@@ -28,7 +28,7 @@ def test_systemd_takes_the_drop_in(tmp_path: Path) -> None:
 
 def test_the_drop_in_changes_what_is_there() -> None:
     unit, added = (dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE)) for path in (UNIT, DROP_IN))
-    assert {name for name in added if name not in unit} == {"DeviceAllow"}
+    assert {name for name in added if name not in unit} == {"DeviceAllow", "ExecStartPre", "Wants"}
     assert unit["PrivateDevices"] == "yes" and added["PrivateDevices"] == "no" and unit["DevicePolicy"] == "closed"
     cache = Path("/var/cache") / unit["CacheDirectory"]
     assert all(Path(value).is_relative_to(cache) for value in re.findall(r"=(/\S+)", added["Environment"]))

@@ -13,7 +13,7 @@
 #include CUDA_HEADER
 #undef cuMemcpyBatchAsync
 #else
-typedef int CUresult, CUdevice, CUdevice_attribute;
+typedef int CUresult, CUdevice, CUdevice_attribute, CUpointer_attribute;
 typedef unsigned long long CUdeviceptr;
 typedef uint32_t cuuint32_t;
 typedef struct CUctx_st* CUcontext;
@@ -143,6 +143,15 @@ CUresult cuMemHostUnregister(void* address) { return note(__func__, "%llu", OF(a
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle handle, unsigned flags) {
   *address = 0x7f0000000000;
   return note(__func__, "%d %d %u", (unsigned char)handle.reserved[0], (unsigned char)handle.reserved[63], flags);
+}
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* start, size_t* bytes, CUdeviceptr address) {
+  *start = address - 4096;
+  *bytes = (size_t)6 << 30;
+  return note(__func__, "%llu", address);
+}
+CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
+  *(int*)value = 1;
+  return note(__func__, "%d %llu", (int)attribute, address);
 }
 CUresult cuIpcCloseMemHandle(CUdeviceptr address) { return note(__func__, "%llu", address); }
 CUresult cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) {

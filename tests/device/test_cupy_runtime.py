@@ -13,7 +13,7 @@ import pytest
 
 from hotkv_server.device import driver as cu
 from hotkv_server.device.cupy_runtime import CudaEvent, CudaStream, CupyRuntime
-from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Priority
+from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Extent, Priority
 from tests.device import fake_cuda
 from tests.device.cuda_on_cpu import COMPILER, needs_compiler
 from tests.device.fake_cuda import FakeDriver
@@ -125,6 +125,7 @@ def test_memory_of_device_and_host(machine: Machine) -> None:
 def test_between_processes(machine: Machine) -> None:
     runtime = machine.runtime()
     assert runtime.open_memory(1, HANDLE) == 0x7F0000000000
+    assert runtime.extent(1, 0x7F0000000000) == Extent(0x7F0000000000 - 4096, 6 << 30, 1)
     runtime.close_memory(1, 0x7F0000000000)
     assert runtime.open_event(0, HANDLE) == CudaEvent(0, 0x30000000010)
     stream = CudaStream(0, 99)
@@ -132,6 +133,8 @@ def test_between_processes(machine: Machine) -> None:
     runtime.write_value(stream, 1 << 46, 7)
     assert machine.calls() == [
         "cuIpcOpenMemHandle_v2 141 1 64 1",
+        f"cuMemGetAddressRange_v2 141 {0x7F0000000000}",
+        f"cuPointerGetAttribute 141 9 {0x7F0000000000}",
         f"cuIpcCloseMemHandle 141 {0x7F0000000000}",
         "cuIpcOpenEventHandle 140 1 64",
         f"cuStreamWaitValue32_v2 140 99 {1 << 46} {0xFFFFFFFF} 0",
@@ -270,6 +273,7 @@ def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
         "CU_MEMHOSTREGISTER_DEVICEMAP": cu.HOST_MAPPED,
         "CU_MEMHOSTREGISTER_READ_ONLY": cu.HOST_READ_ONLY,
         "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS": cu.IPC_LAZY_PEER_ACCESS,
+        "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL": cu.POINTER_DEVICE,
         "CU_STREAM_WAIT_VALUE_GEQ": cu.WAIT_UNTIL_REACHED,
         "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": cu.SOURCE_IN_STREAM_ORDER,
         "CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE": cu.PREFER_OVERLAP_WITH_COMPUTE,

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
-from hotkv.errors import HotKVError, Reason
+from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.order import DeviceMark, OrderKind
 from hotkv_client.types import After, TransferStatus
 from hotkv_server.testing.with_devices import FakeDevices
@@ -248,6 +249,39 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
     finally:
         if one is not None:
             one.close()
+
+
+def test_loads_end_when_the_device_has_left_a_dead_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link may close while the device still works at what the server gave it: blocks of a failed load are written by others then."""
+    asked, has_left = threading.Event(), threading.Event()
+
+    def wait_for_it() -> None:
+        asked.set()
+        assert has_left.wait(20)
+
+    monkeypatch.setattr("hotkv_client.session._await_devices", wait_for_it)
+    with DeviceServer(folder, FakeDevices(1, 3)) as running:
+        running.wait_ready()
+        one, names, ids = DeviceEngine(running.target, offers=["flags"]).connected(), hashes(4), np.arange(4, dtype=np.int32)
+        done(one.store(names, ids)[1])
+        load, store = one.load(names, ids + 8, one.after(0, 1))[1], one.store(hashes(4), ids, one.after(0, 1))[1]
+        running.kill()
+        assert isinstance(store.exception(20), SessionLostError), "a dead server commits nothing, so it may read what it likes"
+        assert asked.wait(20) and not load.done()
+        has_left.set()
+        assert isinstance(load.exception(20), SessionLostError)
+        one.close()
+
+
+def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without, nothing tells when a server that is gone has let go of it."""
+    monkeypatch.setattr("hotkv_client.session.descriptor_socket", lambda target: None)
+    with DeviceServer(folder, FakeDevices(1, 3)) as running:
+        running.wait_ready()
+        one = DeviceEngine(running.target)
+        until(lambda: any("needs a unix: target" in why for why in one.said), "a refusal")
+        assert not one.session.connected and running.num_held() == 0
+        one.close()
 
 
 def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,42 @@ def test_refusals_name_the_device_and_those_there_are(runtime: FakeRuntime) -> N
         check_handles(_layout(handle), NO_ORDER, NO_DEVICES)
 
 
+def test_memory_that_is_stated_larger_than_its_allocation_is_refused(runtime: FakeRuntime) -> None:
+    """Copies beyond it would cost the server the device, or touch what another engine owns."""
+    devices, memory = _devices(runtime), FakeAllocation(4 * PAGE)
+    fits = MemoryHandle("k", 3 * PAGE, PAGE, memory.handle, memory.device_uuid)
+    _open(_layout(fits), devices).close()
+    for num_bytes, base in ((3 * PAGE + 1, PAGE), (4 * PAGE, PAGE), (PAGE, 4 * PAGE)):
+        larger = MemoryHandle("v", num_bytes, base, memory.handle, memory.device_uuid)
+        with pytest.raises(
+            HotKVError, match=rf"^INVALID_LAYOUT: layout\.handles\[1\]\.byte_count: 'v' ends at byte {base + num_bytes}"
+        ) as refusal:
+            _open(_layout(fits, larger), devices)
+        assert refusal.value.reason is Reason.INVALID_LAYOUT and str(4 * PAGE) in refusal.value.message
+        assert devices.num_open == 0 and not runtime.held()
+    memory.close()
+
+
+def test_memory_of_another_device_than_its_uuid_says_is_refused(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
+    """CUDA opens it, where devices reach each other."""
+    devices, memory, extent = _devices(runtime), FakeAllocation(2 * PAGE), runtime.extent
+    monkeypatch.setattr(runtime, "extent", lambda device, address: replace(extent(device, address), device=1))
+    with pytest.raises(HotKVError, match=r"layout\.handles\[0\]\.cuda_ipc\.device_uuid is that of device 0, and the memory is of device 1"):
+        _open(_layout(_cuda("k", memory)), devices)
+    assert devices.num_open == 0 and not runtime.held()
+    memory.close()
+
+
+def test_memory_whose_size_cuda_does_not_tell_is_taken_as_stated(runtime: FakeRuntime) -> None:
+    devices, memory = _devices(runtime), FakeAllocation(2 * PAGE)
+    runtime.fail_call("extent")
+    opened = _open(_layout(_cuda("k", memory)), devices)
+    assert opened.regions["k"].num_bytes == 2 * PAGE
+    opened.close()
+    assert not runtime.held()
+    memory.close()
+
+
 def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_path: Path) -> None:
     begun, go_on, closed = threading.Event(), threading.Event(), list[int]()
 
@@ -208,6 +245,20 @@ def test_words_are_taken_where_events_do_not_work(runtime: FakeRuntime, failing:
     until(gate.passed)
     opened.close()
     assert not runtime.held()
+
+
+def test_sessions_that_come_and_go_share_streams(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream lives as long as the process: an engine that connects for ever must not use up the device."""
+    devices, memory, made, new_stream = _devices(runtime), FakeAllocation(2 * PAGE), list[int](), runtime.new_stream
+    monkeypatch.setattr(runtime, "new_stream", lambda device, priority: made.append(device) or new_stream(device, priority))
+    for num_open in (1, 2, 1, 2):
+        opened = [_open(_layout(_cuda("k", memory)), devices, DeviceOrder(memory.device_uuid, (), "k", 4)) for _ in range(num_open)]
+        gates = [_gate(one.order, 0, 1) for one in opened]
+        assert not any(gate.passed() for gate in gates)
+        for one in opened:
+            one.close()
+    assert made == [0, 0] and not runtime.held()
+    memory.close()
 
 
 def test_the_engine_waits_where_nothing_works(runtime: FakeRuntime) -> None:

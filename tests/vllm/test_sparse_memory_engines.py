@@ -20,6 +20,8 @@ ANSWER = 40
 CAPACITY_BLOCKS = 2 * SMALL["sparse_topk"] // BLOCK_TOKENS
 """Of a hot set."""
 
+MAX_TRIES = 8
+
 
 def asked(engine: EngineProcess, prompt: list[int], max_tokens: int = ANSWER) -> tuple[dict[str, Any], dict[str, float]]:
     """A request's answer, and what was counted until its sequence had ended."""
@@ -31,6 +33,20 @@ def figures(one: Daemon, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert cli.main(["sparse", "--target", one.target, "--json"]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     return printed
+
+
+def remembering(engine: EngineProcess, prompt: list[int], *, is_loaded: bool = False) -> tuple[dict[str, Any], dict[str, float]]:
+    """As `asked`, until the request began with a remembered hot set: nothing waits for one that comes too late for the first step.
+
+    `is_loaded`: the prompt comes from the server each time.
+    """
+    for _ in range(MAX_TRIES):
+        answer, counted = asked(engine, prompt)
+        if counted.get("sparse_remembered_blocks"):
+            return answer, counted
+        if is_loaded:
+            engine.ask("reset")
+    raise AssertionError(f"no hot set was remembered in {MAX_TRIES} tries")
 
 
 def test_a_request_starts_from_what_another_ended_with(
@@ -54,7 +70,7 @@ def test_a_request_starts_from_what_another_ended_with(
 
     # Another engine, whose prompt comes from the server: it starts with a full hot set, and answers the same.
     engine = start(SMALL)
-    second, with_memory = asked(engine, prompt)
+    second, with_memory = remembering(engine, prompt, is_loaded=True)
     assert second["cached"] == [LENGTH // BLOCK_TOKENS * BLOCK_TOKENS] and second["tokens"] == first["tokens"]
     assert difference(second, first) < NOISE
     remembered = with_memory["sparse_remembered_blocks"]
@@ -62,12 +78,11 @@ def test_a_request_starts_from_what_another_ended_with(
     assert figures(daemon, capsys)["total"]["remembered_blocks"] == remembered
 
     # The same engine, its own cache; then a longer prompt and one that shares half.
-    third, again = asked(engine, prompt)
-    assert again["sparse_remembered_blocks"] > 0 and third["tokens"] == first["tokens"] and difference(third, first) < NOISE
-    _, longer = asked(engine, prompt + first["tokens"][0] + prompts(10, (60,))[0])
-    assert longer["sparse_remembered_blocks"] > 0
-    _, half = asked(engine, prompt[:600] + prompts(11, (400,))[0])
-    assert 0 < half["sparse_remembered_blocks"] < remembered
+    third, again = remembering(engine, prompt)
+    assert third["tokens"] == first["tokens"] and difference(third, first) < NOISE
+    remembering(engine, prompt + first["tokens"][0] + prompts(10, (60,))[0])
+    _, half = remembering(engine, prompt[:600] + prompts(11, (400,))[0])
+    assert half["sparse_remembered_blocks"] < remembered
 
     # A flush forgets them.
     engine.ask("reset", connector=True)
@@ -97,7 +112,7 @@ def test_a_server_that_dies_while_requests_decode(
     answer = engine.answer()
     assert answer["tokens"] == expected["tokens"] and difference(answer, expected) < NOISE
     engine.ask("wait", connected=True, timeout_s=30)
-    _, counted = asked(engine, prompt)
-    assert counted["sparse_remembered_blocks"] > 0 and "hook_errors" not in counted and "sparse_faults" not in counted
+    _, counted = remembering(engine, prompt)
+    assert "hook_errors" not in counted and "sparse_faults" not in counted
     shown = figures(daemon, capsys)["total"]
     assert shown["selects"] > SPARSE_LAYERS * ANSWER and shown["faults"] == 0

@@ -17,7 +17,7 @@ POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
 """The pause between two looks at the gates that jobs wait for: this share of the time since one last passed or came, within these bounds.
-So a wait grows by a twentieth at most, and long ones leave the interpreter to others.
+So a wait grows by a twentieth at most (by two where a look only begins to read a word), and long ones leave the interpreter to others.
 """
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from ctypes import byref, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ from types import ModuleType
 import numpy as np
 
 from hotkv_server.device import driver as cu
-from hotkv_server.device.runtime import DeviceError, DeviceInfo, Event, Int64s, Priority, Stream
+from hotkv_server.device.runtime import DeviceError, DeviceInfo, Event, Extent, Int64s, Priority, Stream
 
 COPY_BLOCKS = 8
 COPY_THREADS = 512
@@ -153,6 +153,12 @@ class CupyRuntime:
         self._call(device, "cuIpcOpenMemHandle_v2", byref(address), cu.handle_of("memory", handle), cu.IPC_LAZY_PEER_ACCESS)
         return address.value
 
+    def extent(self, device: int, address: int) -> Extent:
+        start, num_bytes, owner = c_uint64(), c_size_t(), c_int()
+        self._call(device, "cuMemGetAddressRange_v2", byref(start), byref(num_bytes), address)
+        self._call(device, "cuPointerGetAttribute", byref(owner), cu.POINTER_DEVICE, address)
+        return Extent(start.value, num_bytes.value, owner.value)
+
     def close_memory(self, device: int, address: int) -> None:
         self._call(device, "cuIpcCloseMemHandle", address)
 
@@ -223,8 +229,8 @@ def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tu
         raise DeviceError(f"loading {source.name} on device {device}: {error}", is_lost=error.status in cu.STICKY) from error
     except (cupy.cuda.compiler.CompileException, RuntimeError, ImportError, OSError) as error:
         raise DeviceError(
-            f"compiling {source.name} for device {device}: {error}; CuPy needs NVRTC: install nvidia-cuda-nvrtc-cu12, or nvidia-cuda-nvrtc "
-            "for CUDA 13"
+            f"compiling {source.name} for device {device}: {error}; CuPy needs NVRTC: install hotkv[cuda12] or "
+            "hotkv[cuda13] anew, or a CUDA toolkit"
         ) from error
 
 

@@ -29,6 +29,7 @@ HOST_PORTABLE = 1
 HOST_MAPPED = 2
 HOST_READ_ONLY = 8
 IPC_LAZY_PEER_ACCESS = 1
+POINTER_DEVICE = 9
 WAIT_UNTIL_REACHED = 0
 SOURCE_IN_STREAM_ORDER = 1
 PREFER_OVERLAP_WITH_COMPUTE = 1
@@ -81,6 +82,8 @@ _CALLS: Mapping[str, tuple[type, ...]] = {
     "cuMemcpyAsync": (_ADDRESS, _ADDRESS, c_size_t, _STREAM),
     "cuMemAlloc_v2": (POINTER(_ADDRESS), c_size_t),
     "cuMemFree_v2": (_ADDRESS,),
+    "cuMemGetAddressRange_v2": (POINTER(_ADDRESS), POINTER(c_size_t), _ADDRESS),
+    "cuPointerGetAttribute": (c_void_p, c_int, _ADDRESS),
     "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
     "cuMemFreeHost": (c_void_p,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),

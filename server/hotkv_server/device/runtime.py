@@ -41,6 +41,15 @@ class DeviceInfo:
     total_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where an allocation of a device begins, and its size. `device`: whose memory it is."""
+
+    start: int
+    num_bytes: int
+    device: int
+
+
 class Priority(enum.IntEnum):
     """Of a stream, against others of the device."""
 
@@ -132,6 +141,9 @@ class DeviceRuntime(Protocol):
 
     def open_memory(self, device: int, handle: bytes) -> int:
         """Address of another process's allocation, from its handle of 64 bytes. Opened twice, it has one address, and is closed twice."""
+
+    def extent(self, device: int, address: int) -> Extent:
+        """Of the opened allocation in which the address lies. It may begin before the address that was opened."""
 
     def close_memory(self, device: int, address: int) -> None:
         """Lets go of it; what the other process has freed meanwhile, or left by dying, is then really free."""

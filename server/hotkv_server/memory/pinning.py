@@ -34,6 +34,8 @@ class ArenaPinner:
         self.piece_bytes = piece_bytes
         self.error = ""
         self.took_s = 0.0
+        self.unpinned_bytes = 0
+        """By `close`, as far as it has come."""
         self._runtime = runtime
         self._prepare = prepare
         self._pinned_bytes = 0
@@ -81,6 +83,7 @@ class ArenaPinner:
                 self._runtime.unregister(self.address + start)
             except DeviceError as error:
                 log.warning("arena not unpinned at=%d: %s", start, error)
+            self.unpinned_bytes = start + self.piece_bytes
 
     def _work(self) -> None:
         started_s = time.monotonic()
@@ -100,7 +103,7 @@ def refusal(error: Exception, num_bytes: int) -> str:
     granted = limits.memlock_bytes()
     if granted < num_bytes:
         return (
-            f"{error}; locked memory is limited to {granted} bytes: grant LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 "
-            "(Docker), or raise the container runtime's own limit (Kubernetes)"
+            f"{error}; is there enough free memory? Locked memory is limited to {granted} bytes, which not all drivers count: grant "
+            "LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (Docker), or raise the container runtime's own limit (Kubernetes)"
         )
     return f"{error}; is there enough free memory, and may this process use the device (/dev/nvidia*, CAP_IPC_LOCK in containers)?"

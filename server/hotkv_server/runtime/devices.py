@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures
-from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime
+from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, Event, Priority, Stream
 from hotkv_server.memory.pinning import ArenaPinner
 
 log = logging.getLogger(__name__)
@@ -23,11 +23,27 @@ def uuid_text(device_uuid: bytes) -> str:
     return f"GPU-{uuid.UUID(bytes=device_uuid)}" if len(device_uuid) == 16 else f"GPU-{device_uuid.hex()}"
 
 
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """An engine's allocation, opened at `address`. `num_bytes`: from there to its end, None where CUDA does not tell."""
+
+    address: int
+    num_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A stream, and an event to follow it."""
+
+    stream: Stream
+    event: Event
+
+
 @dataclass(slots=True)
 class _Opened:
     """`num_users`: handles of sessions that lie in it."""
 
-    address: int
+    allocation: Allocation
     num_users: int = 0
 
 
@@ -52,6 +68,7 @@ class Devices:
         self._runtime = runtime
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, bytes], _Opened] = {}
+        self._idle: dict[int, list[Queue]] = {}
 
     def __repr__(self) -> str:
         return f"Devices({', '.join(info.name for info in self.infos) or self.why_none}, {len(self._memory)} allocations open)"
@@ -90,14 +107,47 @@ class Devices:
             raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
         return number
 
-    def open_memory(self, device: int, handle: bytes) -> int:
-        """Address of an engine's allocation, open until as many calls of `close_memory`. Blocks. Raises DeviceError."""
+    def take_queue(self, device: int) -> Queue:
+        """A queue that nobody uses. Streams live as long as the process, so sessions that come and go share some. Raises DeviceError."""
+        with self._lock:
+            if idle := self._idle.get(device):
+                return idle.pop()
+        return Queue(self.runtime.new_stream(device, Priority.HIGH), self.runtime.new_event(device))
+
+    def give_queue(self, queue: Queue) -> None:
+        """All that it was given has ended."""
+        with self._lock:
+            self._idle.setdefault(queue.stream.device, []).append(queue)
+
+    def open_memory(self, device: int, handle: bytes) -> Allocation:
+        """An engine's allocation, open until as many calls of `close_memory`. Blocks.
+
+        Raises DeviceError, and ValueError where it is another device's: CUDA opens that too, where devices reach each other.
+        """
         with self._lock:
             opened = self._memory.get((device, handle))
             if opened is None:
-                opened = self._memory[device, handle] = _Opened(self.runtime.open_memory(device, handle))
+                opened = self._memory[device, handle] = _Opened(self._open(device, handle))
             opened.num_users += 1
-            return opened.address
+            return opened.allocation
+
+    def _open(self, device: int, handle: bytes) -> Allocation:
+        runtime = self.runtime
+        address = runtime.open_memory(device, handle)
+        try:
+            extent = runtime.extent(device, address)
+            if extent.device != device:
+                raise ValueError(f"is that of device {device}, and the memory is of device {extent.device}")
+            return Allocation(address, extent.start + extent.num_bytes - address)
+        except DeviceError as error:
+            if not error.is_lost:
+                log.warning("size of engine memory not known, the layout's counts device=%d: %s", device, error)
+                return Allocation(address, None)
+            self._close(device, address)
+            raise
+        except ValueError:
+            self._close(device, address)
+            raise
 
     def close_memory(self, device: int, handle: bytes) -> None:
         """Lets go of it. Blocks. What fails is logged: there is nothing else to do."""
@@ -107,10 +157,13 @@ class Devices:
             if opened.num_users:
                 return
             del self._memory[device, handle]
-            try:
-                self.runtime.close_memory(device, opened.address)
-            except DeviceError as error:
-                log.warning("engine memory not closed device=%d: %s", device, error)
+            self._close(device, opened.allocation.address)
+
+    def _close(self, device: int, address: int) -> None:
+        try:
+            self.runtime.close_memory(device, address)
+        except DeviceError as error:
+            log.warning("engine memory not closed device=%d: %s", device, error)
 
 
 NO_DEVICES = Devices(None, why_none="it runs without devices")

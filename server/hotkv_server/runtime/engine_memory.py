@@ -17,7 +17,7 @@ from hotkv.order import DeviceOrder
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.runtime.devices import Devices
+from hotkv_server.runtime.devices import Allocation, Devices
 from hotkv_server.runtime.order import SessionOrder, check_order, open_order
 
 HUGE_PAGE_BUDGET_S = 1.0
@@ -42,6 +42,11 @@ class EngineMemory:
     @property
     def huge_bytes(self) -> int:
         return sum(mapping.huge_bytes for mapping in self.mappings.values())
+
+    @property
+    def waits_for_devices(self) -> bool:
+        """Whether `close` does."""
+        return bool(self.allocations) or self.order.marks is not None
 
     def is_whole(self) -> bool:
         """False where a file was cut short since it was mapped."""
@@ -85,16 +90,30 @@ def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
         raise HotKVError(Reason.INVALID_FIELD, f"order.{error}") from error
 
 
-def _opened(devices: Devices, device: int, handle: MemoryHandle) -> int:
-    """Address of the allocation. Raises DeviceError that names the handle and what containers need."""
+def _opened(devices: Devices, device: int, index: int, handle: MemoryHandle) -> Allocation:
+    """The allocation of a layout's handle. Raises DeviceError that names the handle and what containers need, ValueError that names the
+    field.
+    """
     try:
         return devices.open_memory(device, handle.cuda_handle)
+    except ValueError as error:
+        raise ValueError(f"handles[{index}].cuda_ipc.device_uuid {error}; send the UUID of the device that the memory lies on") from error
     except DeviceError as error:
         raise DeviceError(
             f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers it needs the server's PID namespace, "
             "hostPID, and both the same GPUs)",
             is_lost=error.is_lost,
         ) from error
+
+
+def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None:
+    """Raises ValueError where the handle states more than the allocation has: copies beyond would cost the server the device."""
+    end = handle.base_offset_bytes + handle.num_bytes
+    if allocation.num_bytes is not None and end > allocation.num_bytes:
+        raise ValueError(
+            f"handles[{index}].byte_count: {handle.handle_id!r} ends at byte {end}, beyond the {allocation.num_bytes} bytes of its "
+            "allocation; state where the memory lies in what CUDA allocated"
+        )
 
 
 def open_engine_memory(
@@ -106,13 +125,14 @@ def open_engine_memory(
     """
     memory = EngineMemory(layout, devices)
     try:
-        for handle in layout.handles:
+        for index, handle in enumerate(layout.handles):
             base, name = handle.base_offset_bytes, f"memory {handle.handle_id!r}"
             if handle.is_cuda:
                 device = devices.find(handle.device_uuid)
-                address = _opened(devices, device, handle)
+                allocation = _opened(devices, device, index, handle)
                 memory.allocations.append((device, handle.cuda_handle))
-                memory.regions[handle.handle_id] = Region(address + base, handle.num_bytes, name, device)
+                _check_end(index, handle, allocation)
+                memory.regions[handle.handle_id] = Region(allocation.address + base, handle.num_bytes, name, device)
                 continue
             mapping = FileMapping(fds.pop(handle.handle_id), base + handle.num_bytes, handle.handle_id, on_cut=on_cut)
             memory.mappings[handle.handle_id] = mapping
@@ -126,6 +146,7 @@ def open_engine_memory(
         for fd in fds.values():
             os.close(fd)
         if isinstance(error, DeviceError | OSError | ValueError):
-            raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles: {error}") from error
+            field_name = "layout." if str(error).startswith("handles[") else "layout.handles: "
+            raise HotKVError(Reason.INVALID_LAYOUT, f"{field_name}{error}") from error
         raise
     return memory

@@ -228,7 +228,7 @@ class Node:
         while session.jobs or session.num_selects:
             session.settled.clear()
             await session.settled.wait()
-        if session.memory is not None and session.memory.allocations:
+        if session.memory is not None and session.memory.waits_for_devices:
             await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
             session.memory = None
         session.release_memory()

@@ -18,9 +18,9 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.layout import Layout
 from hotkv.order import EVENT_HANDLE_BYTES, MAX_MARKS, DeviceMark, DeviceOrder, OrderKind, has_reached
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Event, Priority
+from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Event
 from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.runtime.devices import Devices
+from hotkv_server.runtime.devices import Devices, Queue
 
 log = logging.getLogger(__name__)
 
@@ -107,20 +107,21 @@ class DeviceWords:
 
     kind = OrderKind.FLAGS
 
-    def __init__(self, runtime: DeviceRuntime, region: Region, num_words: int) -> None:
+    def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
         """Blocks until the words have been read once. Raises DeviceError."""
         self.num_marks = num_words
-        self._runtime = runtime
+        self._devices = devices
+        self._runtime = devices.runtime
         self._region = region
         self._lock = threading.Lock()
-        self._stream = runtime.new_stream(region.device, Priority.HIGH)
-        self._event = runtime.new_event(region.device)
-        self._landing = runtime.allocate_pinned(PINNED_BYTES)
+        self._landing = self._runtime.allocate_pinned(PINNED_BYTES)
+        self._queue: Queue | None = None
         self._reading = False
         self._open = True
         try:
-            self._read()
-            runtime.synchronize(self._event)
+            self._queue = devices.take_queue(region.device)
+            self._read(self._queue)
+            self._runtime.synchronize(self._queue.event)
             self._reading = False
         except BaseException:
             self.close()
@@ -128,29 +129,32 @@ class DeviceWords:
 
     def has_passed(self, mark: DeviceMark) -> bool:
         with self._lock:
-            if not self._open:
+            if not self._open or self._queue is None:
                 raise DeviceError("the session's words are closed")
-            if self._reading and self._runtime.passed(self._event):
+            if self._reading and self._runtime.passed(self._queue.event):
                 self._reading = False
             # While they are read a word is the old or the new one, and both are true: words only count up.
             if has_reached(ctypes.c_uint32.from_address(self._landing + mark.index * WORD_BYTES).value, mark.value):
                 return True
             if not self._reading:
-                self._read()
+                self._read(self._queue)
             return False
 
-    def _read(self) -> None:
-        self._runtime.copy(self._stream, self._landing, self._region.address, self.num_marks * WORD_BYTES)
-        self._runtime.record(self._event, self._stream)
+    def _read(self, queue: Queue) -> None:
+        self._runtime.copy(queue.stream, self._landing, self._region.address, self.num_marks * WORD_BYTES)
         self._reading = True
+        self._runtime.record(queue.event, queue.stream)
 
     def close(self) -> None:
         with self._lock:
             self._open = False
             try:
-                if self._reading:
-                    self._runtime.synchronize(self._event)
+                if self._reading and self._queue is not None:
+                    self._runtime.record(self._queue.event, self._queue.stream)
+                    self._runtime.synchronize(self._queue.event)
                 self._runtime.free_pinned(self._landing)
+                if self._queue is not None:
+                    self._devices.give_queue(self._queue)
             except DeviceError as error:
                 log.warning("words not closed: %s", error)
 
@@ -245,7 +249,7 @@ def open_order(offer: DeviceOrder, devices: Devices, mappings: dict[str, FileMap
             if region.device == HOST:
                 words: Marks = FileWords(mappings[offer.flags_handle_id], region, offer.num_flags)
             else:
-                words = DeviceWords(devices.runtime, region, offer.num_flags)
+                words = DeviceWords(devices, region, offer.num_flags)
             return SessionOrder(words, "; ".join(reasons))
         except (DeviceError, ValueError) as error:
             reasons.append(f"words can't be read ({error})")

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.order import has_reached
-from hotkv_server.device.runtime import HOST, DeviceError, DeviceInfo, Event, Int64s, Priority, Stream
+from hotkv_server.device.runtime import HOST, DeviceError, DeviceInfo, Event, Extent, Int64s, Priority, Stream
 from hotkv_server.testing.device_memory import (
     EVENT_BYTES,
     EVENT_NAME,
@@ -508,6 +508,14 @@ class FakeRuntime:
             if parsed.device != device:
                 raise DeviceError(f"fake device {device}: open_memory: invalid device context: the memory is of device {parsed.device}")
             return self._keep_device(device, parsed.num_bytes, parsed.map(), handle)
+
+    def extent(self, device: int, address: int) -> Extent:
+        with self._changed:
+            self._enter("extent", device)
+            found = next((m for m in self._memories if m.device != HOST and m.start <= address < m.end), None)
+            if found is None:
+                raise DeviceError(f"fake device {device}: extent: invalid argument: no memory of a device at {address:#x}")
+            return Extent(found.start, found.end - found.start, found.device)
 
     def close_memory(self, device: int, address: int) -> None:
         with self._changed:
