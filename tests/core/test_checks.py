@@ -1,12 +1,14 @@
 """Check values: kernel and twin agree; any change of a covered byte, of the key or of the place in the slot is seen."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_server.core.checks import Evidence, sealed, strides_of
-from hotkv_server.dataplane.checks import add_sums, add_sums_twin, holds
+from hotkv_server.dataplane.checks import SumThreads, add_sums, add_sums_twin, holds
 from hotkv_server.dataplane.plan import Region
 
 SLOT = 8192
@@ -41,6 +43,18 @@ def test_kernel_and_twin_agree(seed: int, num_bytes: int, stride: int, shift: in
     add_sums(region(memory), offsets, num_bytes, 1, np.full(4, stride), kernel)
     add_sums_twin(region(memory), offsets, num_bytes, 1, np.full(4, stride), twin)
     assert kernel.tolist() == twin.tolist()
+
+
+@given(st.integers(0, 99), st.integers(1, 9), st.integers(1, 5), STRIDES)
+def test_several_threads_find_what_one_finds(seed: int, num_slots: int, num_threads: int, stride: int) -> None:
+    memory, offsets, strides = random_memory(seed, num_slots), np.arange(num_slots, dtype=np.int64) * SLOT, np.full(num_slots, stride)
+    one, several = np.zeros(num_slots, np.uint64), np.zeros(num_slots, np.uint64)
+    add_sums(region(memory), offsets, SLOT, 0, strides, one)
+    threads = SumThreads(num_threads)
+    with mock.patch("hotkv_server.dataplane.checks.PART_BYTES", SLOT):
+        threads.add_sums(region(memory), offsets, SLOT, 0, strides, several)
+    threads.close()
+    assert one.tolist() == several.tolist()
 
 
 @given(st.integers(0, 99), SHARDS, st.data())

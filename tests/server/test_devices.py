@@ -105,7 +105,7 @@ def test_two_ranks_of_one_device(server: DeviceServer, engine: Callable[..., Dev
 
 
 @pytest.mark.parametrize(
-    ("offers", "kind"), [(("events", "flags"), OrderKind.EVENTS), (("flags",), OrderKind.FLAGS), (("file flags",), OrderKind.FLAGS)]
+    ("offers", "kind"), [(("events",), OrderKind.EVENTS), (("events", "flags"), OrderKind.FLAGS), (("file flags",), OrderKind.FLAGS)]
 )
 def test_a_store_reads_nothing_before_its_mark(engine: Callable[..., DeviceEngine], offers: tuple[str, ...], kind: OrderKind) -> None:
     one, names, ids = engine(offers=offers), hashes(4), block_ids(0, 1, 2, 3)

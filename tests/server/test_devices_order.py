@@ -158,6 +158,8 @@ def test_memory_of_another_device_than_its_uuid_says_is_refused(monkeypatch: pyt
     with pytest.raises(HotKVError, match=r"layout\.handles\[0\]\.cuda_ipc\.device_uuid is that of device 0, and the memory is of device 1"):
         _open(_layout(_cuda("k", memory)), devices)
     assert devices.num_open == 0 and not runtime.held()
+    monkeypatch.setattr(runtime, "extent", lambda device, address: replace(extent(device, address), device=-2))
+    _open(_layout(_cuda("k", memory)), devices).close()
     memory.close()
 
 
@@ -213,9 +215,9 @@ def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_pat
 # Order
 
 
-def test_events_are_taken_first(runtime: FakeRuntime) -> None:
+def test_events(runtime: FakeRuntime) -> None:
     devices, memory, events = _devices(runtime), FakeAllocation(2 * PAGE), [FakeIpcEvent(), FakeIpcEvent()]
-    offer = DeviceOrder(memory.device_uuid, tuple(event.handle for event in events), "k", 4)
+    offer = DeviceOrder(memory.device_uuid, tuple(event.handle for event in events))
     opened = _open(_layout(_cuda("k", memory)), devices, offer)
     assert (opened.order.kind, opened.order.message) == (OrderKind.EVENTS, "")
     events[0].record()
@@ -229,13 +231,30 @@ def test_events_are_taken_first(runtime: FakeRuntime) -> None:
     assert not runtime.held()
 
 
+def test_events_are_taken_where_words_do_not_work(runtime: FakeRuntime) -> None:
+    devices, memory = _devices(runtime), FakeAllocation(2 * PAGE)
+    runtime.fail_call("allocate_pinned")
+    opened = _open(_layout(_cuda("k", memory)), devices, DeviceOrder(memory.device_uuid, (FakeIpcEvent().handle,), "k", 4))
+    assert opened.order.kind is OrderKind.EVENTS and "told to fail" in opened.order.message
+    opened.close()
+    assert not runtime.held()
+
+
 @pytest.mark.parametrize("failing", [1, 2])
-def test_words_are_taken_where_events_do_not_work(runtime: FakeRuntime, failing: int) -> None:
+def test_events_of_which_one_does_not_open_are_none(runtime: FakeRuntime, failing: int) -> None:
     devices, memory, events = _devices(runtime), FakeAllocation(2 * PAGE), [FakeIpcEvent(), FakeIpcEvent()]
     runtime.fail_call("open_event", failing)
+    opened = _open(_layout(_cuda("k", memory)), devices, DeviceOrder(memory.device_uuid, tuple(event.handle for event in events)))
+    assert opened.order.kind is OrderKind.HOST and "told to fail" in opened.order.message and "hostIPC" in opened.order.message
+    opened.close()
+    assert not runtime.held()
+
+
+def test_words_are_taken_first(runtime: FakeRuntime) -> None:
+    devices, memory, events = _devices(runtime), FakeAllocation(2 * PAGE), [FakeIpcEvent(), FakeIpcEvent()]
     offer = DeviceOrder(memory.device_uuid, tuple(event.handle for event in events), "k", 4)
     opened = _open(_layout(_cuda("k", memory)), devices, offer)
-    assert opened.order.kind is OrderKind.FLAGS and "told to fail" in opened.order.message and "hostIPC" in opened.order.message
+    assert (opened.order.kind, opened.order.message) == (OrderKind.FLAGS, "")
     gate = _gate(opened.order, 3, 7)
     assert not gate.passed()
     memory.words()[3] = 6

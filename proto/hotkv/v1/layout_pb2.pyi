@@ -424,7 +424,7 @@ Global___Layout: typing_extensions.TypeAlias = Layout
 
 @typing.final
 class DeviceOrder(google.protobuf.message.Message):
-    """How the server may learn that an engine's device has passed a point in its queue. It takes what works: events, then words, then none."""
+    """How the server may learn that an engine's device has passed a point in its queue. It takes what works: words, then events, then none."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -1,6 +1,11 @@
 """Sums over the bytes of slots, of which check values are made (`hotkv_server.core.checks`)."""
 
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from hotkv import native
@@ -8,6 +13,11 @@ from hotkv_server.core.checks import Evidence, Int64s, Sums, agree, strides_of
 from hotkv_server.dataplane.plan import Region
 
 LINE_BYTES = 64
+MAX_SUM_THREADS = 8
+PART_BYTES = 32 << 20
+"""Less than two of these are read by one thread."""
+TWIN_PART_LINES = 1 << 14
+"""What the twin looks at together: 1 MiB, and some times that while it does."""
 _PHASE_STEP = 37
 _SALTS = np.array([(0x2545_F491 * (2 * i + 1) + 0x9E37_79B9 * i * i) & 0xFFFF_FFFF for i in range(16)], np.uint32)
 _LINE_FACTOR, _FACTOR, _SEED_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD6E8_FEB8_6659_FD93), 0xA076_1D64_78BD_642F
@@ -28,6 +38,34 @@ def add_sums(memory: Region, offsets: Int64s, num_bytes: int, shard: int, stride
         kernels.add_sums(memory.address, offsets, num_bytes, _seed(shard), strides, _SALTS, sums)
 
 
+class SumThreads:
+    """`add_sums` on several threads where there is much to read: a store from a GPU is copied faster than one thread takes its sums."""
+
+    def __init__(self, num_threads: int = 0) -> None:
+        """0: for half the processors, 1 to MAX_SUM_THREADS."""
+        self._num_threads = num_threads or min(MAX_SUM_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
+        self._threads = ThreadPoolExecutor(self._num_threads, "hotkv-sums")
+
+    def __repr__(self) -> str:
+        return f"SumThreads({self._num_threads})"
+
+    def add_sums(self, memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums) -> None:
+        """As the function; from any thread, which waits."""
+        num_parts = min(self._num_threads, len(offsets) * num_bytes // PART_BYTES)
+        if num_parts < 2:
+            add_sums(memory, offsets, num_bytes, shard, strides, sums)
+            return
+        bounds = np.linspace(0, len(offsets), num_parts + 1).astype(np.int64).tolist()
+        parts = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+        begun = [self._threads.submit(add_sums, memory, offsets[part], num_bytes, shard, strides[part], sums[part]) for part in parts]
+        for future in begun:
+            future.result()
+
+    def close(self) -> None:
+        """Ends the threads when they are done."""
+        self._threads.shutdown(wait=False)
+
+
 def _seed(shard: int) -> np.uint64:
     """What tells the sums of shards apart."""
     return np.uint64((shard + 1) * _SEED_FACTOR & 0xFFFF_FFFF_FFFF_FFFF)
@@ -35,19 +73,30 @@ def _seed(shard: int) -> np.uint64:
 
 def add_sums_twin(memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums) -> None:
     """`add_sums` in plain numpy."""
-    view, num_lines = memory.array(), -(-num_bytes // LINE_BYTES)
-    for i, (offset, stride) in enumerate(zip(offsets.tolist(), strides.tolist(), strict=True)):
-        if not num_lines:
-            continue
+    if not num_bytes:
+        return
+    num_lines = -(-num_bytes // LINE_BYTES)
+    for stride in np.unique(strides).tolist():
         first = np.arange(0, num_lines, stride)
         lines = first + (first // stride * _PHASE_STEP) % stride
         lines = np.append(lines[lines < num_lines - 1], num_lines - 1)
-        padded = np.zeros(num_lines * LINE_BYTES, np.uint8)
-        padded[:num_bytes] = view[offset : offset + num_bytes]
-        words = padded.view(np.uint32).reshape(num_lines, 16)[lines] + _SALTS
-        total = (words[:, ::2].astype(np.uint64) * words[:, 1::2].astype(np.uint64)).sum(axis=1, dtype=np.uint64)
-        total = (total ^ ((lines.astype(np.uint64) + np.uint64(1)) * _LINE_FACTOR) ^ _seed(shard)) * _FACTOR
-        sums[i] += ((total ^ (total >> np.uint64(32))) * _FACTOR).sum(dtype=np.uint64)
+        mine = np.flatnonzero(strides == stride)
+        part_slots = max(1, TWIN_PART_LINES // len(lines))
+        for part in (mine[i : i + part_slots] for i in range(0, len(mine), part_slots)):
+            words = _words(memory, offsets[part], lines, num_bytes) + _SALTS
+            total = (words[..., ::2].astype(np.uint64) * words[..., 1::2].astype(np.uint64)).sum(axis=2, dtype=np.uint64)
+            total = (total ^ ((lines.astype(np.uint64) + np.uint64(1)) * _LINE_FACTOR) ^ _seed(shard)) * _FACTOR
+            sums[part] += ((total ^ (total >> np.uint64(32))) * _FACTOR).sum(axis=1, dtype=np.uint64)
+
+
+def _words(memory: Region, offsets: Int64s, lines: Int64s, num_bytes: int) -> NDArray[np.uint32]:
+    """uint32 [slots, lines, 16] of the slots at `offsets`; the last of `lines` is their last one, filled up with zeros."""
+    view, tail = memory.array(), num_bytes - int(lines[-1]) * LINE_BYTES
+    found = np.zeros((len(offsets), len(lines), LINE_BYTES), np.uint8)
+    if len(lines) > 1:
+        found[:, :-1] = sliding_window_view(view, LINE_BYTES)[offsets[:, None] + lines[:-1] * LINE_BYTES]
+    found[:, -1, :tail] = sliding_window_view(view, tail)[offsets + lines[-1] * LINE_BYTES]
+    return found.view(np.uint32)
 
 
 def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:

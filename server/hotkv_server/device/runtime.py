@@ -43,7 +43,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where an allocation of a device begins, and its size. `device`: whose memory it is."""
+    """Where an allocation of a device begins, and its size. `device`: whose memory it is; negative where that is not known."""
 
     start: int
     num_bytes: int

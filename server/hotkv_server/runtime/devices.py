@@ -136,7 +136,7 @@ class Devices:
         address = runtime.open_memory(device, handle)
         try:
             extent = runtime.extent(device, address)
-            if extent.device != device:
+            if extent.device >= 0 and extent.device != device:
                 raise ValueError(f"is that of device {device}, and the memory is of device {extent.device}")
             return Allocation(address, extent.start + extent.num_bytes - address)
         except DeviceError as error:

@@ -25,7 +25,7 @@ from hotkv_server.core import parts
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.checks import Sums
 from hotkv_server.core.values import EvictionNotice, HashList, LoadPositions, Run, SlotRun
-from hotkv_server.dataplane.checks import add_sums
+from hotkv_server.dataplane.checks import SumThreads
 from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Region, plans_for
 from hotkv_server.memory.arena import NodeMemory
@@ -117,6 +117,7 @@ class Node:
         self._arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self.verifier = verifier or Verifier(core, self._arena)
         self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
+        self._sums = SumThreads()
         self._use_notes = UseNotes(core)
         # Size of the catalog that is written down; one write at a time.
         self._saved = self._catalog_size
@@ -144,6 +145,7 @@ class Node:
         await asyncio.gather(*(self.close_session(session) for session in list(self.sessions.values())))
         await asyncio.gather(*self._saves)
         self.sparse.close()
+        self._sums.close()
         for task in self._tasks:
             task.cancel()
 
@@ -396,7 +398,9 @@ class Node:
         for run in slots if stride else ():
             shard_bytes, found = record.shape(run.group_index).shard_bytes, np.zeros(len(run.offsets), np.uint64)
             strides = np.full(len(found), stride)
-            add_sums(self._arena, run.offsets + sum(shard_bytes[:shard_index]), shard_bytes[shard_index], shard_index, strides, found)
+            self._sums.add_sums(
+                self._arena, run.offsets + sum(shard_bytes[:shard_index]), shard_bytes[shard_index], shard_index, strides, found
+            )
             sums.append(found)
 
     def cancel(self, session: LiveSession, transfer_id: str) -> bool:

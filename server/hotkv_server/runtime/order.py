@@ -236,13 +236,11 @@ def check_order(offer: DeviceOrder, layout: Layout) -> None:
 
 
 def open_order(offer: DeviceOrder, devices: Devices, mappings: dict[str, FileMapping], regions: dict[str, Region]) -> SessionOrder:
-    """Takes of a checked offer what works: events, else words, else nothing. Blocks; never raises for what does not work."""
+    """Takes of a checked offer what works: words, else events, else nothing. Blocks; never raises for what does not work.
+
+    Words first, since only the engine's queue writes them: what an event says when the engine that made it has died is not documented.
+    """
     reasons: list[str] = []
-    if offer.event_handles:
-        try:
-            return SessionOrder(EventMarks(devices.runtime, devices.find(offer.device_uuid), offer.event_handles))
-        except (DeviceError, ValueError) as error:
-            reasons.append(f"events don't work here ({error}); containers need one PID and IPC namespace (hostPID, hostIPC)")
     if offer.flags_handle_id:
         region = regions[offer.flags_handle_id]
         try:
@@ -250,7 +248,13 @@ def open_order(offer: DeviceOrder, devices: Devices, mappings: dict[str, FileMap
                 words: Marks = FileWords(mappings[offer.flags_handle_id], region, offer.num_flags)
             else:
                 words = DeviceWords(devices, region, offer.num_flags)
-            return SessionOrder(words, "; ".join(reasons))
+            return SessionOrder(words)
         except (DeviceError, ValueError) as error:
             reasons.append(f"words can't be read ({error})")
+    if offer.event_handles:
+        try:
+            marks = EventMarks(devices.runtime, devices.find(offer.device_uuid), offer.event_handles)
+            return SessionOrder(marks, "; ".join(reasons))
+        except (DeviceError, ValueError) as error:
+            reasons.append(f"events don't work here ({error}); containers need one PID and IPC namespace (hostPID, hostIPC)")
     return SessionOrder(None, "; ".join(reasons))

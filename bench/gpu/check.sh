@@ -1,0 +1,195 @@
+#!/usr/bin/env bash
+# Proves hotkv on a GPU: the tests of tests/gpu, then the benchmarks of bench/gpu, one table of figures with their targets last.
+#
+#   bench/gpu/check.sh [--wheels DIR] [--out DIR] [--quick] [--made-up]
+#
+# --wheels DIR  Python wheels that this machine lacks (tools/gpu_wheels.sh collects them); they go to a temporary folder.
+# --out DIR     where the JSON and check.log go. Default: $OUT, or a temporary folder.
+# --quick       less of each benchmark.
+# --made-up     without a GPU: all that can run over a made-up device; times mean nothing then.
+#
+# Under 8 minutes: each part has its own time limit, and one that hangs costs only itself. Exit status: 0 unless a test failed or a
+# benchmark crashed; figures that miss their targets don't change it. PYTHON: the interpreter, python3 unless set.
+set -euo pipefail
+
+ALL_SECONDS=465
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=${PYTHON:-python3}
+wheels="" out=${OUT:-} quick="" made_up=""
+
+usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+
+value_of() { # the value of option $1, given what follows it
+  if [[ $# -lt 2 || -z $2 ]]; then
+    echo "check.sh: $1 needs a folder" >&2
+    exit 2
+  fi
+  realpath -m -- "$2"
+}
+
+while (($#)); do
+  case $1 in
+    --wheels) wheels=$(value_of "$@"); shift ;;
+    --out) out=$(value_of "$@"); shift ;;
+    --quick) quick=--quick ;;
+    --made-up) made_up=--made-up ;;
+    -h | --help) usage; exit 0 ;;
+    *) echo "check.sh: unknown argument $1; --help lists all" >&2; exit 2 ;;
+  esac
+  shift
+done
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+[[ -n $out ]] || out=$(mktemp -d -t hotkv-gpu-XXXXXX)
+mkdir -p "$out"
+rm -f "$out"/*.json "$out/check.log"
+cd "$root"
+export PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=$scratch/compiled PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export PYTHONPATH=$scratch/site:$root/proto:$root/client:$root/server:$root/connector_vllm:$root
+[[ -z $made_up ]] || export HOTKV_MADE_UP_GPU=1
+results=()
+failed=0
+
+say() { printf '%s\n' "$*" | tee -a "$out/check.log"; }
+
+install_wheels() { # what does not fit this interpreter is named, the rest is used
+  local wheel
+  local -a pip=("$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir)
+  pip+=(--root-user-action=ignore --target "$scratch/site")
+  if ! "${pip[@]}" "$wheels"/*.whl >"$scratch/pip.log" 2>&1; then
+    for wheel in "$wheels"/*.whl; do
+      "${pip[@]}" --upgrade "$wheel" >"$scratch/pip.log" 2>&1 || say "wheel not used: ${wheel##*/}: $(tail -n 1 "$scratch/pip.log")"
+    done
+  fi
+}
+
+has() { # whether all these modules can be imported; says which can't, and why
+  "$python" - "$@" <<'PY'
+import importlib
+import sys
+
+WHEELS = {
+    "torch": "torch, of the machine", "cupy": "cupy-cuda12x or -cuda13x, of the machine", "grpc": "grpcio", "google.protobuf": "protobuf",
+    "hotkv.v1.cache_pb2": "protobuf, 5.29 or newer", "grpc_health.v1.health": "grpcio-health-checking",
+    "grpc_reflection.v1alpha.reflection": "grpcio-reflection", "grpc_channelz.v1.channelz": "grpcio-channelz",
+    "prometheus_client": "prometheus-client", "pydantic_settings": "pydantic-settings", "hotkv_server.daemon": "see above",
+}
+missing = 0
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        print(f"missing: {name} (wheel: {WHEELS.get(name, name)}): {type(error).__name__}: {str(error).splitlines()[:1]}")
+        missing = 1
+sys.exit(missing)
+PY
+}
+
+seconds_for() { # what is left of all the time, $1 at most
+  local left=$((ALL_SECONDS - SECONDS))
+  echo $((left < $1 ? (left > 1 ? left : 1) : $1))
+}
+
+limited() { # runs $2... for $1 seconds at most; its output goes to the terminal and the log, its last line to last_line where it is JSON
+  local limit status
+  limit=$(seconds_for "$1") && shift
+  set +e
+  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$scratch/output" | grep --line-buffered -v '^{'
+  status=${PIPESTATUS[0]}
+  set -e
+  cat "$scratch/output" >>"$out/check.log"
+  last_line=$(tail -n 1 "$scratch/output" | grep '^{' || true)
+  return "$status"
+}
+
+note() { # result $2 of $1, and what it means that the status was $3
+  results+=("$(printf '%-18s %s' "$1" "$2")")
+  [[ $3 == 0 ]] || failed=1
+}
+
+run_tests() { # tests/gpu/test_$1.py within $2 seconds
+  local status=0
+  say "== tests/gpu/test_$1.py ($SECONDS s)"
+  limited "$2" "$python" -m pytest -c /dev/null --rootdir=. --confcutdir=tests/gpu -q -ra -p no:cacheprovider --tb=short --maxfail=5 \
+    -W ignore::pytest.PytestUnknownMarkWarning "tests/gpu/test_$1.py" || status=$?
+  if ((status == 124 || status == 137)); then
+    note "tests: $1" "NOT ENDED in time" "$status"
+  else
+    note "tests: $1" "$(tail -n 1 "$scratch/output")" "$status"
+  fi
+}
+
+run_bench() { # bench.gpu.$1 within $2 seconds, with the arguments that follow
+  local name=$1 limit=$2 status=0 begin=$SECONDS
+  shift 2
+  if ((ALL_SECONDS - SECONDS < 15)); then
+    note "bench: $name" "left out: no time" 0
+    return
+  fi
+  say "== bench/gpu/$name.py ($SECONDS s)"
+  limited "$limit" "$python" -m "bench.gpu.$name" --json "$@" || status=$?
+  [[ -z $last_line ]] || printf '%s\n' "$last_line" >"$out/$name.json"
+  case $status in
+    0) note "bench: $name" "ended in $((SECONDS - begin)) s" 0 ;;
+    124 | 137) note "bench: $name" "NOT ENDED in $((SECONDS - begin)) s" "$status" ;;
+    *) note "bench: $name" "CRASHED with status $status: $(grep -v '^{' "$scratch/output" | tail -n 1)" "$status" ;;
+  esac
+}
+
+skip() { note "$1" "left out: $2" 0; }
+
+about() { "$python" -c "$1" 2>&1 | tail -n 1 || true; }
+
+say "hotkv on $(uname -srm), $(date -u +%FT%TZ)"
+if [[ -n $wheels ]]; then
+  if compgen -G "$wheels/*.whl" >/dev/null; then install_wheels; else say "no wheels in $wheels"; fi
+fi
+{
+  nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max --format=csv,noheader 2>/dev/null || echo "no nvidia-smi"
+  "$python" --version
+  about 'import numpy, torch; print("numpy", numpy.__version__, "torch", torch.__version__, "for CUDA", torch.version.cuda)'
+  about 'import cupy; print("cupy", cupy.__version__, "for CUDA", cupy.cuda.runtime.runtimeGetVersion())'
+  about 'from hotkv import native; print("numba" if native.available() else "no numba: servers keep no check values, and look up slower")'
+  echo "processors $(nproc), locked memory $(ulimit -l), $(df -h --output=size,avail,target /dev/shm | tail -n 1)"
+} | tee -a "$out/check.log"
+
+can_test=1 can_serve=1 can_sparse=1
+has pytest | tee -a "$out/check.log" || can_test=""
+has grpc google.protobuf hotkv.v1.cache_pb2 grpc_health.v1.health grpc_reflection.v1alpha.reflection grpc_channelz.v1.channelz \
+  prometheus_client pydantic_settings uvloop hotkv_server.daemon torch | tee -a "$out/check.log" || can_serve=""
+if [[ -n $made_up ]]; then
+  can_sparse=""
+elif ! has cupy | tee -a "$out/check.log"; then
+  can_serve="" can_sparse=""
+elif [[ $(about 'import cupy; print(cupy.cuda.runtime.getDeviceCount())') != [1-9]* ]]; then
+  say "missing: a GPU that CUDA can use: $(about 'import cupy; cupy.cuda.runtime.getDeviceCount()')"
+  can_serve="" can_sparse=""
+fi
+
+if [[ -n $can_test && -n $can_sparse ]]; then run_tests runtime 60; else skip "tests: runtime" "needs pytest, CuPy and a GPU"; fi
+if [[ -n $can_serve ]]; then
+  if [[ -n $can_test && -n $can_sparse ]]; then run_tests semantics 60; else skip "tests: semantics" "needs pytest, CuPy and a GPU"; fi
+  run_bench transfer 110 $quick $made_up
+  run_bench latency 50 $quick $made_up
+  if [[ -n $can_test ]]; then run_tests server 120; else skip "tests: server" "needs pytest"; fi
+else
+  skip "tests: semantics" "something is missing" && skip "bench: transfer" "something is missing" && skip "bench: latency" "something is missing" && skip "tests: server" "something is missing"
+fi
+if [[ -n $can_sparse ]]; then
+  if [[ -n $can_test ]]; then run_tests sparse 60; else skip "tests: sparse" "needs pytest"; fi
+  tokens=()
+  [[ -z $quick ]] || tokens=(--tokens 131072)
+  run_bench sparse 60 "${tokens[@]}"
+  run_bench blocks 30
+else
+  skip "tests: sparse" "needs CuPy and a GPU" && skip "bench: sparse" "needs CuPy and a GPU"
+fi
+if [[ -n $can_serve ]]; then run_bench methods 120 --seconds 95 $quick $made_up; else skip "bench: methods" "something is missing"; fi
+
+say ""
+say "== after $SECONDS s; JSON and check.log in $out"
+[[ -z $made_up ]] || say "MADE-UP DEVICE: no line below is a figure"
+for result in "${results[@]}"; do say "$result"; done
+"$python" -m bench.gpu.figures "$out" 2>&1 | tee -a "$out/check.log" || say "no table of figures"
+exit "$failed"

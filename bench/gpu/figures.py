@@ -1,0 +1,88 @@
+"""Figures with targets: what the benchmarks of `bench.gpu` hand over, and the one table of them all.
+
+`python -m bench.gpu.figures FOLDER` reads the last line of each `*.json` there, writes `summary.json` beside them and prints the table.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.report import parser
+from hotkv_client.cli import table
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`target`: the least that will do, or the most where `at_most`; None where there is none."""
+
+    name: str
+    measured: float
+    target: float | None = None
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        if self.target is None:
+            return None
+        return self.measured <= self.target if self.at_most else self.measured >= self.target
+
+
+SPARSE_TARGETS = {"score_ratio_rot2u": (0.25, False), "build_share": (0.02, True), "pull_ratio": (0.6, False)}
+"""`bench.gpu.sparse` prints numbers by name; these have targets: how much, and whether at most."""
+
+
+def gpu_parser(description: str) -> argparse.ArgumentParser:
+    """Options that the benchmarks with a server share."""
+    options = parser(description)
+    options.add_argument("--quick", action="store_true", help="less of everything: to see that it runs")
+    options.add_argument(
+        "--made-up", action="store_true", help="without a GPU, over a made-up device: bytes are checked, times mean nothing"
+    )
+    return options
+
+
+def print_figures(figures: Sequence[Figure], details: dict[str, object], *, as_json: bool) -> None:
+    """The table, and with `--json` one object as the last line."""
+    print(table(("figure", "measured", "target", "met"), [_row(figure) for figure in figures]), flush=True)
+    if as_json:
+        print(json.dumps({"figures": [asdict(figure) for figure in figures], **details}))
+
+
+def _row(figure: Figure) -> tuple[object, ...]:
+    target = "" if figure.target is None else f"{'<=' if figure.at_most else '>='} {figure.target:g}"
+    return figure.name, f"{figure.measured:.3g}", target, {None: "", True: "yes", False: "NO"}[figure.met]
+
+
+def read(path: Path) -> list[Figure]:
+    """Those of one benchmark; none where it did not come to its end."""
+    lines = path.read_text().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else {}
+    except json.JSONDecodeError:
+        return []
+    if "figures" in found:
+        return [Figure(**figure) for figure in found["figures"]]
+    return [Figure(f"sparse: {name}", found[name], *target) for name, target in SPARSE_TARGETS.items() if name in found]
+
+
+def main() -> int:
+    """Command line."""
+    folder = Path(sys.argv[1])
+    rows: list[tuple[object, ...]] = []
+    summary: dict[str, object] = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
+        if path.name == "summary.json":
+            continue
+        figures = read(path)
+        summary[path.stem] = [{**asdict(figure), "met": figure.met} for figure in figures]
+        rows += [_row(figure) for figure in figures] or [(f"{path.stem}: no figures", "", "", "")]
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    print(table(("figure", "measured", "target", "met"), rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

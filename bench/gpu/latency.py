@@ -1,0 +1,188 @@
+"""Short times on a GPU: from a load's submission to its first byte on the device, a round trip, and an engine thread's time a step.
+
+`python -m bench.gpu.latency [--json]`, on a machine with a GPU; about half a minute. Each order (`events`, `flags`, `host`) has an
+engine of its own; `host` waits for the device by itself before it submits. The first byte is seen by reading it from the device again
+and again, on a stream of its own; `read` is what one such reading and a nap take: so much is not seen of. A step is what the
+connector's worker does in the engine's thread: a mark, a store behind it, a load behind it, a look at what has ended; without vLLM
+around it.
+"""
+
+import ctypes
+import sys
+import time
+from concurrent.futures import Future
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from bench.gpu.engine import DEADLINE_S, GIB, Engine, GpuServer, Side, done, find_side, new_hashes, operation_bytes, until
+from bench.gpu.figures import Figure, gpu_parser, print_figures
+from bench.gpu.shape import Shape
+from bench.report import median, percentile
+from demo.processes import ends_cleanly, runtime_folder
+from hotkv_client import TransferResult
+from hotkv_client.cli import table
+
+ORDERS = ("events", "flags", "host")
+PAGE_BYTES, LAYERS = 64 << 10, 32
+SIZES = {"1 block": 1, "16 blocks": 16, "64 blocks": 64}
+"""Blocks of 2 MiB; 16 hold 256 tokens."""
+HEADLINE = "16 blocks"
+STEP_STORE_BLOCKS, STEP_LOAD_BLOCKS = 4, 4
+STEP_S, MAX_FLYING = 0.002, 32
+POLL_S = 10e-6
+PR_SET_TIMERSLACK = 29
+FIRST_BYTE_TARGET_US, STEP_TARGET_US = 300.0, 100.0
+
+
+class FirstBytes:
+    """Sees when a block's first byte changes."""
+
+    def __init__(self, side: Side, engine: Engine) -> None:
+        self._side, self._engine, self._stream = side, engine, side.stream()
+
+    def read(self, block: int) -> int:
+        """The block's first byte; waits for the device."""
+        with self._stream:
+            return int(self._engine.memory[block * PAGE_BYTES].item())
+
+    def of_load(self, lease: str, sources: np.ndarray, ids: np.ndarray) -> tuple[float, float]:
+        """Seconds from submission to the first byte, and to the answer."""
+        engine = self._engine
+        block, end_s = int(ids[0]), time.monotonic() + DEADLINE_S
+        engine.memory[block * PAGE_BYTES] = 255 - self.read(int(sources[0]))
+        before = self.read(block)
+        self._side.synchronize()
+        start_s = perf_counter()
+        mark = engine.marks.make(engine.session.order_kind)
+        if not mark.lets_send():
+            self._side.synchronize()
+        transfer = engine.load(lease, ids, mark.after)
+        while self.read(block) == before and time.monotonic() < end_s:
+            # The session's thread needs the interpreter, too.
+            time.sleep(POLL_S)
+        first_s = perf_counter() - start_s
+        done(transfer)
+        whole_s = perf_counter() - start_s
+        engine.marks.done(mark)
+        if self.read(block) == before:
+            raise AssertionError("a load has ended, and its first byte is not there")
+        return first_s, whole_s
+
+
+def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
+    """Microseconds of an engine's thread in each of so many steps, two milliseconds apart."""
+    flying: list[tuple[Future[TransferResult], object]] = []
+    marks = engine.marks
+    found = []
+    half = engine.shape.num_blocks // 2
+    stores = np.arange(STEP_STORE_BLOCKS, dtype=np.int32)
+    loads = np.arange(half, half + STEP_LOAD_BLOCKS, dtype=np.int32)
+    for number in range(count):
+        names = new_hashes(STEP_STORE_BLOCKS)
+        start_s = perf_counter()
+        mark = marks.make(engine.session.order_kind)
+        if mark.lets_send():
+            flying.append((engine.store(names, stores, mark.after), marks.use(mark)))
+            flying.append((engine.load(lease, loads, mark.after), marks.use(mark)))
+        ended = [pair for pair in flying if pair[0].done()]
+        flying = [pair for pair in flying if not pair[0].done()]
+        for _, its_mark in ended:
+            marks.done(its_mark)  # type: ignore[arg-type]
+        marks.done(mark)
+        taken_us = (perf_counter() - start_s) * 1e6
+        if number >= count // 10:
+            found.append(taken_us)
+        for transfer, _ in ended:
+            done(transfer)
+        time.sleep(STEP_S)
+        if len(flying) > MAX_FLYING:
+            until(lambda: flying[-1][0].done(), "the end of stores and loads")  # noqa: B023
+    for transfer, its_mark in flying:
+        done(transfer)
+        marks.done(its_mark)  # type: ignore[arg-type]
+    return found
+
+
+def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
+    """One order; raises AssertionError where the server took another."""
+    num_blocks = 2 * max(SIZES.values())
+    engine = Engine(side, target, Shape(PAGE_BYTES, LAYERS, num_blocks, "LBHNC"), order=order).connected()
+    try:
+        taken = engine.session.order_kind.name.lower()
+        engine.fill()
+        ids = np.arange(num_blocks // 2, dtype=np.int32)
+        names = new_hashes(len(ids))
+        done(engine.store(names, ids))
+        lease = engine.lease(names)
+        probe, found = FirstBytes(side, engine), {"order": taken, "message": engine.session.order_message}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in SIZES}
+        reads = []
+        for _ in range(rounds):
+            for name, count in SIZES.items():
+                start_s = perf_counter()
+                probe.read(0)
+                time.sleep(POLL_S)
+                reads.append(perf_counter() - start_s)
+                times[name].append(probe.of_load(lease, ids[:count], ids[:count] + len(ids)))
+        if not engine.equal(ids, ids + len(ids)):
+            raise AssertionError("wrong bytes")
+        steps = steps_us(engine, lease, 4 * rounds)
+        pings = [engine.session.ping(DEADLINE_S) for _ in range(rounds)]
+        engine.session.release(lease)
+        return {
+            **found,
+            "read_us": median(reads) * 1e6,
+            "ping_us": median(pings) * 1e6,
+            "first_us": {name: median([first for first, _ in pairs]) * 1e6 for name, pairs in times.items()},
+            "first_p90_us": {name: percentile([first for first, _ in pairs], 0.9) * 1e6 for name, pairs in times.items()},
+            "whole_us": {name: median([whole for _, whole in pairs]) * 1e6 for name, pairs in times.items()},
+            "step_us": median(steps),
+            "step_p99_us": percentile(steps, 0.99),
+        }
+    finally:
+        engine.close()
+
+
+def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> None:
+    """What there is of it."""
+    rows: list[tuple[object, ...]] = []
+    figures = []
+    for order, one in found.items():
+        first, whole = one["first_us"], one["whole_us"]
+        cells = [f"{first[name]:.0f} / {whole[name]:.0f}" for name in SIZES]
+        steps = f"{one['step_us']:.0f} / {one['step_p99_us']:.0f}"
+        rows.append((order, one["order"], f"{one['ping_us']:.0f}", f"{one['read_us']:.0f}", *cells, steps))
+        target = FIRST_BYTE_TARGET_US if one["order"] != "host" else None
+        name = f"submission to first byte, {HEADLINE}, order {order}{'' if one['order'] == order else ' (got ' + one['order'] + ')'}, us"
+        figures.append(Figure(name, first[HEADLINE], target, True))
+        figures.append(Figure(f"engine's thread a step, order {order}, us", one["step_us"], STEP_TARGET_US, True))
+    print(table(("order", "taken", "ping us", "read us", *(f"{name}: first / whole us" for name in SIZES), "step us / p99"), rows))
+    for order, one in found.items():
+        if one["message"]:
+            print(f"{order}: {one['message']}")
+    print_figures(figures, {"device": side.name, "made_up": side.is_made_up, "orders": found}, as_json=as_json)
+
+
+def main() -> int:
+    """Command line."""
+    options = gpu_parser("Time first bytes, round trips and an engine thread's steps.").parse_args()
+    # Naps of this thread end when they should, and not 50 us later.
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    side, rounds = find_side(options.made_up), 20 if options.quick or options.made_up else 150
+    arena_bytes = operation_bytes(GIB, 1)
+    found: dict[str, dict[str, Any]] = {}
+    with ends_cleanly(), runtime_folder(arena_bytes) as folder, GpuServer(side, folder, arena_bytes) as server:
+        try:
+            server.wait_settled(calibrated=not side.is_made_up)
+            for order in ORDERS:
+                found[order] = measure(side, server.target, order, rounds)
+            until(lambda: server.devices()["open_allocation_count"] == 0, "closing of engines' memory")
+        finally:
+            report(side, found, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Store and load through the server, 1 GiB an operation, beside plain pinned copies of as many bytes in one run, in turns.
+
+`python -m bench.gpu.transfer [--json]`, on a machine with a GPU; about a minute, 6 GiB of device memory, 8 GiB of the host's. Times are
+from the client's call to its answer, leases apart. Ratios are to the plain copy's rate, in its direction; for both directions at once, to
+that of plain copies both ways at once. Every load is compared on the device.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from bench.gpu.engine import GIB, MIB, Engine, GpuServer, PlainCopies, Side, done, find_side, new_hashes, operation_bytes
+from bench.gpu.figures import Figure, gpu_parser, print_figures
+from bench.gpu.shape import Shape
+from bench.report import median
+from demo.processes import ends_cleanly, runtime_folder
+from hotkv import native
+from hotkv_client.cli import table
+
+PAGES = (64 << 10, 16 << 10, 4 << 10, 256 << 10, 2 << 20)
+"""The most telling first."""
+LAYOUTS = ("LBHNC", "BLHNC")
+TARGETS = {4 << 10: None, 16 << 10: 0.7, 64 << 10: 0.9, 256 << 10: 0.9, 2 << 20: 0.9}
+BOTH_TARGET = 0.8
+ARENA_OPERATIONS = 5
+"""What is leased, and room for what is stored meanwhile; after that a store evicts as much as it brings."""
+
+
+def layers_of(page_bytes: int, operation_bytes: int) -> int:
+    """32, fewer where blocks would be too large for an operation to have 16 of them."""
+    return max(1, min(32, operation_bytes // 16 // page_bytes))
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of operations, by what they were."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, what: str, seconds: float) -> None:
+        self.seconds.setdefault(what, []).append(seconds)
+
+    def median(self, what: str) -> float:
+        return median(self.seconds[what])
+
+    def ratios(self) -> dict[str, float]:
+        """Of the ceiling, by what was done."""
+        return {what: self.median(f"plain {what}") / self.median(what) for what in ("store", "load", "both") if what in self.seconds}
+
+
+def measure(side: Side, target: str, plain: PlainCopies, shape: Shape, rounds: int, *, with_both: bool = True) -> Times:
+    """One layout and page size, in turns with the ceilings. `shape` has the blocks of two operations."""
+    engine, times, count = Engine(side, target, shape).connected(), Times(), shape.num_blocks // 2
+    try:
+        engine.fill()
+        # Scattered on both sides, as an engine's block pool is.
+        order = np.random.default_rng(1).permutation(shape.num_blocks).astype(np.int32)
+        sources, others = order[:count], order[count:]
+        names = new_hashes(count)
+        done(engine.store(names, sources))
+        lease = engine.lease(names)
+        for number in range(rounds + 1):
+            turn = Times() if number == 0 else times
+            for what in ("store", "load", "both") if with_both else ("store", "load"):
+                loads, stores = what != "store", what != "load"
+                turn.add(f"plain {what}", plain.seconds(load=loads, store=stores))
+                if loads:
+                    engine.clear(others)
+                fresh = new_hashes(count)
+                start_s = perf_counter()
+                flying = [engine.load(lease, others)] if loads else []
+                flying += [engine.store(fresh, sources)] if stores else []
+                for transfer in flying:
+                    done(transfer)
+                turn.add(what, perf_counter() - start_s)
+                if loads and not engine.equal(sources, others):
+                    raise AssertionError(f"wrong bytes after {what} of {shape}")
+        engine.session.release(lease)
+        engine.session.flush().result(30)
+    finally:
+        engine.close()
+    return times
+
+
+def figures_of(found: dict[tuple[str, int], Times]) -> list[Figure]:
+    """The worse of both layouts, a page size each."""
+    figures = []
+    for page_bytes, target in TARGETS.items():
+        ratios = [times.ratios() for (_, size), times in found.items() if size == page_bytes]
+        if ratios:
+            for what in ("store", "load"):
+                worst = min(ratio[what] for ratio in ratios)
+                figures.append(Figure(f"{what}, pages of {page_bytes >> 10} KiB, of plain copy", worst, target))
+    both = [(times.ratios()["both"], size) for (_, size), times in found.items() if (TARGETS[size] or 0) >= BOTH_TARGET]
+    if both:
+        figures.append(Figure("store and load at once, pages from 64 KiB up, of plain copies both ways", min(both)[0], BOTH_TARGET))
+    return figures
+
+
+def report(side: Side, op_bytes: int, found: dict[tuple[str, int], Times], devices: dict[str, Any], *, as_json: bool) -> None:
+    """What there is of it."""
+    speeds = {(s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"] for s in devices.get("speeds", ())}
+    methods = list(dict.fromkeys(method for _, _, method in speeds))
+    rows = [
+        (way, size >> 10, *(f"{speeds.get((way, size, method), 0.0):.1f}" for method in methods))
+        for way, size in sorted({key[:2] for key in speeds})
+    ]
+    print("\nthe server's own measurement at its start, GB/s")
+    print(table(("direction", "page KiB", *methods), rows))
+    details: dict[str, object] = {
+        "device": side.name,
+        "made_up": side.is_made_up,
+        "has_numba": native.available(),
+        "operation_bytes": op_bytes,
+        "seconds": {f"{layout} {size}": times.seconds for (layout, size), times in found.items()},
+        "ratios": {f"{layout} {size}": times.ratios() for (layout, size), times in found.items()},
+        "server": devices,
+    }
+    print_figures(figures_of(found), details, as_json=as_json)
+
+
+def main() -> int:
+    """Command line."""
+    options = gpu_parser("Time stores and loads of a GPU's memory.").parse_args()
+    side = find_side(options.made_up)
+    op_bytes = operation_bytes(16 * MIB if options.made_up else GIB, ARENA_OPERATIONS)
+    rounds, arena_bytes = 2 if options.quick or options.made_up else 6, ARENA_OPERATIONS * op_bytes
+    found: dict[tuple[str, int], Times] = {}
+    devices: dict[str, Any] = {}
+    with ends_cleanly(), runtime_folder(arena_bytes) as folder, GpuServer(side, folder, arena_bytes) as server:
+        try:
+            devices = server.wait_settled(calibrated=not side.is_made_up)
+            print(f"{side.name}: arena pinned in {devices['registering_s']:.1f} s", flush=True)
+            plain = PlainCopies(side, op_bytes)
+            for page_bytes in PAGES:
+                for layout in LAYOUTS:
+                    layers = layers_of(page_bytes, op_bytes)
+                    shape = Shape(page_bytes, layers, 2 * op_bytes // layers // page_bytes, layout)
+                    times = measure(side, server.target, plain, shape, rounds)
+                    found[layout, page_bytes] = times
+                    rates = ", ".join(f"{name} {op_bytes / times.median(name) / 1e9:.1f}" for name in times.seconds)
+                    print(f"{layout} pages of {page_bytes >> 10} KiB, GB/s each way: {rates}", flush=True)
+            devices = server.devices()
+        finally:
+            report(side, op_bytes, found, devices, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Collects in DIR the wheels that bench/gpu/check.sh wants on a machine without a network: CPython 3.12, Linux, x86-64.
+# torch, CuPy and numpy are not among them: the machine has those. PIP: another pip than that of python3.
+set -euo pipefail
+
+LIMIT_MIB=40   # what is carried to such a machine is often bounded, and the source goes with it
+PACKAGES=(
+  "grpcio>=1.71.2" "protobuf>=5.29" "grpcio-health-checking>=1.71.2" "grpcio-reflection>=1.71.2" "grpcio-channelz>=1.71.2"
+  "prometheus-client>=0.20" "pydantic>=2.8" "pydantic-settings>=2.6" "uvloop>=0.20"
+  "pytest>=8.0"
+)
+
+if [[ $# -ne 1 || $1 == -* ]]; then
+  echo "usage: tools/gpu_wheels.sh DIR" >&2
+  exit 2
+fi
+read -r -a pip <<<"${PIP:-python3 -m pip}"
+platforms=()
+for tag in manylinux_2_{39,38,37,36,35,34,31,28,27,24,17}_x86_64 manylinux2014_x86_64 manylinux1_x86_64; do
+  platforms+=(--platform "$tag")
+done
+mkdir -p "$1"
+# Two versions of a package would be two answers: what lies there goes.
+rm -f "$1"/*.whl
+"${pip[@]}" download --quiet --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
+  "${platforms[@]}" --dest "$1" "${PACKAGES[@]}"
+du --apparent-size -ch "$1"/*.whl
+total_bytes=$(cat "$1"/*.whl | wc -c)
+if ((total_bytes > LIMIT_MIB << 20)); then
+  echo "gpu_wheels: more than $LIMIT_MIB MiB: some machines take no more" >&2
+  exit 1
+fi
