@@ -157,6 +157,7 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
                 for kind in config.representations
             ],
             ticket=ticket,
+            without_eviction_notices=config.on_evicted is None,
         )
     )
 

@@ -1,16 +1,20 @@
 """Stores and loads through a real server, byte for byte."""
 
+import itertools
 import os
+import queue
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
-from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
+from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus, _wire
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 
@@ -122,6 +126,24 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
     newest = {h for h, r in zip(lists[-1], answered[-1], strict=True) if r == BlockResult.STORED}
     assert newest
     assert newest <= present
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_who_has_no_use_for_notices_gets_none(own_server: Server, engine: Make, hears: bool) -> None:
+    one, outbox = engine(own_server.target, num_blocks=64), queue.SimpleQueue[_wire.Request | None]()
+    config = replace(one.session.config, engine_id="listener", on_evicted=(lambda notice: None) if hears else None)
+    ping = _wire.ping()
+    ping.request_id = 7
+    with grpc.insecure_channel(own_server.target) as channel:
+        outbox.put(_wire.open_session(config))
+        call = _wire.connect(channel, iter(outbox.get, None))
+        assert next(call).WhichOneof("body") == "session_opened"
+        for i in range(40):  # 20 MiB into 16 MiB
+            store(one, hashes(64), np.arange(64, dtype=np.int32), f"push-{i}")
+        outbox.put(ping)
+        came = list(itertools.takewhile(lambda kind: kind != "pong", (response.WhichOneof("body") for response in call)))
+        outbox.put(None)
+    assert set(came) == ({"eviction_notice"} if hears else set())
 
 
 def test_a_lease_protects_from_eviction(own_server: Server, engine: Make) -> None:

@@ -64,6 +64,7 @@ class OpenSession(google.protobuf.message.Message):
     CLIENT_NAME_FIELD_NUMBER: builtins.int
     REPRESENTATIONS_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
+    WITHOUT_EVICTION_NOTICES_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """Protocol version the client speaks."""
     engine_id: builtins.str
@@ -76,6 +77,8 @@ class OpenSession(google.protobuf.message.Message):
     """On a Unix socket: proof of the peer's user, from the descriptor socket (LinkRequest.wants_ticket); good once and for some seconds. May be
     empty where the server has no tenants. Over TCP a bearer token in the metadata `authorization` or a client certificate is the proof.
     """
+    without_eviction_notices: builtins.bool
+    """True for a client that has no use for eviction notices: it is sent none."""
     @property
     def key_space(self) -> hotkv.v1.layout_pb2.KeySpace:
         """The key space of its blocks."""
@@ -96,9 +99,10 @@ class OpenSession(google.protobuf.message.Message):
         client_name: builtins.str = ...,
         representations: collections.abc.Iterable[hotkv.v1.layout_pb2.Representation] | None = ...,
         ticket: builtins.bytes = ...,
+        without_eviction_notices: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_space", b"key_space"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "key_space", b"key_space", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "key_space", b"key_space", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket", "without_eviction_notices", b"without_eviction_notices"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
@@ -432,14 +436,14 @@ Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
 @typing.final
 class EvictionNotice(google.protobuf.message.Message):
-    """Blocks that are no longer kept."""
+    """Blocks that are no longer kept. What goes within some milliseconds comes in one notice; no answer on the stream overtakes it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GROUPS_FIELD_NUMBER: builtins.int
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.cache_pb2.GroupHashes]:
-        """Hashes per group, of the session's key space."""
+        """Hashes per group, of the session's key space; a group may come several times."""
 
     def __init__(
         self,

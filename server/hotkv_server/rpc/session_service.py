@@ -21,7 +21,7 @@ from hotkv_server.core.values import EvictionNotice
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import abort, as_refusal, detail
 from hotkv_server.rpc.pace import Pace
-from hotkv_server.runtime.node import Node, TransferEnd
+from hotkv_server.runtime.node import NOTICE_BLOCKS, Node, TransferEnd
 from hotkv_server.runtime.session import OUTBOX_MESSAGES, LiveSession, Notice
 from hotkv_server.security.identity import Gate, Peer, Tenant
 
@@ -37,6 +37,8 @@ LAST_WORDS_S = 2.0
 UNREAD_ANSWERS = 256
 """A client that has so many to read is asked for nothing more until it has read some; one that reads none for so long is closed:"""
 SLOW_READER_S = 2.0
+NOTICE_PAUSE_S = 0.02
+"""Between two messages with notices that nothing else calls for."""
 MAX_KEY_SPACES_OF_TENANT = 256
 """They are kept for ever."""
 
@@ -96,6 +98,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self._check_room(tenant, key_space)
         engine_id = opening.engine_id if tenant is None or not opening.engine_id else f"{tenant.name}/{opening.engine_id}"
         session = await self._node.open_session(engine_id, ROLES[opening.role], key_space, opening.client_name, representations)
+        session.hears_evictions = not opening.without_eviction_notices
         if tenant is not None:
             session.maps_arena, session.maps_table = False, tenant.sees_table
             log.info("session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer)
@@ -204,21 +207,43 @@ class _Stream:
         return True
 
     def _send(self, message: session_pb2.ConnectResponse) -> None:
+        """After all notices from before."""
+        if not self._session.notices.empty():
+            self._send_notices([])
+        self._put(message)
+
+    def _put(self, message: session_pb2.ConnectResponse) -> None:
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
             self._overflowed.set()
 
     async def _forward_notices(self) -> None:
+        """One store may evict blocks that many sessions know: they are told together of what goes in a while."""
         while True:
-            self._send(self._notice_message(await self._session.notices.get()))
+            self._send_notices([await self._session.notices.get()])
+            await asyncio.sleep(NOTICE_PAUSE_S)
 
-    def _notice_message(self, notice: Notice) -> session_pb2.ConnectResponse:
-        if isinstance(notice, EvictionNotice):
-            packed = convert.unpadded(notice.hashes, self._session.key_space.hash_bytes)
-            group = cache_pb2.GroupHashes(group_index=notice.group_index, hashes=packed)
-            return session_pb2.ConnectResponse(eviction_notice=session_pb2.EvictionNotice(groups=[group]))
-        return session_pb2.ConnectResponse(drain_notice=session_pb2.DrainNotice(deadline_ms=int(notice.deadline_s * 1000)))
+    def _send_notices(self, notices: list[Notice]) -> None:
+        """These and all that wait, with those of evictions in few messages."""
+        while not self._session.notices.empty():
+            notices.append(self._session.notices.get_nowait())
+        groups, num_blocks = list[cache_pb2.GroupHashes](), 0
+        for notice in notices:
+            if isinstance(notice, EvictionNotice):
+                packed = convert.unpadded(notice.hashes, self._session.key_space.hash_bytes)
+                if groups and num_blocks + len(notice.hashes) > NOTICE_BLOCKS:
+                    self._put_evicted(groups)
+                    groups, num_blocks = [], 0
+                groups.append(cache_pb2.GroupHashes(group_index=notice.group_index, hashes=packed))
+                num_blocks += len(notice.hashes)
+            else:
+                self._put(session_pb2.ConnectResponse(drain_notice=session_pb2.DrainNotice(deadline_ms=int(notice.deadline_s * 1000))))
+        if groups:
+            self._put_evicted(groups)
+
+    def _put_evicted(self, groups: list[cache_pb2.GroupHashes]) -> None:
+        self._put(session_pb2.ConnectResponse(eviction_notice=session_pb2.EvictionNotice(groups=groups)))
 
     async def _handle(self, request: session_pb2.ConnectRequest) -> session_pb2.ConnectResponse | None:
         node, session = self._node, self._session

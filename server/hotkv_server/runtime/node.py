@@ -538,7 +538,7 @@ class Node:
             self.events.publish(removed_events(notices, flushed_key_space_id))
         for notice in notices:
             for session in self.sessions.values():
-                if session.record.key_space_id == notice.key_space_id and not session.closing:
+                if session.hears_evictions and session.record.key_space_id == notice.key_space_id and not session.closing:
                     session.notify(notice)
         if self.core.draining and not len(self.core.transfers):
             self.drained.set()

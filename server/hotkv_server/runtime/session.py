@@ -48,6 +48,7 @@ class LiveSession:
     memory: EngineMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
     fence: FileMapping | None = None
+    hears_evictions: bool = True
     closing: bool = False
     maps_arena: bool = True
     maps_table: bool = True
