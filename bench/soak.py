@@ -4,7 +4,9 @@
 loop at half of that for `--seconds` (600), then at twice of it. Beside it, what one hostile client costs the lookups of a quiet
 session, against what a process that merely spins costs them. Prints a table; `--json` prints one JSON object last: `idle_p50_ms`,
 `saturation_ops`, `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle p50), `errors`, `memory_growth_mb`,
-`descriptor_growth`, `overload_errors`, `recovered_p50_ms`, and per hostile client `<kind>_ratio`: p50 beside it / beside the spinning one.
+`descriptor_growth`, `overload_errors`, `recovered_p50_ms`, `bystander_p99_ms` and `bystander_p99_ratio` (lookups of this process at half
+load: the sessions' own figures count what 16 of them in one Python process make each other wait), and per hostile client `<kind>_ratio`: p50
+beside it / beside the spinning one.
 """
 
 import json
@@ -12,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.footprint import rss_beyond_arena_bytes
@@ -25,6 +28,7 @@ PROCESSES, SESSIONS_EACH = 4, 16
 ARENA, ARENA_BYTES = "64MiB", 64 << 20
 SATURATION_S, OVERLOAD_S, HOSTILE_S, SETTLE_S = 10.0, 10.0, 8.0, 3.0
 IDLE_LOOKUPS = 2000
+BYSTANDER_PAUSE_S = 0.02
 TARGETS = {"p99_ratio": 20.0, "hostile": 1.2}
 
 
@@ -57,7 +61,7 @@ def traffic(target: str, seconds: float, rate: float, seed: int) -> dict[str, ob
     return total
 
 
-def quiet_lookups_ms(target: str, seconds: float = 0.0) -> list[float]:
+def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) -> list[float]:
     """Latencies of one session's lookups, one after the other with a pause."""
     engine = PagedEngine(target, model="quiet", engine_id="quiet").connect()
     hashes = [os.urandom(32) for _ in range(16)]
@@ -67,7 +71,7 @@ def quiet_lookups_ms(target: str, seconds: float = 0.0) -> list[float]:
         began_s = time.perf_counter()
         engine.session.lookup([GroupHashes(0, hashes)]).result(10)
         found.append(1e3 * (time.perf_counter() - began_s))
-        time.sleep(0.001)
+        time.sleep(pause_s)
     engine.close()
     return found
 
@@ -99,7 +103,10 @@ def main() -> int:
         full = traffic(server.target, SATURATION_S, 0.0, 100)
         saturation = int(str(full["done"])) / SATURATION_S
         before = rss_beyond_arena_bytes(server.pid), descriptors(server.pid)
-        half = traffic(server.target, options.seconds, saturation / 2, 200)
+        with ThreadPoolExecutor(1) as thread:
+            bystander = thread.submit(quiet_lookups_ms, server.target, options.seconds, BYSTANDER_PAUSE_S)
+            half = traffic(server.target, options.seconds, saturation / 2, 200)
+            bystander_ms = bystander.result()
         after = rss_beyond_arena_bytes(server.pid), descriptors(server.pid)
         over = traffic(server.target, OVERLOAD_S, saturation * 2, 300)
         time.sleep(SETTLE_S)
@@ -116,6 +123,8 @@ def main() -> int:
         "half_p50_ms": percentile(half_ms, 0.5),
         "half_p99_ms": percentile(half_ms, 0.99),
         "p99_ratio": percentile(half_ms, 0.99) / idle_ms,
+        "bystander_p99_ms": percentile(bystander_ms, 0.99),
+        "bystander_p99_ratio": percentile(bystander_ms, 0.99) / idle_ms,
         "errors": half["errors"],
         "memory_growth_mb": (after[0] - before[0]) / 1e6,
         "descriptor_growth": after[1] - before[1],
