@@ -3,10 +3,10 @@
 64 sessions (four processes) look up, store and load 16 blocks of 16 KiB a call. First as fast as they are answered (saturation), then open
 loop at half of that for `--seconds` (600), then at twice of it. Beside it, what one hostile client costs the lookups of a quiet
 session, against what a process that merely spins costs them. Prints a table; `--json` prints one JSON object last: `idle_p50_ms`,
-`saturation_ops`, `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle p50), `errors`, `memory_growth_mb`,
-`descriptor_growth`, `overload_errors`, `recovered_p50_ms`, `bystander_p99_ms` and `bystander_p99_ratio` (lookups of this process at half load:
-the sessions' own figures count what 16 of them in one Python process make each other wait), and per hostile client `<kind>_ratio`: p50 beside
-it / beside the spinning one.
+`saturation_ops`, `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle p50), `bystander_p99_ms`, `bystander_p99_ratio`
+(lookups of this process at half load: the sessions' own count what 16 of them in one Python process make each other wait), `errors`,
+`memory_growth_mb`, `descriptor_growth`, `overload_errors`, `recovered_p50_ms`, and per hostile client `<kind>_ratio`: p50 beside it /
+beside the spinning one.
 """
 
 import json
