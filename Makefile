@@ -53,7 +53,7 @@ proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 	$(PROTO_VENV)/bin/python tools/protos.py
 
 bench: $(STAMPS)/dev ## every benchmark of bench/, tables on the terminal
-	@set -e; for script in lookup transfer footprint core hybrid restart sparse_speed sparse_quality e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
+	@set -e; for script in lookup transfer footprint core hybrid restart soak sparse_speed sparse_engine sparse_quality e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
 
 clean: ## removes environments and caches
 	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

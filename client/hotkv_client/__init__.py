@@ -1,6 +1,7 @@
 """Client of hotkv-server: sessions for engines, admin calls for people. Light: grpcio, protobuf and numpy."""
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv_client.arena import Arena
 from hotkv_client.session import Session
 from hotkv_client.types import (
     After,
@@ -30,6 +31,7 @@ from hotkv_client.types import (
 
 __all__ = [
     "After",
+    "Arena",
     "BlockResult",
     "BlockRun",
     "Credentials",

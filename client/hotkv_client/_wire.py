@@ -194,10 +194,12 @@ def lookup(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
     return request
 
 
-def acquire(lease_id: str, groups: Sequence[GroupHashes], ttl_s: float, hash_bytes: int) -> Request:
+def acquire(lease_id: str, groups: Sequence[GroupHashes], ttl_s: float, hash_bytes: int, *, wants_offsets: bool = False) -> Request:
     """Pins ready blocks."""
     return Request(
-        acquire_lease=cache_pb2.AcquireLeaseRequest(lease_id=lease_id, groups=_groups(groups, hash_bytes), ttl_ms=int(ttl_s * 1000))
+        acquire_lease=cache_pb2.AcquireLeaseRequest(
+            lease_id=lease_id, groups=_groups(groups, hash_bytes), ttl_ms=int(ttl_s * 1000), wants_offsets=wants_offsets
+        )
     )
 
 
@@ -306,7 +308,9 @@ def result(response: Response, lease_id: str = "") -> Any:
         case "lookup":
             return _masks(response.lookup.groups)
         case "acquire_lease":
-            return LeaseGrant(lease_id, _masks(response.acquire_lease.groups), response.acquire_lease.ttl_ms / 1000)
+            granted = response.acquire_lease
+            offsets = tuple(np.frombuffer(g.offsets, "<i8").astype(np.int64) for g in granted.offsets)
+            return LeaseGrant(lease_id, _masks(granted.groups), granted.ttl_ms / 1000, offsets)
         case "reserve_blocks":
             return tuple(np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs)
         case "flushed":

@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from hotkv.table import BlockTable
 from hotkv_client import _wire
+from hotkv_client.arena import Arena
 
 SOCKET_NAME = "fd.sock"
 MAX_PACKET_BYTES = 65536
@@ -42,6 +44,9 @@ class Link:
 
     def __init__(self, path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float) -> None:
         """Raises OSError where nobody answers, HotKVError where the server refuses."""
+        self._lock = threading.Lock()
+        self._arena: Arena | None = None
+        self._arena_fd, self._arena_bytes = -1, 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(timeout_s)
@@ -59,6 +64,8 @@ class Link:
                 if len(received) != bool(arena_bytes) + bool(table_bytes):
                     raise ConnectionError(f"the server sent {len(received)} descriptors, not one for each size")
                 self.table = self._map_table(received[-1], table_bytes) if table_bytes else None
+                if arena_bytes:
+                    self._arena_fd, self._arena_bytes = os.dup(received[0]), arena_bytes
             finally:
                 for fd in received:
                     os.close(fd)
@@ -72,8 +79,23 @@ class Link:
         mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         return BlockTable.open(np.frombuffer(mapping, np.uint8))
 
+    def arena(self) -> Arena | None:
+        """The arena, mapped at the first call; None where this session may not map it, and once the link is closed. Raises OSError."""
+        with self._lock:
+            if self._arena is None and self._arena_fd >= 0:
+                self._arena = Arena(self._arena_fd, self._arena_bytes)
+            return self._arena
+
+    def _let_go_of_arena(self) -> None:
+        """Whoever holds the mapping keeps it."""
+        with self._lock:
+            if self._arena_fd >= 0:
+                os.close(self._arena_fd)
+            self._arena, self._arena_fd = None, -1
+
     def wait_closed(self) -> None:
         """Blocks until the server has closed the link or is dead."""
+        self._let_go_of_arena()
         with contextlib.suppress(OSError):
             while self._socket.recv(1):
                 pass
@@ -81,6 +103,7 @@ class Link:
 
     def close(self) -> None:
         """Closes our end."""
+        self._let_go_of_arena()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

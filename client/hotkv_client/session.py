@@ -26,7 +26,8 @@ from hotkv.order import OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable
 from hotkv_client import _sparse_wire, _wire, channels
-from hotkv_client.fence import Fence
+from hotkv_client.arena import Arena
+from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.link import Link, descriptor_socket, fetch_ticket
 from hotkv_client.selects import Selects
 from hotkv_client.types import (
@@ -90,7 +91,7 @@ class Session:
     def __init__(self, config: SessionConfig, memory: EngineMemory | None = None) -> None:
         self.config = config
         self._memory = memory
-        self._fence = Fence() if memory is not None else None
+        self._fence: Fence | SharedFence | None = None if memory is None else memory.fence or Fence()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._connection: _Connection | None = None
@@ -177,9 +178,20 @@ class Session:
         """Which blocks are ready, by a call."""
         return self._call(lambda: _wire.lookup(groups, self._hash_bytes))
 
-    def acquire(self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0) -> "Future[LeaseGrant]":
-        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default."""
-        return self._call(lambda: _wire.acquire(lease_id, groups, ttl_s, self._hash_bytes), lease_id=lease_id)
+    def arena(self) -> Arena | None:
+        """The server's arena, mapped when first asked for, and the same as long as the connection lasts; None without a connection, and
+        where this session may not map it. `LeaseGrant.offsets` says where leased blocks lie in it. Raises OSError where the system refuses.
+        """
+        connection = self._connection
+        return connection.link.arena() if connection is not None and connection.link is not None else None
+
+    def acquire(
+        self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0, *, wants_offsets: bool = False
+    ) -> "Future[LeaseGrant]":
+        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default. `wants_offsets`: also says where they lie in `arena()`,
+        and fails as NOT_ALLOWED where there is none.
+        """
+        return self._call(lambda: _wire.acquire(lease_id, groups, ttl_s, self._hash_bytes, wants_offsets=wants_offsets), lease_id=lease_id)
 
     def reserve(
         self, lease_id: str, runs: Sequence[BlockRun], ttl_s: float = 0, retention: Retention = NO_RETENTION
@@ -207,13 +219,18 @@ class Session:
         timeout_s: float,
         retention: Retention = NO_RETENTION,
         after: After | None = None,
+        fence_index: int = 0,
     ) -> "Future[TransferResult]":
         """Copies blocks out of the registered memory and commits them. The first store under a lease id reserves, and its `retention`
-        counts; other ranks join. `after`: nothing is read before; `timeout_s` counts from there.
+        counts; other ranks join. `after`: nothing is read before; `timeout_s` counts from there. `fence_index`: where the memory came with
+        a fence, the word that revokes this store, and ValueError without one; else not looked at.
         """
         connection = self._connection
-        has_fence = self._fence is not None and connection is not None and connection.link is not None
-        fence_index = self._fence.take() if self._fence is not None and has_fence else 0
+        if isinstance(self._fence, SharedFence):
+            self._fence.hold(fence_index)
+        else:
+            has_fence = self._fence is not None and connection is not None and connection.link is not None
+            fence_index = self._fence.take() if self._fence is not None and has_fence else 0
         return self._call(
             lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, retention, fence_index, self._hash_bytes, after),
             transfer_id=transfer_id,

@@ -17,12 +17,14 @@ from hotkv.results import BlockResult as BlockResult
 from hotkv.results import TransferStatus as TransferStatus
 from hotkv.retention import NO_RETENTION
 from hotkv.retention import Retention as Retention
+from hotkv_client.fence import SharedFence
 
 if TYPE_CHECKING:
     from hotkv.sparse.centre import Centres
     from hotkv.sparse.config import SparseConfig
 
 Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 BoolMask = NDArray[np.bool_]
 
@@ -104,11 +106,16 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """What a read lease pins: one mask a group, in the order asked. A short grant is a value."""
+    """What a read lease pins: one mask a group, in the order asked. A short grant is a value.
+
+    `offsets`, where asked for: int64 a group, bytes from the arena's start to each block's slot, -1 where not pinned. They hold while the
+    lease does: what is read under it after its release, its end or that of the connection may be any bytes.
+    """
 
     lease_id: str
     pinned: tuple[BoolMask, ...]
     ttl_s: float
+    offsets: tuple[Int64s, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +228,14 @@ class EngineMemory:
     """Memory that the server may read and write during transfers.
 
     `fds`: descriptor of each file handle of the layout, kept open by the caller. `order`: how the server may learn what the engine's device
-    has done; what it takes of that is `Session.order_kind`.
+    has done; what it takes of that is `Session.order_kind`. `fence`: one whose words the caller gives with each store; None for the
+    session's own.
     """
 
     layout: Layout
     fds: Mapping[str, int]
     order: DeviceOrder = NO_ORDER
+    fence: SharedFence | None = None
 
     @property
     def is_on_devices(self) -> bool:

@@ -81,17 +81,13 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
     return tuple(groups)
 
 
-def check_runner(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises Unsupported where the runner overwrites blocks before it tells the connector, so that a store could commit what it overwrote.
+def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether the runner overwrites blocks before it tells the connector's worker side, so that only the scheduler can revoke in time.
 
     Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: new blocks are zeroed, blocks copied and recurrent states moved
     before `pre_forward` calls `handle_preemptions`. The V1 runner calls it first.
     """
-    if kv_cache_config.needs_kv_cache_zeroing and getattr(vllm_config, "use_v2_model_runner", False):
-        raise Unsupported(
-            "model runner V2 zeroes blocks of recurrent states and of mixed-precision caches before it tells connectors that they change "
-            "hands; set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
+    return bool(kv_cache_config.needs_kv_cache_zeroing and getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> CacheGroup:
@@ -187,6 +183,8 @@ def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) ->
         for tokens, ids in zip(tokens_per_block, new_ids, strict=False):
             fresh.update(ids[computed // tokens :] if resumed and tokens else ids)
     fresh.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
+    # Among them those of requests that were preempted in the same call.
+    fresh.update(scheduler_output.new_block_ids_to_zero or ())
     fresh.discard(NULL_BLOCK)
     return fresh
 

@@ -255,7 +255,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.after_alloc(request, blocks, num_external_tokens)
 
     def _plan_broke(self, scheduler_output: Any) -> HotKVMetadata:
-        return self._scheduler.only_pending() if self._scheduler is not None else HotKVMetadata()
+        return self._scheduler.plan_broke() if self._scheduler is not None else HotKVMetadata()
 
     @hook(_plan_broke)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hotkv.layout import Layout
 from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_client.fence import SharedFence
 from hotkv_client.types import (
     After,
     BlockRun,
@@ -67,6 +68,7 @@ class CacheSession(Protocol):
         timeout_s: float,
         retention: Retention = NO_RETENTION,
         after: After | None = None,
+        fence_index: int = 0,
     ) -> "Future[TransferResult]": ...
     def cancel(self, transfer_id: str) -> None: ...
     def report_requests(self, reports: Sequence[RequestReport]) -> None: ...
@@ -79,12 +81,18 @@ class CacheSession(Protocol):
 
 
 def open_session(
-    config: SessionConfig, layout: Layout | None = None, fds: dict[str, int] | None = None, order: DeviceOrder = NO_ORDER
+    config: SessionConfig,
+    layout: Layout | None = None,
+    fds: dict[str, int] | None = None,
+    order: DeviceOrder = NO_ORDER,
+    fence: SharedFence | None = None,
 ) -> CacheSession:
-    """A started session; with `layout` one that registers memory, and what orders transfers after the device's own work."""
+    """A started session; with `layout` one that registers memory, what orders transfers after the device's own work, and the page in which
+    the scheduler revokes stores.
+    """
     from hotkv_client.session import Session
 
-    memory = None if layout is None else EngineMemory(layout=layout, fds=fds or {}, order=order)
+    memory = None if layout is None else EngineMemory(layout=layout, fds=fds or {}, order=order, fence=fence)
     session: CacheSession = Session(config, memory)
     session.start()
     return session

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_client.fence import FencePlace
 from hotkv_client.types import BlockRun, LoadRun
 from hotkv_vllm.sparse.reporter import HotSets, SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
@@ -35,7 +36,8 @@ class LoadJob:
 class StoreJob:
     """Blocks that are complete at the end of the step. All ranks store their shard under the same lease.
 
-    `representations`: which of these blocks, or of others that are stored already, want theirs stored.
+    `representations`: which of these blocks, or of others that are stored already, want theirs stored. `fence_index`: the word in which the
+    scheduler revokes it; 0 where only workers do.
     """
 
     store_id: int
@@ -43,6 +45,7 @@ class StoreJob:
     runs: tuple[BlockRun, ...]
     retention: Retention = NO_RETENTION
     representations: tuple[BlockRun, ...] = ()
+    fence_index: int = 0
 
 
 @dataclass(slots=True)
@@ -102,10 +105,12 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
 class HotKVHandshake(KVConnectorHandshakeMetadata):
     """What a rank found out when it registered its memory: the key space, or why it runs without the cache.
 
-    `representations`: those that it stores and loads with blocks. `sparse_layers`: (layer, vLLM's group) of its sparse layers.
+    `representations`: those that it stores and loads with blocks. `sparse_layers`: (layer, vLLM's group) of its sparse layers. `fence`: the
+    page in which the scheduler revokes its stores; None where it need not.
     """
 
     key_space: KeySpace | None
     why_off: str = ""
     representations: tuple[Representation, ...] = ()
     sparse_layers: tuple[tuple[int, int], ...] = ()
+    fence: FencePlace | None = None

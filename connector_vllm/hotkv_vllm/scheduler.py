@@ -11,6 +11,7 @@ from typing import Any
 
 from hotkv import native
 from hotkv.keys import KeySpace, Representation
+from hotkv_client.fence import Revocations
 from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm import compat, link
 from hotkv_vllm.allocations import Allocations
@@ -69,6 +70,17 @@ class HotKVScheduler:
         spaces = [h.key_space for h in handshakes if h.key_space is not None]
         if not off and (not spaces or any(space.fingerprint != spaces[0].fingerprint for space in spaces)):
             off = "the ranks do not agree on the key space"
+        revocations = None
+        # Where ranks have named fences their stores need words.
+        in_advance = compat.writes_before_it_tells(self._vllm_config, self._kv_cache_config) or any(h.fence is not None for h in handshakes)
+        if not off and in_advance:
+            try:
+                revocations = self._revocations(handshakes)
+            except (OSError, ValueError) as error:
+                off = (
+                    "model runner V2 writes blocks of this model before it tells connectors' workers that they change hands, and the "
+                    f"scheduler can't reach the workers' fences ({error}); set VLLM_USE_V2_MODEL_RUNNER=0"
+                )
         if off:
             logger.warning("hotkv is off: %s; the engine runs without it", off)
             return
@@ -76,9 +88,23 @@ class HotKVScheduler:
         if any(h.representations != kinds for h in handshakes):
             logger.warning("hotkv: the ranks do not agree on representations; each rank builds its own")
             kinds = ()
-        self._start(spaces[0], kinds, handshakes[0].sparse_layers)
+        self._start(spaces[0], kinds, handshakes[0].sparse_layers, revocations)
 
-    def _start(self, space: KeySpace, kinds: tuple[Representation, ...], sparse_layers: tuple[tuple[int, int], ...]) -> None:
+    def _revocations(self, handshakes: list[HotKVHandshake]) -> Revocations:
+        """The fences of all ranks. Raises OSError, ValueError."""
+        places = [h.fence for h in handshakes if h.fence is not None]
+        num_ranks = self._vllm_config.parallel_config.world_size
+        if len(places) != num_ranks:
+            raise ValueError(f"{len(places)} of {num_ranks} ranks have named one")
+        return Revocations(places)
+
+    def _start(
+        self,
+        space: KeySpace,
+        kinds: tuple[Representation, ...],
+        sparse_layers: tuple[tuple[int, int], ...],
+        revocations: Revocations | None,
+    ) -> None:
         # Before the first request: numba takes a second to load and some kernels to compile.
         native.load("hotkv.kernels")
         self._groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
@@ -117,6 +143,7 @@ class HotKVScheduler:
             self._config,
             self.stats,
             prefix,
+            revocations,
         )
         self._reports = UseReports(session, space.hash_block_tokens, self.stats)
         self._reset = CacheReset(session, self.planner)
@@ -265,6 +292,12 @@ class HotKVScheduler:
         if self._config.sparse is not None:
             meta.allocated_blocks = tuple(self._allocated)
         self._loads, self._cancel, self._abandoned, self._allocated = {}, [], [], set()
+        return meta
+
+    def plan_broke(self) -> HotKVMetadata:
+        """The work of a step whose planning broke: which blocks it gives away is not known, so that it waits for all stores."""
+        meta = self.only_pending()
+        meta.flush_stores = self.planner.take_all_back() if self.planner is not None else ()
         return meta
 
     def update(self, output: Any) -> None:

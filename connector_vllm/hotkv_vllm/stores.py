@@ -3,7 +3,8 @@
 What is always true: a block being stored is not written before its store has ended, because every step that may write blocks for the
 first time (new requests, growth, loads by whomever) lists the stores that read any of them, and the worker waits for those first. Block
 tables are read from vLLM at each step and never kept. A block has at most one store in flight. Only blocks that a hit can use are stored
-(`reach`). What holds for a block that is stored holds for one whose representation is.
+(`reach`). What holds for a block that is stored holds for one whose representation is. With `Revocations` a store is revoked here, before
+any worker gets the step that gives its blocks away.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_client.fence import Revocations
 from hotkv_client.types import BlockResult, BlockRun, Int32s
 from hotkv_vllm.compat import NULL_BLOCK, CacheGroup, event_extra_keys, shared_prefix_boundary
 from hotkv_vllm.config import ConnectorConfig
@@ -26,13 +28,16 @@ from hotkv_vllm.stats import HotKVStats
 
 @dataclass(slots=True)
 class StoreInFlight:
-    """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have not reported its end."""
+    """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have not reported its end. `fence_index`:
+    the word that revokes it; 0 for none.
+    """
 
     runs: tuple[BlockRun, ...]
     read: tuple[int, ...]
     num_bytes: int
     ranks_left: int
     results: list[bytes]
+    fence_index: int = 0
 
 
 class StorePlanner:
@@ -47,8 +52,10 @@ class StorePlanner:
         config: ConnectorConfig,
         stats: HotKVStats,
         id_prefix: str,
+        revocations: Revocations | None = None,
     ) -> None:
         self._session = session
+        self._revocations = revocations
         self._finder = finder
         self._groups = tuple(groups)
         self._represented = finder.represented
@@ -96,10 +103,7 @@ class StorePlanner:
         """
         flush = self._fences(fresh_blocks)
         if self.is_held:
-            for store_id in self._in_flight:
-                self._unfence(store_id)
-            self.forget()
-            return (), tuple(sorted(self._in_flight))
+            return (), self.take_all_back()
         batches: dict[Retention, list[BlockRun]] = {}
         for retention, tail in self._tails:
             batches.setdefault(retention, []).extend(tail)
@@ -112,7 +116,8 @@ class StorePlanner:
                 runs += self._handed_over(state, handoffs.get(state.request.request_id, ()), planned)
                 if runs:
                     batches.setdefault(state.retention, []).extend(runs)
-        return tuple(self._job(runs, retention) for retention, runs in batches.items()), flush
+        jobs = [self._job(runs, retention) for retention, runs in batches.items()]
+        return tuple(job for job in jobs if job is not None), flush
 
     def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int) -> None:
         """A request ends: blocks whose hash became known after their last step are stored with the next one, if still unwritten then."""
@@ -138,6 +143,13 @@ class StorePlanner:
         self._tails.clear()
         self._tail_blocks.clear()
 
+    def take_all_back(self) -> tuple[int, ...]:
+        """What a step waits for that may give away any block; what was not yet planned is dropped."""
+        for store_id in self._in_flight:
+            self._take_back(store_id)
+        self.forget()
+        return tuple(sorted(self._in_flight))
+
     def _fences(self, fresh_blocks: Callable[[], set[int]]) -> tuple[int, ...]:
         if not self._reading and not self._tails:
             return ()
@@ -145,8 +157,13 @@ class StorePlanner:
         self._tails = [(kept, tail) for kept, tail in self._tails if not any(int(b) in fresh for run in tail for b in run.block_ids)]
         flush = {self._reading[block] for block in fresh if block in self._reading} if self._reading else set()
         for store_id in flush:
-            self._unfence(store_id)
+            self._take_back(store_id)
         return tuple(sorted(flush))
+
+    def _take_back(self, store_id: int) -> None:
+        if self._revocations is not None:
+            self._revocations.revoke(self._in_flight[store_id].fence_index)
+        self._unfence(store_id)
 
     def _unfence(self, store_id: int) -> None:
         for block in self._in_flight[store_id].read:
@@ -255,18 +272,26 @@ class StorePlanner:
     def _over_bound(self, more_bytes: int) -> bool:
         return bool(self._in_flight) and self._bytes + more_bytes >= self._max_bytes
 
-    def _job(self, runs: Sequence[BlockRun], retention: Retention = NO_RETENTION) -> StoreJob:
+    def _job(self, runs: Sequence[BlockRun], retention: Retention = NO_RETENTION) -> StoreJob | None:
+        """The store of these runs; None where it could not be revoked."""
+        fence_index = self._revocations.take() if self._revocations is not None else 0
+        if self._revocations is not None and not fence_index:
+            self._stats.add("dropped_blocks", sum(len(run.hashes) for run in runs))
+            return None
         store_id = next(self._ids)
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         blocks, representations = self._represented.split(runs)
         read = tuple(dict.fromkeys(block for run in runs for block in run.block_ids.tolist()))
-        self._in_flight[store_id] = StoreInFlight(blocks, read, num_bytes, self._num_ranks, [])
+        self._in_flight[store_id] = StoreInFlight(blocks, read, num_bytes, self._num_ranks, [], fence_index)
         self._bytes += num_bytes
         self._reading.update(dict.fromkeys(read, store_id))
         self._stats.add("stores")
-        return StoreJob(store_id, f"{self._prefix}-w{store_id}", blocks, retention, representations)
+        return StoreJob(store_id, f"{self._prefix}-w{store_id}", blocks, retention, representations, fence_index)
 
     def _settle(self, store_id: int, store: StoreInFlight) -> None:
+        if self._revocations is not None:
+            # A rank may have given up waiting for the server, which may still be at work.
+            self._revocations.end(store.fence_index)
         self._unfence(store_id)
         del self._in_flight[store_id]
         self._bytes -= store.num_bytes

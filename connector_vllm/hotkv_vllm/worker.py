@@ -27,6 +27,7 @@ import numpy as np
 from hotkv.keys import KeySpace, Representation
 from hotkv.order import NO_ORDER, OrderKind
 from hotkv.sparse.centre import Centres
+from hotkv_client.fence import SharedFence
 from hotkv_client.types import BlockResult, BlockRun, Role, SessionConfig, TransferResult, TransferStatus
 from hotkv_vllm import compat, link
 from hotkv_vllm.config import ConnectorConfig
@@ -82,6 +83,7 @@ class HotKVWorker:
         self._server_slow = False
         self._said_build = False
         self._marks = Marks()
+        self._fence: SharedFence | None = None
         self._said_order: tuple[OrderKind, str] | None = None
         self._memory: ExportedMemory | None = None
         self._space: KeySpace | None = None
@@ -108,7 +110,6 @@ class HotKVWorker:
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
         groups = self._groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
-        compat.check_runner(self._vllm_config, self._kv_cache_config)
         self._place = compat.rank_place(self._vllm_config, self._kv_cache_config)
         found = describe(kv_caches, self._kv_cache_config, groups)
         device = next(iter(found.storages.values())).device
@@ -145,7 +146,7 @@ class HotKVWorker:
             logger.warning("hotkv is off in this worker: %s", error)
             self.handshake = HotKVHandshake(None, str(error))
             return
-        self.handshake = HotKVHandshake(self._space, representations=kinds)
+        self.handshake = HotKVHandshake(self._space, representations=kinds, fence=None if self._fence is None else self._fence.place)
         # A step that came before the server knows this memory would lose its stores.
         if self.session is not None:
             self.session.wait_connected(self._config.startup_wait_s)
@@ -176,13 +177,20 @@ class HotKVWorker:
             credentials=self._config.credentials,
             on_state=link.log_state(f"worker {self._place.rank}", logging.DEBUG),
         )
-        assert self._memory is not None
-        self.session = link.open_session(self._session_config, self._memory.layout, self._memory.fds, self._marks.order)
+        if compat.writes_before_it_tells(self._vllm_config, self._kv_cache_config):
+            self._fence = SharedFence()
+        self.session = self._new_session()
+
+    def _new_session(self) -> link.CacheSession:
+        assert self._session_config is not None and self._memory is not None
+        return link.open_session(self._session_config, self._memory.layout, self._memory.fds, self._marks.order, self._fence)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def before_step(self, meta: HotKVMetadata) -> None:
-        """Waits for the stores whose source blocks this step overwrites, or takes the blocks back."""
+        """Waits for the stores whose source blocks this step overwrites, or takes the blocks back. Those that the scheduler has revoked
+        are not waited for.
+        """
         self._submit_waiting()
         waiting = [store for store_id in meta.flush_stores if (store := self._stores.get(store_id)) is not None]
         if not waiting:
@@ -191,7 +199,7 @@ class HotKVWorker:
         for store in waiting:
             if store.answer is None:
                 store.answer = _never_begun("the device was not there yet when its blocks were taken back")
-        late = [store for store in waiting if not store.after.passed()]
+        late = [store for store in waiting if self._fence is not None or not store.after.passed()]
         if late and not self._take_back(late):
             # The session was closed with all its stores.
             return
@@ -235,7 +243,7 @@ class HotKVWorker:
             self._report.stores[store_id] = StoreReport([b""])
             self._marks.done(store.after)
         self._stores.clear()
-        self.session = link.open_session(self._session_config, self._memory.layout, self._memory.fds, self._marks.order)
+        self.session = self._new_session()
 
     def start_loads(self, meta: HotKVMetadata) -> None:
         """Begins this step's loads; does not wait for them."""
@@ -388,7 +396,9 @@ class HotKVWorker:
             store.answer.set_result(TransferResult(transfer_id, TransferStatus.DONE))
             return
         timeout_s = self._config.store_timeout_s
-        store.answer = self._begun(lambda s: s.store(transfer_id, job.lease_id, runs, timeout_s, job.retention, store.after.after))
+        store.answer = self._begun(
+            lambda s: s.store(transfer_id, job.lease_id, runs, timeout_s, job.retention, store.after.after, job.fence_index)
+        )
 
     def _begun(self, begin: Any) -> "Future[TransferResult]":
         """The transfer's future; a failed one where it could not be begun."""

@@ -114,6 +114,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     # Read leases
 
+    def check_offsets(self, session: int, lease_id: str, asked: list[tuple[int, list[int]]], masks: list[list[bool]]) -> None:
+        """A lease says where its pinned blocks lie, and only theirs: there are the right bytes of every shard."""
+        ks = self.sessions[session][1]
+        for (group, numbers), mask, found in zip(asked, masks, self.core.slot_offsets(session, lease_id), strict=True):
+            for number, is_pinned, offset in zip(numbers, mask, found.tolist(), strict=True):
+                assert (offset != -1) == is_pinned
+                for shard in range(self.num_shards) if is_pinned else ():
+                    assert self.model.arena[offset, shard] == (ks, group, number), "a leased block is not where the lease says"
+
     def may_lease(self, engine: str) -> bool:
         """One more lease: of eight an engine has no more than are left then, or one."""
         held = sum(lease.engine_id == engine for lease in self.model.leases.values())
@@ -143,6 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
         if grant is None:
             return
         masks = [mask.tolist() for mask in grant.pinned]
+        self.check_offsets(session, lease_id, existing.asked if existing else asked, masks)
         if existing:
             assert masks == existing.granted and grant.ttl_s == max(0.0, existing.expires_s - self.now_s)
             return

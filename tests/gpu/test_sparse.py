@@ -4,13 +4,16 @@ The same checks, with many more cases, run on the CPU in tests/sparse/test_cuda_
 """
 
 import mmap
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hotkv.errors import HotKVError
 from hotkv.sparse.config import SparseConfig
+from hotkv.sparse.cuda.arena import PAGEABLE_ACCESS, READ_ONLY_REGISTER, SAME_ADDRESS, Access, MappedArena
 from hotkv.sparse.cuda.device import CupyDevice
 from hotkv.sparse.cuda.index import Index, IndexShape, Pages, upload
 from hotkv.sparse.cuda.selector import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaSelector, Fragment, Queries, StepShape, Workspace
@@ -101,9 +104,13 @@ def test_scores_what_the_twin_scores(device: CupyDevice, name: str, head_size: i
 
 
 class Layer:
-    """A sequence of which all blocks are complete and in the arena, but for the last."""
+    """A sequence of which all blocks are complete and in the arena, but for the last. `reader`: the arena as the device reads it, where
+    that is another mapping.
+    """
 
-    def __init__(self, device: CupyDevice, config: SparseConfig, arena: np.ndarray, num_tokens: int) -> None:
+    def __init__(
+        self, device: CupyDevice, config: SparseConfig, arena: np.ndarray, num_tokens: int, reader: MappedArena | None = None
+    ) -> None:
         self.device, self.config, self.num_tokens = device, config, num_tokens
         count = -(-num_tokens // BLOCK)
         self.keys, self.values = random_keys(1, count, BLOCK, SIZE), random_keys(2, count, BLOCK, SIZE)
@@ -121,7 +128,9 @@ class Layer:
         self.pool = packed_rows(device, index)
         fragments = [Fragment(part * fragment, address + part * fragment, fragment) for part in (0, 1)]
         self.selector = CudaSelector(self.work, LAYER, index, *places, fragments, 2 * fragment)
-        self.work.set_blocks(0, 0, order, arena.ctypes.data + np.arange(count, dtype=np.int64) * content.shape[1])
+        offsets = np.arange(count, dtype=np.int64) * content.shape[1]
+        addresses = arena.ctypes.data + offsets if reader is None else reader.addresses(offsets, content.shape[1])
+        self.work.set_blocks(0, 0, order, addresses)
         self.tokens = upload(device, np.array([num_tokens], np.int32))
         self.where = span(config, num_tokens, BLOCK)
         self.hot = HotSet(capacity, 0)
@@ -196,3 +205,30 @@ def test_a_captured_step_is_a_step(cupy: Any, pinned: np.ndarray) -> None:
         query = layer.ask()
         graph.launch(stream)
         layer.check(query)
+
+
+def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
+    """As engines map the arena: registered as read-only or read as it is, whichever the device can; else refused by name."""
+    fd, num_bytes = os.memfd_create("arena"), 16 << 20
+    os.truncate(fd, num_bytes)
+    server = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
+    memory = np.frombuffer(mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+    os.close(fd)
+    registers, same, pageable = (
+        bool(cupy.cuda.runtime.deviceGetAttribute(attribute, 0)) for attribute in (READ_ONLY_REGISTER, SAME_ADDRESS, PAGEABLE_ACCESS)
+    )
+    print(f"read-only memory can be registered: {registers and same}; pageable memory can be read: {pageable}")
+    if not pageable and not (registers and same):
+        with pytest.raises(HotKVError, match=r"Session\.load"):
+            MappedArena(memory)
+        return
+    arena = MappedArena(memory, piece_bytes=4 << 20)
+    assert arena.access is (Access.REGISTERED if registers and same else Access.PAGEABLE)
+    arena.start()
+    assert arena.wait(60), arena
+    layer = Layer(device, SparseConfig(sink_tokens=16, recent_tokens=32), server, 5000, arena)
+    for _ in range(3):
+        query = layer.ask()
+        layer.step()
+        layer.check(query)
+    arena.close()

@@ -137,6 +137,14 @@ def test_eviction_notices_go_to_the_tenant_alone(guarded: Guarded, engine: Make)
     assert [h for e in seen["alpha"] for g in e.groups for h in g.hashes] and not seen["blind"]
 
 
+def test_no_tenant_is_told_where_blocks_lie(guarded: Guarded, engine: Make) -> None:
+    one = engine("alpha")
+    blocks = store(one)
+    assert one.session.arena() is None
+    reason, message = refused(lambda: one.session.acquire("l", [GroupHashes(0, blocks)], wants_offsets=True).result(5))
+    assert (reason, "wants_offsets" in message) == (Reason.NOT_ALLOWED, True)
+
+
 def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engine: Make) -> None:
     one, other = engine("alpha"), engine("blind")
     blocks = store(one)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -68,6 +69,12 @@ def hybrid_model() -> dict[str, KVCacheSpec]:
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else window_spec()) for i in range(6)}
 
 
+def mixed_model() -> dict[str, KVCacheSpec]:
+    """As the hybrid model, in two precisions, so that vLLM zeroes new blocks."""
+    specs = hybrid_model()
+    return {name: replace(spec, dtype=torch.float16) if isinstance(spec, SlidingWindowSpec) else spec for name, spec in specs.items()}
+
+
 def chunked_model() -> dict[str, KVCacheSpec]:
     """One full layer and three that see their chunk of 96 tokens only."""
     chunked = ChunkedLocalAttentionSpec(
@@ -98,6 +105,12 @@ def windows_only_model() -> dict[str, KVCacheSpec]:
 HYBRIDS = (hybrid_model, chunked_model, uneven_model, two_windows_model, windows_only_model)
 
 
+class V2Config(VllmConfig):
+    """Of an engine with the V2 runner, which vLLM refuses without Triton."""
+
+    use_v2_model_runner = property(lambda _: True)
+
+
 class Engine:
     """One engine. `wrong` counts nothing: a wrong value raises AssertionError in `step`."""
 
@@ -125,6 +138,8 @@ class Engine:
         arguments.pop("disable_log_stats")
         extra = {"flush_timeout_s": 0.02, **(extra or {})}
         self.vllm_config = EngineArgs(**arguments, kv_transfer_config=transfer_config(**extra)).create_engine_config()
+        if v2:
+            self.vllm_config.__class__ = V2Config
         self.vllm_config.cache_config.kv_cache_layout = layout.name
         specs = specs or full_model()
         pages = sum(spec.page_size_bytes for spec in specs.values())
@@ -162,6 +177,7 @@ class Engine:
         self.counters: dict[str, float] = {}
         self.metas: list[Any] = []
         self.before_forward: Callable[[], None] | None = None
+        self.after_zeroing: Callable[[], None] | None = None
 
     def _active(self, monkeypatch: Any) -> Any:
         """What the V2 runner calls connectors through; it registers the tensors."""
@@ -251,6 +267,7 @@ class Engine:
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
         meta, worker = scheduled.kv_connector_metadata, self.worker
         worker.handle_preemptions(meta)
+        self._zero_blocks(scheduled)
         worker.bind_connector_metadata(meta)
         sampled, point = self._computed(scheduled)
         worker.start_load_kv(None)
@@ -271,6 +288,7 @@ class Engine:
     def _run_v2(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
         """Source: `GPUModelRunner.execute_model` and `sample_tokens` of the V2 runner."""
         assert self.active is not None
+        self._zero_blocks(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             sampled, point = self._computed(scheduled)
             return self.active.no_forward(scheduled).kv_connector_output or KVConnectorOutput(), sampled, point
@@ -285,7 +303,7 @@ class Engine:
         for name in scheduled.finished_req_ids:
             self.tables.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
-            self.tokens[new.req_id] = list(new.prompt_token_ids)
+            self.tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
             self.tables[new.req_id] = tuple(list(ids) for ids in new.block_ids)
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
@@ -309,6 +327,16 @@ class Engine:
                 tokens.append(3 + _value(tokens)[-1] % 1000)
                 sampled[name] = [tokens[-1]]
         return sampled
+
+    def _zero_blocks(self, scheduled: Any) -> None:
+        ids = np.array(scheduled.new_block_ids_to_zero or (), np.int64)
+        for layer in self.tensors if len(ids) else ():
+            self._give(functools.partial(self._zero_layer, layer, ids))
+        if self.after_zeroing is not None and len(ids):
+            self.after_zeroing()
+
+    def _zero_layer(self, layer: str, ids: Any) -> None:
+        self._cells(layer)[ids] = 0
 
     def _check(self, name: str, computed: int) -> None:
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):

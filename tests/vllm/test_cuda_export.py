@@ -168,15 +168,5 @@ def test_a_device_that_refuses_everything_offers_nothing(released: list[Any], mo
         device_order.marks_for(torch.device("cuda", 0), "auto")
 
 
-def test_runner_v2_is_refused_where_it_writes_before_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    for zeroing, v2, refused in ((True, True, True), (True, False, False), (False, True, False)):
-        config, kv = SimpleNamespace(use_v2_model_runner=v2), SimpleNamespace(needs_kv_cache_zeroing=zeroing)
-        if refused:
-            with pytest.raises(compat.Unsupported, match="VLLM_USE_V2_MODEL_RUNNER"):
-                compat.check_runner(config, kv)
-        else:
-            compat.check_runner(config, kv)
-
-
 def test_importing_the_marks_needs_no_device() -> None:
     assert "hotkv_vllm.device_order" in sys.modules and not torch.cuda.is_initialized()

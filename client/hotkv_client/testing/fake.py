@@ -4,6 +4,7 @@ Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls w
 `fail_stores`, `fail_flushes`; `grant_limit` (blocks a lease pins at most); `ack_cancels` (False: a cancel changes nothing until
 `settle`); `wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has passed; those whose mark has not are held).
 `settle()` answers what is held and lies behind no mark that has not passed; an answer held when the server dies becomes SessionLostError.
+A cancelled store over a shared fence ends at once for the session, while the server goes on with it and finds it revoked.
 """
 
 import os
@@ -19,6 +20,7 @@ from hotkv.keys import Representation
 from hotkv.layout import Layout
 from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_client.fence import SharedFence
 from hotkv_client.types import (
     After,
     BlockResult,
@@ -74,9 +76,14 @@ class FakeServer:
         self.why_absent = "start"
 
     def open(
-        self, config: SessionConfig, layout: Layout | None = None, fds: dict[str, int] | None = None, order: DeviceOrder = NO_ORDER
+        self,
+        config: SessionConfig,
+        layout: Layout | None = None,
+        fds: dict[str, int] | None = None,
+        order: DeviceOrder = NO_ORDER,
+        fence: SharedFence | None = None,
     ) -> "FakeSession":
-        session = FakeSession(self, config, layout, fds or {}, order)
+        session = FakeSession(self, config, layout, fds or {}, order, fence)
         self.sessions.append(session)
         session.start()
         return session
@@ -130,10 +137,18 @@ class FakeSession:
     """Stands for `hotkv_client.Session`."""
 
     def __init__(
-        self, server: FakeServer, config: SessionConfig, layout: Layout | None, fds: dict[str, int], order: DeviceOrder = NO_ORDER
+        self,
+        server: FakeServer,
+        config: SessionConfig,
+        layout: Layout | None,
+        fds: dict[str, int],
+        order: DeviceOrder = NO_ORDER,
+        fence: SharedFence | None = None,
     ) -> None:
         self.server, self.config, self.layout, self.order = server, config, layout, order
         self.order_message = ""
+        self.fence = fence
+        self._revocable: dict[str, tuple[int, Future[Any]]] = {}
         self.space = config.key_space.fingerprint
         self.closed = False
         self.maps = {name: np.memmap(os.fdopen(os.dup(fd), "r+b"), np.uint8, "r+") for name, fd in fds.items()}
@@ -275,14 +290,18 @@ class FakeSession:
         timeout_s: float,
         retention: Retention = NO_RETENTION,
         after: After | None = None,
+        fence_index: int = 0,
     ) -> Future[Any]:
+        if self.fence is not None:
+            self.fence.hold(fence_index)
         self.server.retentions.append((retention, runs))
         flushes = self.server.flushes
 
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
-            if self.server.flushes != flushes:
+            # It reads and commits in one, so that this is as good as after the reading.
+            if self.server.flushes != flushes or (self.fence is not None and self.fence.is_revoked(fence_index)):
                 aborted = tuple(np.full(len(run.hashes), BlockResult.ABORTED, np.uint8) for run in runs)
                 return TransferResult(transfer_id, TransferStatus.DONE, 0, aborted)
             results, num_bytes = [np.empty(0, np.uint8)] * len(runs), 0
@@ -300,10 +319,36 @@ class FakeSession:
                 results[at] = np.array(row, np.uint8)
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes, tuple(results))
 
-        return self._call("store", transfer_id, runs, act, after)
+        answer = self._call("store", transfer_id, runs, act, after)
+        return answer if self.fence is None else self._until_revoked(self.fence, transfer_id, fence_index, answer)
+
+    def _until_revoked(self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]) -> Future[Any]:
+        """The answer for the session, which ends earlier where the store is cancelled; the word is held until the server's own."""
+        shown: Future[Any] = Future()
+        self._revocable[transfer_id] = fence_index, shown
+
+        def ended(answer: Future[Any]) -> None:
+            fence.give_back(fence_index)
+            del self._revocable[transfer_id]
+            if shown.done():
+                return
+            error = answer.exception()
+            if error is None:
+                shown.set_result(answer.result())
+            else:
+                shown.set_exception(error)
+
+        answer.add_done_callback(ended)
+        return shown
 
     def cancel(self, transfer_id: str) -> None:
         self.server.calls.append(("cancel", transfer_id))
+        if self.fence is not None and transfer_id in self._revocable:
+            fence_index, shown = self._revocable[transfer_id]
+            self.fence.revoke(fence_index)
+            if not shown.done():
+                shown.set_result(TransferResult(transfer_id, TransferStatus.CANCELLED))
+            return
         self.server.cancelled.append(transfer_id)
         if self.server.ack_cancels:
             for entry in [e for e in self.server.held if e[1] == transfer_id]:

@@ -194,12 +194,15 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    WANTS_OFFSETS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session."""
     lease_id: builtins.str
     """Chosen by the caller, unique in its engine."""
     ttl_ms: builtins.int
     """Lifetime in milliseconds; zero for the server's default."""
+    wants_offsets: builtins.bool
+    """Asks where the pinned blocks lie in the arena too. Refused to sessions that the link gives no arena; then nothing is pinned."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHashes]:
         """Blocks to pin, per group."""
@@ -211,8 +214,9 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
         lease_id: builtins.str = ...,
         groups: collections.abc.Iterable[Global___GroupHashes] | None = ...,
         ttl_ms: builtins.int = ...,
+        wants_offsets: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "lease_id", b"lease_id", "session_id", b"session_id", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "lease_id", b"lease_id", "session_id", b"session_id", "ttl_ms", b"ttl_ms", "wants_offsets", b"wants_offsets"]) -> None: ...
 
 Global___AcquireLeaseRequest: typing_extensions.TypeAlias = AcquireLeaseRequest
 
@@ -224,21 +228,49 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
 
     GROUPS_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    OFFSETS_FIELD_NUMBER: builtins.int
     ttl_ms: builtins.int
     """Milliseconds until the lease expires."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupFlags]:
         """Per group, in the order asked: 1 where the block is pinned."""
 
+    @property
+    def offsets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupOffsets]:
+        """Per group, in the order asked; empty unless the request wants them."""
+
     def __init__(
         self,
         *,
         groups: collections.abc.Iterable[Global___GroupFlags] | None = ...,
         ttl_ms: builtins.int = ...,
+        offsets: collections.abc.Iterable[Global___GroupOffsets] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "offsets", b"offsets", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseResponse
+
+@typing.final
+class GroupOffsets(google.protobuf.message.Message):
+    """Where the blocks of a GroupHashes lie, in order. Holds as long as the lease: until it is released, expires, or its session ends."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_INDEX_FIELD_NUMBER: builtins.int
+    OFFSETS_FIELD_NUMBER: builtins.int
+    group_index: builtins.int
+    """The group."""
+    offsets: builtins.bytes
+    """Packed little-endian int64, one a hash: bytes from the arena's start to the block's slot; -1 where the block is not pinned."""
+    def __init__(
+        self,
+        *,
+        group_index: builtins.int = ...,
+        offsets: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group_index", b"group_index", "offsets", b"offsets"]) -> None: ...
+
+Global___GroupOffsets: typing_extensions.TypeAlias = GroupOffsets
 
 @typing.final
 class ExtraKey(google.protobuf.message.Message):

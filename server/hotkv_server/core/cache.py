@@ -201,6 +201,13 @@ class CacheCore:
                 self.counters.missed_representations += len(entries) - len(found)
         return Grant(tuple(entries != 0 for _, entries in pinned), ttl_s)
 
+    def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
+        """Where the blocks of a read lease lie, while it lasts: a list a group as it was asked for, -1 where not pinned."""
+        lease = self._lease(self._session(session_number), lease_id)
+        if not isinstance(lease, ReadLease):
+            raise _invalid(f"lease_id {lease_id!r} is a write lease; only blocks under a read lease stay where they are")
+        return tuple(np.where(entries != 0, self.space.index.offsets(entries), -1) for _, entries in lease.groups)
+
     def _count_unadmitted(self, lease: ReadLease, num_bytes: int) -> None:
         tenant = self.space.tenants.number(lease.key_space_id)
         self._unadmitted[tenant] = self._unadmitted.get(tenant, 0) + num_bytes

@@ -51,10 +51,21 @@ def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError
 
 
 def acquire(node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest) -> cache_pb2.AcquireLeaseResponse:
-    """Pins ready blocks."""
+    """Pins ready blocks; says where they lie to a session that was given the arena."""
+    if request.wants_offsets and not session.has_arena:
+        raise HotKVError(
+            Reason.NOT_ALLOWED,
+            "wants_offsets is set, but this session was not given the arena: it has no link, or its tenant may not map it; load the blocks",
+        )
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
-    masks, ttl_s = node.acquire(session, _lease_id(request.lease_id), groups, convert.seconds("ttl_ms", request.ttl_ms))
-    return cache_pb2.AcquireLeaseResponse(groups=convert.flags(request.groups, masks), ttl_ms=int(ttl_s * 1000))
+    lease_id = _lease_id(request.lease_id)
+    masks, ttl_s = node.acquire(session, lease_id, groups, convert.seconds("ttl_ms", request.ttl_ms))
+    offsets = node.core.slot_offsets(session.record.number, lease_id) if request.wants_offsets else ()
+    return cache_pb2.AcquireLeaseResponse(
+        groups=convert.flags(request.groups, masks),
+        ttl_ms=int(ttl_s * 1000),
+        offsets=convert.offsets(request.groups, offsets) if request.wants_offsets else (),
+    )
 
 
 def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest) -> cache_pb2.ReserveBlocksResponse:

@@ -372,6 +372,14 @@ def flags(messages: Sequence[cache_pb2.GroupHashes], masks: Sequence[NDArray[np.
     return [cache_pb2.GroupFlags(group_index=m.group_index, flags=mask.tobytes()) for m, mask in zip(messages, masks, strict=True)]
 
 
+def offsets(messages: Sequence[cache_pb2.GroupHashes], values: Sequence[NDArray[np.int64]]) -> list[cache_pb2.GroupOffsets]:
+    """Eight bytes a hash."""
+    return [
+        cache_pb2.GroupOffsets(group_index=m.group_index, offsets=value.astype("<i8").tobytes())
+        for m, value in zip(messages, values, strict=True)
+    ]
+
+
 def results(messages: Sequence[cache_pb2.BlockRun], values: Sequence[NDArray[np.uint8]]) -> list[cache_pb2.RunResults]:
     """One byte a block."""
     return [cache_pb2.RunResults(group_index=m.group_index, results=value.tobytes()) for m, value in zip(messages, values, strict=True)]

@@ -66,6 +66,11 @@ class LiveSession:
         """For the log."""
         return f"session={self.record.number} engine={self.record.engine_id}"
 
+    @property
+    def has_arena(self) -> bool:
+        """Whether its link has handed out the arena."""
+        return self.maps_arena and self.close_link is not None
+
     def group_index(self, named: int) -> int:
         """The core's index of a group as this session names it: the representations that it declares come after the key space's groups.
 

@@ -93,7 +93,8 @@ class _Module(Protocol):
     def get_function(self, name: str) -> Callable[..., None]: ...
 
 
-def _cupy() -> ModuleType:
+def cupy_module() -> ModuleType:
+    """Raises ImportError that says what to install."""
     try:
         import cupy
     except ImportError as error:
@@ -107,7 +108,7 @@ class CupyDevice:
     `torch.cuda.current_stream().cuda_stream`)."""
 
     def __init__(self, number: int = 0, stream: int = 0) -> None:
-        self._cupy = _cupy()
+        self._cupy = cupy_module()
         self._number = number
         self._modules: dict[str, _Module] = {}
         self._kernels: dict[str, Callable[..., None]] = {}
