@@ -1,0 +1,29 @@
+"""The server's arena in this process: read-only memory that a session's link hands out.
+
+Always true: nobody writes through it; it stays mapped as long as somebody holds it or a view of its `memory`, whatever becomes of session
+and server. What it shows of a block counts only under a lease: slots are used again. Whoever keeps it after its server is gone for good
+keeps that server's memory.
+"""
+
+import mmap
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Arena:
+    """`memory` uint8 [bytes], read-only. `file_id`: (device, inode) of its file. A server that goes on with the arena of another has the
+    same, so that what was registered with a device can stay so.
+    """
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        """Maps the file; `fd` stays the caller's. Raises OSError where the system refuses, or the file is shorter."""
+        status = os.fstat(fd)
+        if status.st_size < num_bytes:
+            raise OSError(f"the arena's file has {status.st_size} bytes, not {num_bytes}")
+        self.file_id = (status.st_dev, status.st_ino)
+        self.memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+
+    def __repr__(self) -> str:
+        return f"Arena({self.memory.size >> 20} MiB at {self.memory.ctypes.data:#x}, file {self.file_id})"

@@ -1,0 +1,119 @@
+"""The arena in an engine's process: what leased blocks hold, read in place through the mapping that the link hands out."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from demo.processes import Server
+from hotkv.errors import HotKVError, Reason
+from hotkv_client import Arena, BlockResult, GroupHashes, LeaseGrant, Role, Session, SessionConfig
+from hotkv_client.testing import PagedEngine
+from tests.server.support import hashes
+from tests.server.test_restart import LAYERS, PAGE_BYTES, Place, place, store
+
+__all__ = ["place"]
+SLOT_BYTES = LAYERS * PAGE_BYTES
+
+
+def leased(session: Session, blocks: list[bytes], name: str) -> LeaseGrant:
+    return session.acquire(name, [GroupHashes(0, blocks)], wants_offsets=True).result(10)
+
+
+def in_place(arena: Arena, grant: LeaseGrant) -> np.ndarray:
+    """uint8 [blocks, layers, page bytes] of the pinned blocks."""
+    offsets = grant.offsets[0][grant.pinned[0]]
+    return np.stack([arena.memory[at : at + SLOT_BYTES].reshape(LAYERS, PAGE_BYTES) for at in offsets.tolist()])
+
+
+def expected(engine: PagedEngine, count: int) -> np.ndarray:
+    return engine.kv[:, :count].swapaxes(0, 1)
+
+
+def mapped(session: Session) -> Arena:
+    arena = session.arena()
+    assert arena is not None
+    return arena
+
+
+def num_open(file_id: tuple[int, int]) -> int:
+    """Descriptors of a file that this process has."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(fd))
+            found += (status.st_dev, status.st_ino) == file_id
+    return found
+
+
+def test_leased_blocks_are_read_in_place(server: Server, engine: Callable[..., PagedEngine]) -> None:
+    one, other = (engine(layers=LAYERS, page_bytes=PAGE_BYTES) for _ in range(2))
+    one.kv[:] = np.random.default_rng(5).integers(0, 256, one.kv.shape, np.uint8)
+    blocks = hashes(20)
+    assert store(one, blocks) == {BlockResult.STORED}
+    grant = leased(other.session, [*blocks[:7], *hashes(2), *blocks[7:]], "mine")
+    arena = mapped(other.session)
+    assert arena is other.session.arena() and arena.memory.size == 64 << 20
+    assert grant.offsets[0].dtype == np.int64 and np.array_equal(grant.offsets[0] == -1, ~grant.pinned[0])
+    assert grant.pinned[0].sum() == 20 and len(set(grant.offsets[0][grant.pinned[0]].tolist())) == 20
+    assert np.array_equal(in_place(arena, grant), expected(one, 20))
+    again = leased(other.session, [*blocks[:7], *hashes(2), *blocks[7:]], "mine")
+    assert np.array_equal(again.offsets[0], grant.offsets[0])
+    assert other.session.acquire("plain", [GroupHashes(0, blocks)]).result(10).offsets == ()
+    with pytest.raises(ValueError, match="read-only"):
+        arena.memory[0] = 1
+    for lease_id in ("mine", "plain"):
+        other.session.release(lease_id)
+
+
+def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., PagedEngine]) -> None:
+    one, other = engine(layers=LAYERS, page_bytes=PAGE_BYTES), engine(layers=LAYERS, page_bytes=PAGE_BYTES)
+    one.kv[:] = 7
+    blocks = hashes(3)
+    store(one, blocks)
+    held = leased(one.session, blocks, "held")
+    session, arena = other.session, mapped(other.session)
+    assert num_open(arena.file_id) == 3, "a link's each, and the mapping's own"
+    session.close()
+    assert session.arena() is None
+    assert np.array_equal(in_place(arena, held), expected(one, 3)), "under another session's lease it is still the same memory"
+    file_id = arena.file_id
+    assert num_open(file_id) == 2
+    del arena
+    assert num_open(file_id) == 1
+
+
+def test_a_session_without_a_link_has_no_arena(server: Server, engine: Callable[..., PagedEngine]) -> None:
+    one = engine(layers=LAYERS, page_bytes=PAGE_BYTES)
+    blocks = hashes(2)
+    store(one, blocks)
+    bare = Session(SessionConfig(server.target, "bare", Role.TOOL, one.key_space, use_table=False))
+    bare.start()
+    assert bare.wait_connected(10) and bare.arena() is None
+    with pytest.raises(HotKVError, match=r"wants_offsets.*load the blocks") as caught:
+        leased(bare, blocks, "x")
+    assert caught.value.reason is Reason.NOT_ALLOWED
+    assert bare.acquire("x", [GroupHashes(0, blocks[:1])]).result(5).pinned[0].all(), "the refused call took no lease"
+    bare.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_new_server_gives_a_new_arena(place: Place, is_kept: bool) -> None:
+    place.start()
+    engine = place.connect()
+    blocks = hashes(10)
+    store(engine, blocks)
+    grant, old = leased(engine.session, blocks, "old"), mapped(engine.session)
+    place.stop(signal.SIGKILL)
+    assert engine.session.arena() is None
+    assert np.array_equal(in_place(old, grant), expected(engine, 10)), "who holds it reads on"
+    place.start(arena="16MiB" if is_kept else "32MiB")
+    new = mapped(engine.session)
+    assert new is not old and (new.file_id == old.file_id) == is_kept
+    assert new.memory.size == (16 << 20 if is_kept else 32 << 20)
+    if not is_kept:
+        store(engine, blocks)
+    assert np.array_equal(in_place(new, leased(engine.session, blocks, "new")), expected(engine, 10))

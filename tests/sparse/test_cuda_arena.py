@@ -1,0 +1,163 @@
+"""The arena made readable for a device: what is asked of CUDA, in which order, without a GPU."""
+
+import mmap
+import sys
+import weakref
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.sparse.cuda.arena import PAGEABLE_ACCESS, READ_ONLY_REGISTER, REGISTER_FLAGS, SAME_ADDRESS, Access, MappedArena
+
+PAGE = mmap.PAGESIZE
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's."""
+
+
+class Cuda:
+    """Notes what is asked of CuPy. Refuses what CUDA does: to register a place twice, to unregister what is not, or anything `beyond` a
+    number of bytes.
+    """
+
+    def __init__(self, *attributes: int, beyond: int = 1 << 60) -> None:
+        self.attributes, self.beyond = set(attributes), beyond
+        self.calls: list[tuple[Any, ...]] = []
+        self.registered: dict[int, int] = {}
+        self.current: int | None = None
+        self.module: Any = ModuleType("cupy")
+        self.module.cuda = SimpleNamespace(Device=self._device, runtime=self)
+        self.CUDARuntimeError = CUDARuntimeError
+
+    def _device(self, number: int) -> "Cuda._Device":
+        return Cuda._Device(self, number)
+
+    class _Device:
+        def __init__(self, cuda: "Cuda", number: int) -> None:
+            self.cuda, self.number = cuda, number
+
+        def __enter__(self) -> "Cuda._Device":
+            self.cuda.current = self.number
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.cuda.current = None
+
+        def synchronize(self) -> None:
+            self.cuda.calls.append(("synchronize", self.number))
+
+    def deviceGetAttribute(self, attribute: int, device: int) -> int:
+        return int(attribute in self.attributes)
+
+    def hostRegister(self, address: int, num_bytes: int, flags: int) -> None:
+        assert address % PAGE == num_bytes % PAGE == 0 and num_bytes > 0 and flags == REGISTER_FLAGS == 11 and self.current == 1
+        if any(address < at + size and at < address + num_bytes for at, size in self.registered.items()):
+            raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+        if sum(self.registered.values()) + num_bytes > self.beyond:
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        self.registered[address] = num_bytes
+        self.calls.append(("register", address, num_bytes))
+
+    def hostUnregister(self, address: int) -> None:
+        assert self.current == 1
+        if self.registered.pop(address, None) is None:
+            raise CUDARuntimeError("cudaErrorHostMemoryNotRegistered")
+        self.calls.append(("unregister", address))
+
+
+def mapped(num_bytes: int) -> np.ndarray:
+    """As `hotkv_client.arena` maps it."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ), np.uint8)
+
+
+def made(patch: pytest.MonkeyPatch, cuda: Cuda, num_bytes: int, piece_bytes: int = PAGE) -> MappedArena:
+    patch.setitem(sys.modules, "cupy", cuda.module)
+    return MappedArena(mapped(num_bytes), 1, piece_bytes)
+
+
+@given(num_pages=st.integers(1, 9), piece_pages=st.integers(1, 4), tail=st.integers(0, PAGE - 1), fits=st.integers(0, 10))
+def test_what_is_readable_is_registered_until_it_is_closed(num_pages: int, piece_pages: int, tail: int, fits: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS, beyond=fits * PAGE)
+        arena = made(patch, cuda, num_pages * PAGE - tail, piece_pages * PAGE)
+        assert (arena.access, arena.readable_bytes) == (Access.REGISTERED, 0)
+        assert not arena.addresses(np.zeros(1, np.int64), 1).any(), "nothing is registered before the start"
+        arena.start()
+        is_whole = arena.wait()
+        pieces = -(-num_pages // piece_pages)
+        assert is_whole == (fits >= num_pages) == (arena.error == "")
+        assert len(cuda.registered) == (pieces if is_whole else fits // piece_pages)
+        assert arena.readable_bytes == min(sum(cuda.registered.values()), arena.num_bytes)
+        if not is_whole:
+            assert "out of memory" in arena.error and "ulimit" in arena.error
+        slots = np.arange(-1, 2 * num_pages, dtype=np.int64) * (PAGE // 2)
+        slots = slots[slots + 100 <= arena.num_bytes]
+        known = arena.addresses(slots, 100)
+        for offset, address in zip(slots.tolist(), known.tolist(), strict=True):
+            lies_in = [at for at, size in cuda.registered.items() if at <= arena.address + offset < at + size]
+            assert address == (arena.address + offset if offset >= 0 and offset + 100 <= arena.readable_bytes else 0)
+            assert not address or lies_in
+        arena.close()
+        arena.close()
+        assert not cuda.registered and not arena.readable_bytes and not arena.wait(0)
+        names = [name for name, *_ in cuda.calls]
+        assert "unregister" not in names[: names.index("synchronize")], "the device is done first"
+
+
+def test_the_mapping_stays_until_all_is_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS)
+    monkeypatch.setitem(sys.modules, "cupy", cuda.module)
+    mapping = mmap.mmap(-1, 4 * PAGE, prot=mmap.PROT_READ)
+    gone, arena = weakref.ref(mapping), MappedArena(np.frombuffer(mapping, np.uint8), 1, PAGE)
+    del mapping
+    held: list[bool] = []
+    unregister = cuda.hostUnregister
+
+    def watched(address: int) -> None:
+        held.append(gone() is not None)
+        unregister(address)
+
+    monkeypatch.setattr(cuda, "hostUnregister", watched)
+    arena.start()
+    assert arena.wait()
+    arena.close()
+    assert held == [True] * 4 and gone() is None
+
+
+def test_pageable_memory_needs_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(PAGEABLE_ACCESS)
+    arena = made(monkeypatch, cuda, 4 * PAGE)
+    arena.start()
+    assert arena.wait() and arena.access is Access.PAGEABLE
+    assert arena.addresses(np.array([-1, 0, 3 * PAGE]), PAGE).tolist() == [0, arena.address, arena.address + 3 * PAGE]
+    arena.close()
+    assert cuda.calls == [("synchronize", 1)] and arena.readable_bytes == 0
+
+
+@pytest.mark.parametrize("attributes", [(), (READ_ONLY_REGISTER,), (SAME_ADDRESS,)])
+def test_says_what_to_do_where_a_device_can_not(monkeypatch: pytest.MonkeyPatch, attributes: tuple[int, ...]) -> None:
+    with pytest.raises(HotKVError, match=r"Session\.load.*HMM") as caught:
+        made(monkeypatch, Cuda(*attributes), 4 * PAGE)
+    assert caught.value.reason is Reason.NOT_ALLOWED
+
+
+def test_refuses_other_memory_pieces_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(PAGEABLE_ACCESS)
+    arena = made(monkeypatch, cuda, 4 * PAGE)
+    for call in (
+        lambda: MappedArena(mapped(4 * PAGE)[1:], 1),
+        lambda: MappedArena(mapped(4 * PAGE), 1, PAGE + 1),
+        lambda: MappedArena(mapped(4 * PAGE), 1, 0),
+        lambda: arena.addresses(np.array([3 * PAGE + 1]), PAGE),
+        lambda: arena.addresses(np.array([0]), 0),
+    ):
+        with pytest.raises(HotKVError) as caught:
+            call()
+        assert caught.value.reason is Reason.INVALID_FIELD
+    arena.close()

@@ -1,0 +1,314 @@
+"""Blocks that runner V2 writes before it tells the connector's worker side: the scheduler revokes their stores, none keeps later bytes."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hotkv.order import OrderKind
+from hotkv_client import fence
+from hotkv_client.fence import FencePlace, Revocations, SharedFence
+from hotkv_client.types import BlockResult
+from hotkv_vllm import compat
+from tests.vllm.device import ToldDevice
+from tests.vllm.harness import Engine, full_model, mixed_model, prompt
+from tests.vllm.processes import Daemon
+from tests.vllm.test_device_order import KINDS, assert_nothing_is_kept, finish, worker_of
+from tests.vllm.test_device_order_server import RealServer
+from tests.vllm.test_device_order_server import finish as finish_with_daemon
+
+PROMPT = prompt(1, 200)
+
+
+def test_which_engines_need_it() -> None:
+    for zeroing, v2, needed in ((True, True, True), (True, False, False), (False, True, False)):
+        config, kv = SimpleNamespace(use_v2_model_runner=v2), SimpleNamespace(needs_kv_cache_zeroing=zeroing)
+        assert compat.writes_before_it_tells(config, kv) is needed
+
+
+class Words(RuleBasedStateMachine):
+    """Stores over two ranks' pages; a rank may send late or never, its server may answer after the store has ended here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages = [SharedFence(), SharedFence()]
+        self.chooser = Revocations([page.place for page in self.pages])
+        self.chooser._free = self.chooser._free[-5:]
+        self.running: dict[int, bool] = {}
+        self.sent: set[tuple[int, int]] = set()
+
+    @rule()
+    def take(self) -> None:
+        index = self.chooser.take()
+        if index:
+            assert index not in self.running and not any(sent == index for sent, _ in self.sent)
+            self.running[index] = False
+        else:
+            assert len(set(self.running) | {sent for sent, _ in self.sent}) == 5
+
+    @rule(data=st.data(), rank=st.integers(0, 1))
+    def send(self, data: st.DataObject, rank: int) -> None:
+        if self.running:
+            index = data.draw(st.sampled_from(sorted(self.running)))
+            self.pages[rank].hold(index)
+            self.sent.add((index, rank))
+
+    @rule(data=st.data())
+    def revoke(self, data: st.DataObject) -> None:
+        if self.running:
+            index = data.draw(st.sampled_from(sorted(self.running)))
+            self.chooser.revoke(index)
+            self.running[index] = True
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        if self.running:
+            index = data.draw(st.sampled_from(sorted(self.running)))
+            self.chooser.end(index)
+            del self.running[index]
+
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        if self.sent:
+            index, rank = data.draw(st.sampled_from(sorted(self.sent)))
+            self.pages[rank].give_back(index)
+            self.sent.discard((index, rank))
+
+    @invariant()
+    def a_store_commits_only_while_it_runs_and_its_blocks_are_its_own(self) -> None:
+        for page in self.pages:
+            for index in {sent for sent, _ in self.sent} | set(self.running):
+                assert page.is_revoked(index) == self.running.get(index, True)
+
+
+Words.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_words = Words.TestCase
+
+
+RANK = """
+from hotkv_client.fence import SharedFence
+page = SharedFence()
+print(page.place.pid, page.place.fd, page.place.token.hex(), flush=True)
+print(page.is_revoked(int(input())), page.is_revoked(int(input())), flush=True)
+"""
+
+
+def test_pages_of_other_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdin is not None and rank.stdout is not None
+        pid, fd, token = rank.stdout.readline().split()
+        chooser = Revocations([FencePlace(int(pid), int(fd), bytes.fromhex(token)), SharedFence().place])
+        one, other = chooser.take(), chooser.take()
+        chooser.revoke(other)
+        rank.stdin.write(f"{one}\n{other}\n")
+        rank.stdin.flush()
+        assert rank.stdout.readline() == "False True\n"
+
+
+def test_a_page_that_is_not_there_or_is_another_is_refused(tmp_path: Path) -> None:
+    page, other = SharedFence(), SharedFence()
+    assert Revocations([page.place, other.place]).take()
+    with pytest.raises(ValueError, match="another fence"):
+        Revocations([replace(page.place, fd=other.fd)])
+    (tmp_path / "short").write_bytes(b"x")
+    with (tmp_path / "short").open("r+b") as short, pytest.raises(ValueError, match="is no fence"):
+        Revocations([replace(page.place, fd=short.fileno())])
+    with pytest.raises(OSError, match="proc"):
+        Revocations([replace(page.place, fd=1 << 20)])
+    for index in (0, -1, fence.SHARED_WORDS):
+        with pytest.raises(ValueError, match="fence_index"):
+            page.hold(index)
+
+
+def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1 << 30)
+    one = engine(v2=True, specs=mixed_model())
+    assert one.connector._scheduler.planner is None
+    assert one.generate("a", PROMPT, 2)[0] and server.count("store") == 0
+
+
+def test_fences_that_ranks_have_named_are_used(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the scheduler's own configuration shows."""
+    one = engine(v2=True, specs=mixed_model())
+    scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
+    monkeypatch.setattr(compat, "writes_before_it_tells", lambda *_: False)
+    scheduler.connect([handshake])
+    assert scheduler.planner._revocations is not None
+    scheduler.connect([replace(handshake, fence=None)])
+    assert scheduler.planner._revocations is None
+
+
+def test_models_that_are_not_zeroed_have_no_shared_fence(engine: Any, server: Any) -> None:
+    one = engine(v2=True, specs=full_model())
+    one.generate("a", PROMPT, 2)
+    assert worker_of(one)._fence is None and one.connector._scheduler.planner._revocations is None
+    assert server.count("store") and all(job.fence_index == 0 for meta in one.metas for job in meta.stores)
+
+
+@pytest.fixture
+def device(server: Any) -> ToldDevice:
+    device = ToldDevice()
+    server.has_passed = device.has_passed
+    return device
+
+
+def test_nothing_is_kept_of_a_block_that_was_given_away(engine: Any, server: Any) -> None:
+    """The server hangs over a store while its blocks are zeroed; what it commits later would be zeroes."""
+    server.hold = {"store"}
+    one = engine(v2=True, specs=mixed_model(), blocks=64, max_tokens_per_step=256)
+    one.generate("a", PROMPT, 1)
+    planner = one.connector._scheduler.planner
+    held = {name for _, name, _, _ in server.held}
+    assert held and len(planner._revocations._free) < fence.SHARED_WORDS - 1
+    one.drop_local()
+    before = len(one.metas)
+    in_flight = {store.fence_index: store.read for store in planner._in_flight.values()}
+    given_away: set[int] = set()
+
+    def after_zeroing() -> None:
+        """Before the worker hears of it."""
+        fence = worker_of(one)._fence
+        ids = {block for index, read in in_flight.items() if fence.is_revoked(index) for block in read}
+        zeroed = {block for read in in_flight.values() for block in read if not one._cells("layer.0")[block].any()}
+        assert zeroed <= ids
+        given_away.update(zeroed)
+
+    one.after_zeroing = after_zeroing
+    for number in range(2, 8):
+        one.generate(f"{number}", prompt(number, 400), 1)
+    assert given_away and any(meta.flush_stores for meta in one.metas[before:])
+    assert held & {name for _, name, _, _ in server.held} and not server.blocks
+    server.hold = set()
+    server.settle()
+    one.drop_local()
+    answer = engine(specs=mixed_model()).generate("again", PROMPT, 2)[0]
+    assert one.generate("again", PROMPT, 2)[0] == answer
+    assert "hook_errors" not in one.counters
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_random_lag(engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool) -> None:
+    """Little memory, so that blocks are zeroed while they are stored; the device and the server do their work at random."""
+    chance = random.Random(f"{kind}{pipelined}")
+    prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
+    server.order_kind, server.hold = kind, {"load", "store"}
+    one = engine(device=device, pipelined=pipelined, v2=True, blocks=44, specs=mixed_model(), max_tokens_per_step=128)
+    revocations = one.connector._scheduler.planner._revocations
+    revocations._free = revocations._free[-12:]
+    num_settled = 0
+
+    def after_zeroing() -> None:
+        """The server is done with what it copied, zeroes too, before the worker hears of the step."""
+        nonlocal num_settled
+        if chance.random() < 0.5:
+            device.run()
+            num_settled += server.settle("store")
+
+    one.after_zeroing = after_zeroing
+    for number in range(60):
+        one.add(f"r{number}", chance.choice(prompts), chance.choice((1, 3, 20)))
+        while len(one.scheduler.requests) > chance.choice((0, 1, 3)):
+            one.step()
+            device.run(chance.choice((0, 0, 3, 10, 1000)))
+            if chance.random() < 0.2:
+                server.settle(chance.choice(("", "load", "store")))
+            if chance.random() < 0.03:
+                server.die(empty=False)
+                server.come_back()
+            if chance.random() < 0.1:
+                one.drop_local_if_idle()
+    finish(one, server, device)
+    assert one.counters["loads"] > 3 and one.counters["stores"] > 8 and num_settled
+    assert any(meta.flush_stores for meta in one.metas)
+    assert "hook_errors" not in one.counters
+    assert_nothing_is_kept(one, device)
+    taken = [revocations.take() for _ in range(13)]
+    assert sorted(taken)[0] == 0 and len(set(taken)) == 13
+
+
+def test_a_step_whose_planning_broke_takes_all_back(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.hold = {"store"}
+    one = engine(v2=True, specs=mixed_model(), blocks=44)
+    one.generate("a", PROMPT, 1)
+    planner = one.connector._scheduler.planner
+    in_flight = {store.fence_index for store in planner._in_flight.values()}
+    assert in_flight
+    with monkeypatch.context() as broken:
+        broken.setattr(planner, "plan", lambda *_: 1 / 0)
+        one.generate("b", prompt(2, 40), 1)
+    assert all(worker_of(one)._fence.is_revoked(index) for index in in_flight)
+    server.settle()
+    assert not server.blocks
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
+    one = Daemon(folder / "run").start()
+    yield one
+    one.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store waits for the device while its blocks are zeroed; the server then copies zeroes, and finds it revoked."""
+    device, server = ToldDevice(), RealServer(daemon.target)
+    extra = {"target": daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
+    common: dict[str, Any] = {"specs": mixed_model(), "extra": extra}
+    one = Engine(server, tmp_path / "model", monkeypatch, v2=True, blocks=64, max_tokens_per_step=256, device=device, **common)  # type: ignore[arg-type]
+    assert worker_of(one).session.order_kind is OrderKind.FLAGS
+    one.add("a", PROMPT, 1)
+    one.queue.append((scheduled := one.scheduler.schedule(), *one._execute(scheduled)))
+    (store,) = worker_of(one)._stores.values()
+    words = worker_of(one)._fence
+    meta = one.connector.build_connector_meta(_gives_away(scheduled, store))
+    assert meta.flush_stores == (store.job.store_id,) and words.is_revoked(store.job.fence_index)
+    assert not store.answer.done()
+    one._zero_blocks(SimpleNamespace(new_block_ids_to_zero=_blocks(store)))
+    device.run()
+    result = store.answer.result(20)
+    assert result.num_bytes and {int(value) for values in result.results for value in values} == {BlockResult.ABORTED}, result
+    one.active.kv_connector.handle_preemptions(meta)
+    one._collect()
+    finish_with_daemon(one)
+    one.generate("b", prompt(2, 200), 1)
+    finish_with_daemon(one)
+    other = Engine(server, tmp_path / "model", monkeypatch, **common)  # type: ignore[arg-type]
+    assert other.generate("c", PROMPT, 1)[1] == 0 and other.generate("d", prompt(2, 200), 1)[1] == 192
+    until_s = time.monotonic() + 20
+    while f"0/{fence.SHARED_WORDS - 1}" not in repr(words):
+        assert time.monotonic() < until_s, words
+    for engine in (one, other):
+        engine.worker.shutdown()
+        engine.connector.shutdown()
+
+
+def _blocks(store: Any) -> list[int]:
+    return [int(block) for run in store.job.runs for block in run.block_ids]
+
+
+def _gives_away(scheduled: Any, store: Any) -> Any:
+    """A step in which nothing is computed and the store's blocks are zeroed."""
+    empty = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
+    return replace(
+        scheduled,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=empty,
+        num_scheduled_tokens={},
+        new_block_ids_to_zero=_blocks(store),
+        kv_connector_metadata=None,
+    )
