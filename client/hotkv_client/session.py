@@ -473,7 +473,7 @@ class Session:
                 self._set_state(LinkState.DRAINING, "the server is draining")
 
     def _lose(self, connection: _Connection) -> None:
-        """The stream has ended: fail what waits; transfers only when the server can't touch our memory any more."""
+        """The stream has ended: fail what waits; loads only when the server can't touch our memory any more, and stores that can't be revoked."""
         with self._lock:
             if self._connection is connection:
                 self._connection = None
@@ -485,7 +485,12 @@ class Session:
         connection.channel.close()
         lost = SessionLostError("the link to the server broke")
         for item in waiting:
-            if not item.transfer_id:
+            if item.fence_index and self._fence is not None:
+                # The server may live, and not know yet: nobody here could take these blocks back any more.
+                self._fence.revoke(item.fence_index)
+                told, item.future = item.future, Future()
+                told.set_exception(lost)
+            elif not item.transfer_id:
                 item.future.set_exception(lost)
         transfers = [item for item in waiting if item.transfer_id]
         if connection.link is None:

@@ -172,6 +172,36 @@ def test_a_hung_server_never_commits_what_was_taken_back(own_server: Server, eng
     print(f"{kept} of 40 stores were committed before they were taken back")
 
 
+def test_a_server_that_hangs_while_the_stream_breaks_never_commits_what_was_under_way(own_server: Server, engine: Make) -> None:
+    """The store fails at once, the engine overwrites its blocks, and no wrong byte is ever ready."""
+    reader = engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384)
+    random, kept = np.random.default_rng(6), 0
+    for i in range(15):
+        one = engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384, engine_id=f"breaks-{i}")
+        blocks = [os.urandom(32) for _ in range(32)]
+        one.kv[:, :32] = 7
+        future = one.session.store("s", "s", [BlockRun(0, blocks, np.arange(32, dtype=np.int32))], 20)
+        time.sleep(random.uniform(0, 0.002))
+        os.kill(own_server.pid, signal.SIGSTOP)
+        was_answered, connection = future.done(), one.session._connection
+        assert connection is not None
+        connection.channel.close()
+        assert was_answered or isinstance(future.exception(5), SessionLostError) or future.result(0).status is TransferStatus.DONE
+        one.kv[:, :32] = 13
+        os.kill(own_server.pid, signal.SIGCONT)
+        reader.session.ping(10)
+        time.sleep(0.05)
+        pinned = reader.session.acquire(f"r{i}", [GroupHashes(0, blocks)]).result(10).pinned[0]
+        if pinned.any():
+            kept += 1
+            reader.kv[:] = 0
+            at = np.flatnonzero(pinned).astype(np.int32)
+            reader.session.load(f"r{i}", f"r{i}", [LoadRun(0, at, at)], 20).result(20)
+            assert (reader.kv[:, at] == 7).all()
+        reader.session.release(f"r{i}")
+    print(f"{kept} of 15 stores were committed before the stream broke")
+
+
 def test_a_cancelled_store_answers_at_once(own_server: Server, engine: Make) -> None:
     """All of it was committed before, or none of it is; the server's books are clean either way."""
     one = engine(own_server.target, layers=8, num_blocks=128, page_bytes=16384)
