@@ -473,7 +473,7 @@ class Session:
                 self._set_state(LinkState.DRAINING, "the server is draining")
 
     def _lose(self, connection: _Connection) -> None:
-        """The stream has ended: fail what waits; loads only when the server can't touch our memory any more, and stores that can't be revoked."""
+        """The stream has ended: fail what waits; loads, and stores that can't be revoked, only when the server can't touch our memory."""
         with self._lock:
             if self._connection is connection:
                 self._connection = None
