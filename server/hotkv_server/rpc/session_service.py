@@ -36,7 +36,7 @@ FIRST_MESSAGE_TIMEOUT_S = 10.0
 LAST_WORDS_S = 2.0
 UNREAD_ANSWERS = 256
 """A client that has so many to read is asked for nothing more until it has read some; one that reads none for so long is closed:"""
-SLOW_READER_S = 2.0
+SLOW_READER_S = 5.0
 NOTICE_PAUSE_S = 0.02
 """Between two messages with notices that nothing else calls for."""
 MAX_KEY_SPACES_OF_TENANT = 256
@@ -97,8 +97,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         tenant = self._gate.admit(peer, key_space.tenant)
         self._check_room(tenant, key_space)
         engine_id = opening.engine_id if tenant is None or not opening.engine_id else f"{tenant.name}/{opening.engine_id}"
-        session = await self._node.open_session(engine_id, ROLES[opening.role], key_space, opening.client_name, representations)
-        session.hears_evictions = not opening.without_eviction_notices
+        session = await self._node.open_session(
+            engine_id, ROLES[opening.role], key_space, opening.client_name, representations,
+            hears_evictions=not opening.without_eviction_notices,
+        )  # fmt: skip
         if tenant is not None:
             session.maps_arena, session.maps_table = False, tenant.sees_table
             log.info("session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer)

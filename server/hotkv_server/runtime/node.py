@@ -161,7 +161,14 @@ class Node:
     # Sessions
 
     async def open_session(
-        self, engine_id: str, role: str, key_space: KeySpace, client_name: str, representations: tuple[Representation, ...] = ()
+        self,
+        engine_id: str,
+        role: str,
+        key_space: KeySpace,
+        client_name: str,
+        representations: tuple[Representation, ...] = (),
+        *,
+        hears_evictions: bool = True,
     ) -> LiveSession:
         """Opens a session; whoever holds its secret id may use it. Its key space is written down then."""
         if len(self.sessions) >= MAX_SESSIONS:
@@ -171,6 +178,7 @@ class Node:
         if len(self.core.key_spaces) > num_known:
             self.events.add_key_space(record.key_space_id, key_space)
         session = LiveSession(record, secrets.token_hex(16), self.core.key_space(record.key_space_id), client_name)
+        session.hears_evictions = hears_evictions
         self.sessions[session.secret_id] = session
         try:
             await self._save_state()
