@@ -53,7 +53,10 @@ class Representation:
 
 @dataclass(frozen=True)
 class KeySpace:
-    """Everything that decides the bytes of a block; see `hotkv.v1.KeySpace` for the fields."""
+    """Everything that decides the bytes of a block; see `hotkv.v1.KeySpace` for the fields.
+
+    `model` must not be a path: the same weights in another folder are the same model.
+    """
 
     model: str
     weights_identity: str

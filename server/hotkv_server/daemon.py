@@ -271,6 +271,9 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     except (UnsafeError, OSError) as error:
         raise StartError(f"refused to start: {error}") from error
     native.load("hotkv.kernels")
+    if settings.integrity.stride:
+        # Else the first store would wait for it, for seconds where it is not compiled yet.
+        native.load("hotkv_server.dataplane.kernels")
     looking = look_in_background(settings.copy_)
     try:
         memory = open_memory(settings, reset=reset)

@@ -29,7 +29,10 @@ NUM_HASHES = 14
 
 @dataclass
 class ModelLease:
-    """Read: `keys` are pinned, one per granted position, unless they were flushed. Write: `keys` are still reserved."""
+    """Read: `keys` are pinned, one per granted position, unless they were flushed. Write: `keys` are still reserved.
+
+    `asked`: numbers of hashes by group, of the call that took it.
+    """
 
     write: bool
     engine_id: str

@@ -141,7 +141,10 @@ class CacheMachine(RuleBasedStateMachine):
         asked = [(group, numbers) for group, numbers in enumerate(lists) if numbers]
         if existing and data.draw(st.booleans()):
             asked = existing.asked
-        differs = existing and [(g, len(n)) for g, n in existing.asked] != [(g, len(n)) for g, n in asked]
+            if data.draw(st.integers(0, 3)) == 0:
+                # As many other hashes, or the same in another order.
+                asked = [(group, data.draw(st.permutations(numbers) | st.just([n ^ 1 for n in numbers]))) for group, numbers in asked]
+        differs = existing and existing.asked != asked
         reasons = self.refusal(
             (existing is None and self.core.draining, Reason.DRAINING),
             (existing is None and not self.may_lease(engine), Reason.OVERLOADED),
@@ -276,7 +279,7 @@ class CacheMachine(RuleBasedStateMachine):
                 no_room_left(self.core.space, self.sizes[group], untouchable)
         if deciding and (reserved or self.num_shards > 1):
             ordered = sorted(reserved)
-            self.model.leases[engine, lease_id] = ModelLease(True, engine, lease_id, session, ks, expires_s, ordered)
+            self.model.leases[engine, lease_id] = ModelLease(True, engine, lease_id, session, ks, expires_s, ordered, named)
         for key in reserved:
             self.model.written[key] = 0
 
@@ -291,17 +294,27 @@ class CacheMachine(RuleBasedStateMachine):
     def reserve(self, data: st.DataObject, lease_id: str, lists: tuple[list[int], list[int]], depth: int, ttl_s: float) -> None:
         session, engine, _ = self.session(data)
         existing = self.model.leases.get((engine, lease_id))
-        runs, named = self.make_runs(lists, depth)
+        runs, named = self.make_runs(self.joined(data, lists, existing), depth)
         reservation = self.call(
-            lambda: self.core.reserve(session, lease_id, runs, ttl_s, self.now_s), *self.write_refusals(engine, existing)
+            lambda: self.core.reserve(session, lease_id, runs, ttl_s, self.now_s), *self.write_refusals(engine, existing, named)
         )
         if reservation:
             results = [result.tolist() for result in reservation.results]
             self.check_reservation(session, lease_id, named, results, self.now_s + (ttl_s or 10.0))
 
-    def write_refusals(self, engine: str, existing: ModelLease | None) -> tuple[Reason, ...]:
+    def joined(self, data: st.DataObject, lists: tuple[list[int], list[int]], existing: ModelLease | None) -> tuple[list[int], list[int]]:
+        """Mostly some of what the lease's first call named, where there is one: others are refused."""
+        if not existing or not existing.write or not data.draw(st.integers(0, 3)):
+            return lists
+        asked = dict(existing.asked)
+        full, window = ([n for n in asked.get(group, []) if data.draw(st.integers(0, 3))] for group in (0, 1))
+        return full, window
+
+    def write_refusals(self, engine: str, existing: ModelLease | None, named: list[tuple[int, list[int]]]) -> tuple[Reason, ...]:
+        listed = {(group, n) for group, numbers in (existing.asked if existing else named) for n in numbers}
+        others = {(group, n) for group, numbers in named for n in numbers} - listed
         return self.refusal(
-            (existing is not None and not existing.write, Reason.DUPLICATE_ID),
+            (existing is not None and (not existing.write or bool(others)), Reason.DUPLICATE_ID),
             (existing is None and self.core.draining, Reason.DRAINING),
             (existing is None and not self.may_lease(engine), Reason.OVERLOADED),
         )
@@ -323,9 +336,11 @@ class CacheMachine(RuleBasedStateMachine):
             # Mostly what the lease reserved, so that shards and blocks come together.
             numbers = [[key[2] for key in existing.keys if key[1] == group] for group in (0, 1)]
             lists = (numbers[0], numbers[1])
+        else:
+            lists = self.joined(data, lists, existing)
         runs, named = self.make_runs(lists, 0)
         refusals = (
-            *self.write_refusals(engine, existing),
+            *self.write_refusals(engine, existing, named),
             *self.refusal(((session, transfer_id) in self.model.transfers, Reason.DUPLICATE_ID), (self.core.draining, Reason.DRAINING)),
         )
         slots = self.call(lambda: self.core.begin_store(session, transfer_id, lease_id, runs, shard, ttl_s, self.now_s), *refusals)

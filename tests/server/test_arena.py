@@ -5,15 +5,17 @@ import os
 import signal
 from collections.abc import Callable
 
+import grpc
 import numpy as np
 import pytest
 
 from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
+from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_client import Arena, BlockResult, GroupHashes, LeaseGrant, Role, Session, SessionConfig
 from hotkv_client.testing import PagedEngine
 from tests.server.support import hashes
-from tests.server.test_restart import LAYERS, PAGE_BYTES, Place, place, store
+from tests.server.test_restart import LAYERS, PAGE_BYTES, Place, found, place, spoil, store
 
 __all__ = ["place"]
 SLOT_BYTES = LAYERS * PAGE_BYTES
@@ -54,13 +56,14 @@ def test_leased_blocks_are_read_in_place(server: Server, engine: Callable[..., P
     one.kv[:] = np.random.default_rng(5).integers(0, 256, one.kv.shape, np.uint8)
     blocks = hashes(20)
     assert store(one, blocks) == {BlockResult.STORED}
-    grant = leased(other.session, [*blocks[:7], *hashes(2), *blocks[7:]], "mine")
+    asked = [*blocks[:7], *hashes(2), *blocks[7:]]
+    grant = leased(other.session, asked, "mine")
     arena = mapped(other.session)
     assert arena is other.session.arena() and arena.memory.size == 64 << 20
     assert grant.offsets[0].dtype == np.int64 and np.array_equal(grant.offsets[0] == -1, ~grant.pinned[0])
     assert grant.pinned[0].sum() == 20 and len(set(grant.offsets[0][grant.pinned[0]].tolist())) == 20
     assert np.array_equal(in_place(arena, grant), expected(one, 20))
-    again = leased(other.session, [*blocks[:7], *hashes(2), *blocks[7:]], "mine")
+    again = leased(other.session, asked, "mine")
     assert np.array_equal(again.offsets[0], grant.offsets[0])
     assert other.session.acquire("plain", [GroupHashes(0, blocks)]).result(10).offsets == ()
     with pytest.raises(ValueError, match="read-only"):
@@ -117,3 +120,28 @@ def test_a_new_server_gives_a_new_arena(place: Place, is_kept: bool) -> None:
     if not is_kept:
         store(engine, blocks)
     assert np.array_equal(in_place(new, leased(engine.session, blocks, "new")), expected(engine, 10))
+
+
+def test_what_came_back_is_compared_before_it_is_read_in_place(place: Place) -> None:
+    place.start("--integrity.check", "full")
+    engine = place.connect()
+    blocks = hashes(20)
+    store(engine, blocks)
+    place.stop()
+    spoil(place, engine.kv[0, 3])
+    spoil(place, engine.kv[0, 11])
+    place.start("--integrity.check", "full", "--integrity.start-check-s", "0")
+    good = np.array([number not in (3, 11) for number in range(20)])
+    assert engine.session._connection is not None
+    groups = [cache_pb2.GroupHashes(group_index=0, hashes=b"".join(blocks[:10]))]
+    request = cache_pb2.AcquireLeaseRequest(
+        session_id=engine.session._connection.session_id, lease_id="unary", groups=groups, wants_offsets=True
+    )
+    with grpc.insecure_channel(engine.session.config.target) as channel:
+        answer = cache_pb2_grpc.CacheServiceStub(channel).AcquireLease(request, timeout=10)
+    assert answer.groups[0].flags == good[:10].tobytes() and place.counter("condemned_blocks_total") == 1
+    for _ in range(2):
+        grant = leased(engine.session, blocks, "mine")
+        assert np.array_equal(grant.pinned[0], good) and np.array_equal(grant.offsets[0] == -1, ~good) and 0 < grant.ttl_s <= 30
+        assert np.array_equal(in_place(mapped(engine.session), grant), expected(engine, 20)[good])
+    assert found(engine, blocks) == good.tolist() and place.counter("condemned_blocks_total") == 2

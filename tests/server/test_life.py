@@ -177,6 +177,34 @@ def test_a_hung_server_never_commits_what_was_taken_back(own_server: Server, eng
     print(f"{kept} of 40 stores were committed before they were taken back")
 
 
+def test_a_hung_server_never_commits_what_was_revoked_all_at_once(own_server: Server, engine: Make) -> None:
+    """As above, of several stores that nobody names; stores that come later are kept."""
+    one, reader = (
+        engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384),
+        engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384),
+    )
+    random, kept = np.random.default_rng(7), 0
+    for i in range(15):
+        parts = [[os.urandom(32) for _ in range(16)] for _ in range(2)]
+        one.kv[:, :32] = 7
+        futures = [
+            one.session.store(f"s{i}-{n}", f"s{i}-{n}", [BlockRun(0, blocks, np.arange(16 * n, 16 * n + 16, dtype=np.int32))], 20)
+            for n, blocks in enumerate(parts)
+        ]
+        time.sleep(random.uniform(0, 0.002))
+        os.kill(own_server.pid, signal.SIGSTOP)
+        one.session.revoke_stores()
+        one.kv[:, :32] = 13
+        os.kill(own_server.pid, signal.SIGCONT)
+        assert [future.result(10).status for future in futures]
+        kept += sum(holds_only(reader, f"r{i}-{n}", blocks, 7) for n, blocks in enumerate(parts))
+    later = [os.urandom(32)]
+    one.kv[:, :1] = 9
+    one.session.store("later", "later", [BlockRun(0, later, np.array([0], np.int32))], 20).result(10)
+    assert holds_only(reader, "later", later, 9)
+    print(f"{kept} of 30 stores were committed before they were revoked")
+
+
 def test_a_server_that_hangs_while_the_stream_breaks_never_commits_what_was_under_way(own_server: Server, engine: Make) -> None:
     """The store fails at once, the engine overwrites its blocks, and no wrong byte is ever ready."""
     reader = engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384)
@@ -291,3 +319,18 @@ def test_reason_of_an_unknown_session_is_not_found(own_server: Server, engine: M
     with pytest.raises(HotKVError) as caught:
         one.session.lookup([]).result(5)
     assert caught.value.reason is Reason.UNKNOWN_SESSION
+
+
+def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba names each kernel that it reads or compiles. The first store of a new installation took seconds for the last of them."""
+    pytest.importorskip("numba")
+    monkeypatch.setenv("NUMBA_DEBUG_CACHE", "1")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:
+        running.wait_ready()
+        said = running.log.read_text()
+        engine = PagedEngine(running.target, engine_id="one").connect()
+        hashes = [os.urandom(32) for _ in range(4)]
+        assert engine.session.store("s", "s", [BlockRun(0, hashes, np.arange(4, dtype=np.int32))], 20).result(20).num_bytes
+        engine.close()
+        assert "kernels.copy_runs" in said and "kernels." not in running.log.read_text()[len(said) :]

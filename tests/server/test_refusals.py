@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind
+from hotkv.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv.order import NO_ORDER
 from hotkv.results import BlockResult, TransferStatus
+from hotkv.retention import NO_RETENTION
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
-from hotkv_client import BlockRun, EngineMemory, GroupHashes, LinkState, LoadRun, Role, _wire
+from hotkv_client import BlockRun, EngineMemory, GroupHashes, LinkState, LoadRun, Role, Session, SessionConfig, _wire
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
+from hotkv_client.link import descriptor_socket
 from hotkv_client.testing import PagedEngine
 from hotkv_server.rpc.errors import CODES
 
@@ -114,6 +117,7 @@ def test_refusals_on_the_stream(server: Server, stored: tuple[PagedEngine, list[
         (session.store("a", "", [run([1])], 5), Reason.INVALID_FIELD, "lease_id"),
         (session.store("a", "mine", [run([1])], 5), Reason.DUPLICATE_ID, "lease_id"),
         (session.acquire("mine", [GroupHashes(0, blocks[:1])]), Reason.DUPLICATE_ID, "lease_id"),
+        (session.acquire("mine", [GroupHashes(0, [os.urandom(32) for _ in blocks])]), Reason.DUPLICATE_ID, "lease_id"),
         (session.acquire("x", [GroupHashes(0, blocks), GroupHashes(0, blocks)]), Reason.INVALID_FIELD, "groups"),
         (session.acquire("x", [GroupHashes(3, blocks)]), Reason.INVALID_FIELD, "group_index"),
         (session.acquire("x", [GroupHashes(0, blocks)], -1), Reason.INVALID_FIELD, "ttl_ms"),
@@ -313,6 +317,74 @@ def test_the_descriptor_socket_refuses(server: Server, stored: tuple[PagedEngine
                     assert not received
                     assert session_pb2.LinkResponse.FromString(answer).HasField("error")
     assert state(server) == before
+
+
+def memory_file(num_bytes: int) -> int:
+    fd = os.memfd_create("test")
+    os.truncate(fd, num_bytes)
+    return fd
+
+
+def linked(server: Server, session_id: str, fds: dict[str, int]) -> tuple[socket.socket, session_pb2.LinkResponse]:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(5)
+    peer.connect(str(descriptor_socket(server.target)))
+    socket.send_fds(peer, [_wire.link_request(session_id, list(fds))], list(fds.values()))
+    answer, received, _, _ = socket.recv_fds(peer, 65536, 4)
+    for fd in received:
+        os.close(fd)
+    return peer, session_pb2.LinkResponse.FromString(answer)
+
+
+def test_the_page_of_the_link_that_holds_is_read(server: Server, engine: Make) -> None:
+    """What came with a link that was refused is forgotten: the page of the link that holds is the one that is read."""
+    one = engine()
+    bare = Session(SessionConfig(server.target, "bare", Role.WORKER, one.key_space, use_table=False))
+    bare.start()
+    assert bare.wait_connected(10) and bare._connection is not None
+    session_id = bare._connection.session_id
+
+    def store(fence_index: int) -> int:
+        name, runs = os.urandom(4).hex(), [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))]
+        call = bare._call(lambda: _wire.store(name, name, runs, 5.0, NO_RETENTION, fence_index, 32), transfer_id=name)
+        return int(call.result(10).results[0][0])
+
+    files = [memory_file(8), memory_file(8), memory_file(one.kv.nbytes), memory_file(4 * FENCE_WORDS), memory_file(4 * FENCE_WORDS)]
+    little_kv, little_fence, kv, fence, other_fence = files
+    links = [linked(server, session_id, {"kv": little_kv, FENCE_HANDLE: little_fence})]
+    assert links[0][1].error.reason == Reason.INVALID_LAYOUT
+    links.append(linked(server, session_id, {"kv": kv, FENCE_HANDLE: fence}))
+    assert links[1][1].linked, links[1][1]
+    links.append(linked(server, session_id, {FENCE_HANDLE: other_fence}))
+    assert links[2][1].error.reason == Reason.DUPLICATE_ID
+    bare._call(lambda: _wire.register_memory(one.layout, NO_ORDER)).result(10)
+    os.pwrite(fence, (1).to_bytes(4, "little"), 4 * 7)
+    os.pwrite(other_fence, (1).to_bytes(4, "little"), 4 * 8)
+    assert [store(index) for index in (6, 7, 8)] == [BlockResult.STORED, BlockResult.ABORTED, BlockResult.STORED]
+    bare.close()
+    for peer, _ in links:
+        peer.close()
+    for fd in files:
+        os.close(fd)
+
+
+def test_a_store_with_a_fence_index_and_no_fence_is_refused(server: Server, engine: Make) -> None:
+    """A session that links its memory and no fence stores only what it never takes back."""
+    one = engine()
+    bare = Session(SessionConfig(server.target, "bare", Role.WORKER, one.key_space, use_table=False))
+    bare.start()
+    assert bare.wait_connected(10) and bare._connection is not None
+    kv = memory_file(one.kv.nbytes)
+    peer, answer = linked(server, bare._connection.session_id, {"kv": kv})
+    assert answer.linked
+    bare._call(lambda: _wire.register_memory(one.layout, NO_ORDER)).result(10)
+    runs = [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))]
+    with pytest.raises(HotKVError, match="linked no fence") as raised:
+        bare._call(lambda: _wire.store("t", "t", runs, 5.0, NO_RETENTION, 5, 32), transfer_id="t").result(10)
+    assert raised.value.reason is Reason.INVALID_FIELD
+    bare.close()
+    peer.close()
+    os.close(kv)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -198,11 +198,13 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     session_id: builtins.str
     """The asking session."""
     lease_id: builtins.str
-    """Chosen by the caller, unique in its engine."""
+    """Chosen by the caller, unique in its engine. The same call again gets the same answer; the id with other blocks is refused."""
     ttl_ms: builtins.int
     """Lifetime in milliseconds; zero for the server's default."""
     wants_offsets: builtins.bool
-    """Asks where the pinned blocks lie in the arena too. Refused to sessions that the link gives no arena; then nothing is pinned."""
+    """Asks where the pinned blocks lie in the arena too. Refused to sessions that the link gives no arena; then nothing is pinned. Blocks that
+    came back from an earlier server are compared with their check values first; what does not agree is not pinned.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHashes]:
         """Blocks to pin, per group."""
@@ -663,11 +665,15 @@ class StoreRequest(google.protobuf.message.Message):
     transfer_id: builtins.str
     """Chosen by the caller, unique in its session."""
     lease_id: builtins.str
-    """The write lease; taken on arrival where it was not reserved before. Ranks of one engine share it."""
+    """The write lease; taken on arrival where it was not reserved before. Ranks of one engine share it, and name no blocks that its first
+    call did not name.
+    """
     timeout_ms: builtins.int
     """Milliseconds after which the server gives up; zero for its default."""
     fence_index: builtins.int
-    """Word of the session's fence that revokes this store; zero for none. The server reads it after the copy and before the commit."""
+    """Word of the session's fence that revokes this store; zero for none. The server reads it after the copy and before the commit. Refused
+    where the session has linked no fence.
+    """
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
         """Blocks with their ids in engine memory."""

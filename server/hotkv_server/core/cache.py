@@ -23,7 +23,7 @@ from hotkv_server.core.arrays import first_occurrences, without
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.checks import Sums, sealed
 from hotkv_server.core.holds import Holds
-from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
+from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease, content_of
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.space import MAX_REFRESHED, Space
 from hotkv_server.core.transfers import LoadTransfer, StoreTransfer, TransferBook
@@ -156,24 +156,19 @@ class CacheCore:
             self.counters.held_blocks += self.holds.hold(entries, now_s + retention.ttl_s)
 
     def acquire(self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float) -> Grant:
-        """Pins the ready ones among the blocks. The same call again returns the same grant."""
+        """Pins the ready ones among the blocks. The same call again returns the same grant; the id with other blocks is refused."""
         session = self._session(session_number)
         indices = [g.group_index for g in groups]
         self._check_groups(self.catalog.record(session.key_space_id), indices, sum(len(g.hashes) for g in groups))
         if len(set(indices)) != len(indices):
             raise _invalid("groups lists a group twice; give each group one list")
-        existing = self._existing_lease(session, lease_id)
+        existing, content = self._existing_lease(session, lease_id), content_of(groups)
         if existing is not None:
-            if (
-                not isinstance(existing, ReadLease)
-                or existing.released
-                or [(g, len(e)) for g, e in existing.groups] != [(g.group_index, len(g.hashes)) for g in groups]
-            ):
+            if not isinstance(existing, ReadLease) or existing.released or existing.content != content:
                 raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use for another call; choose a new id")
             return Grant(tuple(entries != 0 for _, entries in existing.groups), max(0.0, existing.expires_s - now_s))
         ttl_s, owner = self._ttl(ttl_s), self.owner(session)
-        if sum(len(g.hashes) for g in groups) > self.leases.blocks.room(owner):
-            raise HotKVError(Reason.OVERLOADED, f"groups: {self.leases.blocks.refusal(owner, 'blocks under leases')}; release some first")
+        self.leases.check_room(owner, "groups", sum(len(g.hashes) for g in groups))
         tenant = self.space.tenants.number(session.key_space_id)
         budget = int(self.config.unadmitted_share * self.space.tenants.surely_bytes(tenant)) - self._unadmitted.get(tenant, 0)
         pinned: list[tuple[int, Entries]] = []
@@ -186,7 +181,9 @@ class CacheCore:
             total = int(upto[upto <= budget].max(initial=total))
             pinned.append((g.group_index, entries))
         number, expires_s = self.leases.next_number(), now_s + ttl_s
-        lease = ReadLease(session.engine_id, owner, lease_id, number, session_number, session.key_space_id, expires_s, pinned, total)
+        lease = ReadLease(
+            session.engine_id, owner, lease_id, number, session_number, session.key_space_id, expires_s, pinned, content, total
+        )
         self.leases.add(lease)
         self._count_unadmitted(lease, total)
         self.space.index.pin(lease.entries(), 1)
@@ -202,11 +199,12 @@ class CacheCore:
         return Grant(tuple(entries != 0 for _, entries in pinned), ttl_s)
 
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
-        """Where the blocks of a read lease lie, while it lasts: a list a group as it was asked for, -1 where not pinned."""
+        """Where the blocks of a read lease lie, while it lasts: a list a group as it was asked for, -1 where not pinned or not verified."""
         lease = self._lease(self._session(session_number), lease_id)
         if not isinstance(lease, ReadLease):
             raise _invalid(f"lease_id {lease_id!r} is a write lease; only blocks under a read lease stay where they are")
-        return tuple(np.where(entries != 0, self.space.index.offsets(entries), -1) for _, entries in lease.groups)
+        index = self.space.index
+        return tuple(np.where((e != 0) & ~index.unverified[e], index.offsets(e), -1) for _, e in lease.groups)
 
     def _count_unadmitted(self, lease: ReadLease, num_bytes: int) -> None:
         tenant = self.space.tenants.number(lease.key_space_id)
@@ -281,9 +279,10 @@ class CacheCore:
     def reserve(
         self, session_number: int, lease_id: str, runs: list[Run], ttl_s: float, now_s: float, retention: Retention = NO_RETENTION
     ) -> Reservation:
-        """Reserves slots for blocks that are neither ready nor in flight. The first call under a lease id decides; later ones only join.
+        """Reserves slots for blocks that are neither ready nor in flight. The first call under a lease id decides; later ones join.
 
-        A representation is reserved where its block is ready or reserved under this lease; whatever the order of runs, blocks come first.
+        A call that joins and names blocks that the first did not is refused. A representation is reserved where its block is ready or
+        reserved under this lease; whatever the order of runs, blocks come first.
         `retention`: of the first call; holds for blocks that are ready at once, for others when they become so.
         """
         session = self._session(session_number)
@@ -294,11 +293,16 @@ class CacheCore:
         lease = self._existing_lease(session, lease_id)
         if isinstance(lease, ReadLease):
             raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is a read lease; choose a new id")
+        listed = self.space.index.mixed_runs(session.key_space_id, runs)
+        if lease is not None and not lease.names(listed):
+            raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use for other blocks; choose a new id")
         ttl_s = self._ttl(ttl_s)
         deciding = lease is None
         if lease is None:
-            owner, number, expires_s = self.owner(session), self.leases.next_number(), now_s + ttl_s
-            lease = WriteLease(session.engine_id, owner, lease_id, number, session_number, session.key_space_id, expires_s, retention)
+            owner, expires_s, key_space_id = self.owner(session), now_s + ttl_s, session.key_space_id
+            self.leases.check_room(owner, "runs", len(listed))
+            number = self.leases.next_number()
+            lease = WriteLease(session.engine_id, owner, lease_id, number, session_number, key_space_id, expires_s, listed, retention)
         answers = {at: self._reserve_run(lease, record, runs[at], deciding, now_s) for at in _blocks_first([r.group_index for r in runs])}
         if deciding and (len(lease.entries) or record.key_space.num_shards > 1):
             self.leases.add(lease)

@@ -4,6 +4,8 @@ Always true: an entry number is free, reserved, ready or detached; a key has at 
 entries can be found by readers. Entries are rows of arrays, never Python objects. Nothing here evicts or allocates slots.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +13,7 @@ from hotkv import native, table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
 from hotkv_server.core import twins
+from hotkv_server.core.values import Run
 
 Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
@@ -222,6 +225,11 @@ class BlockIndex:
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
         """The same keys from hashes [n, 8], whether in the index or not."""
         return table.mix(hashes, int(self._salts[key_space_id, group_index]))
+
+    def mixed_runs(self, key_space_id: int, runs: Sequence[Run]) -> Keys:
+        """The same keys of all blocks of runs, one after the other; representations are left out."""
+        keys = [self.mixed_hashes(key_space_id, run.group_index, run.hashes) for run in runs if run.group_index < MAX_GROUPS]
+        return np.concatenate(keys) if keys else np.empty(0, np.uint64)
 
     def _free_numbers(self) -> list[int]:
         numbers: list[int] = []

@@ -2,26 +2,39 @@
 
 Always true: every lease has an owning engine, the session that took it, and an expiry; a lease with running copies is
 never settled, however late it is; what a read lease pins is unpinned exactly once, what a write lease reserved is
-published or dropped exactly once. Leases count for their `owner`, see `bounds`. This module keeps the books; `cache.py` acts on them.
+published or dropped exactly once. A lease knows which blocks it was asked for, so that its id answers for no others. Leases count for their
+`owner`, see `bounds`. This module keeps the books; `cache.py` acts on them.
 """
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv.errors import HotKVError, Reason
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.bounds import FairBound
 from hotkv_server.core.checks import Sums
+from hotkv_server.core.values import HashList
 
 Entries = NDArray[np.uint32]
+Keys = NDArray[np.uint64]
+
+
+def content_of(groups: Sequence[HashList]) -> int:
+    """64 bits of the groups and hashes that a call names, in their order. Odds of 2⁻⁶⁴ that another call has the same."""
+    return hash(tuple((g.group_index, g.hashes.tobytes()) for g in groups))
 
 
 @dataclass(slots=True)
 class ReadLease:
-    """Pins ready entries. `groups`: per queried group, (group index, entry number per asked hash, 0 where not pinned)."""
+    """Pins ready entries. `groups`: per queried group, (group index, entry number per asked hash, 0 where not pinned).
+
+    `content`: of the call that took it, see `content_of`.
+    """
 
     engine_id: str
     owner: str
@@ -31,6 +44,7 @@ class ReadLease:
     key_space_id: int
     expires_s: float
     groups: list[tuple[int, Entries]]
+    content: int
     pinned_bytes: int
     admitted: bool = False
     """True once a load has started under it: its request has been admitted by the engine."""
@@ -48,8 +62,8 @@ class ReadLease:
 class WriteLease:
     """Owns reserved entries until each is published or dropped. Its first call decides which blocks it owns, for all ranks.
 
-    `entries`: entry numbers still reserved. `shards_seen`: bitmask of shards whose store has ended. `parts`: entries whose bytes some
-    copy has written, and the sums of those bytes.
+    `listed`: mixed keys of the blocks that the first call named. `entries`: entry numbers still reserved. `shards_seen`: bitmask of shards
+    whose store has ended. `parts`: entries whose bytes some copy has written, and the sums of those bytes.
     """
 
     engine_id: str
@@ -59,12 +73,17 @@ class WriteLease:
     session_number: int
     key_space_id: int
     expires_s: float
+    listed: Keys
     retention: Retention = NO_RETENTION
     entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
     parts: list[tuple[Entries, Sums]] = field(default_factory=list)
     shards_seen: int = 0
     num_copies: int = 0
     released: bool = False
+
+    def names(self, keys: Keys) -> bool:
+        """True if the first call named all these blocks."""
+        return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
         """Notes the sums [n] of what a copy has written of entries [n], each once."""
@@ -84,8 +103,8 @@ Lease = ReadLease | WriteLease
 
 
 def _num_listed(lease: Lease) -> int:
-    """Blocks that a read lease was asked for. Those of write leases have slots, of which there are only so many."""
-    return sum(len(entries) for _, entries in lease.groups) if isinstance(lease, ReadLease) else 0
+    """Blocks that a lease was asked for."""
+    return sum(len(entries) for _, entries in lease.groups) if isinstance(lease, ReadLease) else len(lease.listed)
 
 
 class LeaseBook:
@@ -151,6 +170,12 @@ class LeaseBook:
             return None
         lease.expires_s = max(lease.expires_s, expires_s)
         return lease
+
+    def check_room(self, owner: str, field: str, num_blocks: int) -> None:
+        """Raises OVERLOADED unless the owner may have a lease that lists so many blocks more."""
+        if num_blocks > self.blocks.room(owner):
+            refusal = self.blocks.refusal(owner, "blocks under leases")
+            raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def elsewhere(self, engine_id: str, lease_id: str) -> bool:
         """True where another engine has a lease with this id."""

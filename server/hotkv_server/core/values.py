@@ -28,7 +28,7 @@ class TenantShare:
 class CoreConfig:
     """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most that requests may ask to keep.
 
-    `max_leased_blocks`: listed by read leases, found or not. `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares
+    `max_leased_blocks`: listed by leases, found or not. `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares
     by name; a tenant that is not named has none of its own and no bound. Times in seconds.
     """
 

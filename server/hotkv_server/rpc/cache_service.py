@@ -1,5 +1,6 @@
 """CacheService: the unary forms."""
 
+import asyncio
 from typing import Any
 
 from hotkv.v1 import cache_pb2, cache_pb2_grpc
@@ -23,7 +24,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     async def AcquireLease(self, request: cache_pb2.AcquireLeaseRequest, context: Any) -> cache_pb2.AcquireLeaseResponse:
         async def call() -> cache_pb2.AcquireLeaseResponse:
-            return calls.acquire(self._node, self._node.session(request.session_id), request)
+            acquired = calls.acquire(self._node, self._node.session(request.session_id), request)
+            return await acquired if isinstance(acquired, asyncio.Task) else acquired
 
         return await answer(self._node, context, call)
 

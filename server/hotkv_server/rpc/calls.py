@@ -7,6 +7,7 @@ from hotkv.keys import MAX_GROUPS
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.rpc import convert, sparse_convert
 from hotkv_server.rpc.errors import rights_log
+from hotkv_server.runtime.in_place import InPlaceGrant
 from hotkv_server.runtime.node import Node, TransferEnd
 from hotkv_server.runtime.session import LiveSession
 
@@ -50,8 +51,10 @@ def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError
     return HotKVError(Reason.UNKNOWN_LEASE, f"lease_id {lease_id!r} is unknown, released or expired; acquire it again")
 
 
-def acquire(node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest) -> cache_pb2.AcquireLeaseResponse:
-    """Pins ready blocks; says where they lie to a session that was given the arena."""
+def acquire(
+    node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
+) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
+    """Pins ready blocks; says where they lie to a session that was given the arena, later if they have to be compared first."""
     if request.wants_offsets and not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
@@ -60,12 +63,22 @@ def acquire(node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseReq
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     lease_id = _lease_id(request.lease_id)
     masks, ttl_s = node.acquire(session, lease_id, groups, convert.seconds("ttl_ms", request.ttl_ms))
-    offsets = node.core.slot_offsets(session.record.number, lease_id) if request.wants_offsets else ()
+    if not request.wants_offsets:
+        return cache_pb2.AcquireLeaseResponse(groups=convert.flags(request.groups, masks), ttl_ms=int(ttl_s * 1000))
+    granted = node.in_place.grant(session, lease_id)
+    return asyncio.create_task(_in_place_later(request, granted)) if isinstance(granted, asyncio.Task) else _in_place(request, granted)
+
+
+def _in_place(request: cache_pb2.AcquireLeaseRequest, granted: InPlaceGrant) -> cache_pb2.AcquireLeaseResponse:
     return cache_pb2.AcquireLeaseResponse(
-        groups=convert.flags(request.groups, masks),
-        ttl_ms=int(ttl_s * 1000),
-        offsets=convert.offsets(request.groups, offsets) if request.wants_offsets else (),
+        groups=convert.flags(request.groups, granted.pinned),
+        ttl_ms=int(granted.ttl_s * 1000),
+        offsets=convert.offsets(request.groups, granted.offsets),
     )
+
+
+async def _in_place_later(request: cache_pb2.AcquireLeaseRequest, granted: "asyncio.Task[InPlaceGrant]") -> cache_pb2.AcquireLeaseResponse:
+    return _in_place(request, await granted)
 
 
 def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest) -> cache_pb2.ReserveBlocksResponse:

@@ -133,7 +133,11 @@ class DescriptorServer:
             session = self._node.session(request.session_id)
             self._gate.admit(peer, session.key_space.tenant)
             self._take(session, request, fds, kept)
-            self._send(connection, session)
+            try:
+                self._send(connection, session)
+            except OSError:
+                session.forget(request.handle_ids)
+                raise
             session.close_link = connection.close
             return True
         except Exception as error:  # noqa: BLE001 The edge of the descriptor socket: every failure is an answer.
@@ -155,12 +159,15 @@ class DescriptorServer:
             raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
         for handle_id, fd in zip(request.handle_ids, fds, strict=True):
             check_memory(fd, handle_id[:64])
-        for handle_id, fd in zip(request.handle_ids, fds, strict=True):
-            kept.add(fd)
-            try:
+        received: list[str] = []
+        try:
+            for handle_id, fd in zip(request.handle_ids, fds, strict=True):
+                kept.add(fd)
                 session.receive(handle_id, fd)
-            except (ValueError, OSError) as error:
-                raise HotKVError(Reason.INVALID_LAYOUT, f"handle_ids: {error}") from error
+                received.append(handle_id)
+        except (HotKVError, ValueError, OSError) as error:
+            session.forget(received)
+            raise error if isinstance(error, HotKVError) else HotKVError(Reason.INVALID_LAYOUT, f"handle_ids: {error}") from error
 
     def _parse(self, packet: bytes) -> session_pb2.LinkRequest:
         try:

@@ -88,7 +88,7 @@ def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
     if isinstance(error, HotKVError):
         refusal = error
     else:
-        log.exception("a call failed in the server: %s", who)
+        log.error("a call failed in the server: %s", who, exc_info=error)
         node.health.note("a call", error)
         refusal = HotKVError(Reason.INTERNAL, f"the server failed: {type(error).__name__}; its log says more")
     node.refusals[refusal.reason] += 1

@@ -1,6 +1,7 @@
 """SessionService: one stream is one session.
 
-Calls are answered in the order they come, except transfers, which are answered when they end. While a client has many answers to read its
+Calls are answered in the order they come, except transfers, which are answered when they end, and leases whose blocks have to be compared
+with their check values first. While a client has many answers to read its
 calls wait; one that does not read is closed. However the stream ends, the session is settled and closed.
 
 A session acts for one tenant. Where there are tenants its peer has proven that it may, and its engine id is made the tenant's own: no
@@ -184,13 +185,16 @@ class _Stream:
             try:
                 response = await self._handle(request)
             except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
-                response = session_pb2.ConnectResponse(error=detail(as_refusal(self._node, error, self._session.name)))
+                response = self._refused(error)
                 if not request.request_id and not self._has_logged_refusal:
                     self._has_logged_refusal = True
                     log.warning("refused without an answer session=%d: %s", self._session.record.number, response.error.message)
             if response is not None and request.request_id:
                 response.request_id = request.request_id
                 self._send(response)
+
+    def _refused(self, error: Exception) -> session_pb2.ConnectResponse:
+        return session_pb2.ConnectResponse(error=detail(as_refusal(self._node, error, self._session.name)))
 
     async def _write(self) -> None:
         while True:
@@ -253,7 +257,11 @@ class _Stream:
             case "lookup":
                 return session_pb2.ConnectResponse(lookup=calls.lookup(node, session, request.lookup))
             case "acquire_lease":
-                return session_pb2.ConnectResponse(acquire_lease=calls.acquire(node, session, request.acquire_lease))
+                acquired = calls.acquire(node, session, request.acquire_lease)
+                if not isinstance(acquired, asyncio.Task):
+                    return session_pb2.ConnectResponse(acquire_lease=acquired)
+                acquired.add_done_callback(lambda done: self._answer_lease(request, done))
+                return None
             case "reserve_blocks":
                 return session_pb2.ConnectResponse(reserve_blocks=calls.reserve(node, session, request.reserve_blocks))
             case "release_lease":
@@ -299,6 +307,16 @@ class _Stream:
         """The error, when it may be answered."""
         await self._pace.turn()
         return error
+
+    def _answer_lease(self, request: session_pb2.ConnectRequest, done: "asyncio.Task[cache_pb2.AcquireLeaseResponse]") -> None:
+        if done.cancelled():
+            return
+        try:
+            answer = session_pb2.ConnectResponse(acquire_lease=done.result())
+        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+            answer = self._refused(error)
+        answer.request_id = request.request_id
+        self._send(answer)
 
     def _answer_load(self, request: session_pb2.ConnectRequest, done: "asyncio.Future[TransferEnd]") -> None:
         if not done.cancelled():

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, KeySpace, Representation
-from hotkv.layout import FENCE_WORDS, Layout
+from hotkv.layout import Layout
 from hotkv.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core import parts
@@ -35,6 +35,7 @@ from hotkv_server.runtime.engine_memory import EngineMemory, check_handles, open
 from hotkv_server.runtime.events import EventHub, EventPublisher, RunContent, removed_events, stored_events
 from hotkv_server.runtime.feed import Feeds
 from hotkv_server.runtime.health import Health
+from hotkv_server.runtime.in_place import InPlace
 from hotkv_server.runtime.order import MarkGate
 from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
 from hotkv_server.runtime.session import Drain, LiveSession
@@ -116,6 +117,7 @@ class Node:
         self.drain_timeout_s = 0.0
         self._arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self.verifier = verifier or Verifier(core, self._arena)
+        self.in_place = InPlace(core, self.verifier, self._run_effects)
         self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
         self._sums = SumThreads()
         self._use_notes = UseNotes(core)
@@ -235,7 +237,7 @@ class Node:
             return
         session.closing = True
         session.cancel_transfers()
-        while session.jobs or session.num_selects:
+        while session.jobs or session.num_reads:
             session.settled.clear()
             await session.settled.wait()
         if session.memory is not None and session.memory.waits_for_devices:
@@ -363,8 +365,7 @@ class Node:
         """
         self._check_room(session)
         memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
-        if not 0 <= fence_index < FENCE_WORDS:
-            raise HotKVError(Reason.INVALID_FIELD, f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}")
+        session.check_fence(fence_index)
         for run, ids in zip(runs, block_ids, strict=True):
             if len(ids) != len(run.hashes):
                 raise HotKVError(

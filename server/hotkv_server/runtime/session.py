@@ -6,7 +6,7 @@ Always true: the outbox is bounded; a session that does not read is closed, and 
 import asyncio
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hotkv.errors import HotKVError, Reason
@@ -42,8 +42,8 @@ class LiveSession:
     jobs: dict[str, CopyJob] = field(default_factory=dict)
     inflight_bytes: int = 0
     """Of its transfers."""
-    num_selects: int = 0
-    """Selections that are under way: they read the arena under its leases."""
+    num_reads: int = 0
+    """Selections and comparisons that are under way: they read the arena under its leases."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: EngineMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
@@ -101,23 +101,56 @@ class LiveSession:
                 self.on_overflow()
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Takes over a descriptor that came over the descriptor socket. Raises ValueError for a fence that is too short."""
-        if handle_id == FENCE_HANDLE and self.fence is None:
-            self.fence = FileMapping(fd, FENCE_WORDS * 4, handle_id, on_cut=self.cancel_transfers)
-        elif handle_id in self.received_fds:
+        """Takes over a descriptor that came over the descriptor socket, also where it raises: DUPLICATE_ID for a handle that has come
+        before, ValueError for a fence that is too short, OSError for one that can't be mapped.
+        """
+        if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
+            raise HotKVError(Reason.DUPLICATE_ID, f"handle_ids: a descriptor for {handle_id!r} has come before; open another session")
+        if handle_id == FENCE_HANDLE:
+            self.fence = FileMapping(fd, FENCE_WORDS * 4, handle_id, on_cut=self.cancel_transfers)
         else:
             self.received_fds[handle_id] = fd
+
+    def forget(self, handle_ids: Sequence[str]) -> None:
+        """Closes descriptors that have come with a link that failed in the end, before anything was made of them."""
+        for handle_id in handle_ids:
+            if handle_id == FENCE_HANDLE and self.fence is not None:
+                self.fence.close()
+                self.fence = None
+            elif handle_id in self.received_fds:
+                os.close(self.received_fds.pop(handle_id))
 
     def cancel_transfers(self) -> None:
         """Asks all of its transfers to end early. From any thread."""
         for job in list(self.jobs.values()):
             job.cancel()
 
+    def check_fence(self, fence_index: int) -> None:
+        """Raises unless a store with this fence index can be revoked, or says by 0 that it need not be."""
+        if not 0 <= fence_index < FENCE_WORDS:
+            raise HotKVError(Reason.INVALID_FIELD, f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}")
+        if fence_index and self.fence is None:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"fence_index is {fence_index}, but this session has linked no fence, so that the store could not be revoked; send the "
+                f"page's descriptor as {FENCE_HANDLE!r} with the link, or 0 for a store that is never revoked",
+            )
+        if fence_index and self.fence is not None and not self.fence.is_whole():
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"fence_index is {fence_index}, but the file of the fence is shorter than its {FENCE_WORDS * 4} bytes by now; "
+                "open another session with a whole one",
+            )
+
     def is_revoked(self, fence_index: int) -> bool:
-        """Whether the engine has taken its blocks back. Asked after a copy and before its commit: none keeps overwritten bytes."""
-        if not fence_index or self.fence is None:
+        """Whether the engine has taken its blocks back, or could not have said so. Asked after a copy and before its commit: none keeps
+        overwritten bytes.
+        """
+        if not fence_index:
             return False
+        if self.fence is None:
+            return True
         return not self.fence.is_whole() or ctypes.c_uint32.from_address(self.fence.address + 4 * fence_index).value != 0
 
     def release_memory(self) -> None:

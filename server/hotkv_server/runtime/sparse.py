@@ -206,11 +206,11 @@ class SparseDecode:
         # Shielded: a client that goes away does not cut short what reads the arena.
         task = asyncio.create_task(self._select(session, sequence, spec, request))
         self._running[task] = time.monotonic()
-        session.num_selects += 1
+        session.num_reads += 1
 
         def ended(done: asyncio.Task[Selected]) -> None:
             del self._running[done]
-            session.num_selects -= 1
+            session.num_reads -= 1
             session.settled.set()
             if not done.cancelled() and done.exception() is None:
                 self.counters.served_selects += 1
@@ -254,12 +254,7 @@ class SparseDecode:
 
     async def _verify(self, sequence: LiveSequence) -> None:
         """Compares representations that came back from an old server, as a load does, before any is read; nothing to do, as a rule."""
-        waiting = sequence.entries[self._core.space.index.unverified[sequence.entries]]
-        if not len(waiting):
-            return
-        cases = self._verifier.cases(np.unique(waiting))
-        verdicts = await asyncio.get_running_loop().run_in_executor(None, self._verifier.judge, cases)
-        if len(self._verifier.settle(cases, verdicts)):
+        if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
                 f"sequence_id {sequence.sequence_id!r}: a representation's bytes are not those that were stored; append its blocks again",

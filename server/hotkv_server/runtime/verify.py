@@ -1,9 +1,9 @@
-"""Comparing blocks with their check values: as many as time allows at start, the rest at their first load, all in the background.
+"""Comparing blocks with their check values: as many as time allows at start, the rest at their first use, all in the background.
 
-Always true: a block that came back from an old server is loaded by nobody before its bytes have been compared once; a block whose bytes
-are not those of its check value is condemned: nobody finds it from then on, and under a lease that was granted before each load of it
-fails. Bytes are read on copy threads. A block that is not pinned may go while it is read; so what does not agree counts only where the
-entry is still the same afterwards.
+Always true: a block that came back from an old server is loaded by nobody, and nobody is told where it lies, before its bytes have been
+compared once; a block whose bytes are not those of its check value is condemned: nobody finds it from then on, and under a lease that was
+granted before each load of it fails. Bytes are read on copy threads. A block that is not pinned may go while it is read; so what does not
+agree counts only where the entry is still the same afterwards.
 """
 
 import asyncio
@@ -91,6 +91,14 @@ class Verifier:
             log.error("condemned blocks=%d first=%s: their bytes are not those of their check values", len(ready), first)
             condemn(self._core, ready)
         return bad
+
+    async def compare(self, entries: Entries) -> Entries:
+        """Compares those of the entries, which a lease keeps, that are not verified; returns what does not agree, each once."""
+        waiting = np.unique(entries[self._core.space.index.unverified[entries]])
+        if not len(waiting):
+            return waiting
+        cases = self.cases(waiting)
+        return self.settle(cases, await asyncio.get_running_loop().run_in_executor(None, self.judge, cases))
 
     def _name(self, entry: int) -> str:
         (key_space,), (group,), hashes = self._core.space.index.keys(np.array([entry], np.uint32))

@@ -1,0 +1,112 @@
+"""An id that a client chose answers for what it was first used for, and for nothing else."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import MAX_GROUPS, Representation
+from hotkv.results import BlockResult
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import LRU
+from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
+from tests.core.cache_model import snapshot
+from tests.core.support import make_key_space, make_table, words_of
+
+SLAB = 4 * SLOT_ALIGN
+
+
+def make_core(num_shards: int = 1, **config: int) -> tuple[CacheCore, int]:
+    """A core and the number of a session that declares a representation of group 0."""
+    core = CacheCore(CoreConfig(6 * SLAB, SLAB, 50, unadmitted_share=1.0, **config), make_table(50), LRU(50))
+    kinds = (Representation(0, "f", 1, (SLOT_ALIGN // num_shards,) * num_shards),)
+    return core, core.open_session("e", "w", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN, num_shards), 0.0, kinds).number
+
+
+def stored(core: CacheCore, session: int, numbers: range) -> None:
+    core.begin_store(session, "s", "s", [Run(0, words_of(numbers))], 0, 0.0, 0.0)
+    core.end_store(session, "s", True, 0.0)
+
+
+def refused(
+    core: CacheCore, call: Callable[[], object], reason: Reason = Reason.DUPLICATE_ID, match: str = "lease_id 'id' is in use"
+) -> None:
+    before = snapshot(core)
+    with pytest.raises(HotKVError, match=match) as raised:
+        call()
+    assert raised.value.reason is reason and snapshot(core) == before
+
+
+@pytest.mark.parametrize("other", [[0, 2], [7, 8], [1, 0], [0, 0], [0], [0, 1, 2]])
+def test_the_id_of_a_read_lease_does_not_answer_for_other_blocks(other: list[int]) -> None:
+    """Ready or not: a hash that was never stored must not be granted the slot of another."""
+    core, session = make_core()
+    stored(core, session, range(4))
+    first = core.acquire(session, "id", [HashList(0, words_of([0, 1]))], 0.0, 0.0)
+    assert first.pinned[0].all()
+    refused(core, lambda: core.acquire(session, "id", [HashList(0, words_of(other))], 0.0, 0.0))
+    refused(core, lambda: core.acquire(session, "id", [HashList(1, words_of([0, 1]))], 0.0, 0.0))
+    again = core.acquire(session, "id", [HashList(0, words_of([0, 1]))], 0.0, 0.0)
+    assert again.pinned[0].tolist() == first.pinned[0].tolist()
+    core.release(session, "id")
+    assert core.acquire(session, "id", [HashList(0, words_of(other))], 0.0, 0.0).pinned[0].tolist() == [n < 4 for n in other]
+
+
+def test_the_id_of_a_lease_that_found_nothing_does_not_answer_for_other_blocks() -> None:
+    core, session = make_core()
+    stored(core, session, range(4))
+    assert not core.acquire(session, "id", [HashList(0, words_of([8, 9]))], 0.0, 0.0).pinned[0].any()
+    refused(core, lambda: core.acquire(session, "id", [HashList(0, words_of([0, 1]))], 0.0, 0.0))
+
+
+def test_the_id_of_a_write_lease_does_not_answer_for_other_blocks() -> None:
+    """Ranks that join name what the first call named, or less of it."""
+    core, session = make_core(2)
+    first = [Run(0, words_of([0, 1, 2])), Run(1, words_of([0]))]
+    core.reserve(session, "id", first, 0.0, 0.0)
+    for other in ([Run(0, words_of([3]))], [Run(0, words_of([0, 1, 3]))], [*first, Run(1, words_of([1]))]):
+        refused(core, lambda runs=other: core.reserve(session, "id", runs, 0.0, 0.0))  # type: ignore[misc]
+        refused(core, lambda runs=other: core.begin_store(session, "t", "id", runs, 1, 0.0, 0.0))  # type: ignore[misc]
+    refused(core, lambda: core.acquire(session, "id", [HashList(0, words_of([0]))], 0.0, 0.0))
+    same = core.reserve(session, "id", first, 0.0, 0.0)
+    assert {value for row in same.results for value in row.tolist()} == {BlockResult.RESERVED}
+    less = core.reserve(session, "id", [Run(0, words_of([2, 0]))], 0.0, 0.0)
+    assert less.results[0].tolist() == [BlockResult.RESERVED] * 2
+
+
+def test_a_rank_may_bring_representations_that_the_first_did_not_name() -> None:
+    """Each rank sends those that it could build; the blocks come all the same."""
+    core, session = make_core(2)
+    core.reserve(session, "id", [Run(0, words_of([0, 1]))], 0.0, 0.0)
+    runs = [Run(0, words_of([0, 1])), Run(MAX_GROUPS, words_of([0, 1]))]
+    results = core.reserve(session, "id", runs, 0.0, 0.0).results
+    assert [row.tolist() for row in results] == [[BlockResult.RESERVED] * 2, [BlockResult.NO_SPACE] * 2]
+
+
+def test_blocks_that_write_leases_list_are_bounded() -> None:
+    """Also those that have no slots of their own: present ones."""
+    core, session = make_core(2, max_leased_blocks=16)
+    for shard in range(2):
+        core.begin_store(session, "s", "s", [Run(0, words_of(range(4)))], shard, 0.0, 0.0)
+        core.end_store(session, "s", True, 0.0)
+    core.reserve(session, "id", [Run(0, words_of(range(4)))], 0.0, 0.0)
+    more = [Run(0, words_of(range(4)))] * 2
+    refused(core, lambda: core.reserve(session, "other", more, 0.0, 0.0), Reason.OVERLOADED, "runs: .*blocks under leases")
+    core.check_invariants()
+
+
+def test_the_id_of_a_transfer_in_flight_is_taken() -> None:
+    core, session = make_core()
+    stored(core, session, range(4))
+    core.acquire(session, "r", [HashList(0, words_of([0, 1]))], 0.0, 0.0)
+    core.begin_load(session, "t", "r", [LoadPositions(0, np.array([0]))])
+    taken = "transfer_id 't' is in flight"
+    refused(core, lambda: core.begin_load(session, "t", "r", [LoadPositions(0, np.array([1]))]), match=taken)
+    refused(core, lambda: core.begin_store(session, "t", "w", [Run(0, words_of([9]))], 0, 0.0, 0.0), match=taken)
+    core.end_load(session, "t", True)
+    assert (
+        core.begin_load(session, "t", "r", [LoadPositions(0, np.array([1]))])[0].entries.tolist()
+        == core.space.index.find(1, 0, words_of([1])).tolist()
+    )

@@ -1,0 +1,197 @@
+"""Comparing before offsets go out: nobody waits for it but who asked, and what happens meanwhile to the lease changes the answer."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv.table import Words, hash_words
+from hotkv.v1 import cache_pb2, session_pb2
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import LRU
+from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.rpc import calls
+from hotkv_server.rpc.pace import Pace
+from hotkv_server.rpc.session_service import _Stream
+from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.session import LiveSession
+
+NUM_BLOCKS = 8
+KEY_SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
+LAYOUT = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", NUM_BLOCKS * 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),))
+HASHES = [os.urandom(32) for _ in range(NUM_BLOCKS)]
+
+
+class Place:
+    """A node with eight blocks that nobody has compared since they came back; comparing waits for `go`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memory = NodeMemory.open(folder / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
+        self.copies = HostCopyEngine(1)
+        core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64, check_stride=1, unadmitted_share=1.0), self.memory.table, LRU(64))
+        self.node = Node(core, self.memory, self.copies)
+        self.go = threading.Event()
+        self.num_compared = 0
+        judge = self.node.verifier.judge
+
+        def judge_later(cases: Any) -> Any:
+            self.num_compared += sum(len(case.evidence.entries) for case in cases)
+            assert self.go.wait(10)
+            return judge(cases)
+
+        monkeypatch.setattr(self.node.verifier, "judge", judge_later)
+
+    @property
+    def entries(self) -> Words:
+        return self.node.core.space.index.find(1, 0, hash_words(b"".join(HASHES), 32))
+
+    async def open(self) -> LiveSession:
+        session = await self.node.open_session("e", "worker", KEY_SPACE, "test")
+        session.receive("kv", os.memfd_create("kv"))
+        os.truncate(session.received_fds["kv"], NUM_BLOCKS * 4096)
+        await self.node.register_memory(session, LAYOUT)
+        run = Run(0, hash_words(b"".join(HASHES), 32))
+        await self.node.store(session, "s", "s", [run], [np.arange(NUM_BLOCKS)], 5.0)
+        self.node.core.space.index.unverified[self.entries] = True
+        session.close_link = lambda: None
+        return session
+
+    def spoil(self, number: int) -> None:
+        self.memory.arena.array()[int(self.node.core.space.index.offsets(self.entries[number : number + 1])[0]) + 9] ^= 1
+
+    def acquire(self, session: LiveSession, lease_id: str, hashes: list[bytes] = HASHES) -> Any:
+        groups = [cache_pb2.GroupHashes(group_index=0, hashes=b"".join(hashes))]
+        return calls.acquire(self.node, session, cache_pb2.AcquireLeaseRequest(lease_id=lease_id, groups=groups, wants_offsets=True))
+
+
+def offsets(answer: cache_pb2.AcquireLeaseResponse) -> list[int]:
+    return np.frombuffer(answer.offsets[0].offsets, "<i8").tolist()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Place, LiveSession], Awaitable[None]]], None]]:
+    """Runs a scenario over a place and a session of it."""
+    place = Place(tmp_path, monkeypatch)
+
+    async def whole(scenario: Callable[[Place, LiveSession], Awaitable[None]]) -> None:
+        await scenario(place, await place.open())
+        place.node.core.check_invariants()
+        place.go.set()
+        await place.node.close()
+        assert not place.node.core.leases.all()
+
+    yield lambda scenario: asyncio.run(whole(scenario))
+    place.copies.close()
+    place.memory.remove()
+
+
+def test_what_was_compared_is_answered_at_once(run: Any) -> None:
+    async def scenario(place: Place, session: LiveSession) -> None:
+        place.go.set()
+        first = await place.acquire(session, "a")
+        again = place.acquire(session, "a")
+        assert isinstance(again, cache_pb2.AcquireLeaseResponse) and offsets(again) == offsets(first)
+        assert isinstance(place.acquire(session, "b", HASHES[:3]), cache_pb2.AcquireLeaseResponse)
+        assert place.num_compared == NUM_BLOCKS and min(offsets(first)) >= 0 and len(set(offsets(first))) == NUM_BLOCKS
+
+    run(scenario)
+
+
+def test_others_are_served_while_blocks_are_compared(run: Any) -> None:
+    async def scenario(place: Place, session: LiveSession) -> None:
+        place.spoil(5)
+        waiting = [place.acquire(session, "a"), place.acquire(session, "a")]
+        await asyncio.sleep(0.02)
+        assert not any(call.done() for call in waiting)
+        other = await place.node.open_session("other", "worker", KEY_SPACE, "test")
+        masks, _ = place.node.acquire(other, "o", [HashList(0, hash_words(b"".join(HASHES), 32))], 5.0)
+        assert masks[0].all(), "without offsets nothing is promised of the bytes: a load compares them"
+        place.go.set()
+        for call in waiting:
+            answer = await call
+            assert [at >= 0 for at in offsets(answer)] == [number != 5 for number in range(NUM_BLOCKS)]
+            assert [bool(flag) for flag in answer.groups[0].flags[:NUM_BLOCKS]] == [number != 5 for number in range(NUM_BLOCKS)]
+        assert place.num_compared == NUM_BLOCKS, "a lease is compared once, however often it is asked for"
+        assert place.node.core.counters.condemned_blocks == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_lease_that_ends_meanwhile_grants_nothing(run: Any, again: bool) -> None:
+    """Also where its id has been taken for other blocks by then."""
+
+    async def scenario(place: Place, session: LiveSession) -> None:
+        waiting = place.acquire(session, "a", HASHES[:2])
+        await asyncio.sleep(0.02)
+        assert place.node.core.release(session.record.number, "a")
+        later = place.acquire(session, "a", HASHES[2:4]) if again else None
+        place.go.set()
+        with pytest.raises(HotKVError, match="lease_id 'a' was released or has expired") as raised:
+            await waiting
+        assert raised.value.reason is Reason.UNKNOWN_LEASE
+        if later is not None:
+            index = place.node.core.space.index
+            assert offsets(await later) == index.offsets(place.entries[2:4]).tolist()
+
+    run(scenario)
+
+
+def test_a_session_that_closes_waits_for_what_reads_the_arena(run: Any) -> None:
+    async def scenario(place: Place, session: LiveSession) -> None:
+        waiting = place.acquire(session, "a")
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        closing = asyncio.create_task(place.node.close_session(session))
+        await asyncio.sleep(0.02)
+        assert not closing.done()
+        place.go.set()
+        await closing
+
+    run(scenario)
+
+
+def test_the_stream_goes_on_and_answers_later(run: Any) -> None:
+    """With the grant, or with the reason why there is none."""
+
+    async def scenario(place: Place, session: LiveSession) -> None:
+        place.spoil(0)
+        stream = _Stream(place.node, session, None, Pace(1000.0))
+        groups = [cache_pb2.GroupHashes(group_index=0, hashes=b"".join(HASHES))]
+        for number, lease_id in enumerate("ab", 1):
+            acquiring = cache_pb2.AcquireLeaseRequest(lease_id=lease_id, groups=groups, wants_offsets=True)
+            assert await stream._handle(session_pb2.ConnectRequest(request_id=number, acquire_lease=acquiring)) is None
+        assert place.node.core.release(session.record.number, "a")
+        assert await stream._handle(session_pb2.ConnectRequest(request_id=3, ping=session_pb2.Ping())) is not None
+        await asyncio.sleep(0.02)
+        assert stream._outbox.empty()
+        place.go.set()
+        answers: dict[int, session_pb2.ConnectResponse] = {}
+        while not {1, 2} <= answers.keys():
+            answer = await asyncio.wait_for(stream._outbox.get(), 10)
+            answers[answer.request_id] = answer
+        assert answers[1].error.reason == Reason.UNKNOWN_LEASE
+        assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == [number != 0 for number in range(NUM_BLOCKS)]
+
+    run(scenario)
+
+
+def test_what_can_not_be_compared_is_not_granted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(place: Place, session: LiveSession) -> None:
+        monkeypatch.setattr(place.node.verifier, "judge", lambda cases: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await place.acquire(session, "a")
+        assert set(place.node.core.slot_offsets(session.record.number, "a")[0].tolist()) == {-1}
+
+    run(scenario)

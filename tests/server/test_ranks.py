@@ -1,0 +1,155 @@
+"""Ranks of one engine that store blocks together: the real server and `FakeServer` answer alike, call by call."""
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from demo.processes import Server
+from hotkv.errors import HotKVError, Reason
+from hotkv_client import BlockResult, BlockRun, GroupHashes, LoadRun, TransferStatus
+from hotkv_client.testing import FakeServer, PagedEngine
+from tests.server.support import block_ids, hashes
+
+STORED, PRESENT, WRITTEN, NO_SPACE, IN_FLIGHT = (
+    BlockResult.STORED,
+    BlockResult.PRESENT,
+    BlockResult.WRITTEN,
+    BlockResult.NO_SPACE,
+    BlockResult.IN_FLIGHT,
+)
+
+
+class Rank:
+    """One rank of an engine with two shards, over a real server or a fake one."""
+
+    def __init__(self, server: Any, name: str, shard: int) -> None:
+        is_fake = isinstance(server, FakeServer)
+        target = "unix:/nowhere" if is_fake else server.target
+        self.engine = PagedEngine(target, model=name, engine_id=name, shard_index=shard, num_shards=2, num_blocks=16)
+        self.engine.kv[:] = np.random.default_rng(shard).integers(0, 256, self.engine.kv.shape, np.uint8)
+        self.session: Any
+        if is_fake:
+            self.session = server.open(self.engine.session.config, self.engine.layout, {"kv": self.engine.fd})
+        else:
+            self.session = self.engine.connect().session
+
+    def store(self, lease_id: str, blocks: list[bytes], first: int = 0) -> list[BlockResult]:
+        run = BlockRun(0, blocks, block_ids(len(blocks), first))
+        result = self.session.store(os.urandom(8).hex(), lease_id, [run], 10).result(10)
+        assert result.status is TransferStatus.DONE
+        return [BlockResult(value) for value in result.results[0].tolist()]
+
+    def acquire(self, lease_id: str, blocks: list[bytes]) -> list[bool]:
+        mask: list[bool] = self.session.acquire(lease_id, [GroupHashes(0, blocks)]).result(10).pinned[0].tolist()
+        return mask
+
+    def found(self, blocks: list[bytes]) -> list[bool]:
+        mask: list[bool] = self.session.lookup([GroupHashes(0, blocks)]).result(10)[0].tolist()
+        return mask
+
+    def close(self) -> None:
+        self.session.close()
+
+
+Open = Callable[[int], Rank]
+
+
+@pytest.fixture(params=["fake", "real"])
+def rank(request: pytest.FixtureRequest) -> Iterator[Open]:
+    """Opens ranks of one engine, by shard."""
+    server: FakeServer | Server = FakeServer() if request.param == "fake" else request.getfixturevalue("server")
+    name, opened = uuid.uuid4().hex, list[Rank]()
+
+    def make(shard: int) -> Rank:
+        opened.append(Rank(server, name, shard))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+        one.engine.close()
+
+
+def refused(call: Callable[[], object]) -> None:
+    with pytest.raises(HotKVError) as raised:
+        call()
+    assert raised.value.reason is Reason.DUPLICATE_ID and "lease_id" in raised.value.message
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_block_is_ready_when_every_shard_is_written(rank: Open, order: tuple[int, int]) -> None:
+    ranks, blocks = [rank(0), rank(1)], hashes(3)
+    first, last = ranks[order[0]], ranks[order[1]]
+    assert first.store("w", blocks) == [WRITTEN] * 3
+    assert first.found(blocks) == [False] * 3 and first.acquire("early", blocks) == [False] * 3
+    assert first.store("w", blocks) == [WRITTEN] * 3, "its shard is written already"
+    assert last.store("w", blocks) == [STORED] * 3
+    assert last.found(blocks) == [True] * 3
+    assert last.store("w", blocks) == first.store("other", blocks) == [PRESENT] * 3
+    for one in ranks:
+        assert one.acquire(f"r{one.engine.layout.shard_index}", blocks) == [True] * 3
+        kept = one.engine.kv[:, :3].copy()
+        positions = np.arange(3, dtype=np.int32)
+        run = LoadRun(0, positions, block_ids(3, 8))
+        result = one.session.load("l", f"r{one.engine.layout.shard_index}", [run], 10).result(10)
+        assert result.status is TransferStatus.DONE and np.array_equal(one.engine.kv[:, 8:11], kept), "each rank gets its own shard"
+
+
+def test_what_the_first_rank_was_told_holds_for_the_others(rank: Open) -> None:
+    one, two = rank(0), rank(1)
+    blocks, others = hashes(4), hashes(2)
+    assert one.store("before", blocks[:1]) == [WRITTEN] and two.store("before", blocks[:1]) == [STORED]
+    assert one.store("w", blocks) == [PRESENT, WRITTEN, WRITTEN, WRITTEN]
+    assert two.store("another", [*blocks[:2], *others]) == [PRESENT, IN_FLIGHT, WRITTEN, WRITTEN]
+    refused(lambda: two.store("w", [*blocks, *others]))
+    refused(lambda: two.store("w", others))
+    assert two.store("w", [blocks[2], blocks[0]]) == [STORED, PRESENT]
+    assert one.found(blocks) == [True, False, True, False]
+    assert two.store("w", blocks) == [PRESENT, STORED, PRESENT, STORED]
+    assert one.store("another", others) == [STORED] * 2
+
+
+def test_a_block_that_is_listed_twice_is_copied_once(rank: Open) -> None:
+    one, two = rank(0), rank(1)
+    (block,) = hashes(1)
+    assert one.store("w", [block, block]) == [WRITTEN, IN_FLIGHT]
+    assert two.store("w", [block, block]) == [STORED, IN_FLIGHT]
+
+
+def test_an_id_is_of_one_kind_and_for_the_same_blocks(rank: Open) -> None:
+    one, two = rank(0), rank(1)
+    blocks, others = hashes(2), hashes(2)
+    assert one.store("w", blocks) == [WRITTEN] * 2
+    refused(lambda: two.acquire("w", blocks))
+    assert two.store("w", blocks) == [STORED] * 2
+    assert one.acquire("r", blocks) == two.acquire("r", blocks) == [True] * 2
+    for asked in (others, blocks[::-1], blocks[:1]):
+        refused(lambda asked=asked: two.acquire("r", asked))  # type: ignore[misc]
+    refused(lambda: two.store("r", others))
+
+
+def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
+    one, two = rank(0), rank(1)
+    blocks = hashes(2)
+    assert one.store("w", blocks) == [WRITTEN] * 2
+    assert one.session.flush().result(10) == 0
+    assert two.store("w", blocks) == [NO_SPACE] * 2
+    assert one.found(blocks) == [False] * 2
+    assert one.store("w", blocks) == [WRITTEN] * 2 and two.store("w", blocks) == [STORED] * 2
+
+
+@pytest.mark.parametrize("survivor", [0, 1])
+def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
+    """The lease ends with the session that took it; the shard of the other rank waits for a new one."""
+    gone, stays = rank(1 - survivor), rank(survivor)
+    blocks = hashes(2)
+    assert gone.store("w", blocks) == [WRITTEN] * 2
+    gone.close()
+    assert stays.store("w", blocks) == [WRITTEN] * 2
+    assert stays.found(blocks) == [False] * 2
+    assert rank(1 - survivor).store("w", blocks, 5) == [STORED] * 2
+    assert stays.found(blocks) == [True] * 2
