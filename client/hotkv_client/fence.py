@@ -54,6 +54,10 @@ class Fence:
         """From here on the store of this word commits nothing more."""
         self._words[index] = 1
 
+    def revoke_all(self) -> None:
+        """The same for all stores under way. A free word is cleared when it is taken."""
+        self._words[1:] = 1
+
     def give_back(self, index: int) -> None:
         """The server has answered, or is dead."""
         if index:
@@ -98,6 +102,10 @@ class SharedFence:
         """From here on the store of this word commits nothing more."""
         self._words[index] = 1
 
+    def revoke_all(self) -> None:
+        """The same for all stores under way. A free word is cleared when it is taken."""
+        self._words[1:SHARED_WORDS] = 1
+
     def give_back(self, index: int) -> None:
         """The server has answered, or is dead."""
         if index:
@@ -112,8 +120,10 @@ class Revocations:
 
     def __init__(self, places: Sequence[FencePlace]) -> None:
         self._pages = [_found(place) for place in places]
-        self._free = list(range(SHARED_WORDS - 1, 0, -1))
-        self._ended: list[int] = []
+        # Of stores whose words another one has chosen, sessions may still wait for the server's answers; nobody else could revoke them now.
+        self.revoke_all()
+        self._ended = list(range(SHARED_WORDS - 1, 0, -1))
+        self._free = self._answered()
 
     def __repr__(self) -> str:
         return f"Revocations({len(self._free)}/{SHARED_WORDS - 1} words free, {len(self._ended)} ended, {len(self._pages)} pages)"
@@ -121,9 +131,7 @@ class Revocations:
     def take(self) -> int:
         """A cleared word; 0 where all are in use: such a store must not be sent."""
         if not self._free:
-            answered = [index for index in self._ended if not any(page[SHARED_WORDS + index] for page in self._pages)]
-            self._ended = [index for index in self._ended if index not in set(answered)]
-            self._free = answered
+            self._free = self._answered()
         if not self._free:
             return 0
         index = self._free.pop()
@@ -131,10 +139,22 @@ class Revocations:
             page[index] = 0
         return index
 
+    def _answered(self) -> list[int]:
+        """Takes out of the ended words those that no session waits for."""
+        waiting = {index for index in self._ended if any(page[SHARED_WORDS + index] for page in self._pages)}
+        answered = [index for index in self._ended if index not in waiting]
+        self._ended = list(waiting)
+        return answered
+
     def revoke(self, index: int) -> None:
         """From here on the store of this word commits nothing more, in any session."""
         for page in self._pages:
             page[index] = 1
+
+    def revoke_all(self) -> None:
+        """The same for all stores under way."""
+        for page in self._pages:
+            page[1:SHARED_WORDS] = 1
 
     def end(self, index: int) -> None:
         """No session will send the store of this word any more, or needs what it has not yet committed."""

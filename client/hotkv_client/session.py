@@ -188,8 +188,9 @@ class Session:
     def acquire(
         self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0, *, wants_offsets: bool = False
     ) -> "Future[LeaseGrant]":
-        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default. `wants_offsets`: also says where they lie in `arena()`,
-        and fails as NOT_ALLOWED where there is none.
+        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default. The same call again gets the same answer; the same id
+        with other blocks fails as DUPLICATE_ID. `wants_offsets`: also says where they lie in `arena()`, and fails as NOT_ALLOWED if there
+        is none; blocks that came back from an earlier server are compared with their check values first.
         """
         return self._call(lambda: _wire.acquire(lease_id, groups, ttl_s, self._hash_bytes, wants_offsets=wants_offsets), lease_id=lease_id)
 
@@ -254,6 +255,17 @@ class Session:
         self._send_only(_wire.cancel(transfer_id))
         if revoked is not None:
             revoked.set_result(TransferResult(transfer_id, TransferStatus.CANCELLED, message="revoked by the engine"))
+
+    def revoke_stores(self) -> None:
+        """Revokes all stores under way at once: when this returns, their blocks may be overwritten. Their futures end with the server's
+        answers. Raises SessionLostError if there is one that can't be revoked; only `close` ends that.
+        """
+        if self._fence is not None:
+            self._fence.revoke_all()
+        with self._lock:
+            pending = list(self._connection.pending.values()) if self._connection is not None else []
+        if any(item.transfer_id and not item.is_load and not item.fence_index for item in pending):
+            raise SessionLostError("a store is under way that has no word of the fence")
 
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
         """Tells the server which blocks the engine used from its own device cache."""

@@ -1,10 +1,13 @@
 """A double of the cache: one server state, any number of sessions, faults on demand. It really copies bytes, through the layout.
 
-Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits for `settle`); `fail_loads`,
-`fail_stores`, `fail_flushes`; `grant_limit` (blocks a lease pins at most); `ack_cancels` (False: a cancel changes nothing until
-`settle`); `wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has passed; those whose mark has not are held).
-`settle()` answers what is held and lies behind no mark that has not passed; an answer held when the server dies becomes SessionLostError.
-A cancelled store over a shared fence ends at once for the session, while the server goes on with it and finds it revoked.
+Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits for `settle`); `late` (kinds of calls that
+reach the server at `settle`, and not before); `fail_loads`, `fail_stores`, `fail_flushes`; `grant_limit` (blocks a lease pins at most);
+`ack_cancels` (False: a cancel changes nothing until `settle`); `wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has
+passed; those whose mark has not are held). `settle()` answers what is held and lies behind no mark that has not passed; an answer held when
+the server dies becomes SessionLostError. Ranks join a write lease as they do with the real server (`fake_writes`): a block is ready when
+every shard is written. A cancelled store over a shared fence ends at once for the session, while the server goes on with it and finds it
+revoked.
+`refuse_workers`: why sessions with memory are refused. A store whose session is closed, or has revoked its stores, commits nothing.
 """
 
 import os
@@ -21,9 +24,9 @@ from hotkv.layout import Layout
 from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.fence import SharedFence
+from hotkv_client.testing.fake_writes import FakeStore, FakeWrites, Key, Shards, WriteRun
 from hotkv_client.types import (
     After,
-    BlockResult,
     BlockRun,
     GroupHashes,
     Int32s,
@@ -41,9 +44,6 @@ from hotkv_client.types import (
     TransferStatus,
 )
 
-Key = tuple[bytes, int, bytes]
-"""Key space, group index or a representation's salt, block hash."""
-
 
 class FakeServer:
     """What all sessions share. See the module for the knobs."""
@@ -53,13 +53,16 @@ class FakeServer:
         self.table = True
         self.epoch = 1
         self.hold: set[str] = set()
+        self.late: set[str] = set()
         self.fail_loads = False
         self.fail_stores = False
         self.fail_flushes = False
         self.flushes = 0
         self.grant_limit = 1 << 30
-        self.blocks: dict[Key, dict[int, bytes]] = {}
+        self.blocks: dict[Key, Shards] = {}
+        self.writes = FakeWrites(lambda key: key in self.blocks, lambda key, shards: self.blocks.update({key: shards}))
         self.leases: dict[str, list[tuple[int, list[bytes]]]] = {}
+        self.grants: dict[str, LeaseGrant] = {}
         self.released: list[str] = []
         self.calls: list[tuple[str, Any]] = []
         self.sequences: dict[tuple[int, str], tuple[bytes, int, list[bytes]]] = {}
@@ -74,6 +77,7 @@ class FakeServer:
         self.ack_cancels = True
         self.wants_token_ids = False
         self.why_absent = "start"
+        self.refuse_workers = ""
 
     def open(
         self,
@@ -91,8 +95,8 @@ class FakeServer:
     def count(self, kind: str) -> int:
         return sum(1 for name, _ in self.calls if name == kind)
 
-    def ready(self, space: bytes, group: int, block_hash: bytes, num_shards: int = 1) -> bool:
-        return len(self.blocks.get((space, group, block_hash), ())) >= num_shards
+    def ready(self, space: bytes, group: int, block_hash: bytes) -> bool:
+        return (space, group, block_hash) in self.blocks
 
     def settle(self, kind: str = "") -> int:
         """Answers held calls (of one kind); returns how many."""
@@ -112,6 +116,7 @@ class FakeServer:
             future.set_exception(SessionLostError("the server died"))
         self.held.clear()
         self.leases.clear()
+        self.writes.forget()
         self.sequences.clear()
         for session in self.sessions:
             session.tell(LinkState.ABSENT, "the server died")
@@ -151,11 +156,16 @@ class FakeSession:
         self._revocable: dict[str, tuple[int, Future[Any]]] = {}
         self.space = config.key_space.fingerprint
         self.closed = False
+        self.num_revocations = 0
         self.maps = {name: np.memmap(os.fdopen(os.dup(fd), "r+b"), np.uint8, "r+") for name, fd in fds.items()}
 
     @property
     def connected(self) -> bool:
-        return self.server.up and not self.closed
+        return self.server.up and not self.closed and not self._refused
+
+    @property
+    def _refused(self) -> str:
+        return self.server.refuse_workers if self.layout is not None else ""
 
     @property
     def epoch(self) -> int:
@@ -170,7 +180,7 @@ class FakeSession:
         return self.server.order_kind
 
     def start(self) -> None:
-        self.tell(LinkState.CONNECTED if self.server.up else LinkState.ABSENT, self.server.why_absent)
+        self.tell(LinkState.CONNECTED if self.connected else LinkState.ABSENT, self._refused or self.server.why_absent)
 
     def tell(self, state: LinkState, why: str) -> None:
         if self.config.on_state is not None and not self.closed:
@@ -196,6 +206,11 @@ class FakeSession:
 
     def acquire(self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0) -> Future[Any]:
         def act() -> Any:
+            asked = [(g.group_index, list(g.hashes)) for g in groups]
+            if lease_id in self.server.leases or (self.config.engine_id, lease_id) in self.server.writes.leases:
+                if self.server.leases.get(lease_id) != asked:
+                    raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use for another call; choose a new id")
+                return self.server.grants[lease_id]
             left = self.server.grant_limit
             pinned = []
             for group in groups:
@@ -203,8 +218,9 @@ class FakeSession:
                 mask[max(0, left) :] = False
                 left -= len(mask)
                 pinned.append(mask)
-            self.server.leases[lease_id] = [(g.group_index, list(g.hashes)) for g in groups]
-            return LeaseGrant(lease_id, tuple(pinned), ttl_s or 30.0)
+            self.server.leases[lease_id] = asked
+            self.server.grants[lease_id] = LeaseGrant(lease_id, tuple(pinned), ttl_s or 30.0)
+            return self.server.grants[lease_id]
 
         return self._call("acquire", lease_id, groups, act)
 
@@ -275,6 +291,7 @@ class FakeSession:
             if self.server.fail_flushes:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
             self.server.flushes += 1
+            self.server.writes.flush(self.space)
             mine = [key for key in self.server.blocks if key[0] == self.space]
             for key in mine:
                 del self.server.blocks[key]
@@ -295,32 +312,40 @@ class FakeSession:
         if self.fence is not None:
             self.fence.hold(fence_index)
         self.server.retentions.append((retention, runs))
-        flushes = self.server.flushes
+        begun: list[FakeStore] = []
+
+        def begin() -> None:
+            begun.append(self._begin_store(lease_id, runs))
+
+        revocations = self.num_revocations
 
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
             # It reads and commits in one, so that this is as good as after the reading.
-            if self.server.flushes != flushes or (self.fence is not None and self.fence.is_revoked(fence_index)):
-                aborted = tuple(np.full(len(run.hashes), BlockResult.ABORTED, np.uint8) for run in runs)
-                return TransferResult(transfer_id, TransferStatus.DONE, 0, aborted)
-            results, num_bytes = [np.empty(0, np.uint8)] * len(runs), 0
-            for at in sorted(range(len(runs)), key=lambda at: runs[at].group_index):
-                run, row = runs[at], []
-                for block_hash, block in zip(run.hashes, run.block_ids.tolist(), strict=True):
-                    if not self._has_block(run.group_index, block_hash):
-                        row.append(BlockResult.NO_SPACE)
-                        continue
-                    shards = self.server.blocks.setdefault((self.space, self._number(run.group_index), block_hash), {})
-                    row.append(BlockResult.PRESENT if shards else BlockResult.STORED)
-                    if not shards:
-                        shards[self._shard()] = self._read(run.group_index, block)
-                        num_bytes += len(shards[self._shard()])
-                results[at] = np.array(row, np.uint8)
-            return TransferResult(transfer_id, TransferStatus.DONE, num_bytes, tuple(results))
+            gone = self.closed or self.num_revocations != revocations
+            is_revoked = gone or (self.fence is not None and self.fence.is_revoked(fence_index))
+            read = None if is_revoked else lambda at, position: self._read(runs[at].group_index, int(runs[at].block_ids[position]))
+            num_bytes = self.server.writes.end(begun[0], read)
+            return TransferResult(transfer_id, TransferStatus.DONE, num_bytes, tuple(np.array(row, np.uint8) for row in begun[0].results))
 
-        answer = self._call("store", transfer_id, runs, act, after)
+        answer = self._call("store", transfer_id, runs, act, after, begin)
+        # However it ended: what was begun keeps nothing beyond that.
+        answer.add_done_callback(lambda _: [self.server.writes.end(store, None) for store in begun])
         return answer if self.fence is None else self._until_revoked(self.fence, transfer_id, fence_index, answer)
+
+    def _begin_store(self, lease_id: str, runs: Sequence[BlockRun]) -> FakeStore:
+        if lease_id in self.server.leases:
+            raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is a read lease; choose a new id")
+        write_runs = []
+        for run in runs:
+            shape, number = self._shape(run.group_index), self._number(run.group_index)
+            keys = [(self.space, number, block_hash) for block_hash in run.hashes]
+            goes_with = shape.group_index if isinstance(shape, Representation) else None
+            blocks = None if goes_with is None else [(self.space, goes_with, block_hash) for block_hash in run.hashes]
+            write_runs.append(WriteRun(keys, blocks))
+        num_shards = self.config.key_space.num_shards
+        return self.server.writes.begin(self, (self.config.engine_id, lease_id), write_runs, self._shard(), num_shards)
 
     def _until_revoked(self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]) -> Future[Any]:
         """The answer for the session, which ends earlier where the store is cancelled; the word is held until the server's own."""
@@ -355,17 +380,46 @@ class FakeSession:
                 self.server.held.remove(entry)
                 _resolve(entry[2], entry[3], True)
 
+    def revoke_stores(self) -> None:
+        self.num_revocations += 1
+        if self.fence is not None:
+            self.fence.revoke_all()
+
     def close(self) -> None:
         self.closed = True
+        self.server.writes.expire(self)
 
-    def _call(self, kind: str, name: str, what: Any, act: Callable[[], Any], after: After | None = None) -> Future[Any]:
+    def _call(
+        self,
+        kind: str,
+        name: str,
+        what: Any,
+        act: Callable[[], Any],
+        after: After | None = None,
+        begin: Callable[[], None] = lambda: None,
+    ) -> Future[Any]:
+        """`begin`: what the server does as soon as the call has come; a refusal there is the answer."""
         self.server.calls.append((kind, what))
         future: Future[Any] = Future()
         if after is not None:
             self.server.afters[name] = after
         if not self.connected or (after is not None and after.kind is not self.order_kind):
             future.set_exception(SessionLostError("no server"))
-        elif kind in self.server.hold or (after is not None and not self.server.has_passed(after)):
+            return future
+        if kind in self.server.late:
+
+            def arrive() -> Any:
+                begin()
+                return act()
+
+            self.server.held.append((kind, name, future, arrive))
+            return future
+        try:
+            begin()
+        except HotKVError as error:
+            future.set_exception(error)
+            return future
+        if kind in self.server.hold or (after is not None and not self.server.has_passed(after)):
             self.server.held.append((kind, name, future, act))
         else:
             _resolve(future, act, False)
@@ -380,11 +434,6 @@ class FakeSession:
         """What the server keeps it under: the group's index, and for representations what no other version has."""
         shape = self._shape(group)
         return self.config.key_space.representation_salt(shape) if isinstance(shape, Representation) else group
-
-    def _has_block(self, group: int, block_hash: bytes) -> bool:
-        """Whether there is a block that a representation could go with; a block needs none."""
-        shape = self._shape(group)
-        return not isinstance(shape, Representation) or self.server.ready(self.space, shape.group_index, block_hash)
 
     def _shard(self) -> int:
         return self.layout.shard_index if self.layout is not None else 0
