@@ -1,14 +1,14 @@
-"""What the connector reads out of vLLM 0.32 beyond its public base classes; with `layout` the only module that does.
+"""What the connector reads out of vLLM beyond its public base classes; with `layout` the only module that does.
 
 Everything that may change with vLLM's version is here: kinds of KV cache groups, the hash seed, ISA packing, parallel shape, weights
 and config identity, newly allocated blocks. `Unsupported` means: run without the cache and say why.
 """
 
-import hashlib
-import json
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hotkv.sparse import SparseConfig
 from hotkv.sparse.centre import Centres
 from hotkv_vllm.config import CENTRE, SPARSE, ConfigError, ConnectorConfig
 from hotkv_vllm.exported import Unsupported as Unsupported
+from hotkv_vllm.fingerprint import digest, draft_model, key_space_factors
 from hotkv_vllm.weights import files_identity, is_commit
 
 NULL_BLOCK = 0
@@ -63,9 +64,9 @@ class CacheGroup:
 def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
     """The groups hotkv keeps. Raises Unsupported where a hit could not restore all the engine needs."""
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise Unsupported("pipeline parallelism is not supported yet")
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
+    # Only the stage that holds a drafter's layers knows which group they are in.
+    all_are_draft = parallel.pipeline_parallel_size > 1 and _drops_last_block(vllm_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -73,12 +74,23 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
             if spec.prefix_cacheable:
                 raise Unsupported(f"KV cache group {group_id} may not be transferred")
             continue
-        groups.append(_cache_group(group_id, group, parallel.decode_context_parallel_size, pcp_size))
-    if pcp_size > 1:
-        raise Unsupported("prefill context parallelism is not supported yet")
+        found = _cache_group(group_id, group, parallel.decode_context_parallel_size, pcp_size)
+        groups.append(replace(found, is_draft=True) if all_are_draft and found.kind is not GroupKind.MAMBA else found)
+    check_ranks(vllm_config)
     if not groups:
         raise Unsupported("the model has no KV cache group that prefix caching could use")
     return tuple(groups)
+
+
+def check_ranks(vllm_config: Any) -> None:
+    """Raises Unsupported where hotkv can't keep the KV of all ranks together, whatever the ranks find."""
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise Unsupported("prefill context parallelism is not supported yet")
+    if getattr(parallel, "nnodes_within_dp", 1) > 1:
+        raise Unsupported("the engine's ranks are on several machines (nnodes); hotkv keeps KV of engines that are on one")
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise Unsupported("with the external launcher each rank has a scheduler of its own, and their hits could differ")
 
 
 def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
@@ -123,11 +135,15 @@ def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[
 
     Source: the EAGLE last-block drop of `HybridKVCacheCoordinator` in vLLM 0.32; all groups where none is marked, states never.
     """
-    speculative = vllm_config.speculative_config
-    if speculative is None or not speculative.use_eagle_block_drop():
+    if not _drops_last_block(vllm_config):
         return frozenset()
     marked = frozenset(index for index, group in enumerate(groups) if group.is_draft)
     return marked or frozenset(index for index, group in enumerate(groups) if group.kind is not GroupKind.MAMBA)
+
+
+def _drops_last_block(vllm_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
 
 
 def shared_prefix_boundary(request: Any) -> int:
@@ -148,6 +164,29 @@ def event_extra_keys(request: Any, blocks: range, block_tokens: int) -> tuple[tu
         extra, place = generate_block_hash_extra_keys(request, block * block_tokens, (block + 1) * block_tokens, place)
         keys.append(extra)
     return tuple(to_event_extra_keys(keys) or ()) if any(keys) else ()
+
+
+def counts_media(vllm_config: Any) -> bool:
+    """Whether vLLM names images and other media by a counter of its process, so that block hashes do not cover their content.
+
+    Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: it skips hashing them where neither of its own caches needs a name.
+    """
+    media = vllm_config.model_config.multimodal_config
+    return media is not None and media.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching
+
+
+def is_pausing() -> bool:
+    """Whether vLLM resets its caches because the engine pauses, sleeps or gives back KV memory, not because somebody asked for a reset.
+
+    Connectors get the same call for both, without arguments, and see no pause state, so the callers are looked at. Source: in vLLM 0.32
+    and 0.33 `EngineCore._reset_caches` makes the call for pauses only. Without such a caller it is taken for a reset.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_reset_caches" and frame.f_globals.get("__name__") == "vllm.v1.engine.core":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def preferred_layout() -> str | None:
@@ -200,22 +239,33 @@ def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank's shard lies. Of ranks that hold the same KV only the first writes."""
+    """Where a rank's shard lies. Of ranks that hold the same KV only the first writes. `rank` counts the engine's ranks, `stage` those of
+    its pipeline.
+    """
 
     rank: int
     num_shards: int
     shard_index: int
     is_writer: bool
+    stage: int = 0
 
 
 def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
-    """This worker's place among the shards of a slot."""
-    from vllm.distributed import get_tensor_model_parallel_rank
+    """This worker's place among the shards of a slot, if all stages hold as many copies as this one does."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    replicas = kv_cache_config.kv_tp_replicas
+    parallel = vllm_config.parallel_config
+    tp_size, pp_size, replicas = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, kv_cache_config.kv_tp_replicas
     rank = get_tensor_model_parallel_rank() if tp_size > 1 else 0
-    return RankPlace(rank, tp_size // replicas, rank // replicas, rank % replicas == 0)
+    stage = get_pp_group().rank_in_group if pp_size > 1 else 0
+    per_stage = tp_size // replicas
+    return RankPlace(stage * tp_size + rank, pp_size * per_stage, stage * per_stage + rank // replicas, rank % replicas == 0, stage)
+
+
+def num_ranks(vllm_config: Any) -> int:
+    """Workers of this engine; another data-parallel rank is another engine."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 def key_space(
@@ -234,13 +284,11 @@ def key_space(
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = cache.prefix_caching_hash_algo
     hash_bytes = _hash_bytes(algorithm)
-    extra = [f"config={_config_digest(model)}", f"quantization={model.quantization}"]
     if getattr(cache, "calculate_kv_scales", False):
-        # Scales found at run time are this engine's own.
-        extra.append(f"engine={vllm_config.kv_transfer_config.engine_id}")
+        raise Unsupported("calculate_kv_scales finds scales of its own at every start, so no other engine could read its KV; leave it out")
     names = [tuple(kv_cache_config.kv_cache_groups[g.vllm_group].layer_names) for g in groups]
     return KeySpace(
-        model=Path(model.model).name if Path(model.model).exists() else model.model,
+        model=_model_name(model),
         weights_identity=config.weights_identity or weights_identity(vllm_config),
         dtype=str(model.dtype).removeprefix("torch."),
         groups=tuple(
@@ -252,11 +300,34 @@ def key_space(
         hash_algorithm=algorithm,
         hash_seed=_hash_seed(algorithm),
         hash_bytes=hash_bytes,
-        parallel_shape=f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size},dcp={parallel.decode_context_parallel_size}",
+        parallel_shape=_parallel_shape(parallel),
         page_format=page_format,
         tenant=config.tenant,
-        extra=tuple(extra),
+        extra=key_space_factors(vllm_config, layer_specs(kv_cache_config)),
     )
+
+
+def _model_name(model: Any) -> str:
+    """What people read. A folder's name is the user's choice, and must not keep engines apart: there the architecture has to do."""
+    if not Path(model.model).exists():
+        return str(model.model)
+    return str(next(iter(getattr(model.hf_config, "architectures", None) or ()), model.hf_config.model_type))
+
+
+def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
+    """KV cache spec of each layer of this worker, by the layer's name."""
+    return {
+        name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+    }
+
+
+def _parallel_shape(parallel: Any) -> str:
+    dcp_size = parallel.decode_context_parallel_size
+    # Decides which of a block's tokens a rank has.
+    interleave = f",interleave={parallel.cp_kv_cache_interleave_size}" if dcp_size > 1 else ""
+    return f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size},dcp={dcp_size}{interleave}"
 
 
 def _hash_bytes(algorithm: str) -> int:
@@ -276,19 +347,23 @@ def _hash_seed(algorithm: str) -> str:
     return seed
 
 
-def _config_digest(model: Any) -> str:
-    """Digest of the model's configuration (rope scaling and overrides change KV), without where it was read from."""
-    config = dict(model.hf_config.to_dict())
-    for name in ("_name_or_path", "transformers_version"):
-        config.pop(name, None)
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
 def weights_identity(vllm_config: Any) -> str:
-    """Identity of the weights: commit, content digest, or (random weights) config and seed. Raises Unsupported, OSError."""
-    model, load = vllm_config.model_config, vllm_config.load_config
+    """Identity of the weights, those of a draft model included: commit, content digest, or (random weights) config and seed.
+
+    Raises Unsupported, OSError.
+    """
+    target = vllm_config.model_config
+    identity = _model_identity(target, vllm_config.load_config)
+    draft = draft_model(vllm_config)
+    if draft is None or draft.model == target.model:
+        return identity
+    load = vllm_config.speculative_config.draft_load_config or vllm_config.load_config
+    return f"{identity}+draft:{_model_identity(draft, load)}"
+
+
+def _model_identity(model: Any, load: Any) -> str:
     if load.load_format == "dummy":
-        return f"dummy:{_config_digest(model)}:{model.seed}"
+        return f"dummy:{digest(model.hf_config)}:{model.seed}"
     path = Path(getattr(model, "model_weights", "") or model.model)
     if not path.exists():
         return _hub_identity(str(model.model), model.revision)
@@ -318,6 +393,9 @@ def packing(vllm_config: Any, kv_cache_config: Any, groups: tuple[CacheGroup, ..
     parts = []
     for group in groups:
         names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names
+        if not names:
+            # Another stage of the pipeline has them.
+            continue
         parts.append(_backend_name(vllm_config, names))
         spec = next(iter(iter_layer_specs(kv_cache_config.kv_cache_groups[group.vllm_group].kv_cache_spec)))
         quant = getattr(spec, "kv_quant_mode", None)

@@ -46,6 +46,7 @@ class ConnectorConfig:
     startup_wait_s: how long the engine's start waits for the server, so that the first request can hit.
     max_inflight_store_mib: bytes of blocks being stored; what comes on top waits, and is dropped when its request ends.
     max_load_retries: failed loads after which a request is not offered hits again.
+    allow_untested_vllm: use hotkv with versions of vLLM that it is not tested with (`hotkv_vllm.versions`); without it hotkv is off there.
     use_table: probe the shared block table where the server offers it.
     state_interval_tokens: of recurrent states (Mamba and the like) store those at multiples of this many tokens, rounded up to a boundary
         that can be hit, and the last one of a prompt; 0 for every state that vLLM hands over.
@@ -74,6 +75,7 @@ class ConnectorConfig:
     startup_wait_s: float = 1.0
     max_inflight_store_mib: int = 1024
     max_load_retries: int = 0
+    allow_untested_vllm: bool = False
     use_table: bool = True
     state_interval_tokens: int = 0
     hook_timing_file: str = ""

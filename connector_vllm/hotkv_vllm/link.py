@@ -71,6 +71,7 @@ class CacheSession(Protocol):
         fence_index: int = 0,
     ) -> "Future[TransferResult]": ...
     def cancel(self, transfer_id: str) -> None: ...
+    def revoke_stores(self) -> None: ...
     def report_requests(self, reports: Sequence[RequestReport]) -> None: ...
     def create_sequence(self, sequence_id: str, group_index: int, hashes: Sequence[bytes]) -> "Future[SequenceCreated]": ...
     def append_blocks(self, sequence_id: str, first_position: int, hashes: Sequence[bytes]) -> "Future[SequenceState]": ...
@@ -104,14 +105,16 @@ def log_state(who: str, level: int) -> "StateLog":
 
 
 class StateLog:
-    """Logs changes of a session's state; says nothing where the state stays as it is."""
+    """Logs changes of a session's state; says nothing where the state stays as it is. `why`: what was last said of it."""
 
     def __init__(self, who: str, level: int) -> None:
         self._who = who
         self._level = level
         self._last: LinkState | None = None
+        self.why = ""
 
     def __call__(self, state: LinkState, why: str) -> None:
+        self.why = why
         if state is self._last:
             return
         self._last = state

@@ -21,6 +21,7 @@ from hotkv.groups import PREFIX_CLOSED, GroupSpec, Int64s, longest_hit, longest_
 from hotkv.keys import group_hashes
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import GroupHashes, LeaseGrant, LoadRun
+from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.metadata import LoadJob
@@ -58,7 +59,8 @@ class RequestState:
     `computed_tokens`: local hit for which the lease was taken. `leased`: leased blocks per group; `represented`: by group, of which of
     them the representation is leased too. `stored_blocks`: per group the first block not yet considered for storing;
     `next_store_tokens`: computed tokens at which another block is full. `may_store`: False where its blocks build on what a reset of the
-    cache has made void. `device_hit_tokens`: hit in the engine's own cache, as last asked.
+    cache has made void. `device_hit_tokens`: hit in the engine's own cache, as last asked. `unproved_loads`: begun, and not known to have
+    ended well.
     """
 
     request: Any
@@ -84,7 +86,9 @@ class RequestState:
     hint_until_s: float = 0.0
     miss_until_s: float = 0.0
     failed_loads: int = 0
+    unproved_loads: int = 0
     counted: bool = False
+    counted_hit: bool = False
 
 
 class HiddenKeys:
@@ -136,9 +140,11 @@ class HitFinder:
         id_prefix: str,
         draft_groups: frozenset[int] = frozenset(),
         represented: Represented | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.represented = represented or Represented(len(self.specs))
+        self._adapters = adapters
         self.alignment_tokens = alignment_tokens
         self.draft_groups = draft_groups
         self._probe_order = sorted(range(len(self.specs)), key=lambda index: self.specs[index].kind not in PREFIX_CLOSED)
@@ -158,9 +164,14 @@ class HitFinder:
         self.step_aside: set[str] = set()
 
     def hashes(self, request: Any, group: int) -> Sequence[bytes]:
-        """Block hashes of one group, as far as the request's tokens are known."""
-        hashes: Sequence[bytes] = group_hashes(request.block_hashes, self._hash_block_tokens, self.specs[group].block_tokens)
+        """Hashes that name one group's blocks, as far as the request's tokens are known; none while its adapter is not known."""
+        hashes: Sequence[bytes] = group_hashes(self.keys(request), self._hash_block_tokens, self.specs[group].block_tokens)
         return hashes
+
+    def keys(self, request: Any) -> Sequence[bytes]:
+        """As `hashes`, one for each of vLLM's hash blocks."""
+        plain: Sequence[bytes] = request.block_hashes
+        return plain if self._adapters is None or request.lora_request is None else self._adapters.keys(request)
 
     def arrive(self, state: RequestState, now_s: float) -> None:
         """A new request: look at the table, or ask the server where there is none."""
@@ -175,7 +186,7 @@ class HitFinder:
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> tuple[int | None, bool]:
         """vLLM's question: how many tokens beyond `computed_tokens`; None for 'ask again'."""
-        if not self._session.connected or state.failed_loads > self._config.max_load_retries:
+        if not self._session.connected or max(state.failed_loads, state.unproved_loads) > self._config.max_load_retries:
             self.give_back(state)
             return NO_HIT
         self.hidden.set_epoch(self._session.epoch)
@@ -225,7 +236,12 @@ class HitFinder:
         if not runs:
             return None
         state.phase = Phase.LOADING
+        state.unproved_loads += 1
         state.hit_tokens = hit
+        if not state.counted_hit:
+            state.counted_hit = True
+            self._stats.add("hit_requests")
+            self._stats.add("hit_tokens", num_external)
         transfer_id = f"{self._prefix}-l{next(self._counter)}"
         along = self.represented.loads(state.represented, runs)
         return LoadJob(state.request.request_id, transfer_id, state.lease_id, tuple(runs), self._config.load_timeout_s, along)
@@ -245,12 +261,20 @@ class HitFinder:
             for index, blocks in enumerate(state.leased):
                 self.hidden.hide(index, self.hashes(state.request, index)[blocks.start : blocks.stop])
         else:
+            state.unproved_loads = 0
             for index, spec in enumerate(self.specs):
                 stored = state.hit_tokens // spec.block_tokens
                 if index in state.represented and not state.represented[index].all():
                     # Blocks that came without a representation are looked at once more, so that they get one.
                     stored = min(stored, state.leased[index].start + int(np.argmin(state.represented[index])))
                 state.stored_blocks[index] = max(state.stored_blocks[index], stored)
+        self.give_back(state)
+
+    def give_up(self, state: RequestState) -> None:
+        """How the request's load ended is not known: it is offered nothing more."""
+        state.failed_loads = 1 << 30
+        self.failed_waiting.add(state.request.request_id)
+        self.step_aside.add(state.request.request_id)
         self.give_back(state)
 
     def give_back(self, state: RequestState) -> None:
@@ -374,8 +398,8 @@ class HitFinder:
         state.lease_ends_s = now_s + (grant.ttl_s or self._config.lease_ttl_s) * LEASE_SHARE_BEFORE_LOAD
         if not state.counted:
             state.counted = True
-            self._stats.add("hit_requests")
-            self._stats.add("hit_tokens", hit - computed_tokens)
+            self._stats.add("offered_requests")
+            self._stats.add("offered_tokens", hit - computed_tokens)
         return hit - computed_tokens, True
 
     def _granted(self, state: RequestState, grant: LeaseGrant) -> Masks:

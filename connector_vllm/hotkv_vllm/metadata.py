@@ -1,7 +1,8 @@
 """What the connector's two sides send each other through vLLM, once per step.
 
 Scheduler to worker: `HotKVMetadata`. Worker to scheduler: `HotKVWorkerMetadata`, aggregated over ranks, and once at the start
-`HotKVHandshake`. Plain values, small, picklable: hashes and ids, never KV bytes.
+`HotKVHandshake`, which vLLM forwards, or which comes in a report when the scheduler asks for it. Plain values, small, picklable: hashes
+and ids, never KV bytes.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.fence import FencePlace
 from hotkv_client.types import BlockRun, LoadRun
+from hotkv_vllm.adapters import NO_WORK, AdapterReport, AdapterWork
+from hotkv_vllm.rekeying import WeightsOrder, WeightsReport
 from hotkv_vllm.sparse.reporter import HotSets, SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
 
@@ -53,8 +56,13 @@ class HotKVMetadata(KVConnectorMetadata):
     """One step's work for a worker.
 
     flush_stores: stores that must have ended before this step's first write. cancel_loads, abandoned_loads: request ids whose load
-    is to be cancelled, or was never begun and is to be reported as failed. sparse_rows: None without sparse decode; allocated_blocks:
-    blocks that somebody is about to fill. remembered: hot sets that requests start from; hot_sets_of: ended requests whose own are wanted.
+    is to be cancelled, or was never begun and is to be reported as failed. held_loads: transfers whose blocks the scheduler holds back, so
+    that their requests need not wait for them. asks_links: each rank is to say whether it has a session. lost_track: which blocks this
+    step gives away is not known; all stores are to be taken back, and all representations forgotten. sparse_rows: None without sparse
+    decode; allocated_blocks: blocks that somebody is about to fill. remembered: hot sets that requests start from; hot_sets_of: ended
+    requests whose own are wanted. wants_handshake: the scheduler has no handshake yet.
+    settles_step: number to be reported with this step's output; 0 for none.
+    adapters: LoRA adapters that are to be named. weights: what ranks are to do about weights that may have changed.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -62,10 +70,17 @@ class HotKVMetadata(KVConnectorMetadata):
     flush_stores: tuple[int, ...] = ()
     cancel_loads: tuple[str, ...] = ()
     abandoned_loads: tuple[str, ...] = ()
+    held_loads: tuple[str, ...] = ()
+    asks_links: bool = False
+    lost_track: bool = False
     sparse_rows: SparseRows | None = None
     allocated_blocks: tuple[int, ...] = ()
     remembered: HotSets = field(default_factory=dict)
     hot_sets_of: tuple[str, ...] = ()
+    wants_handshake: bool = False
+    settles_step: int = 0
+    adapters: AdapterWork = NO_WORK
+    weights: WeightsOrder | None = None
 
 
 @dataclass(slots=True)
@@ -76,12 +91,43 @@ class StoreReport:
 
 
 @dataclass(slots=True)
+class HotKVHandshake(KVConnectorHandshakeMetadata):
+    """What a rank found out when it registered its memory: the key space, or why it runs without the cache.
+
+    `representations`: those that it stores and loads with blocks. `sparse_layers`: (layer, vLLM's group) of its sparse layers. `fence`: the
+    page in which the scheduler revokes its stores; None where it need not. `host`: as `hotkv_vllm.ranks.this_host`. `absent`: why the rank
+    has no session yet; empty if it has one.
+    """
+
+    key_space: KeySpace | None
+    why_off: str = ""
+    representations: tuple[Representation, ...] = ()
+    sparse_layers: tuple[tuple[int, int], ...] = ()
+    fence: FencePlace | None = None
+    host: str = ""
+    rank: int = 0
+    absent: str = ""
+
+
+@dataclass(slots=True)
 class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ended since the last step. `counters` are summed over ranks. `sparse`: None for nothing to report."""
+    """What ended since the last step. `counters` are summed over ranks. `sparse`, `adapters`: None for nothing to report.
+
+    `handshakes`: one of each rank, if the scheduler asked for them. `settled_step`: the step's number, if the scheduler gave it one.
+    overdue_loads: transfers that the server does not end although it was asked to. settled_loads: of those held back, how many ranks
+    can't be written any more. links: by rank, why it has no session; empty for one that has. weights: by rank.
+    """
 
     stores: dict[int, StoreReport] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     sparse: SparseReport | None = None
+    handshakes: tuple[HotKVHandshake, ...] = ()
+    settled_step: int = 0
+    overdue_loads: tuple[str, ...] = ()
+    settled_loads: dict[str, int] = field(default_factory=dict)
+    links: dict[int, str] = field(default_factory=dict)
+    adapters: AdapterReport | None = None
+    weights: dict[int, WeightsReport] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
         """Joins what two ranks report."""
@@ -95,22 +141,24 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
             counters[name] = counters.get(name, 0) + value
         reports = [one.sparse for one in (self, other) if one.sparse is not None]
         sparse = reports[0].join(reports[1]) if len(reports) == 2 else next(iter(reports), None)
-        return HotKVWorkerMetadata(stores, counters, sparse)
+        settled = dict(self.settled_loads)
+        for transfer_id, num_ranks in other.settled_loads.items():
+            settled[transfer_id] = settled.get(transfer_id, 0) + num_ranks
+        named = [one.adapters for one in (self, other) if one.adapters is not None]
+        return HotKVWorkerMetadata(
+            stores,
+            counters,
+            sparse,
+            self.handshakes + other.handshakes,
+            max(self.settled_step, other.settled_step),
+            tuple(dict.fromkeys(self.overdue_loads + other.overdue_loads)),
+            settled,
+            self.links | other.links,
+            named[0].join(named[1]) if len(named) == 2 else next(iter(named), None),
+            self.weights | other.weights,
+        )
 
     def is_empty(self) -> bool:
-        return not self.stores and not self.counters and self.sparse is None
-
-
-@dataclass(slots=True)
-class HotKVHandshake(KVConnectorHandshakeMetadata):
-    """What a rank found out when it registered its memory: the key space, or why it runs without the cache.
-
-    `representations`: those that it stores and loads with blocks. `sparse_layers`: (layer, vLLM's group) of its sparse layers. `fence`: the
-    page in which the scheduler revokes its stores; None where it need not.
-    """
-
-    key_space: KeySpace | None
-    why_off: str = ""
-    representations: tuple[Representation, ...] = ()
-    sparse_layers: tuple[tuple[int, int], ...] = ()
-    fence: FencePlace | None = None
+        of_step = self.stores or self.counters or self.handshakes or self.settled_step or self.weights
+        of_server = self.overdue_loads or self.settled_loads or self.links
+        return not of_step and not of_server and self.sparse is None and self.adapters is None

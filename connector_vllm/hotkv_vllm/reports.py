@@ -3,6 +3,9 @@
 Each request is reported once, when it is first admitted; all of a step go in one message.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from hotkv_client.types import RequestReport
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.lookup import RequestState
@@ -12,16 +15,20 @@ from hotkv_vllm.stats import HotKVStats
 class UseReports:
     """What is to be reported with the next message."""
 
-    def __init__(self, session: CacheSession, hash_block_tokens: int, stats: HotKVStats) -> None:
+    def __init__(self, session: CacheSession, hash_block_tokens: int, stats: HotKVStats, keys: Callable[[Any], Sequence[bytes]]) -> None:
+        """`keys`: a request's hashes, one for each hash block; none if its blocks can't be named."""
         self._session = session
         self._hash_block_tokens = hash_block_tokens
         self._stats = stats
+        self._keys = keys
         self._waiting: list[tuple[RequestState, int]] = []
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
         """The engine has given the request its blocks; `external_tokens` are to come from hotkv."""
         if not state.reported:
             state.reported = True
+            if not self._keys(state.request) and state.request.block_hashes:
+                return
             self._waiting.append((state, external_tokens))
 
     def send(self, now_s: float) -> None:
@@ -37,7 +44,7 @@ class UseReports:
     def _report(self, state: RequestState, external_tokens: int, now_s: float) -> RequestReport:
         request = state.request
         return RequestReport(
-            hashes=request.block_hashes[: request.num_prompt_tokens // self._hash_block_tokens],
+            hashes=self._keys(request)[: request.num_prompt_tokens // self._hash_block_tokens],
             prompt_tokens=request.num_prompt_tokens,
             device_hit_tokens=min(state.device_hit_tokens, request.num_prompt_tokens),
             hit_tokens=min(state.device_hit_tokens + external_tokens, request.num_prompt_tokens),

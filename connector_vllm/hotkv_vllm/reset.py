@@ -1,7 +1,8 @@
-"""Emptying the shared cache of this key space when vLLM asks for it (`reset_prefix_cache` with `reset_external`).
+"""Emptying the shared cache of this key space when somebody asks for it (`reset_prefix_cache` with `reset_external`).
 
 What is always true: from the reset on, this engine stores no block that was computed before it, and it loads nothing until a flush was
-accepted after the last store of such a block had ended. A flush that failed is tried again while steps go on.
+accepted after the last store of such a block had ended. A flush that failed, or that no server was there for, is tried again while steps
+go on. A pause or a sleep of one engine is no such reset (`compat.is_pausing`).
 """
 
 import time
@@ -27,11 +28,18 @@ class CacheReset:
         return f"CacheReset(under_way={self.under_way}, waiting={self._answer is not None})"
 
     def begin(self, timeout_s: float) -> bool:
-        """Flushes, waits for the answer, and says whether it came in time and was good. Blocks for `timeout_s` at most."""
+        """Flushes and waits for the answer, `timeout_s` at most. False if a server that is there did not flush.
+
+        True without a server: nothing can be loaded, and the flush is sent when the server is back.
+        """
         self.under_way = self._planner.is_held = True
         answer = self._session.flush()
         wait([answer], timeout_s)
         accepted = _is_good(answer)
+        if not accepted and not self._session.connected:
+            logger.info("hotkv: there is no server whose cache could be emptied; that is done when it is back, before anything is loaded")
+            self._answer, self._retry_at_s = None, 0.0
+            return True
         if not accepted:
             logger.warning("hotkv: the shared cache was not emptied (%s); it is not used until that is done", _why(answer))
         # Stores of old blocks that the server hears of after this flush would bring them back: those need another one.
@@ -40,6 +48,11 @@ class CacheReset:
         else:
             self._answer, self._retry_at_s = None, 0.0 if accepted else time.monotonic() + RETRY_S
         return accepted
+
+    def hold(self) -> None:
+        """A reset was asked for and could not be begun: it is done with the next steps."""
+        self.under_way = self._planner.is_held = True
+        self._answer, self._retry_at_s = None, 0.0
 
     def step(self, now_s: float) -> None:
         """Takes the reset further; does not wait."""

@@ -11,14 +11,20 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from hotkv_vllm.link import logger
+
 COUNTERS: dict[str, str] = {
-    "hit_requests": "Requests that were offered tokens from hotkv.",
-    "hit_tokens": "Tokens that requests were offered from hotkv.",
+    "offered_requests": "Requests that were offered tokens from hotkv.",
+    "offered_tokens": "Tokens that requests were offered from hotkv.",
+    "hit_requests": "Requests that took tokens from hotkv; another connector of the engine may have served the others.",
+    "hit_tokens": "Tokens that requests took from hotkv.",
     "miss_requests": "Requests that asked hotkv and got nothing.",
     "lookup_timeouts": "Lookups and leases not answered in time.",
     "short_grants": "Leases that pinned less than asked.",
     "loads": "Loads begun.",
     "failed_loads": "Loads that failed; their requests computed their prompt.",
+    "hung_loads": "Loads that the server did not end when asked to; their requests went on, their blocks were kept out of use.",
+    "unserved_requests": "Requests not offered anything because a worker had no session with the server.",
     "load_bytes": "Bytes loaded.",
     "stores": "Stores begun.",
     "store_bytes": "Bytes stored.",
@@ -84,19 +90,32 @@ class HotKVStats(KVConnectorStats):
 
 
 class HotKVPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per name in COUNTERS, `vllm:hotkv_<name>`."""
+    """One Prometheus counter per name in COUNTERS and engine, `vllm:hotkv_<name>`; all of them are exposed as 0 from the start."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(name=f"vllm:hotkv_{name}", documentation=text, labelnames=labelnames) for name, text in COUNTERS.items()
-        }
+        self._counters: dict[str, dict[int, Any]] = {}
+        for name, text in COUNTERS.items():
+            counter = self._counter_cls(name=f"vllm:hotkv_{name}", documentation=text, labelnames=labelnames)
+            self._counters[name] = {engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
+        try:
+            self._observe(transfer_stats_data, engine_idx)
+        except Exception:  # noqa: BLE001 - hook edge: a fault here would end vLLM's output loop
+            logger.exception("hotkv: counters could not be observed")
+
+    def _observe(self, transfer_stats_data: dict[str, Any], engine_idx: int) -> None:
         for name, value in transfer_stats_data.items():
             if name in self._counters:
-                self._counters[name].labels(*labels).inc(value)
+                self._counters[name][engine_idx].inc(value)
+
+
+class SilentPromMetrics(KVConnectorPromMetrics):
+    """What vLLM gets where HotKVPromMetrics can't be made."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Nothing."""
 
 
 class HookClock:

@@ -3,11 +3,12 @@
 What is always true: a block being stored is not written before its store has ended, because every step that may write blocks for the
 first time (new requests, growth, loads by whomever) lists the stores that read any of them, and the worker waits for those first. Block
 tables are read from vLLM at each step and never kept. A block has at most one store in flight. Only blocks that a hit can use are stored
-(`reach`). What holds for a block that is stored holds for one whose representation is. With `Revocations` a store is revoked here, before
-any worker gets the step that gives its blocks away.
+(`reach`), and only exact ones (`exactness`). What holds for a block that is stored holds for one whose representation is. With
+`Revocations` a store is revoked here, before any worker gets the step that gives its blocks away.
 """
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +20,23 @@ from hotkv_client.fence import Revocations
 from hotkv_client.types import BlockResult, BlockRun, Int32s
 from hotkv_vllm.compat import NULL_BLOCK, CacheGroup, event_extra_keys, shared_prefix_boundary
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.exactness import EVERYTHING, Exactness
 from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.lookup import HitFinder, RequestState
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
 from hotkv_vllm.reach import Reach, prompt_boundaries
 from hotkv_vllm.stats import HotKVStats
 
+_store_ids = itertools.count(1)
+"""Of all planners of this process: workers may report stores of one that is gone."""
+UNREPORTED_S = 60.0
+"""A store that no rank has reported for this long was lost on the way: it is taken back and forgotten."""
+
 
 @dataclass(slots=True)
 class StoreInFlight:
     """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have not reported its end. `fence_index`:
-    the word that revokes it; 0 for none.
+    the word that revokes it; 0 for none. `planned_s`: when it was planned.
     """
 
     runs: tuple[BlockRun, ...]
@@ -38,6 +45,7 @@ class StoreInFlight:
     ranks_left: int
     results: list[bytes]
     fence_index: int = 0
+    planned_s: float = 0.0
 
 
 class StorePlanner:
@@ -53,8 +61,10 @@ class StorePlanner:
         stats: HotKVStats,
         id_prefix: str,
         revocations: Revocations | None = None,
+        exactness: Exactness | None = None,
     ) -> None:
         self._session = session
+        self._exactness = exactness or Exactness((), 1)
         self._revocations = revocations
         self._finder = finder
         self._groups = tuple(groups)
@@ -68,8 +78,9 @@ class StorePlanner:
         self._max_bytes = config.max_inflight_store_mib << 20
         self._stats = stats
         self._prefix = id_prefix
-        self._ids = itertools.count(1)
         self._in_flight: dict[int, StoreInFlight] = {}
+        self._last_planned = self._last_sent = 0
+        self._accounted: HotKVWorkerMetadata | None = None
         self._bytes = 0
         self._reading: dict[int, int] = {}
         self._tails: list[tuple[Retention, tuple[BlockRun, ...]]] = []
@@ -77,6 +88,8 @@ class StorePlanner:
         self._smallest_block = min(group.block_tokens for group in self._groups)
         self.is_held = False
         """Nothing new is stored, and every step waits for what is in flight."""
+        self.is_rekeying = False
+        """The same, while it is not known which key space stands for the engine's weights."""
 
     def __repr__(self) -> str:
         return f"StorePlanner(in_flight={len(self._in_flight)}, bytes={self._bytes}, blocks_read={len(self._reading)})"
@@ -101,8 +114,9 @@ class StorePlanner:
         `scheduled`: requests and how many tokens the step computes for each. `fresh_blocks`: blocks that the step, or a load that begins
         with it, may write for the first time; asked only where something reads blocks.
         """
-        flush = self._fences(fresh_blocks)
-        if self.is_held:
+        self._last_sent = self._last_planned
+        flush = tuple(sorted({*self._lost(), *self._fences(fresh_blocks)}))
+        if self.is_held or self.is_rekeying:
             return (), self.take_all_back()
         batches: dict[Retention, list[BlockRun]] = {}
         for retention, tail in self._tails:
@@ -121,7 +135,7 @@ class StorePlanner:
 
     def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int) -> None:
         """A request ends: blocks whose hash became known after their last step are stored with the next one, if still unwritten then."""
-        if self.is_held or not self._session.connected or known_tokens < state.next_store_tokens:
+        if self.is_held or self.is_rekeying or not self._session.connected or known_tokens < state.next_store_tokens:
             return
         runs = self._runs_of(state, known_tokens, lambda _: tuple(list(ids) for ids in block_ids), self._tail_blocks, last=True)
         if runs:
@@ -129,14 +143,58 @@ class StorePlanner:
 
     def reported(self, report: HotKVWorkerMetadata) -> None:
         """Ranks report stores that ended."""
+        for store in self.account(report):
+            self._settle(store)
+
+    def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:
+        """Strikes off the stores that all ranks have ended by now, and returns them. Takes a report once, however often it is called."""
+        ended: list[StoreInFlight] = []
+        if self._accounted is report:
+            return ended
+        self._accounted = report
         for store_id, part in report.stores.items():
             store = self._in_flight.get(store_id)
-            if store is None:
-                continue
-            store.results += part.results
-            store.ranks_left -= len(part.results)
-            if store.ranks_left <= 0:
-                self._settle(store_id, store)
+            if store is not None:
+                store.results += part.results
+                store.ranks_left -= len(part.results)
+        for store_id in report.stores:
+            store = self._in_flight.get(store_id)
+            if store is not None and store.ranks_left <= 0:
+                ended.append(store)
+                self._drop(store_id)
+        return ended
+
+    def plan_broke(self) -> None:
+        """The step's plan is lost: stores that no worker was told of are struck off; all others are revoked where that is done here."""
+        unsent = [store for store_id, store in self._in_flight.items() if store_id > self._last_sent]
+        self._in_flight = {store_id: store for store_id, store in self._in_flight.items() if store_id <= self._last_sent}
+        self._reading = {block: store_id for store_id, store in self._in_flight.items() for block in store.read}
+        self._bytes = sum(store.num_bytes for store in self._in_flight.values())
+        self._tails, self._tail_blocks = [], set()
+        if self._revocations is not None:
+            self._revocations.revoke_all()
+            for store in unsent:
+                self._revocations.end(store.fence_index)
+
+    def _lost(self) -> list[int]:
+        """Strikes off stores that somehow were not, and those whose reports never came; the step waits for them, where a worker has them
+        after all.
+        """
+        until_s = time.monotonic() - UNREPORTED_S
+        lost = [store_id for store_id, store in self._in_flight.items() if store.ranks_left <= 0 or store.planned_s <= until_s]
+        for store_id in lost:
+            self._stats.add("dropped_blocks", sum(len(run.hashes) for run in self._in_flight[store_id].runs))
+            self._drop(store_id)
+        return lost
+
+    def _drop(self, store_id: int) -> None:
+        """Nothing is known of the store any more, and nothing waits for it."""
+        self._unfence(store_id)
+        store = self._in_flight.pop(store_id)
+        self._bytes -= store.num_bytes
+        if self._revocations is not None:
+            # A rank may have given up waiting for the server, which may still be at work.
+            self._revocations.end(store.fence_index)
 
     def forget(self) -> None:
         """Drops tails that wait for the next step."""
@@ -180,11 +238,11 @@ class StorePlanner:
     ) -> list[BlockRun]:
         """Full blocks of a request that nobody has stored, as chains of neighbours; moves the request's marks on."""
         request = state.request
-        known = min(computed_tokens, request.num_tokens)
+        known = min(computed_tokens, request.num_tokens, self._exactness.exact_tokens(request.request_id))
         decoding = known > request.num_prompt_tokens
         tables = None
         runs: list[BlockRun] = []
-        next_tokens = 1 << 62
+        next_tokens = EVERYTHING
         for index, group in enumerate(self._groups):
             hashes = self._finder.hashes(request, index)
             end = min(known // group.block_tokens, len(hashes))
@@ -205,7 +263,8 @@ class StorePlanner:
                 runs += self._missing(state, index, hashes, begin, ids, planned)
             state.stored_blocks[index] = max(begin, end)
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
-        state.next_store_tokens = next_tokens
+        # Behind inexact tokens no block is ever stored.
+        state.next_store_tokens = next_tokens if known == min(computed_tokens, request.num_tokens) else EVERYTHING
         return runs
 
     def _missing(
@@ -264,6 +323,8 @@ class StorePlanner:
             index = next((i for i, g in enumerate(self._groups) if g.vllm_group == vllm_group), -1)
             if index < 0 or boundary % self._groups[index].block_tokens:
                 continue
+            if boundary > self._exactness.exact_tokens(state.request.request_id):
+                continue
             place, hashes = boundary // self._groups[index].block_tokens - 1, self._finder.hashes(state.request, index)
             if 0 <= place < len(hashes):
                 runs += self._missing(state, index, hashes, place, np.array([block], np.int32), planned)
@@ -278,23 +339,18 @@ class StorePlanner:
         if self._revocations is not None and not fence_index:
             self._stats.add("dropped_blocks", sum(len(run.hashes) for run in runs))
             return None
-        store_id = next(self._ids)
+        store_id = self._last_planned = next(_store_ids)
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         blocks, representations = self._represented.split(runs)
         read = tuple(dict.fromkeys(block for run in runs for block in run.block_ids.tolist()))
-        self._in_flight[store_id] = StoreInFlight(blocks, read, num_bytes, self._num_ranks, [], fence_index)
+        self._in_flight[store_id] = StoreInFlight(blocks, read, num_bytes, self._num_ranks, [], fence_index, time.monotonic())
         self._bytes += num_bytes
         self._reading.update(dict.fromkeys(read, store_id))
         self._stats.add("stores")
         return StoreJob(store_id, f"{self._prefix}-w{store_id}", blocks, retention, representations, fence_index)
 
-    def _settle(self, store_id: int, store: StoreInFlight) -> None:
-        if self._revocations is not None:
-            # A rank may have given up waiting for the server, which may still be at work.
-            self._revocations.end(store.fence_index)
-        self._unfence(store_id)
-        del self._in_flight[store_id]
-        self._bytes -= store.num_bytes
+    def _settle(self, store: StoreInFlight) -> None:
+        """Counts what a store has come to, and offers again what it has stored."""
         num_blocks = sum(len(run.hashes) for run in store.runs)
         answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
         for row, result in enumerate(store.results):

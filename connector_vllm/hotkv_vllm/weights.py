@@ -17,7 +17,18 @@ SAMPLE_BYTES = 4096
 STRIDE_BYTES = 1 << 20
 MAX_HEADER_BYTES = 256 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
-SIDE_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", "quantize_config.json", "params.json")
+SIDE_FILES = (
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "config.json",
+    "quantize_config.json",
+    "hf_quant_config.json",
+    "params.json",
+    # What makes embeddings of images, video and sound.
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -32,7 +43,7 @@ def files_identity(path: Path) -> str:
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and f.suffix in WEIGHT_SUFFIXES)
     if not files:
         raise ValueError(f"{path} has no weights files ({', '.join(WEIGHT_SUFFIXES)})")
-    digest = hashlib.sha256(b"hotkv-weights-1\0")
+    digest = hashlib.sha256(b"hotkv-weights-2\0")
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())

@@ -112,7 +112,8 @@ class SparseMemory:
 
     def arrived(self, request: Any) -> None:
         """A request whose KV others may use. It is followed where it can decode with a long context."""
-        if request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
+        is_new = request.request_id not in self._followed
+        if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
 
     def ended(self, request_id: str, now_s: float) -> None:

@@ -106,6 +106,11 @@ class BlockReprManager:
         for index in self._built if layers is None else layers:
             self._built[index][blocks] = False
 
+    def forget_all(self) -> None:
+        """It is not known which pages change."""
+        for built in self._built.values():
+            built[:] = False
+
     def mark_built(self, layer_idx: int, blocks: I32) -> None:
         """Somebody has written pages and rows of these blocks, and both belong together."""
         self._built[layer_idx][blocks] = True

@@ -8,6 +8,7 @@ runner gives them, and also after preemption, when all block ids are others.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from hotkv.sparse import SparseConfig
 
@@ -41,6 +42,18 @@ class RowNames:
         if self._requests.pop(request_id, None) is not None:
             self._ended.append(request_id)
 
+    def decoding(self, scheduler_output: Any) -> list[tuple[str, int]]:
+        """(request, position of its token) of this step's rows that decode with a long context. Before vLLM advances its requests."""
+        rows = []
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None or num_tokens != 1:
+                continue
+            position = request.num_computed_tokens
+            if position >= request.num_prompt_tokens and position + 1 >= self._min_tokens:
+                rows.append((request_id, position))
+        return rows
+
     def of_step(self, scheduler_output: Any) -> SparseRows:
         """Rows of this step that decode with a long context. Call once per step, before vLLM advances its requests."""
         ended, self._ended = tuple(self._ended), []
@@ -49,13 +62,7 @@ class RowNames:
             return SparseRows(ended=ended)
         block_ids: list[int] = []
         request_ids: list[str] = []
-        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            if request is None or num_tokens != 1:
-                continue
-            position = request.num_computed_tokens
-            if position < request.num_prompt_tokens or position + 1 < self._min_tokens:
-                continue
+        for request_id, position in self.decoding(scheduler_output):
             tables = block_state.get_block_ids(request_id)
             if tables is None:
                 continue
@@ -63,3 +70,17 @@ class RowNames:
                 block_ids.append(int(tables[group][position // block_tokens]))
                 request_ids.append(request_id)
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
+
+
+_NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
+
+
+def announce(engine_id: str, names: RowNames) -> None:
+    """Tells other connectors of this engine, beside hotkv in vLLM's MultiConnector, that it decodes sparsely."""
+    _NAMES_OF[engine_id] = names
+
+
+def sparse_requests(engine_id: str, scheduler_output: Any) -> list[str] | None:
+    """Requests of this step that decode sparsely, whichever connector of the engine asked for it; None in an engine that never does."""
+    names = _NAMES_OF.get(engine_id)
+    return None if names is None else [request_id for request_id, _ in names.decoding(scheduler_output)]

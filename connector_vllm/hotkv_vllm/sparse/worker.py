@@ -132,6 +132,8 @@ class SparseWorker:
         self._num_steps = 0
         self._faults = Faults()
         self._counters = LayerCounters(layer.index for layer in layers)
+        self.is_off = False
+        """All layers attend to everything, for good."""
 
     def __repr__(self) -> str:
         return f"SparseWorker(layers {len(self.layers)}, sequences {len(self._sequences)}, {self._reprs})"
@@ -145,6 +147,13 @@ class SparseWorker:
         self._request_of = dict(zip(rows.block_ids, rows.request_ids, strict=True))
         self._plans.clear()
         self._num_steps += bool(rows.request_ids)
+
+    def start_over(self) -> None:
+        """It is not known which rows the step has, nor which blocks it writes: it attends to everything, and hot sets and representations
+        are made anew.
+        """
+        self._request_of, self._plans, self._sequences = {}, {}, {}
+        self._reprs.forget_all()
 
     def will_write(self, blocks: I32) -> None:
         """Somebody else, such as a load, is about to write these blocks."""
@@ -218,7 +227,7 @@ class SparseWorker:
         `key` stands for the step's metadata: layers of a group that pass the same object share a plan. `query_of(token)` is the query
         float32 [Q, D] of a token of the batch. The step's keys are in the pages already. The result holds until the group's next layer.
         """
-        if self._faults.rests(layer.name, self._num_steps):
+        if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return None
         plan = self._plans.get(layer.group)
         if plan is None or plan.key is not key:

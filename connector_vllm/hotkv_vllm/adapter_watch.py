@@ -1,0 +1,162 @@
+"""Says which bytes a worker holds for a LoRA adapter, and notices if they change. Worker side.
+
+vLLM reads an adapter's files when an adapter is added, or in the first step that needs it, and again after it was evicted. The identity is
+a digest of what the read gave, in memory, so files that are written at that moment can't deceive it.
+
+What is always true: an adapter that was named to the scheduler is the one that vLLM uses for as long as it is not released or evicted; if
+it was not loaded yet it is read ahead, and vLLM is given that. A bounded number of adapters is held so. From the moment that other bytes
+are loaded under a known id until the scheduler has acknowledged it, `is_trusted` is False: stores and loads that were planned on the old
+bytes must not be carried out.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hotkv_vllm.adapters import LATER, UNKNOWN, AdapterReport, AdapterWork
+from hotkv_vllm.fingerprint import canonical, digest
+from hotkv_vllm.link import logger
+from hotkv_vllm.weights_watch import calling_worker
+
+MAX_AHEAD = 4
+"""Adapters that are held ahead of vLLM's own read, or as many as fit a batch if those are more."""
+
+
+class AdapterWatch:
+    """Watches vLLM's LoRA manager of one worker. `manager`: None where there is none, so that nothing is known of any adapter.
+
+    `settings`: what else decides an adapter's KV. `max_ahead`: adapters that are read ahead at most.
+    """
+
+    def __init__(self, manager: Any, rank: int = 0, settings: str = "", max_ahead: int = MAX_AHEAD) -> None:
+        self._manager = manager
+        self._max_ahead = max_ahead
+        self._rank = rank
+        self._settings = settings
+        self._held: dict[int, str] = {}
+        self._ahead: dict[int, Any] = {}
+        self._put_off: dict[int, Any] = {}
+        self._changed: set[int] = set()
+        self._unacknowledged: frozenset[int] = frozenset()
+        self._answers: dict[int, dict[int, str]] = {}
+        if manager is not None:
+            self._read = manager._load_adapter
+            manager._load_adapter = self._load
+
+    def __repr__(self) -> str:
+        return f"AdapterWatch({len(self._held)} adapters, {len(self._ahead)} read ahead, {len(self._changed)} changed)"
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether there is a manager."""
+        return self._manager is not None
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the scheduler's plans rest on what this worker holds."""
+        return not self._unacknowledged
+
+    def before_step(self, work: AdapterWork) -> None:
+        """Carries out what a step's metadata asks for."""
+        self._unacknowledged -= work.acknowledged
+        for adapter_id in work.released:
+            self._ahead.pop(adapter_id, None)
+        if work.released:
+            self._put_off = {number: lora for number, lora in self._put_off.items() if lora.lora_int_id not in work.released}
+        for number, lora_request in (*self._put_off.items(), *work.asked):
+            identity = self._name(lora_request)
+            if identity != LATER:
+                self._put_off.pop(number, None)
+            elif number in self._put_off:
+                continue
+            else:
+                self._put_off[number] = lora_request
+            self._answers[number] = {self._rank: identity}
+
+    def take_report(self) -> AdapterReport | None:
+        """What to tell the scheduler; None for nothing."""
+        if not self._answers and not self._unacknowledged:
+            return None
+        report = AdapterReport(self._answers, self._unacknowledged)
+        self._answers = {}
+        return report
+
+    def _name(self, lora_request: Any) -> str:
+        """Identity of what vLLM uses for the adapter, or will use when it needs it."""
+        if self._manager is None:
+            return UNKNOWN
+        adapter_id = lora_request.lora_int_id
+        try:
+            if adapter_id not in self._ahead and adapter_id not in self._manager.list_adapters():
+                if len(self._ahead) >= self._max_ahead:
+                    return LATER
+                model = self._read(lora_request)
+                self._note(adapter_id, model)
+                if adapter_id not in self._changed:
+                    self._ahead[adapter_id] = model
+        except Exception:  # noqa: BLE001 - edge to vLLM
+            # The engine says what is wrong with it as soon as it needs it.
+            logger.exception("hotkv: LoRA adapter %r could not be read", lora_request.lora_name)
+            return UNKNOWN
+        return UNKNOWN if adapter_id in self._changed else self._held.get(adapter_id, UNKNOWN)
+
+    def _load(self, lora_request: Any) -> Any:
+        """What vLLM calls to read an adapter's files."""
+        adapter_id = lora_request.lora_int_id
+        model = self._ahead.pop(adapter_id, None)
+        if model is None or lora_request.load_inplace:
+            model = self._read(lora_request)
+            self._note(adapter_id, model)
+        return model
+
+    def _note(self, adapter_id: int, model: Any) -> None:
+        try:
+            identity = self._identity(model)
+        except Exception:  # noqa: BLE001 - edge to vLLM
+            logger.exception("hotkv: the contents of LoRA adapter %d could not be read", adapter_id)
+            identity = UNKNOWN
+        if self._held.setdefault(adapter_id, identity) != identity and adapter_id not in self._changed:
+            self._changed.add(adapter_id)
+            self._unacknowledged |= {adapter_id}
+
+    def _identity(self, model: Any) -> str:
+        found = hashlib.sha256(f"hotkv-adapter-in-memory-1\0{self._settings}\0".encode())
+        # The id is this engine's number for it.
+        _feed(found, {name: value for name, value in vars(model).items() if name != "id"})
+        return found.hexdigest()
+
+
+def watch_adapters(vllm_config: Any) -> AdapterWatch:
+    """A watch over the adapters of the worker that is registering its KV caches right now."""
+    rank = vllm_config.parallel_config.rank
+    if vllm_config.lora_config is None:
+        return AdapterWatch(None, rank)
+    runner, _ = calling_worker()
+    manager = getattr(runner, "lora_manager", None)
+    if not callable(getattr(manager, "_load_adapter", None)) or not callable(getattr(manager, "list_adapters", None)):
+        manager = None
+    return AdapterWatch(manager, rank, digest(vllm_config.lora_config), max(MAX_AHEAD, vllm_config.lora_config.max_loras))
+
+
+def _feed(found: Any, value: Any) -> None:
+    """Feeds a value into a digest so that unequal values differ: tensors whole, objects by class and attributes."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous()
+        found.update(f"tensor {data.dtype} {tuple(data.shape)}\0".encode())
+        found.update(data.flatten().view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        found.update(f"mapping {len(value)}\0".encode())
+        for name in sorted(value, key=str):
+            found.update(f"{name}\0".encode())
+            _feed(found, value[name])
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        found.update(f"sequence {len(value)}\0".encode())
+        for entry in value:
+            _feed(found, entry)
+    elif hasattr(value, "__dict__"):
+        found.update(f"{type(value).__qualname__}\0".encode())
+        _feed(found, vars(value))
+    else:
+        found.update(f"{canonical(value)!r}\0".encode())

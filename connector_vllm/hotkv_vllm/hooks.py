@@ -1,0 +1,94 @@
+"""The edge between vLLM and the connector: no exception of hotkv's passes it.
+
+Each hook names its fallback: what vLLM gets instead of the hook's result, and in `why` what makes that safe. What is always true: a hook
+that raises is counted and answered by its fallback; a fallback that raises too is counted and answered by `last`, which is a constant. A
+fallback uses as little as it can of what the hook uses, so that one fault does not break both.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from hotkv_vllm import link
+
+logger = link.logger
+T = TypeVar("T")
+
+FALLBACKS: dict[str, str] = {}
+"""By hook: why its fallback is safe."""
+
+
+class Clock(Protocol):
+    """Where a hook's time is put down."""
+
+    def add(self, hook: str, seconds: float) -> None: ...
+
+
+class Guarded(Protocol):
+    """What has hooks."""
+
+    clock: Clock
+
+    def hook_broke(self, name: str) -> None: ...
+
+
+def hook(
+    otherwise: Callable[..., Any], *, why: str, last: Any = None, is_part: bool = False
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Times a hook and keeps its exceptions from vLLM; a broken hook answers `otherwise(self, *its arguments)`.
+
+    `is_part`: of a hook that goes on when this breaks, and is timed itself.
+    """
+
+    def wrap(method: Callable[..., T]) -> Callable[..., T]:
+        name = method.__name__
+        FALLBACKS[name] = why
+
+        @functools.wraps(method)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> T:
+            began_s = time.perf_counter()
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001 - hook edge: a fault of ours must not become the engine's
+                self.hook_broke(name)
+            finally:
+                if not is_part:
+                    self.clock.add(name, time.perf_counter() - began_s)
+            return _answer(self, name, otherwise, last, args, kwargs)
+
+        return guarded
+
+    return wrap
+
+
+def _answer(self: Any, name: str, otherwise: Callable[..., Any], last: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return otherwise(self, *args, **kwargs)
+    except Exception:  # noqa: BLE001 - hook edge, as above
+        self.hook_broke(f"{name} (its fallback)")
+        return last
+
+
+def class_hook(otherwise: Callable[..., Any], *, why: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """The same for what vLLM asks of the class, before there is a connector: logged, neither timed nor counted."""
+
+    def wrap(method: Callable[..., T]) -> Callable[..., T]:
+        FALLBACKS[method.__name__] = why
+
+        @functools.wraps(method)
+        def guarded(cls: type, *args: Any, **kwargs: Any) -> T:
+            try:
+                return method(cls, *args, **kwargs)
+            except Exception:
+                logger.exception("hotkv: hook %s broke; the engine goes on without its result", method.__name__)
+                answer: T = otherwise(cls, *args, **kwargs)
+                return answer
+
+        return guarded
+
+    return wrap
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """The fallback of hooks whose result nobody needs."""

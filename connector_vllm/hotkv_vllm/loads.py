@@ -1,0 +1,213 @@
+"""The loads of one rank, from their begin to the one report of their end.
+
+What is always true: each load is reported as ended, well or failed, exactly once; and not before its future is resolved, or the scheduler
+has said that it holds the blocks back (`holds`), so that nobody else gets blocks which the server may still write. `take` decides before it
+changes anything.
+
+A load that outlives its deadline, or whose request was aborted, is cancelled. If the server does not answer the cancel within
+`CANCEL_GRACE_S` the load is overdue, and is named in each report until the scheduler holds its blocks.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from hotkv_client.types import TransferResult, TransferStatus
+from hotkv_vllm import link
+from hotkv_vllm.device_order import Mark
+from hotkv_vllm.metadata import LoadJob
+
+logger = link.logger
+
+CANCEL_GRACE_S = 2.0
+"""How long a server may take to answer a cancel: it finishes the pieces that its threads are copying."""
+
+
+@dataclass(slots=True)
+class ActiveLoad:
+    """A load of this rank. `answer` is None until it is sent. `deadline_s`: None until the device is seen to have passed `after`.
+
+    `cancelled_s`: when it was cancelled; None if it was not. `is_void`: the memory was discarded meanwhile, so that it counts as failed
+    however it ends.
+    """
+
+    job: LoadJob
+    after: Mark
+    deadline_s: float | None = None
+    answer: "Future[TransferResult] | None" = None
+    cancelled_s: float | None = None
+    is_void: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody writes its blocks, or ever will if it is not sent."""
+        return self.answer is None or self.answer.done()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A load that is over. `num_bytes`: None if it failed."""
+
+    load: ActiveLoad
+    num_bytes: int | None
+
+
+class Loads:
+    """See the module. `send` begins a transfer and does not raise; `cancel` asks to end the transfer of this id."""
+
+    def __init__(self, send: "Callable[[LoadJob, Mark], Future[TransferResult]]", cancel: Callable[[str], None]) -> None:
+        self._send = send
+        self._cancel = cancel
+        self._active: dict[str, ActiveLoad] = {}
+        self._failed: set[str] = set()
+        self._hung: dict[str, ActiveLoad] = {}
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __repr__(self) -> str:
+        return f"Loads({len(self._active)} active, {len(self._hung)} hung, {len(self._failed)} to report as failed)"
+
+    def begin(self, job: LoadJob, after: Mark) -> None:
+        load = self._active[job.request_id] = ActiveLoad(job, after)
+        if after.lets_send():
+            load.answer = self._send(job, after)
+
+    def fail(self, request_ids: Iterable[str]) -> None:
+        """Loads that were never begun; vLLM waits for them."""
+        self._failed.update(request_ids)
+
+    def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
+        """The hook that should have begun these broke: whatever it has not begun has failed."""
+        self._failed |= set(abandoned)
+        for job in jobs:
+            load = self._active.get(job.request_id)
+            if load is None or load.job is not job:
+                self._failed.add(job.request_id)
+
+    def send_waiting(self) -> None:
+        """Sends those whose mark has passed by now."""
+        for load in self._active.values():
+            if load.answer is None and load.after.passed():
+                load.answer = self._send(load.job, load.after)
+
+    @property
+    def answers(self) -> "list[Future[TransferResult] | None]":
+        """Of those that are not over, or not yet taken."""
+        return [load.answer for load in self._active.values()]
+
+    def make_void(self) -> None:
+        """The engine discards its memory: all loads are cancelled, and count as failed."""
+        for load in self._active.values():
+            load.is_void = True
+            self._end_early(load)
+
+    def cancel(self, request_id: str) -> None:
+        load = self._active.get(request_id)
+        if load is not None:
+            self._end_early(load)
+
+    def _end_early(self, load: ActiveLoad) -> None:
+        """Asks to end a load early; its future's end is the acknowledgement."""
+        if load.cancelled_s is not None:
+            return
+        load.cancelled_s = time.monotonic()
+        if load.answer is None:
+            load.answer = never_begun("cancelled")
+        else:
+            self._cancel(load.job.transfer_id)
+
+    # ----------------------------------------------------------------------------------------------------------- results
+
+    def take(self) -> tuple[set[str], set[str], list[Ended]]:
+        """Requests whose load is over, those of them whose load failed, and the loads that ended."""
+        if not self._active:
+            return *self._taken([]), []
+        ended = [self._end_of(load) for load in self._active.values() if load.answer is not None and load.answer.done()]
+        finished, failed = self._taken(ended)
+        return finished, failed, ended
+
+    def _taken(self, ended: list[Ended]) -> tuple[set[str], set[str]]:
+        failed = self._failed | {one.load.job.request_id for one in ended if one.num_bytes is None}
+        finished = failed | {one.load.job.request_id for one in ended}
+        self._active = {request_id: load for request_id, load in self._active.items() if request_id not in finished}
+        self._failed = set()
+        return finished, failed
+
+    def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
+        """What `take` would do if all loads that are over had failed, those never sent among them: for a worker whose results break."""
+        over = [load for load in self._active.values() if load.is_over]
+        failed = self._failed | {load.job.request_id for load in over}
+        self._active = {request_id: load for request_id, load in self._active.items() if request_id not in failed}
+        self._failed = set()
+        return failed, over
+
+    def _end_of(self, load: ActiveLoad) -> Ended:
+        """A load whose result can't be read has failed: its future is resolved, so its blocks may be given up."""
+        assert load.answer is not None
+        try:
+            return Ended(load, None if load.is_void else _bytes_loaded(load.answer))
+        except Exception:
+            logger.exception("hotkv: the result of a load could not be read; the load counts as failed")
+            return Ended(load, None)
+
+    def watch(self, now_s: float) -> None:
+        """Cancels loads that are beyond their deadline."""
+        for load in self._active.values():
+            if load.answer is None or load.cancelled_s is not None:
+                continue
+            if load.deadline_s is None:
+                load.deadline_s = now_s + load.job.timeout_s if load.after.passed() else None
+            elif now_s >= load.deadline_s:
+                self._end_early(load)
+
+    # --------------------------------------------------------------------------------------------------------- hung loads
+
+    def overdue(self, now_s: float) -> tuple[str, ...]:
+        """Transfers that the server does not end although it was asked to."""
+        return tuple(
+            load.job.transfer_id
+            for load in self._active.values()
+            if load.cancelled_s is not None and not load.is_over and now_s >= load.cancelled_s + CANCEL_GRACE_S
+        )
+
+    def give_up(self, transfer_ids: Iterable[str]) -> None:
+        """The scheduler holds the blocks of these back: their requests need not wait for the server any more."""
+        wanted = set(transfer_ids)
+        for load in [load for load in self._active.values() if load.job.transfer_id in wanted and not load.is_over]:
+            self._end_early(load)
+            self._hung[load.job.transfer_id] = load
+            self._failed.add(load.job.request_id)
+            del self._active[load.job.request_id]
+
+    def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
+        """Of transfers whose blocks are held back: those that can't write here any more, and the loads that hung until now."""
+        for load in self._active.values():
+            # What was never sent under a held id is failed by its report.
+            if load.answer is None and load.job.transfer_id in transfer_ids:
+                load.answer = never_begun("its blocks are held back")
+        done = [load for load in self._hung.values() if load.is_over]
+        for load in done:
+            del self._hung[load.job.transfer_id]
+        busy = self._hung.keys() | {load.job.transfer_id for load in self._active.values() if not load.is_over}
+        return [transfer_id for transfer_id in transfer_ids if transfer_id not in busy], done
+
+
+def never_begun(why: str) -> "Future[TransferResult]":
+    """The end of a transfer that nobody works at."""
+    failed: Future[TransferResult] = Future()
+    failed.set_exception(ConnectionError(why))
+    return failed
+
+
+def _bytes_loaded(answer: "Future[TransferResult]") -> int | None:
+    """Bytes of a load that ended well; None for one that failed."""
+    if answer.cancelled() or answer.exception() is not None:
+        logger.debug("hotkv: a load failed: %s", None if answer.cancelled() else answer.exception())
+        return None
+    result = answer.result()
+    if result.status is not TransferStatus.DONE:
+        logger.debug("hotkv: a load ended %s: %s", result.status.name, result.message)
+        return None
+    return result.num_bytes
