@@ -34,12 +34,13 @@ torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under tra
 	$(BIN)/python -m tests.robustness.engines --kills 20
 	$(BIN)/python -m tests.robustness.fuzz --inputs 1000000
 
-check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, wire, generated code, CUDA kernels, module size
+check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code, CUDA kernels, module size
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_vllm_imports.py
+	$(BIN)/python tools/check_vllm_api.py
 	$(BIN)/buf lint
 	$(PROTO_VENV)/bin/python tools/protos.py --check
 	$(BIN)/python tools/check_kernels.py

@@ -14,9 +14,11 @@ FREE = {"compat.py", "layout.py", "sparse/backend.py"}
 PUBLIC = (
     "vllm.LLM",
     "vllm.SamplingParams",
+    "vllm.__version__",
     "vllm.config",
     "vllm.distributed.kv_events",
     "vllm.distributed.kv_transfer.kv_connector.v1",
+    "vllm.envs",
     "vllm.forward_context",
     "vllm.logger",
     "vllm.v1.core.kv_cache_manager",

@@ -1,0 +1,126 @@
+"""Compares all that the connector uses of vLLM with the sources of every supported version: of the installed one and of the index's wheels.
+
+Checked, on syntax trees: imported names, attributes of vLLM's objects and calls as far as annotations tell, signatures of overridden
+hooks, and that each hook of the base class is overridden or was looked at (`NOT_OVERRIDDEN`). Where the index can't be reached, what it
+lacks is named, and the rest is checked.
+"""
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.vllm_names import Names  # noqa: E402
+from tools.vllm_sources import Installed, Source, Unreachable, Wheel  # noqa: E402
+from tools.vllm_uses import Uses, hooks_of, pauses_by  # noqa: E402
+
+PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".wheels"
+FEWEST_CHECKED = 150
+"""If fewer uses than this are found in a version, the check itself no longer sees what it should."""
+
+NOT_OVERRIDDEN = {
+    "bind_connector_metadata": "the base class keeps the step's metadata, as we need it",
+    "bind_gpu_block_pool": "we read block tables from the scheduler's output only",
+    "bind_kv_cache_manager": "as above",
+    "clear_connector_metadata": "as bind_connector_metadata",
+    "finish_forward": "stores begin in wait_for_save",
+    "get_block_ids_with_load_errors": "failed loads go through get_transfer_results; this one raises with several groups",
+    "get_external_cache_hit_sources": "_cache_hit_source says it",
+    "get_finished": "get_transfer_results takes its place",
+    "get_finished_count": "each rank reports for itself",
+    "get_kv_connector_kv_cache_events": "the server publishes events",
+    "get_loaded_kv_cache_group_ids": "the default is right: all prefix-cacheable groups",
+    "get_mem_pool_context": "the engine's own pool",
+    "has_connector_metadata": "as bind_connector_metadata",
+    "has_pending_block_frees": "blocks are never held for stores",
+    "has_pending_push_work": "nothing waits for a step to go on",
+    "register_finished_partial_tail": "partial blocks are not stored",
+    "requires_piecewise_for_cudagraph": "nothing happens per layer",
+    "reset_capture_state": "capturing changes nothing of ours",
+    "role": "a property of the base class",
+    "set_host_xfer_buffer_ops": "no host buffer of vLLM's",
+    "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
+    "take_events": "the server publishes events",
+}
+"""Hooks that hotkv leaves to the base class, and why. One that is not here and not overridden is new: read what it asks of connectors."""
+
+OWN = {"hook_broke"}
+"""Public methods of the connector that are no hooks; another that the newest version lacks is a hook that vLLM no longer calls."""
+
+
+def supported() -> tuple[tuple[int, int], ...]:
+    """Release lines that `hotkv_vllm.versions` names."""
+    values: dict[str, tuple[int, int]] = {}
+    for node in ast.parse((PACKAGE / "versions.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            names = [ast.unparse(target) for target in node.targets[0].elts]
+            values |= dict(zip(names, ast.literal_eval(node.value), strict=True))
+    first, last = values["FIRST"], values["LAST"]
+    return tuple((first[0], minor) for minor in range(first[1], last[1] + 1))
+
+
+def sources(lines: tuple[tuple[int, int], ...]) -> Iterator[tuple[Source, bool]]:
+    """The sources that can be had, and whether one is the newest line's; says which can't."""
+    yield Installed(), False
+    for line in lines:
+        try:
+            yield Wheel(line, CACHE), line == lines[-1]
+        except Unreachable as error:
+            print(f"NOT CHECKED against vLLM {line[0]}.{line[1]}: {error}")
+
+
+def compare(source: Source, *, is_newest: bool) -> list[str]:
+    """Differences between what the connector uses and one version of vLLM. Raises Unreachable."""
+    names = Names(source)
+    problems, num_checked = [], 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        uses = Uses(names, str(path.relative_to(ROOT)), ast.parse(path.read_text()))
+        uses.check()
+        problems += uses.problems
+        num_checked += uses.num_checked
+    problems += [why] if (why := pauses_by(names)) else []
+    problems += hook_problems(names, is_newest=is_newest)
+    if num_checked < FEWEST_CHECKED:
+        problems.append(f"only {num_checked} uses of vLLM were found, where at least {FEWEST_CHECKED} were expected")
+    print(f"{source.name}: {num_checked} imports, attributes, calls and overrides compared, {len(problems)} problems")
+    return sorted(set(problems))
+
+
+def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
+    """Hooks that nobody has looked at, and in the newest version those that are gone."""
+    found = [cls for name in ("KVConnectorBase_V1", "SupportsHMA") if (cls := names.find(f"{BASE}.{name}")) is not None]
+    theirs = {hook for cls in found for hook in hooks_of(names, cls)}
+    tree = ast.parse((PACKAGE / "connector.py").read_text())
+    connector = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "HotKVConnector")
+    ours = {node.name for node in connector.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    problems = [f"{BASE}: {hook} is neither overridden nor in NOT_OVERRIDDEN" for hook in sorted(theirs - ours - set(NOT_OVERRIDDEN))]
+    if is_newest:
+        problems += [f"connector.py: {hook} is no hook of vLLM's any more" for hook in sorted(ours - theirs - OWN)]
+        problems += [f"NOT_OVERRIDDEN: {hook} is no hook of vLLM's" for hook in sorted(set(NOT_OVERRIDDEN) - theirs)]
+    return problems
+
+
+def main() -> int:
+    """Command line."""
+    lines = supported()
+    said = f"vLLM {lines[0][0]}.{lines[0][1]} to {lines[-1][0]}.{lines[-1][1]}"
+    found = []
+    if said not in (ROOT / "README.md").read_text():
+        found.append(f"README.md does not say {said!r}, as hotkv_vllm/versions.py does")
+    for source, is_newest in sources(lines):
+        try:
+            found += [f"{source.name}: {problem}" for problem in compare(source, is_newest=is_newest)]
+        except Unreachable as error:
+            print(f"NOT CHECKED against {source.name}: {error}")
+    print("\n".join(found), end="\n" if found else "")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
