@@ -1,10 +1,14 @@
 """A vLLM engine in a process of its own, driven by JSON lines: commands on stdin, one answer each on stdout.
 
-First line: arguments of `LLM`. Commands: `generate` (prompts, max_tokens, transfer: their `kv_transfer_params`), `reset` (connector: its
-cache too), `stats`, `wait` (connected, timeout_s), `freeze` (stop the process `pid` just after the connector's next `call`, load or
-store, was sent), `stop`. Logs go to stderr.
+First line: arguments of `LLM`, and `config_overrides`: values by path in vLLM's config, set when it is complete. Commands: `generate`
+(prompts, max_tokens, transfer: their `kv_transfer_params`, salt: their `cache_salt`, adapter: fields of their `LoRARequest`),
+`add_adapter` (the same), `reload` (path: weights to load in place, as vLLM's RPC does), `reset` (connector: its cache too), `stats`,
+`wait` (connected, timeout_s), `freeze` (stop the process `pid` just after the connector's next `call`, load or store, was sent), `stop`.
+Logs go to stderr.
 """
 
+import enum
+import functools
 import json
 import os
 import signal
@@ -18,8 +22,12 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     arguments = json.loads(sys.stdin.readline())
+    override(arguments.pop("config_overrides", {}))
+    import torch
     from vllm import LLM
 
+    # Compiling vLLM's sampler takes longer than most tests.
+    torch.compiler.set_stance("force_eager")
     if arguments["load_format"] == "random":
         import random_weights  # noqa: F401 - registers the load format
 
@@ -39,33 +47,83 @@ def main() -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def generate(llm: Any, prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None = None) -> dict[str, Any]:
+def override(values: dict[str, Any]) -> None:
+    """Sets fields of vLLM's config, whatever vLLM's own arguments would allow. A member of an enumeration is given by its name."""
+    if not values:
+        return
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    def overridden(*arguments: Any, **more: Any) -> Any:
+        config = create(*arguments, **more)
+        for path, value in values.items():
+            *parents, name = path.split(".")
+            owner = functools.reduce(getattr, parents, config)
+            old = getattr(owner, name, None)
+            owner.__dict__[name] = type(old)[value] if isinstance(old, enum.Enum) else value
+        return config
+
+    EngineArgs.create_engine_config = overridden
+
+
+def generate(
+    llm: Any,
+    prompts: list[list[int]],
+    max_tokens: int,
+    transfer: dict[str, Any] | None = None,
+    salt: str | None = None,
+    adapter: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     from vllm import SamplingParams
 
     extra = None if transfer is None else {"kv_transfer_params": transfer}
     parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, extra_args=extra)
+    salted = {} if salt is None else {"cache_salt": salt}
     began_s = time.monotonic()
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+    lora = None if adapter is None else lora_request(adapter)
+    outputs = llm.generate([{"prompt_token_ids": p} | salted for p in prompts], parameters, use_tqdm=False, lora_request=lora)
     return {
         "seconds": time.monotonic() - began_s,
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "logprobs": [[p[t].logprob for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)] for o in outputs],
         "cached": [o.num_cached_tokens for o in outputs],
+        "ended": [str(o.outputs[0].finish_reason) for o in outputs],
     }
+
+
+def lora_request(adapter: dict[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(**adapter)
+
+
+def add_adapter(llm: Any, adapter: dict[str, Any]) -> dict[str, Any]:
+    return {"added": llm.llm_engine.add_lora(lora_request(adapter))}
+
+
+def reload(llm: Any, path: str) -> dict[str, Any]:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    return {}
 
 
 def reset(llm: Any, connector: bool = False) -> dict[str, Any]:
     return {"done": llm.reset_prefix_cache(reset_connector=connector)}
 
 
+def _ours(connector: Any) -> Any:
+    """hotkv's connector, which may be one of several in a MultiConnector."""
+    return next(one for one in getattr(connector, "sub_connectors", [connector]) if type(one).__name__ == "HotKVConnector")
+
+
 def _scheduler_side(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    return _ours(llm.llm_engine.engine_core.engine_core.scheduler.connector)._scheduler
 
 
 def _worker_side(_: Any) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group()._worker
+    return _ours(get_kv_transfer_group())._worker
 
 
 def stats(llm: Any) -> dict[str, Any]:
@@ -97,7 +155,15 @@ def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
     return {"armed": call}
 
 
-OPERATIONS = {"generate": generate, "reset": reset, "stats": stats, "wait": wait, "freeze": freeze}
+OPERATIONS = {
+    "generate": generate,
+    "add_adapter": add_adapter,
+    "reload": reload,
+    "reset": reset,
+    "stats": stats,
+    "wait": wait,
+    "freeze": freeze,
+}
 
 if __name__ == "__main__":
     main()

@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -38,11 +40,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker import kv_connector_model_runner_mixin
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from hotkv_client.testing import FakeServer
 from hotkv_vllm import link, worker
-from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.device_order import Marks
 from tests.vllm.device import ToldDevice
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
@@ -50,6 +53,8 @@ from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_mo
 WINDOW = 80
 CHUNK = 96
 _MASK = 0x7FFF
+_TRANSFER_GROUP: list[Any] = []
+"""The connector of the engine that runs a step, as vLLM has one in each worker process."""
 
 
 def full_spec() -> FullAttentionSpec:
@@ -128,16 +133,21 @@ class Engine:
         layout: KVCacheLayout = KVCacheLayout.LBHNC,
         max_tokens_per_step: int = 256,
         extra: dict[str, Any] | None = None,
+        within: Callable[[dict[str, Any]], dict[str, Any]] = lambda ours: ours,
         **more: Any,
     ) -> None:
+        """`within`: makes the engine's `kv_transfer_config` out of the connector's, for engines with several."""
         monkeypatch.setattr(link, "open_session", server.open)
         self.server, self.pipelined, self.v2, self.device = server, pipelined, v2, device
+        self.model = torch.nn.Linear(2, 2)
         monkeypatch.setattr(worker, "marks_for", lambda _, wanted: Marks(device, wanted))
         arguments = engine_args(write_model(folder), blocks=blocks, max_num_batched_tokens=max_tokens_per_step, **more)
-        arguments |= {"max_model_len": min(512, (blocks - 2) * BLOCK_TOKENS), "num_gpu_blocks_override": blocks}
+        longest = more.get("max_model_len", 512)
+        fitting = min(longest, (blocks - 2) * BLOCK_TOKENS)
+        arguments |= {"max_model_len": fitting, "num_gpu_blocks_override": blocks}
         arguments.pop("disable_log_stats")
         extra = {"flush_timeout_s": 0.02, **(extra or {})}
-        self.vllm_config = EngineArgs(**arguments, kv_transfer_config=transfer_config(**extra)).create_engine_config()
+        self.vllm_config = EngineArgs(**arguments, kv_transfer_config=within(transfer_config(**extra))).create_engine_config()
         if v2:
             self.vllm_config.__class__ = V2Config
         self.vllm_config.cache_config.kv_cache_layout = layout.name
@@ -152,17 +162,22 @@ class Engine:
             config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(kv, self.vllm_config, block_size, hash_block_size)
         self.vllm_config.cache_config.num_gpu_blocks = kv.num_blocks
         self.kv_config = worker_kv
-        self.worker = HotKVConnector(self.vllm_config, KVConnectorRole.WORKER, worker_kv)
+        self.worker: Any = KVConnectorFactory.create_connector(self.vllm_config, KVConnectorRole.WORKER, worker_kv)
         self.tensors = allocate_kv_cache(worker_kv, torch.device("cpu"), layout)
+        # The key space is that of engines with the same settings and more blocks; vLLM itself wants one request to fit.
+        self.vllm_config.model_config.max_model_len = longest
+        monkeypatch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0])
         self.active = self._active(monkeypatch) if v2 else None
         if self.active is None:
             self.worker.register_kv_caches(self.tensors)
+        self.vllm_config.model_config.max_model_len = fitting
         scheduler_class = AsyncScheduler if pipelined else Scheduler
         self.scheduler = scheduler_class(
             self.vllm_config, kv, StructuredOutputManager(self.vllm_config), block_size, hash_block_size, log_stats=True
         )
-        self.connector: HotKVConnector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.connector: Any = self.scheduler.connector
+        handshake = self.worker.get_handshake_metadata()
+        self.connector.set_xfer_handshake_metadata_pp_aware({} if handshake is None else {(0, 0): handshake})
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self.hasher = get_request_block_hasher(hash_block_size, hash_function)
@@ -178,6 +193,13 @@ class Engine:
         self.metas: list[Any] = []
         self.before_forward: Callable[[], None] | None = None
         self.after_zeroing: Callable[[], None] | None = None
+        # Bytes of an adapter, as a number, that the model uses in this step; a request keeps those of its first step.
+        self.content_of: Callable[[Any], int] = lambda lora: int(lora.lora_int_id)
+        self.contents: dict[str, int] = {}
+
+    def get_model(self) -> torch.nn.Module:
+        """As a model runner; its weights are in no KV value."""
+        return self.model
 
     def _active(self, monkeypatch: Any) -> Any:
         """What the V2 runner calls connectors through; it registers the tensors."""
@@ -195,6 +217,7 @@ class Engine:
         request = Request(name, list(prompt), parameters, None, block_hasher=self.hasher, **more)
         self.requests[name], self.outputs[name] = request, []
         self.tokens.pop(name, None)
+        self.contents.pop(name, None)
         self.scheduler.add_request(request)
         return request
 
@@ -213,7 +236,7 @@ class Engine:
             self.device.run_to(point)
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             stats = outputs.scheduler_stats.kv_connector_stats if outputs.scheduler_stats is not None else None
-            for counter, growth in (stats or {}).items():
+            for counter, growth in (stats or {}).get("HotKVConnector", stats or {}).items():
                 self.counters[counter] = self.counters.get(counter, 0) + growth
             for one in outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
@@ -265,24 +288,16 @@ class Engine:
         return sampled, self.device.given if self.device is not None and scheduled.total_num_scheduled_tokens else 0
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        meta, worker = scheduled.kv_connector_metadata, self.worker
-        worker.handle_preemptions(meta)
+        """vLLM's own mixin calls the hooks; `GPUModelRunner.execute_model` of the V1 runner calls the first one before it."""
+        _TRANSFER_GROUP[:] = [self.worker]
+        self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)
-        worker.bind_connector_metadata(meta)
-        sampled, point = self._computed(scheduled)
-        worker.start_load_kv(None)
-        worker.finish_forward()
-        worker.wait_for_save()
-        results = worker.get_transfer_results(scheduled.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending or None,
-            finished_recving=results.finished_recving or None,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=worker.get_kv_connector_stats(),
-            kv_connector_worker_meta=pickle.loads(pickle.dumps(worker.build_connector_worker_meta())),
-        )
-        worker.clear_connector_metadata()
+        with (
+            set_forward_context(None, self.vllm_config),
+            KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as output,
+        ):
+            sampled, point = self._computed(scheduled)
+        output.kv_connector_worker_meta = pickle.loads(pickle.dumps(output.kv_connector_worker_meta))
         return output, sampled, point
 
     def _run_v2(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
@@ -316,6 +331,10 @@ class Engine:
                 for mine, more in zip(self.tables[name], ids, strict=True):
                     mine += more
         sampled: dict[str, list[int]] = {}
+        for name in scheduled.num_scheduled_tokens:
+            lora = self.requests[name].lora_request
+            if lora is not None:
+                self.contents.setdefault(name, self.content_of(lora))
         # As in a model, all KV of a layer is written before attention reads it: a request may hit blocks that another fills in this step.
         for name, count in scheduled.num_scheduled_tokens.items():
             self._write(name, computed[name], count)
@@ -324,7 +343,7 @@ class Engine:
             tokens = self.tokens[name]
             sampled[name] = []
             if computed[name] + count >= len(tokens):
-                tokens.append(3 + _value(tokens)[-1] % 1000)
+                tokens.append(3 + self._values(name)[-1] % 1000)
                 sampled[name] = [tokens[-1]]
         return sampled
 
@@ -376,9 +395,14 @@ class Engine:
         """Block and offset of each token, and the value that belongs there (fewer where tokens are not known yet)."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
-        values = np.array(_value(self.tokens[name])[first:end], np.int16)
+        values = np.array(self._values(name)[first:end], np.int16)
         block_tokens = self.kv_config.kv_cache_groups[group_id].kv_cache_spec.block_size
         return table[positions // block_tokens], positions % block_tokens, values
+
+    def _values(self, name: str) -> list[int]:
+        """What belongs to each of a request's tokens."""
+        content = self.contents.get(name)
+        return _value(self.tokens[name]) if content is None else _value([content, *self.tokens[name]])[1:]
 
 
 def _layer(name: str) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.test_end_to_end import difference, prompts, settled
@@ -21,6 +22,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LENGTHS = (31, 33, 100, 257, 500, 701)
 ALIGN = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+MLA: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": True}
+if torch.cpu._is_amx_tile_supported():
+    # vLLM's kernels for AMX know no float32, and want blocks of whole tiles.
+    MLA |= {"block_size": 32, "dtype": "bfloat16"}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 
 Start = Callable[..., EngineProcess]
@@ -100,7 +105,7 @@ def test_warm_is_as_good_as_cold(start: Start, kind: str, settings: dict[str, An
         # vLLM's own hits end inside a block here; a local hit that does must not upset a longer one from hotkv, which ends with a block.
         pytest.param("lfm2", {**ALIGN, "block_size": 64, "prefix_match_unit": 32}, 64, True, id="lfm2-partial-tails"),
         # vLLM's latent attention on CPU answers otherwise after any prefix hit, its own ones too, so those are the measure.
-        pytest.param("deepseek", {"block_size": 16, "enable_prefix_caching": True}, 16, False, id="deepseek"),
+        pytest.param("deepseek", MLA, MLA["block_size"], False, id="deepseek"),
     ],
 )
 def test_models_whose_answer_depends_on_the_batch(
@@ -119,7 +124,7 @@ def test_models_whose_answer_depends_on_the_batch(
     warm = ask(second)
     expected = cold if is_exact else local
     assert warm["cached"] == [(len(p) - 1) // alignment * alignment for p in batch]
-    assert warm["tokens"] == expected["tokens"] and difference(expected, warm) < TOLERANCE["float32"]
+    assert warm["tokens"] == expected["tokens"] and difference(expected, warm) < TOLERANCE[settings.get("dtype", "float32")]
     totals = second.ask("stats")["totals"]
     assert totals["loads"] >= 4 and clean(totals)
     longer = [prompt + [5] * 300 for prompt in batch[2:4]]
@@ -131,11 +136,17 @@ def test_states_that_take_a_block_of_a_thousand_tokens(start: Start) -> None:
     settings = {"dtype": "bfloat16", "max_model_len": 4096, **ALIGN}
     batch = prompts(9, (1100, 2500))
     cold, second = start("qwen3_next", **settings), start("qwen3_next", **settings)
-    answer = cold.ask("generate", prompts=batch, max_tokens=20)
+
+    def ask(engine: EngineProcess) -> dict[str, list[Any]]:
+        answers = [engine.ask("generate", prompts=[prompt], max_tokens=20) for prompt in batch]
+        return {name: [answer[name][0] for answer in answers] for name in ("tokens", "logprobs", "cached")}
+
+    answer = ask(cold)
     settled(cold)
-    warm = second.ask("generate", prompts=batch, max_tokens=20)
-    assert warm["cached"] == [1056, 2112]
-    assert warm["tokens"] == answer["tokens"] and difference(answer, warm) < TOLERANCE["bfloat16"]
+    # In bfloat16 on AMX a hit, or company, moves logprobs by itself: one prompt at a time, beside vLLM's own hits.
+    local, warm = ask(cold), ask(second)
+    assert warm["cached"] == local["cached"] == [1056, 2112]
+    assert warm["tokens"] == answer["tokens"] == local["tokens"] and difference(local, warm) < TOLERANCE["bfloat16"]
 
 
 def test_a_drafter_has_the_last_block_computed_again(start: Start, tmp_path: Path) -> None:

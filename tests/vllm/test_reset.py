@@ -55,6 +55,7 @@ def test_reset_without_an_answer_is_not_a_success(engine: Any, server: Any) -> N
 
 @pytest.mark.parametrize("trouble", ["absent", "refused"])
 def test_a_reset_that_failed_is_made_good_later(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    """Without a server the reset is a success: nothing can be loaded until the flush that is owed was answered."""
     monkeypatch.setattr("hotkv_vllm.reset.RETRY_S", 0.0)
     one = engine()
     answer, _ = one.generate("a", PROMPT, 4)
@@ -62,7 +63,8 @@ def test_a_reset_that_failed_is_made_good_later(engine: Any, server: Any, monkey
     if trouble == "absent":
         server.die(empty=False)
     server.fail_flushes = trouble == "refused"
-    assert not one.scheduler.reset_prefix_cache(**RESET) and server.blocks
+    assert one.scheduler.reset_prefix_cache(**RESET) == (trouble == "absent") and server.blocks
+    assert one.connector._scheduler._reset.under_way
     server.come_back()
     if trouble == "refused":
         assert one.generate("c", PROMPT, 4) == (answer, 0)
@@ -77,21 +79,18 @@ def test_a_reset_that_failed_is_made_good_later(engine: Any, server: Any, monkey
 def test_stores_under_way_do_not_bring_old_blocks_back(engine: Any, server: Any, pipelined: bool) -> None:
     """A store that the server hears of after the flush: it is ended, and a second flush takes what it brought."""
     one = engine(pipelined=pipelined)
-    server.hold = {"store"}
+    server.late = {"store"}
     one.generate("a", PROMPT, 1)
     planner = one.connector._scheduler.planner
     assert planner.num_in_flight
-    # As if the store's message had come after the flush.
     held, server.held = server.held, []
     assert one.scheduler.reset_prefix_cache(**RESET)
     for kind, name, future, act in held:
-        server.flushes -= 1
         future.set_result(act())
-        server.flushes += 1
         assert (kind, bool(name)) == ("store", True)
     assert server.blocks and one.connector._scheduler._reset.under_way
     old = keys(server)
-    server.hold = set()
+    server.late = set()
     one.generate("b", prompt(2, 100), 4)
     assert not one.connector._scheduler._reset.under_way and not old & keys(server)
     one.generate("c", prompt(4, 10), 1)

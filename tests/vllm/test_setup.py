@@ -189,10 +189,10 @@ def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
     hashes = [bytes([i]) * 32 for i in range(4)]
     from hotkv_client.types import BlockRun
 
-    planner._job([BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))])
-    planner.reported(HotKVWorkerMetadata({1: StoreReport([b"\x03\x03\x02\x05"])}))
+    store_id = planner._job([BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))]).store_id
+    planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x03\x03\x02\x05"])}))
     assert planner.num_in_flight == 1
-    planner.reported(HotKVWorkerMetadata({1: StoreReport([b"\x01\x07\x02\x01"])}))
+    planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x01\x07\x02\x01"])}))
     counted = planner._stats.data
     assert planner.num_in_flight == 0
     assert (counted["stored_blocks"], counted["present_blocks"], counted["refused_blocks"]) == (1, 1, 2)

@@ -1,0 +1,163 @@
+"""Parity after every kind of restart: for each field of vLLM's config in turn, an engine with another value over the same server.
+
+`python -m tests.robustness.settings [--only PATH …] [--json FILE]`. One engine fills the server. Then one engine per field and value
+answers the same prompt twice: from what the server has, if it finds anything, and under a cache salt, which makes it compute all. Both must
+have the same logprobs. Fields and values come from vLLM's config classes (`tests.vllm.config_walk`), so new ones are in unasked. The model
+is a tiny Phi-3 with LongRoPE, whose keys depend on more settings than most. Values with which vLLM does not start are counted as refused.
+"""
+
+import argparse
+import dataclasses
+import enum
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from tests.vllm.config_walk import config_objects, other_values
+from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.tiny import COMMON, VOCAB, engine_args, transfer_config
+
+NOISE = 1e-3
+"""Largest difference of logprobs in fp32 between two ways of computing the same; wrong KV moves them by far more (`random_weights`)."""
+PROMPT_TOKENS = 500
+ANSWER_TOKENS = 6
+SETTINGS: dict[str, Any] = {
+    "load_format": "random",
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_model_len": 1024,
+}
+LONGROPE = {
+    **COMMON,
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 1024,
+    "original_max_position_embeddings": 256,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16},
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """`hit_tokens`: what the engine found of the first one's. `difference`: largest, warm against its own cold run."""
+
+    path: str
+    value: Any
+    refused: str = ""
+    hit_tokens: int = 0
+    difference: float = 0.0
+
+
+def write_longrope(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LONGROPE))
+    return folder
+
+
+def variants(model: Path) -> Iterator[tuple[str, Any]]:
+    """Every field of every config object that this engine has, with other values for it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = engine_args(model, **SETTINGS)
+    arguments.pop("disable_log_stats")
+    arguments["load_format"] = "dummy"
+    config = EngineArgs(**arguments, kv_transfer_config=transfer_config()).create_engine_config()
+    for path, owner in config_objects(config):
+        for field in dataclasses.fields(owner):
+            value = getattr(owner, field.name, None)
+            others = other_values(type(owner), field.name, value)
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 8:
+                others.append(value // 4)
+            for other in others:
+                yield path + field.name, other.name if isinstance(other, enum.Enum) else other
+
+
+class Restarts:
+    """One daemon, one prompt, one engine at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.daemon = Daemon(folder / "run").start()
+        self.model = write_longrope(folder / "model")
+        dice = random.Random(1)
+        self.prompt = [dice.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)]
+
+    def engine(self, **more: Any) -> EngineProcess:
+        connector = {"weights_identity": "the same", "startup_wait_s": 20.0, "flush_timeout_s": 5.0}
+        return EngineProcess(self.model, self.folder / "engine.log", self.daemon.target, connector=connector, **SETTINGS, **more)
+
+    def ask(self, engine: EngineProcess, salt: str | None = None) -> dict[str, Any]:
+        return engine.ask("generate", prompts=[self.prompt], max_tokens=ANSWER_TOKENS, salt=salt)
+
+    def fill(self) -> int:
+        """Tokens that an engine with the same settings hits."""
+        engine = self.engine()
+        self.ask(engine)
+        engine.ask("wait", connected=True, timeout_s=20.0)
+        # Stores end with the steps after them.
+        engine.ask("generate", prompts=[self.prompt[:40]], max_tokens=8, salt="settles")
+        engine.stop()
+        return self.outcome("", None).hit_tokens
+
+    def outcome(self, path: str, value: Any) -> Outcome:
+        """What an engine with another value for one field does."""
+        engine = self.engine(config_overrides={path: value} if path else {})
+        try:
+            warm, cold = self.ask(engine), self.ask(engine, salt=uuid.uuid4().hex)
+            pairs = [pair for one, two in zip(warm["logprobs"], cold["logprobs"], strict=True) for pair in zip(one, two, strict=True)]
+            assert cold["cached"] == [0], cold["cached"]
+            return Outcome(path, value, "", warm["cached"][0], max(abs(one - two) for one, two in pairs))
+        except AssertionError as error:
+            lines = [line for line in str(error).splitlines() if "Error" in line] or [str(error)[:200]]
+            return Outcome(path, value, lines[-1].strip()[-200:])
+        finally:
+            engine.kill()
+
+    def close(self) -> None:
+        self.daemon.stop()
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[], help="paths, such as model_config.max_model_len")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-settings-"))
+    restarts = Restarts(folder)
+    outcomes = []
+    try:
+        same = restarts.fill()
+        assert same > PROMPT_TOKENS - 64, f"an engine with the same settings hits {same} tokens"
+        for path, value in variants(restarts.model):
+            if not chosen.only or path in chosen.only:
+                outcomes.append(one := restarts.outcome(path, value))
+                said = f"refused: {one.refused}" if one.refused else f"hit {one.hit_tokens}, difference {one.difference:.2g}"
+                print(f"{path} = {value!r}: {said}", flush=True)
+    finally:
+        restarts.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    started = [one for one in outcomes if not one.refused]
+    wrong = [one for one in started if one.difference > NOISE]
+    if chosen.json:
+        chosen.json.write_text(json.dumps([dataclasses.asdict(one) for one in outcomes], indent=1, default=str))
+    print(
+        f"{len(outcomes)} values of {len({one.path for one in outcomes})} fields: {len(started)} engines started, "
+        f"{sum(one.hit_tokens > 0 for one in started)} shared, {len(wrong)} answered otherwise than their own cold run"
+    )
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

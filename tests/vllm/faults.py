@@ -1,0 +1,115 @@
+"""Faults put into any function of hotkv's, and the list of functions that a connector's hooks call.
+
+A function breaks by its code being replaced, so that it breaks for all who call it, however they came by it.
+"""
+
+import contextlib
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import hotkv_vllm
+from hotkv_client.testing import fake
+from hotkv_vllm import connector, hooks
+
+EDGE = {"HotKVConnector.hook_broke", "HookClock.add", "HookClock.begin_step", "_answer", "HotKVWorker.count", "HotKVStats.add"}
+"""What the edge itself consists of, beside the fallbacks: it counts, and reads clocks."""
+
+
+class Told(RuntimeError):
+    """A fault on purpose."""
+
+
+class _Fault:
+    """The function that is broken now."""
+
+    def __init__(self, function: FunctionType, only_once: bool) -> None:
+        self.function, self.only_once, self.original = function, only_once, function.__code__
+        self.strikes = 0
+
+    def strike(self) -> None:
+        self.strikes += 1
+        if self.only_once:
+            self.mend()
+        raise Told(f"{self.function.__qualname__} is told to break")
+
+    def mend(self) -> None:
+        self.function.__code__ = self.original
+
+
+_now: list[_Fault] = []
+
+
+def strike() -> None:
+    _now[-1].strike()
+
+
+def _broken(*_: Any, **__: Any) -> None:
+    __import__("importlib").import_module("tests.vllm.faults").strike()
+
+
+@contextlib.contextmanager
+def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Fault]:
+    """`function` raises while this lasts, or at its next call only."""
+    fault = _Fault(function, only_once)
+    _now.append(fault)
+    function.__code__ = _broken.__code__
+    try:
+        yield fault
+    finally:
+        fault.mend()
+        _now.remove(fault)
+
+
+def functions() -> dict[CodeType, FunctionType]:
+    """The connector's functions and methods, and those of the cache's double that a session has, by their code."""
+    found: dict[CodeType, FunctionType] = {}
+    names = [module.name for module in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm.")]
+    modules = [sys.modules.get(name) or importlib.import_module(name) for name in names if "plugin" not in name]
+    for module in modules:
+        owners = [module, *(one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__)]
+        for owner in owners:
+            for one in list(vars(owner).values()):
+                _add(found, one, module.__name__)
+    for one in vars(fake.FakeSession).values():
+        if getattr(one, "__name__", "_").startswith("_"):
+            continue
+        _add(found, one, fake.__name__)
+    return found
+
+
+def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
+    one = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
+    one = inspect.unwrap(one) if callable(one) else one
+    if not isinstance(one, FunctionType) or one.__module__ != module or one.__code__.co_freevars:
+        return
+    if not one.__code__.co_filename.startswith("<") and one.__qualname__ not in EDGE and not one.__name__.startswith("__"):
+        found[one.__code__] = one
+
+
+def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
+    """By hook: the functions that it has called in `run`, itself among them."""
+    known, stack = functions(), list[str]()
+    guarded = {inspect.unwrap(getattr(connector.HotKVConnector, name)).__code__: name for name in hooks.FALLBACKS}
+    calls: dict[str, set[FunctionType]] = {name: set() for name in hooks.FALLBACKS}
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        hook = guarded.get(frame.f_code)
+        if event == "call":
+            if hook is not None:
+                stack.append(hook)
+            if stack and frame.f_code in known:
+                calls[stack[-1]].add(known[frame.f_code])
+        elif event == "return" and hook is not None and stack:
+            stack.pop()
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls

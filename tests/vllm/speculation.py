@@ -1,0 +1,57 @@
+"""The harness with drafts and asynchronous scheduling: each decode step computes drafts too, and some of them are rejected.
+
+As in vLLM, the scheduler plans a step as if all drafts of the step before were accepted, and the worker, which knows better, starts it
+where the accepted tokens end. KV of rejected drafts stays in the blocks until the right tokens overwrite it.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from tests.vllm.harness import Engine, _value
+
+WRONG_TOKEN = 2
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the harness' model answers."""
+    return 3 + _value(tokens)[-1] % 1000
+
+
+class SpeculatingEngine(Engine):
+    """`drafts` and `rejected` count tokens."""
+
+    drafts = 0
+    rejected = 0
+
+    def _forward(self, scheduled: Any) -> dict[str, list[int]]:
+        known: dict[str, list[int]] = {}
+        cached = scheduled.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            tokens = self.tokens[name]
+            # Else it computes its prompt, perhaps anew after a preemption.
+            if cached.num_computed_tokens[index] >= len(tokens) - 1:
+                cached.num_computed_tokens[index] = len(tokens) - 1
+                known[name] = list(tokens)
+                tokens += self._drafts(tokens, scheduled.num_scheduled_tokens[name] - 1)
+        sampled = super()._forward(scheduled)
+        for name, tokens in known.items():
+            drafts = self.tokens[name][len(tokens) : len(tokens) + scheduled.num_scheduled_tokens[name] - 1]
+            sampled[name] = [next_token(tokens)]
+            for draft in drafts:
+                if draft != sampled[name][-1]:
+                    break
+                sampled[name].append(next_token(tokens + sampled[name]))
+            self.drafts += len(drafts)
+            self.rejected += len(drafts) + 1 - len(sampled[name])
+            self.tokens[name] = tokens + sampled[name]
+        return sampled
+
+    def _drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Right ones up to a random place, then wrong ones."""
+        dice = random.Random(len(tokens))
+        drafts: list[int] = []
+        for _ in range(count):
+            is_right = WRONG_TOKEN not in drafts and dice.random() < 0.7
+            drafts.append(next_token([*tokens, *drafts]) if is_right else WRONG_TOKEN)
+        return drafts

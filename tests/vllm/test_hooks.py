@@ -1,0 +1,349 @@
+"""Each hook of the connector, broken in every function that it calls, once and on every call.
+
+Over the harness, which checks each value that attention reads: no fault reaches vLLM, every request is answered and right, no engine is
+served wrong KV, and once the fault is gone nothing is left behind. The hooks come from vLLM's class, so a hook that is added is tested.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+from hotkv_client.testing import FakeServer
+from hotkv_vllm import loads, lookup, rekeying, stores
+from hotkv_vllm.connector import HotKVConnector
+from hotkv_vllm.hooks import FALLBACKS
+from tests.vllm.faults import broken, called_by_hooks
+from tests.vllm.harness import Engine, prompt
+
+OVERRIDDEN = [
+    name
+    for name, member in vars(HotKVConnector).items()
+    if not name.startswith("_") and any(hasattr(base, name) for base in (KVConnectorBase_V1, SupportsHMA))
+]
+AT_START = {
+    "register_kv_caches",
+    "get_handshake_metadata",
+    "set_xfer_handshake_metadata_pp_aware",
+    "set_xfer_handshake_metadata",
+    "bind_gpu_block_pool",
+}
+OF_THE_CLASS = {"get_required_kvcache_layout", "supports_sleep_mode"}
+AT_START |= OF_THE_CLASS
+AT_SLEEP = {"unregister_kv_caches", "restore_kv_caches"}
+AT_END = {"shutdown"}
+OF_METRICS = {"build_kv_connector_stats", "build_prom_metrics"}
+FORWARDS = {"request_finished": {"request_finished_all_groups"}}
+"""Hooks that only call another one."""
+DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer", "requires_kv_delivery"}
+IN_STEPS = sorted(set(FALLBACKS) - AT_START - AT_SLEEP - AT_END - OF_METRICS - {"_install_sparse", "_tell_reporter", "_plan_sparse"})
+FIRST, SECOND, THIRD = prompt(1, 200), prompt(2, 400), prompt(3, 100)
+
+
+def _code(name: str) -> Any:
+    member = vars(HotKVConnector)[name]
+    return (member.fget if isinstance(member, property) else getattr(member, "__func__", member)).__code__
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_each_hook_has_a_fallback_or_nothing_that_could_break(name: str) -> None:
+    if name in FALLBACKS:
+        assert len(FALLBACKS[name]) > 10
+    else:
+        assert name in DOES_NOTHING | FORWARDS.keys()
+        called = set(_code(name).co_names)
+        assert called == FORWARDS.get(name, set()), f"{name} uses {called}: it needs a fallback"
+
+
+class Bench:
+    """Two engines over one server. The faults are put into the first."""
+
+    def __init__(self, make: Callable[..., Any], server: FakeServer) -> None:
+        self.server = server
+        self.make = make
+        self.one, self.two = self.new(), make(blocks=64)
+        self.count = 0
+        self.expected = {
+            "a": self.two.generate("a", FIRST, 2)[0],
+            "b": self.two.generate("b", SECOND, 2)[0],
+            "c": self.two.generate("c", THIRD, 6)[0],
+        }
+
+    def new(self) -> Engine:
+        return self.make(blocks=22, extra={"store_timeout_s": 0.01, "flush_timeout_s": 0.0, "load_timeout_s": 60.0})
+
+    def renew(self) -> None:
+        """After a failure, so that the next fault is judged alone."""
+        self.one.worker.shutdown()
+        self.server.leases.clear()
+        self.server.held.clear()
+        self.one = self.new()
+
+    def traffic(self) -> None:
+        """Hits, misses, failed and hung loads, aborts, stores that are in flight when their blocks are given away, a reset."""
+        one, server, name = self.one, self.server, self.name
+        server.blocks.clear()
+        self.forget_local()
+        # Stores that read blocks of the next requests, and are answered when these have filled them.
+        server.hold, server.ack_cancels = {"store"}, True
+        one.add(name("a"), FIRST, 2)
+        one.run(300)
+        one.add(name("b"), SECOND, 2)
+        one.run(300)
+        one.add(name("c"), THIRD, 6)
+        for _ in range(4):
+            one.step()
+        one.add(name("x"), SECOND, 3)
+        one.run(300)
+        server.hold = set()
+        server.settle()
+        # A hit, a load that fails, one that is aborted, and one that hangs until its blocks are held back.
+        one.add(name("a2"), FIRST, 2)
+        one.run(300)
+        self.forget_local()
+        one.add(name("a3"), FIRST, 2)
+        one.run(300)
+        for number in range(4, 7):
+            self.forget_local()
+            server.hold, server.fail_loads, server.ack_cancels = {"load"}, number == 4, False
+            one.add(name(f"a{number}"), FIRST, 2)
+            for _ in range(3):
+                one.step()
+            if number > 4:
+                one.abort(name(f"a{number}"))
+            if number != 5:
+                server.settle("load")
+            for _ in range(4):
+                one.step()
+            server.hold = set()
+            server.settle()
+            one.run(300)
+            server.fail_loads, server.ack_cancels = False, True
+            # A step takes what is held back into use again.
+            one.generate(name(f"step{number}"), prompt(9, 10))
+        one.connector.reset_cache()
+        one.generate(name("last"), prompt(9, 10))
+
+    def forget_local(self) -> None:
+        """Empties the first engine's own prefix cache, if the fault allows it."""
+        if not self.one.scheduler.requests:
+            self.one.scheduler.reset_prefix_cache()
+
+    def name(self, request: str) -> str:
+        return f"{request}.{self.count}"
+
+    def judge(self) -> None:
+        """All that was not aborted is answered, and rightly."""
+        for request in ("a", "b", "c", "a2", "a3", "a4"):
+            got = self.one.outputs[self.name(request)]
+            assert got == self.expected[request[0]], f"{request}: {got}"
+        assert len(self.one.outputs[self.name("x")]) == 3
+
+    def afterwards(self) -> None:
+        """The fault is gone. The other engine, and this one, hit what was stored; nothing is left of the requests before."""
+        one, two = self.one, self.two
+        two.drop_local()
+        for request, tokens, count in (("a", FIRST, 2), ("b", SECOND, 2), ("c", THIRD, 6)):
+            assert two.generate(self.name(request), tokens, count)[0] == self.expected[request]
+        for turn in range(3):
+            one.drop_local()
+            answer = one.generate(self.name(f"hit{turn}"), FIRST, 2)
+            one.generate(self.name(f"end{turn}"), prompt(9, 10), 2)
+            if answer == (self.expected["a"], 192):
+                break
+        assert answer == (self.expected["a"], 192), "it hits again"
+        one.drop_local()
+        self.nothing_left()
+
+    def nothing_left(self) -> None:
+        side, worker = self.one.connector._scheduler, self.one.worker._worker
+        assert not side._requests and not side._loads and not side._abandoned and not side._cancel
+        assert not side.planner._in_flight and not side.planner._reading and not side.planner._bytes
+        assert not side.holds.loading and not side.holds._held and side._links.are_complete
+        assert not worker._stores and not len(worker._loads) and not worker._loads._hung and not worker._loads._failed
+        assert not self.server.leases and not self.server.held
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[None]:
+    """What the connector waits for by the clock it does not wait for here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup, "MISS_MEMORY_S", 0.0)
+        patch.setattr(loads, "CANCEL_GRACE_S", 0.0)
+        patch.setattr(rekeying, "ASK_AGAIN_S", 0.0)
+        patch.setattr(rekeying, "PATIENCE_S", 0.1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    server, folder, made = FakeServer(), tmp_path_factory.mktemp("hooks") / "model", []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def make(**settings: Any) -> Engine:
+            made.append(Engine(server, folder, patch, **settings))
+            return made[-1]
+
+        yield Bench(make, server)
+        for one in made:
+            one.worker.shutdown()
+            one.connector.shutdown()
+
+
+@pytest.fixture(scope="module")
+def calls(bench: Bench) -> dict[str, list[FunctionType]]:
+    """By hook: the functions that it calls, each under the first hook that calls it."""
+    seen: set[FunctionType] = set()
+    found = {}
+    for hook, called in called_by_hooks(bench.traffic).items():
+        found[hook] = sorted(called - seen, key=lambda one: one.__qualname__)
+        seen |= called
+    bench.judge()
+    bench.afterwards()
+    return found
+
+
+def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[FunctionType]]) -> None:
+    """Each hook is called, and the paths that matter most are taken."""
+    assert not [hook for hook in IN_STEPS if not calls[hook] and hook not in ("_rows_of",)]
+    taken = {one.__qualname__ for called in calls.values() for one in called}
+    assert taken >= {"HotKVWorker._take_back", "Loads.give_up", "HeldBlocks.overdue", "HitFinder.load_failed", "CacheReset.begin"}
+    counted = bench.one.counters
+    assert all(counted.get(name) for name in ("loads", "failed_loads", "hung_loads", "flushes", "stored_blocks", "resets")), counted
+    assert not counted.get("hook_errors")
+
+
+@pytest.mark.parametrize("only_once", [True, False], ids=["once", "always"])
+@pytest.mark.parametrize("hook", IN_STEPS)
+def test_a_broken_hook(bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool) -> None:
+    num_strikes = 0
+    for function in calls[hook]:
+        bench.count += 1
+        num_errors = bench.one.counters.get("hook_errors", 0)
+        try:
+            with broken(function, only_once=only_once) as fault:
+                bench.traffic()
+            num_strikes += fault.strikes
+            if function.__qualname__ == "FakeSession.release":
+                # Leases that can't be given back run out; the double has no clock.
+                bench.server.leases.clear()
+            bench.judge()
+            with lost_reports_are_noticed() if function.__qualname__ == "StorePlanner.account" else contextlib.nullcontext():
+                bench.one.generate(bench.name("begin"), prompt(9, 10), 3)
+            bench.afterwards()
+            if function.__name__ == hook:
+                assert bench.one.counters["hook_errors"] > num_errors
+        except Exception as error:
+            bench.renew()
+            raise AssertionError(f"{hook}: {function.__qualname__} broken: {type(error).__name__}: {error}") from error
+    assert num_strikes or not calls[hook]
+
+
+def test_a_step_after_unknown_allocations_takes_all_stores_back(bench: Bench) -> None:
+    """Also where another connector loads into these blocks, which shows nowhere else."""
+    one = bench.new()
+    with broken(inspect.unwrap(HotKVConnector.update_state_after_alloc), only_once=True):
+        one.generate("a", prompt(8, 100), 3)
+    assert [meta.lost_track for meta in one.metas] == [True] + [False] * (len(one.metas) - 1)
+    one.worker.shutdown()
+    one.connector.shutdown()
+
+
+@contextlib.contextmanager
+def lost_reports_are_noticed() -> Iterator[None]:
+    """At once rather than after a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stores, "UNREPORTED_S", 0.0)
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------ start, end, metrics
+
+
+def starting_functions(make: Callable[[], Engine]) -> dict[str, list[FunctionType]]:
+    seen: set[FunctionType] = set()
+    found = {}
+    for hook, called in called_by_hooks(lambda: make() and None).items():
+        found[hook] = sorted(called - seen, key=lambda one: one.__qualname__)
+        seen |= called
+    return found
+
+
+@pytest.mark.parametrize("hook", sorted(AT_START - {"set_xfer_handshake_metadata"} - OF_THE_CLASS))
+def test_a_hook_that_breaks_at_the_start(bench: Bench, hook: str) -> None:
+    """The engine runs, with hotkv or without. Whatever it stores is right."""
+    functions = starting_functions(bench.new)[hook]
+    assert functions
+    for function in functions:
+        bench.count += 1
+        name = f"{hook}: {function.__qualname__} broken"
+        bench.server.blocks.clear()
+        with broken(function) as fault:
+            one = bench.new()
+            assert fault.strikes, name
+        try:
+            for request in ("a", "a2"):
+                assert one.generate(bench.name(request), FIRST, 2)[0] == bench.expected["a"]
+                one.drop_local()
+            bench.two.drop_local()
+            assert bench.two.generate(bench.name("a"), FIRST, 2)[0] == bench.expected["a"]
+        except Exception as error:
+            raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+        finally:
+            one.worker.shutdown()
+            one.connector.shutdown()
+
+
+def test_a_rank_without_a_handshake_leaves_the_engine_off(bench: Bench) -> None:
+    with broken(inspect.unwrap(HotKVConnector.get_handshake_metadata)):
+        one = bench.new()
+    bench.server.blocks.clear()
+    assert one.generate("x", FIRST, 2)[0] == bench.expected["a"] and not bench.server.blocks
+    one.connector.set_xfer_handshake_metadata({0: one.worker.get_handshake_metadata()})
+    assert one.connector._scheduler.session is not None
+    one.worker.shutdown()
+    one.connector.shutdown()
+
+
+def test_shutdown_breaks(bench: Bench) -> None:
+    """Of each side; nothing is raised, and the memory's descriptors are closed."""
+    one = bench.new()
+
+    def end() -> None:
+        one.worker.shutdown()
+        one.connector.shutdown()
+
+    calls = called_by_hooks(end)["shutdown"]
+    for function in sorted(calls, key=lambda one: one.__qualname__):
+        one = bench.new()
+        memory = one.worker._worker._memory
+        with broken(function):
+            end()
+        if "shutdown" not in function.__name__ and function.__qualname__ != "ExportedMemory.close":
+            assert not memory.fds, function
+
+
+def test_hooks_of_the_class_break(bench: Bench) -> None:
+    for name in ("get_required_kvcache_layout", "build_kv_connector_stats", "build_prom_metrics"):
+        member = inspect.unwrap(getattr(HotKVConnector, name))
+        arguments = {"build_kv_connector_stats": ({"loads": 1},), "build_prom_metrics": (bench.one.vllm_config, METRICS, [], {0: []})}
+        with broken(member) as fault:
+            answer = getattr(HotKVConnector, name)(*arguments.get(name, (bench.one.vllm_config,)))
+        assert fault.strikes == 1
+        if name == "build_prom_metrics":
+            answer.observe({"loads": 1})
+        else:
+            assert not answer or answer.is_empty()
+    with broken(inspect.unwrap(HotKVConnector.supports_sleep_mode)):
+        assert HotKVConnector.supports_sleep_mode(None)
+    metrics = HotKVConnector.build_prom_metrics(bench.one.vllm_config, METRICS, [], {})
+    # An engine that it does not know would end vLLM's output loop.
+    metrics.observe({"loads": 1}, 7)
+
+
+METRICS = dict.fromkeys((Gauge, Counter, Histogram), lambda **_: None)

@@ -1,0 +1,357 @@
+"""Servers that hang in the middle of a load, and workers without a session: requests are answered, and no late write reaches anybody."""
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv_client.types import LoadRun
+from hotkv_vllm import loads, workers
+from hotkv_vllm.device_order import Mark
+from hotkv_vllm.holds import HeldBlocks
+from hotkv_vllm.loads import Loads, never_begun
+from hotkv_vllm.metadata import HotKVWorkerMetadata, LoadJob
+from tests.vllm.harness import full_model, hybrid_model, prompt
+from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.test_end_to_end import _state, prompts, settled
+from tests.vllm.test_sleep import Core
+from tests.vllm.tiny import BLOCK_TOKENS, write_model
+
+PROMPT = prompt(1, 200)
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "CANCEL_GRACE_S", 0.0)
+
+
+def free_blocks(one: Any) -> int:
+    count: int = one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return count
+
+
+def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
+    """A request whose load the server neither finishes nor ends; returns the load, and how it is finished late."""
+    server.hold, server.ack_cancels = {"load"}, False
+    one.add(name, PROMPT, max_tokens)
+    while not server.held:
+        one.step()
+    ((_, _, future, act),) = server.held
+    server.held.clear()
+    server.hold = set()
+    return future, act
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
+def test_the_request_is_answered_and_late_writes_reach_nobody(engine: Any, server: Any, model: Any, pipelined: bool) -> None:
+    answer = engine(specs=model()).generate("first", PROMPT, 4)[0]
+    one = engine(specs=model(), pipelined=pipelined, extra={"load_timeout_s": 0.0})
+    before = free_blocks(one)
+    future, act = hang(one, server)
+    one.run(100)
+    assert one.outputs["a"] == answer and one.counters["hung_loads"] == 1 and one.counters["failed_loads"] == 1
+    held = before - free_blocks(one)
+    assert held == one.connector._scheduler.holds.num_blocks >= 6
+    # Other requests fill all other blocks while the server goes on after all; the harness checks what they read.
+    for index in range(4):
+        one.add(f"b{index}", prompt(20 + index, 400), 20)
+    for step in range(60):
+        one.step()
+        if step == 10:
+            future.set_result(act())
+    one.run()
+    one.generate("end", prompt(9, 10), 2)
+    assert free_blocks(one) == before and not server.leases
+    one.drop_local()
+    assert one.generate("again", PROMPT, 4)[0] == answer
+
+
+def test_an_aborted_request_does_not_stay_for_a_hung_server(engine: Any, server: Any) -> None:
+    engine().generate("first", PROMPT, 4)
+    one = engine()
+    before = free_blocks(one)
+    future, act = hang(one, server)
+    one.abort("a")
+    for _ in range(4):
+        one.step()
+    assert not one.scheduler.requests and free_blocks(one) == before - 6
+    future.set_result(act())
+    one.generate("end", prompt(9, 10), 2)
+    assert free_blocks(one) == before and not server.leases
+
+
+@pytest.mark.parametrize("way", ["pause", "sleep"])
+def test_an_engine_pauses_and_sleeps_while_blocks_are_held(engine: Any, server: Any, way: str) -> None:
+    """vLLM resets its prefix cache first, and only if no block is in use."""
+    answer = engine().generate("first", PROMPT, 4)[0]
+    one = engine(extra={"load_timeout_s": 0.0, "store_timeout_s": 0.0})
+    pool, core = one.scheduler.kv_cache_manager.block_pool, Core(one)
+    before, num_blocks = free_blocks(one), pool.num_gpu_blocks
+    future, act = hang(one, server)
+    one.run(100)
+    assert free_blocks(one) == before - 6 and pool.get_usage() == 0
+    getattr(core, way)()
+    core.wake_up()
+    for index in range(4):
+        one.add(f"b{index}", prompt(20 + index, 400), 20)
+    for step in range(60):
+        one.step()
+        if step == 10:
+            # Into blocks that nobody has, or, asleep meanwhile, into a mapping that the server keeps.
+            future.set_result(act())
+    one.run()
+    one.generate("end", prompt(9, 10), 2)
+    assert free_blocks(one) == before and pool.num_gpu_blocks == num_blocks
+    one.drop_local()
+    assert one.generate("again", PROMPT, 4)[0] == answer
+
+
+def test_a_server_that_dies_gives_its_blocks_back(engine: Any, server: Any) -> None:
+    engine().generate("first", PROMPT, 4)
+    one = engine(extra={"load_timeout_s": 0.0})
+    before = free_blocks(one)
+    future, _ = hang(one, server)
+    one.run(100)
+    server.die()
+    future.set_exception(ConnectionError("the server died"))
+    one.generate("end", prompt(9, 10), 2)
+    assert free_blocks(one) == before
+
+
+def test_without_vllms_pool_the_request_waits(engine: Any, server: Any) -> None:
+    answer = engine().generate("first", PROMPT, 4)[0]
+    one = engine(extra={"load_timeout_s": 0.0})
+    one.connector._scheduler.holds.pool = None
+    future, act = hang(one, server)
+    for _ in range(20):
+        one.step()
+    assert not one.outputs["a"] and "hung_loads" not in one.counters
+    future.set_result(act())
+    one.run()
+    assert one.outputs["a"] == answer
+
+
+def test_a_cancel_that_can_not_be_sent_is_overdue_too(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = engine().generate("first", PROMPT, 4)[0]
+    one = engine(extra={"load_timeout_s": 0.0})
+
+    def broken(_: str) -> None:
+        raise RuntimeError("told to break")
+
+    monkeypatch.setattr(one.worker._worker.session, "cancel", broken)
+    future, act = hang(one, server)
+    one.run(100)
+    assert one.outputs["a"] == answer and one.counters["hung_loads"] == 1 and one.counters["hook_errors"] == 1
+    future.set_result(act())
+
+
+def test_shutdown_in_the_middle_of_loads(engine: Any, server: Any) -> None:
+    """One hangs, one has just begun."""
+    first = engine()
+    first.generate("first", PROMPT, 4)
+    first.generate("second", prompt(2, 100), 4)
+    one = engine(extra={"load_timeout_s": 0.0})
+    hang(one, server)
+    one.run(100)
+    one.scheduler.kv_cache_manager.block_pool.evict_blocks(set(range(1, 64)))
+    server.hold = {"load"}
+    # What failed is hidden, so that the other load is of another prompt.
+    one.add("b", prompt(2, 100), 4)
+    while not server.held:
+        one.step()
+    one.worker.shutdown()
+    one.connector.shutdown()
+    one.worker.shutdown()
+    assert all(session.closed for session in server.sessions[-2:])
+    assert not one.connector._broken and not one.worker._broken
+
+
+def job(number: int) -> LoadJob:
+    run = LoadRun(0, np.array([0], np.int32), np.array([number], np.int32))
+    return LoadJob(f"r{number}", f"t{number}", f"lease{number}", (run,), 0.0)
+
+
+class Pool:
+    """Counts users of blocks as vLLM's does."""
+
+    def __init__(self) -> None:
+        self.users: dict[int, int] = {}
+        self.num_gpu_blocks = 10
+
+    def touch(self, blocks: Any) -> None:
+        for block in blocks:
+            self.users[block.block_id] = self.users.get(block.block_id, 0) + 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            self.users[block.block_id] -= 1
+
+
+def test_blocks_are_held_until_all_ranks_are_settled() -> None:
+    from concurrent.futures import Future
+
+    sent: list[list[Any]] = [[], []]
+    ranks = [Loads(lambda job, _, s=s: s.append(Future()) or s[-1], lambda _: None) for s in sent]
+    holds = HeldBlocks(2)
+    holds.pool = pool = Pool()
+    holds.begun(job(7), SimpleNamespace(blocks=([SimpleNamespace(block_id=7), SimpleNamespace(block_id=8)],)))
+
+    def step() -> tuple[list[set[str]], HotKVWorkerMetadata]:
+        finished, reports = [], []
+        for rank in ranks:
+            rank.give_up(holds.held)
+            finished.append(rank.take()[0])
+            rank.watch(time.monotonic())
+            settled = rank.settled(holds.held)[0] if holds.held else []
+            reports.append(HotKVWorkerMetadata(overdue_loads=rank.overdue(time.monotonic()), settled_loads=dict.fromkeys(settled, 1)))
+        joined = reports[0].aggregate(reports[1])
+        holds.overdue(joined.overdue_loads)
+        holds.settled(joined.settled_loads)
+        return finished, joined
+
+    for rank in ranks:
+        rank.begin(job(7), Mark())
+    assert step()[0] == [set(), set()]
+    # One rank's load ends well just now; the other's hangs.
+    sent[0][0].set_exception(ConnectionError("cancelled"))
+    finished, joined = step()
+    assert finished == [{"r7"}, set()] and joined.overdue_loads == ("t7",) and pool.users == {7: 1}
+    holds.loading.pop("r7")
+    finished, joined = step()
+    assert finished == [set(), {"r7"}] and joined.settled_loads == {"t7": 1} and pool.users == {7: 1}
+    assert step()[1].settled_loads == {"t7": 1} and pool.users == {7: 1}
+    sent[1][0].set_exception(ConnectionError("dead"))
+    assert step()[1].settled_loads == {"t7": 2} and pool.users == {7: 0} and not holds.held and pool.num_gpu_blocks == 10
+    assert step() == ([set(), set()], HotKVWorkerMetadata())
+
+
+def test_a_load_that_was_never_sent_is_not_sent_once_its_blocks_are_held() -> None:
+    mark = Mark(event=SimpleNamespace(query=lambda: False))
+    one = Loads(lambda *_: never_begun("not now"), lambda _: None)
+    one.begin(job(1), mark)
+    assert one.settled(("t1",)) == (["t1"], [])
+    assert one.take()[:2] == ({"r1"}, {"r1"})
+
+
+def test_results_that_break_once_are_reported_once(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asserts that it knows a request whose load is reported, so a second report would end the engine."""
+    answer = engine().generate("first", PROMPT, 4)[0]
+    one = engine()
+    original, calls = loads._bytes_loaded, []
+
+    def once(future: Any) -> Any:
+        calls.append(future)
+        if len(calls) == 1:
+            raise RuntimeError("told to break")
+        return original(future)
+
+    monkeypatch.setattr(loads, "_bytes_loaded", once)
+    reported: list[str] = []
+    one.before_forward = lambda: None
+    results = one.worker.get_transfer_results
+    monkeypatch.setattr(
+        one.worker, "get_transfer_results", lambda ids: (found := results(ids), reported.extend(found.finished_recving or ()))[0]
+    )
+    one.add("a", PROMPT, 4)
+    one.add("b", PROMPT + [5] * 40, 4)
+    one.run(300)
+    assert one.outputs["a"] == answer and sorted(reported) == ["a", "b"]
+
+
+# ------------------------------------------------------------------------------------------------------------ absent workers
+
+
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    logger = logging.getLogger("vllm.hotkv")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_a_refused_worker_is_said_once_and_nothing_is_offered(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = engine().generate("first", PROMPT, 2)[0]
+    lines = heard(monkeypatch)
+    server.refuse_workers = "NO_DEVICE: this server has no CUDA"
+    one = engine()
+    server.calls.clear()
+    for index in range(3):
+        assert one.generate(f"r{index}", PROMPT, 2) == (answer, 0)
+        one.drop_local()
+    assert not {"acquire", "load", "store", "lookup"} & {kind for kind, _ in server.calls}
+    assert one.counters["unserved_requests"] == 3 and "failed_loads" not in one.counters
+    assert len(lines) == 1 and "worker 0 has no session" in lines[0] and server.refuse_workers in lines[0] and "hotkv.target" in lines[0]
+    # It comes after all.
+    server.refuse_workers = ""
+    one.generate("step", prompt(9, 10), 2)
+    one.drop_local()
+    assert one.generate("hit", PROMPT, 2) == (answer, 192)
+
+
+def test_a_worker_that_is_lost_later_is_said_after_a_while(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = engine().generate("first", PROMPT, 2)[0]
+    lines = heard(monkeypatch)
+    one = engine()
+    server.refuse_workers = "told to refuse"
+    one.generate("a", prompt(2, 100), 4)
+    one.drop_local()
+    assert one.generate("b", PROMPT, 2) == (answer, 0) and not lines
+    monkeypatch.setattr(workers, "PATIENCE_S", 0.0)
+    one.generate("c", prompt(3, 100), 4)
+    one.generate("d", prompt(4, 100), 4)
+    assert len(lines) == 1 and server.count("load") == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- for real
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_stopped_server_does_not_hold_its_requests(tmp_path: Path) -> None:
+    """A real server is stopped in the middle of a load, and goes on while others use the engine: what they get is right."""
+    # A short path: a Unix socket's name has at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
+    daemon = Daemon(folder / "run").start()
+    engine = EngineProcess(
+        write_model(tmp_path / "model"),
+        tmp_path / "engine.log",
+        daemon.target,
+        connector={"load_timeout_s": 0.2, "lookup_timeout_s": 0.3},
+        blocks=64,
+        max_model_len=1024,
+    )
+    try:
+        batch, others = prompts(2, (300, 333)), prompts(3, (410, 420, 430))
+        cold = engine.ask("generate", prompts=batch, max_tokens=8)
+        other = engine.ask("generate", prompts=others, max_tokens=8)
+        settled(engine)
+        engine.ask("reset")
+        engine.ask("freeze", call="load", pid=daemon.pid)
+        answer = engine.ask("generate", prompts=batch, max_tokens=8)
+        assert _state(daemon.pid) == "T", "it is stopped all the while"
+        assert answer["tokens"] == cold["tokens"]
+        totals = engine.ask("stats")["totals"]
+        assert totals["hung_loads"] >= 1 and totals["failed_loads"] >= 1 and "hook_errors" not in totals
+        engine.begin("generate", prompts=others * 3, max_tokens=64)
+        os.kill(daemon.pid, signal.SIGCONT)
+        assert [tokens[:8] for tokens in engine.answer()["tokens"]] == other["tokens"] * 3
+        assert engine.ask("wait", connected=True, timeout_s=20)["connected"] == [True, True]
+        # All blocks are back in use.
+        engine.ask("generate", prompts=others, max_tokens=8)
+        assert engine.ask("reset")["done"]
+        settled(engine)
+        engine.ask("reset")
+        warm = engine.ask("generate", prompts=batch, max_tokens=8)
+        assert warm["tokens"] == cold["tokens"] and warm["cached"] == [(len(p) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for p in batch]
+    finally:
+        engine.stop()
+        daemon.stop()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,145 @@
+"""Hooks that break in an engine with sparse decode: no row, hot set or representation is used that may be stale."""
+
+from types import FunctionType
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from hotkv_vllm import lookup
+from hotkv_vllm.connector import HotKVConnector
+from hotkv_vllm.metadata import HotKVMetadata
+from hotkv_vllm.sparse.rows import SparseRows
+from hotkv_vllm.sparse.worker import SparseWorker
+from tests.vllm.faults import broken, called_by_hooks
+from tests.vllm.harness import prompt
+from tests.vllm.test_sparse_pool import pairs, rows_are_right, sparse_engine, toy
+from tests.vllm.test_sparse_worker import QUERIES
+from tests.vllm.test_sparse_worker import Engine as Layers
+
+__all__ = ["toy"]
+"""A fixture."""
+
+LONG, OTHER = prompt(1, 300), prompt(2, 300)
+
+
+def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
+    """Decodes long contexts, stores in flight while their blocks are given away, hits."""
+    names = {name: f"{name}.{count}" for name in ("a", "b", "c", "c2")}
+    server.hold = {"store"}
+    one.add(names["a"], LONG, 3)
+    one.run(300)
+    one.add(names["b"], OTHER, 3)
+    one.run(300)
+    server.hold = set()
+    server.settle()
+    for name in ("c", "c2"):
+        if not one.scheduler.requests:
+            one.scheduler.reset_prefix_cache()
+        one.add(names[name], LONG, 3)
+        one.run(300)
+    return {name: one.outputs[full] for name, full in names.items()}
+
+
+def of_sparse_decode(one: FunctionType) -> bool:
+    return ".sparse." in one.__module__ or one.__module__.endswith(("represented", "allocations")) or one.__name__ in HOOKS
+
+
+HOOKS = {
+    "handle_preemptions",
+    "build_connector_meta",
+    "_plan_sparse",
+    "_tell_reporter",
+    "_begin_sequences",
+    "_end_sequences",
+    "_sparse_report",
+}
+
+
+@pytest.mark.parametrize("only_once", [True, False], ids=["once", "always"])
+def test_broken_in_each_function_of_sparse_decode(
+    engine: Any, server: Any, toy: Any, monkeypatch: pytest.MonkeyPatch, only_once: bool
+) -> None:
+    monkeypatch.setattr(lookup, "MISS_MEMORY_S", 0.0)
+    plain = engine(blocks=64)
+    expected = traffic(plain, server, 0)
+    one, two = (sparse_engine(engine, blocks=blocks, extra={"store_timeout_s": 0.01}) for blocks in (16, 64))
+    functions = {f for called in called_by_hooks(lambda: traffic(one, server, 0) and None).values() for f in called if of_sparse_decode(f)}
+    assert {"SparseWorker.begin_step", "SparseWorker.will_write", "RowNames.of_step"} <= {f.__qualname__ for f in functions}
+    rows_are_right(one)
+    for count, function in enumerate(sorted(functions, key=lambda f: f.__qualname__), 1):
+        server.blocks.clear()
+        try:
+            with broken(function, only_once=only_once) as fault:
+                assert traffic(one, server, count) == expected
+            rows_are_right(one)
+            assert fault.strikes
+            assert traffic(one, server, -count) == expected
+            rows_are_right(one)
+            pairs(server, one)
+            two.drop_local()
+            assert two.generate(f"a.{count}", LONG, 3)[0] == expected["a"]
+            rows_are_right(two)
+            one.drop_local()
+        except Exception as error:
+            raise AssertionError(f"{function.__qualname__} broken: {type(error).__name__}: {error}") from error
+
+
+def connector_over(layers: Layers) -> HotKVConnector:
+    """A worker's connector with sparse layers, and no server."""
+    one = HotKVConnector.__new__(HotKVConnector)
+    one._scheduler = one._rows = one._reporter = None
+    one._worker = Mock()
+    one._sparse, one._broken = layers.worker, set()
+    one.clock = Clock()
+    return one
+
+
+class Clock:
+    def add(self, *_: Any) -> None:
+        """Not looked at."""
+
+    def begin_step(self) -> None:
+        """Not looked at."""
+
+
+@pytest.mark.parametrize("function", ["begin_step", "will_write"])
+def test_a_step_whose_rows_are_not_known_is_dense(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = Layers()
+    one = connector_over(layers)
+    batch, query = layers.batch("a"), np.random.default_rng(0).standard_normal((QUERIES, 64)).astype(np.float32) * 2
+    rows = SparseRows((layers.table("a")[-1],), ("a",))
+
+    def attend() -> Any:
+        return layers.worker.attend(layers.layers[0], batch, lambda: batch, lambda _: query)
+
+    one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
+    assert attend() is not None
+    layers.step("a")
+    with broken(getattr(SparseWorker, function), only_once=True):
+        one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
+    assert attend() is None and not layers.worker.hot_sets("a") and one._broken == {"handle_preemptions"}
+    built = layers.worker.representations.built(7)
+    assert not built.any()
+    # The next step is as any other.
+    one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
+    batch = layers.batch("a")
+    assert attend() is not None
+    # What can't even be forgotten is not used again.
+    monkeypatch.setattr(layers.worker, "start_over", lambda: 1 / 0)
+    with broken(getattr(SparseWorker, function), only_once=True):
+        one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
+    one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
+    assert attend() is None and layers.worker.is_off
+    assert one._worker.take_everything_back.call_count == 2 and one._worker.without_representations.call_count == 1
+
+
+def test_a_scheduler_that_lost_track_says_so(engine: Any, server: Any, toy: Any) -> None:
+    """Workers take all stores back and forget all representations."""
+    one = sparse_engine(engine)
+    one.generate("a", LONG, 4)
+    sparse = one.worker._sparse
+    assert any(sparse.representations.built(layer.index).any() for layer in sparse.layers.values())
+    one.worker.handle_preemptions(HotKVMetadata(lost_track=True))
+    assert not any(sparse.representations.built(layer.index).any() for layer in sparse.layers.values())

@@ -1,0 +1,145 @@
+"""Real vLLM with LoRA adapters: KV of an adapter is found by what the adapter is, in any engine, and by no other name.
+
+Weights are random but large, those of adapters too, so that a block of another adapter shows in the logprobs. The engines keep one adapter
+each in memory: another one evicts it.
+"""
+
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.test_end_to_end import difference, settled
+from tests.vllm.tiny import COMMON, VOCAB, write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTH, HIT = 333, 320
+TOLERANCE = 1e-4
+RANK = 8
+LORA = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
+
+
+class Engines(NamedTuple):
+    """Two engines with LoRA and one without, over one server. `folder`: for adapters."""
+
+    one: EngineProcess
+    other: EngineProcess
+    plain: EngineProcess
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
+    daemon = Daemon(folder / "run").start()
+    settings: dict[str, Any] = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    connector = {"weights_identity": "test-lora", "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
+    model = write_model(folder / "model")
+    made = [
+        EngineProcess(model, folder / f"engine{number}.log", daemon.target, connector=connector, **settings, **lora)
+        for number, lora in enumerate((LORA, LORA, {}))
+    ]
+    yield Engines(*made, folder)
+    for one in made:
+        one.stop()
+    daemon.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """An adapter of the tiny llama's attention, in PEFT's layout; files are replaced as `save_pretrained` would."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    hidden, kv = COMMON["hidden_size"], COMMON["num_key_value_heads"] * COMMON["head_dim"]
+    tensors = {}
+    for layer in range(2):
+        for name, width in {"q_proj": hidden, "k_proj": kv, "v_proj": kv, "o_proj": hidden}.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator) * hidden**-0.5
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(width, RANK, generator=generator) * RANK**-0.5
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"bias": "none", "task_type": "CAUSAL_LM"}))
+    return folder
+
+
+_numbers: dict[Path, int] = {}
+
+
+def adapter(path: Path) -> dict[str, Any]:
+    """Fields of the LoRARequest for an adapter's folder."""
+    return {"lora_name": path.name, "lora_int_id": _numbers.setdefault(path, len(_numbers) + 1), "lora_path": str(path)}
+
+
+def prompt(seed: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(3, VOCAB) for _ in range(LENGTH)]
+
+
+def ask(engine: EngineProcess, tokens: list[int], path: Path | None = None) -> dict[str, Any]:
+    """An answer to one prompt, with everything that it stored in the server."""
+    answer = engine.ask("generate", prompts=[tokens], max_tokens=8, adapter=None if path is None else adapter(path))
+    totals = settled(engine)
+    assert not {"failed_loads", "hook_errors", "refused_blocks"} & totals.keys()
+    return answer
+
+
+def test_an_adapter_is_found_in_another_engine_and_nothing_else_is(engines: Engines) -> None:
+    a, b = (write_adapter(engines.folder / name, seed) for seed, name in enumerate("ab"))
+    cold = ask(engines.one, prompt(1), a)
+    base = ask(engines.plain, prompt(1))
+    other = ask(engines.one, prompt(1), b)
+    assert cold["cached"] == base["cached"] == other["cached"] == [0]
+    # The control: adapters move the logprobs by more than any tolerance here.
+    assert min(difference(cold, base), difference(other, base), difference(cold, other)) > 100 * TOLERANCE
+    for path, expected in ((a, cold), (b, other), (None, base), (a, cold)):
+        engines.other.ask("reset")
+        warm = ask(engines.other, prompt(1), path)
+        assert warm["cached"] == [HIT]
+        assert warm["tokens"] == expected["tokens"] and difference(warm, expected) < TOLERANCE
+
+
+def test_an_adapter_that_was_added_before_its_first_request_is_found(engines: Engines) -> None:
+    path = write_adapter(engines.folder / "added", 3)
+    for engine in engines[:2]:
+        assert engine.ask("add_adapter", adapter=adapter(path))["added"]
+    cold = ask(engines.one, prompt(3), path)
+    warm = ask(engines.other, prompt(3), path)
+    assert (cold["cached"], warm["cached"]) == ([0], [HIT])
+    assert difference(warm, cold) < TOLERANCE
+
+
+def test_an_adapter_that_was_rewritten_in_place_is_another_adapter_in_the_next_engine(engines: Engines) -> None:
+    path = write_adapter(engines.folder / "rewritten", 4)
+    before = ask(engines.one, prompt(4), path)
+    write_adapter(path, 5)
+    after = ask(engines.other, prompt(4), path)
+    assert after["cached"] == [0] and difference(before, after) > 100 * TOLERANCE
+    own = ask(engines.one, prompt(4), write_adapter(engines.folder / "copy", 5))
+    assert own["cached"] == [0] and difference(own, after) < TOLERANCE
+
+
+def test_an_adapter_that_is_rewritten_while_an_engine_runs_is_left_out_there(engines: Engines) -> None:
+    path = write_adapter(engines.folder / "live", 6)
+    old = ask(engines.one, prompt(6), path)
+    ask(engines.one, prompt(7), write_adapter(engines.folder / "evicts", 7))
+    write_adapter(path, 8)
+    stored = settled(engines.one)["stored_blocks"]
+    live = ask(engines.one, prompt(8), path)
+    assert settled(engines.one)["stored_blocks"] == stored
+    assert f"requests of LoRA adapter 'live' ({path}) do not use the shared cache in this engine" in engines.one.log()
+    new = ask(engines.other, prompt(8), path)
+    assert new["cached"] == [0] and difference(new, live) < TOLERANCE
+    fresh = ask(engines.other, prompt(6), path)
+    assert fresh["cached"] == [0] and difference(fresh, old) > 100 * TOLERANCE
+    # Others go on.
+    assert ask(engines.one, prompt(1), engines.folder / "a")["cached"] == [HIT]

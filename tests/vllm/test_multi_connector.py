@@ -1,0 +1,306 @@
+"""hotkv as first and as second child of vLLM's MultiConnector: vLLM's real scheduler and MultiConnector round the model of the harness."""
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorWorkerMetadata
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from hotkv_client.testing import FakeServer
+from hotkv_vllm import compat, joining, link
+from hotkv_vllm.connector import HotKVConnector
+from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
+from hotkv_vllm.other_loads import OtherLoads
+from tests.vllm.harness import Engine, mixed_model, prompt
+from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan
+from tests.vllm.tiny import BLOCK_TOKENS, transfer_config
+
+PROMPT = prompt(1, 200)
+USABLE = 192
+Within = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def beside(name: str, *, ours_first: bool) -> Within:
+    """A MultiConnector of hotkv and one of `other_connectors`."""
+    other = {"kv_connector": name, "kv_connector_module_path": "tests.vllm.other_connectors", "kv_role": "kv_both"}
+
+    def within(ours: dict[str, Any]) -> dict[str, Any]:
+        children = [ours, other] if ours_first else [other, ours]
+        return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": children}}
+
+    return within
+
+
+BOTH_ORDERS = pytest.mark.parametrize("ours_first", [True, False], ids=["first", "second"])
+
+
+def children(connector: MultiConnector) -> tuple[HotKVConnector, Any]:
+    """hotkv's, and the other."""
+    ours, other = sorted(connector.sub_connectors, key=lambda one: not isinstance(one, HotKVConnector))
+    return ours, other
+
+
+@pytest.fixture(autouse=True)
+def plan() -> Iterator[Plan]:
+    yield PLAN
+    PLAN.__init__()  # type: ignore[misc]
+
+
+def loads_into(one: Engine) -> Callable[[str, list[int], int], None]:
+    """A load that writes what the model would have written."""
+
+    def fill(name: str, ids: list[int], tokens: int) -> None:
+        one.tables[name], one.tokens[name] = (ids,), list(one.requests[name].prompt_token_ids)
+        one._write(name, 0, tokens)
+
+    return fill
+
+
+# ------------------------------------------------------------------------------------------------- handshakes and policy
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+def test_beside_one_that_checks_its_handshake(engine: Callable[..., Engine], server: FakeServer, ours_first: bool, pipelined: bool) -> None:
+    """Both get what they need, the very first request stores and hits, and a failed load is computed."""
+    within = beside("CheckingConnector", ours_first=ours_first)
+    one, other = engine(within=within, pipelined=pipelined), engine(within=within, pipelined=pipelined)
+    assert children(one.connector)[1].seen == {(0, 0): CheckedHandshake(0)}
+    cold = one.generate("cold", PROMPT, 4)
+    assert cold[1] == 0 and len(server.blocks) >= USABLE // BLOCK_TOKENS
+    assert other.generate("warm", PROMPT, 4) == (cold[0], USABLE)
+    other.drop_local()
+    server.fail_loads = True
+    assert other.generate("fails", PROMPT, 4)[0] == cold[0] and other.finished["fails"] == "length"
+    assert other.counters["failed_loads"] == 1 and not {"hook_errors"} & (one.counters.keys() | other.counters.keys())
+
+
+@BOTH_ORDERS
+def test_ranks_of_later_stages_are_nobody_elses_business(engine: Callable[..., Engine], ours_first: bool) -> None:
+    """vLLM's base class refuses handshakes of pipeline stages, so hotkv must hand none to a child that knows no stages."""
+    one = engine(within=beside("LoadingConnector", ours_first=ours_first))
+    assert one.worker.get_handshake_metadata() is None
+    assert one.generate("cold", PROMPT, 4)[0] and children(one.connector)[0]._scheduler.session is not None
+
+
+def test_nested(engine: Callable[..., Engine]) -> None:
+    inner = beside("CheckingConnector", ours_first=True)
+    one = engine(within=lambda ours: beside("LoadingConnector", ours_first=False)(inner(ours)))
+    assert one.scheduler.recompute_kv_load_failures and one.worker.get_handshake_metadata() == CheckedHandshake(0)
+
+
+def test_policy_out_of_reach_is_said(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(link.logger, "warning", lambda text, *_: said.append(text))
+    monkeypatch.setattr("hotkv_vllm.multi._has_children", lambda _: False)
+    one = engine(within=beside("LoadingConnector", ours_first=True))
+    assert not one.scheduler.recompute_kv_load_failures and "kv_load_failure_policy" in said[0]
+
+
+def test_a_rank_that_never_answers(engine: Callable[..., Engine], server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first requests wait a while, then the engine goes on without hotkv; when the rank answers at last, hotkv begins."""
+    one = engine(within=beside("LoadingConnector", ours_first=True))
+    answer = children(one.worker)[0]._handshake
+    monkeypatch.setattr(children(one.worker)[0], "_handshake", lambda: None)
+    one.add("waits", PROMPT, 4)
+    for _ in range(3):
+        one.step()
+    assert not one.outputs["waits"]
+    monkeypatch.setattr(joining, "PATIENCE_S", 0.0)
+    children(one.connector)[0]._scheduler._joining._until_s = None
+    one.run()
+    assert len(one.outputs["waits"]) == 4 and not server.blocks
+    monkeypatch.setattr(children(one.worker)[0], "_handshake", answer)
+    one.add("long", prompt(2, 100), 100)
+    one.run()
+    assert len(server.blocks) >= 6
+
+
+def test_without_a_key_space_hotkv_is_off(engine: Callable[..., Engine], server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine(within=beside("LoadingConnector", ours_first=False))
+    monkeypatch.setattr(children(one.worker)[0], "_handshake", lambda: HotKVHandshake(None, "it says so"))
+    assert len(one.generate("cold", PROMPT, 4)[0]) == 4
+    assert not server.blocks and children(one.connector)[0]._scheduler._joining is None
+
+
+def test_runner_v2_revokes_in_a_multi_connector(engine: Callable[..., Engine], server: FakeServer) -> None:
+    """The pages of the fences come with the report. Nothing is stored before; blocks that are given away later are taken back."""
+    server.hold = {"store"}
+    one = engine(within=beside("LoadingConnector", ours_first=True), specs=mixed_model(), v2=True)
+    ours, fence = children(one.connector)[0]._scheduler, children(one.worker)[0]._worker._fence
+    assert ours.planner is None
+    answer = one.generate("a", PROMPT, 1)[0]
+    words = {store.fence_index for store in ours.planner._in_flight.values()}
+    assert words and 0 not in words and not any(fence.is_revoked(word) for word in words)
+    one.drop_local()
+    for number in range(2, 8):
+        one.generate(f"{number}", prompt(number, 400), 1)
+    assert all(fence.is_revoked(word) for word in words)
+    server.hold = set()
+    server.settle()
+    one.drop_local()
+    assert one.generate("again", PROMPT, 1)[0] == answer and "hook_errors" not in one.counters
+
+
+def test_reports_of_two_ranks() -> None:
+    """vLLM's aggregation over ranks, round MultiConnector's: every handshake, summed counters, results of both, whichever come."""
+    handshakes = [HotKVHandshake(None, "one"), HotKVHandshake(None, "two")]
+    ranks = [
+        HotKVWorkerMetadata({1: StoreReport([b"\0"])}, {"load_bytes": 2.0}, None, (handshakes[0],), 3),
+        HotKVWorkerMetadata({1: StoreReport([b"\1"]), 2: StoreReport([b""])}, {"load_bytes": 3.0}, None, (handshakes[1],), 3),
+    ]
+
+    def output(meta: HotKVWorkerMetadata | None, failed: set[str]) -> ModelRunnerOutput:
+        wrapped = None if meta is None else MultiKVConnectorWorkerMetadata((None, meta))
+        one = KVConnectorOutput(finished_recving={"a"}, failed_recving=failed, kv_connector_worker_meta=wrapped)
+        return ModelRunnerOutput([], {}, kv_connector_output=one)
+
+    whole = KVOutputAggregator(2).aggregate([output(ranks[0], set()), output(ranks[1], {"a"})])
+    assert whole is not None and whole.kv_connector_output is not None
+    joined = whole.kv_connector_output.kv_connector_worker_meta.metadata[1]
+    assert joined.handshakes == tuple(handshakes) and joined.counters == {"load_bytes": 5.0} and joined.settled_step == 3
+    assert joined.stores[1].results == [b"\0", b"\1"] and joined.stores[2].results == [b""]
+    assert whole.kv_connector_output.failed_recving == {"a"}
+    assert joining.Joining(2).handshakes(joined) == handshakes and joining.Joining(3).handshakes(joined) == []
+    late = KVOutputAggregator(2)
+    half = late.aggregate([output(ranks[0], {"a"}), output(None, set())])
+    assert half is not None and half.kv_connector_output is not None
+    assert joining.Joining(2).handshakes(half.kv_connector_output.kv_connector_worker_meta.metadata[1]) == []
+
+
+def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MultiConnector looks up statistics' connectors by name, and VLLM_PLUGINS may leave hotkv's plugin out."""
+    monkeypatch.delitem(KVConnectorFactory._registry, "HotKVConnector", raising=False)
+    spec = importlib.util.find_spec("hotkv_vllm.connector")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert KVConnectorFactory.get_connector_class_by_name("HotKVConnector") is HotKVConnector
+
+
+# ---------------------------------------------------------------------------------------------------------------- layout
+
+
+@BOTH_ORDERS
+def test_layouts_do_not_conflict(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, ours_first: bool) -> None:
+    """The other connector's wish goes first; where it has none, hotkv's stands."""
+    monkeypatch.setattr(compat, "preferred_layout", lambda: "BLHNC")
+    config = copy.copy(engine().vllm_config)
+    assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
+    for name, expected in (("CheckingConnector", "LBHNC"), ("LoadingConnector", "BLHNC")):
+        config.kv_transfer_config = KVTransferConfig(**beside(name, ours_first=ours_first)(transfer_config()))
+        assert MultiConnector.get_required_kvcache_layout(config) == expected
+        nested = beside("LoadingConnector", ours_first=ours_first)(beside(name, ours_first=ours_first)(transfer_config()))
+        config.kv_transfer_config = KVTransferConfig(**nested)
+        assert MultiConnector.get_required_kvcache_layout(config) in (None, "LBHNC")
+
+
+# --------------------------------------------------------------------------------------------- what the other one loads
+
+
+@BOTH_ORDERS
+def test_hits_are_those_that_were_taken(engine: Callable[..., Engine], server: FakeServer, plan: Plan, ours_first: bool) -> None:
+    """Both offer the prompt; who comes first serves it. What hotkv offered in vain is neither counted as a hit nor kept pinned."""
+    one = engine(within=beside("LoadingConnector", ours_first=ours_first))
+    cold = one.generate("cold", PROMPT, 4)[0]
+    one.drop_local()
+    plan.tokens["warm"], plan.fill = USABLE, loads_into(one)
+    assert one.generate("warm", PROMPT, 4) == (cold, USABLE)
+    assert one.counters["offered_requests"] == 1 and one.counters["offered_tokens"] == USABLE
+    if ours_first:
+        assert one.counters["hit_requests"] == 1 and one.counters["hit_tokens"] == USABLE
+    else:
+        assert not {"hit_requests", "hit_tokens", "loads"} & one.counters.keys()
+    assert not server.leases
+
+
+@pytest.mark.parametrize("ending", ["aborted", "failed", "well"])
+def test_asynchronous_load_of_another(engine: Callable[..., Engine], server: FakeServer, plan: Plan, ending: str) -> None:
+    """vLLM counts its tokens as computed from its start; hotkv must not store them before they are there, nor count its failures."""
+    one, other = (engine(within=beside("LoadingConnector", ours_first=False)) for _ in range(2))
+    expected = other.generate("alone", PROMPT, 4)[0]
+    server.blocks.clear()
+    plan.tokens["a"], plan.is_async, plan.holds, plan.fill = USABLE, True, True, loads_into(one)
+    one.add("a", PROMPT, 4)
+    for _ in range(4):
+        one.step()
+    assert plan.loading
+    if ending == "aborted":
+        one.abort("a")
+        one.step()
+    plan.fails, plan.holds = ending == "failed", False
+    one.run()
+    assert "failed_loads" not in one.counters and "hook_errors" not in one.counters
+    if ending == "aborted":
+        one.generate("next step", prompt(9, 10), 2)
+        assert not server.blocks
+    else:
+        assert one.outputs["a"] == expected and len(server.blocks) >= USABLE // BLOCK_TOKENS
+    # What was stored is right: the other engine checks each value that it reads.
+    other.drop_local()
+    assert other.generate("b", PROMPT, 4)[0] == expected
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+@pytest.mark.parametrize("fails", [True, False], ids=["failed", "well"])
+def test_synchronous_load_of_another(
+    engine: Callable[..., Engine], server: FakeServer, plan: Plan, monkeypatch: pytest.MonkeyPatch, fails: bool, pipelined: bool
+) -> None:
+    """Its failure is known after the step that used it: nothing of that step is stored before, and nothing at all if it failed."""
+    one, other = (engine(within=beside("LoadingConnector", ours_first=False), pipelined=pipelined) for _ in range(2))
+    expected = other.generate("alone", PROMPT, 40)[0]
+    one.generate("connects", prompt(9, 10), 2)
+    server.blocks.clear()
+    for layer in one.tensors:
+        one._cells(layer)[:] = 7
+    plan.tokens["a"], plan.fails, plan.fill = USABLE, fails, loads_into(one)
+    with monkeypatch.context() as lax:
+        # The model of the harness refuses to read what was not loaded; a real one computes with it.
+        lax.setattr(one, "_check", lambda *_: None)
+        one.add("a", PROMPT, 40)
+        one.add("shares", PROMPT, 40)
+        one.step()
+        assert not any(meta.metadata[1].stores for meta in one.metas[-1:])
+        if fails and not pipelined:
+            # The model of the harness knows of no sample that the scheduler drops.
+            one.tokens |= {"a": list(PROMPT), "shares": list(PROMPT)}
+        one.step()
+    one.run()
+    if not fails or not pipelined:
+        assert one.outputs["a"] == one.outputs["shares"] == expected
+    assert bool(server.blocks) is not fails
+    other.drop_local()
+    assert other.generate("b", PROMPT, 40)[0] == expected
+    # Later requests are stored again.
+    stored = len(server.blocks)
+    one.generate("c", prompt(3, 200), 40)
+    assert len(server.blocks) >= stored + 6 and "hook_errors" not in one.counters
+
+
+def test_steps_whose_report_was_lost() -> None:
+    """What ran in such a step is not trusted any more; what comes later is."""
+    loads = OtherLoads()
+    for name in "ab":
+        loads.admitted(name)
+    assert not loads.may_store("a") and loads.step(["a"], True) == 1 and loads.held == {"a"}
+    assert loads.step(["a", "b"], False) == 2 and loads.held == {"a", "b"}
+    loads.settled(2, True)
+    assert loads.held == {"a"} and loads.step(["a", "b"], False) == 0
+    loads.admitted("c")
+    assert loads.step(["c"], True) == 3
+    loads.admitted("d")
+    assert loads.step(["d"], False) == 4
+    loads.settled(3, False)
+    loads.settled(4, True)
+    assert loads.held == {"a", "c", "d"} and loads.may_store("b")
+    loads.admitted("e")
+    loads.lost()
+    assert loads.step(["e"], False) == 0 and not loads.may_store("e")
+    for name in "abcde":
+        loads.ended(name)
+    assert not loads.held and repr(loads) == "OtherLoads(admitted=0, unsettled=0, held=0)"

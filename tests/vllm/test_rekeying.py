@@ -1,0 +1,298 @@
+"""Scheduler and ranks agree on a key space after weights have changed, whatever order steps, writes and lost reports come in."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hotkv_vllm import compat
+from hotkv_vllm.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
+from tests.vllm.harness import full_model, hybrid_model, prompt
+
+ORIGINAL = "files:abc"
+
+
+class FakeWatch:
+    """Weights are a number."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+        self.touched = False
+        self.original = self.digest()
+
+    def write(self, weights: int, *, quietly: bool = False) -> None:
+        self.weights = weights
+        self.touched = self.touched or not quietly
+
+    def digest(self) -> str:
+        self.touched = False
+        return f"digest of {self.weights}"
+
+
+class Machine(RuleBasedStateMachine):
+    """All ranks run a step with what the scheduler ordered; their reports come with its end, or are lost."""
+
+    @initialize(num_ranks=st.integers(1, 3), unseen=st.booleans())
+    def start(self, num_ranks: int, unseen: bool) -> None:
+        self.now_s = 0.0
+        self.watches = [FakeWatch() for _ in range(num_ranks)]
+        self.unseen = unseen
+        self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
+        self.scheduler = Rekeying(num_ranks, ORIGINAL)
+        self.under: dict[str, Any] = {ORIGINAL: tuple(watch.weights for watch in self.watches)}
+        """By identity: the weights that were in use when something was stored under it."""
+
+    @rule(weights=st.integers(0, 2))
+    def write(self, weights: int) -> None:
+        if not self.unseen:
+            for watch in self.watches:
+                watch.write(weights)
+
+    @rule(weights=st.integers(0, 2))
+    def write_past_everything_and_reset(self, weights: int) -> None:
+        for watch in self.watches:
+            watch.write(weights, quietly=True)
+        self.scheduler.ask(self.now_s)
+
+    @rule()
+    def reset(self) -> None:
+        self.scheduler.ask(self.now_s)
+
+    @rule()
+    def pause(self) -> None:
+        self.scheduler.suspect()
+
+    @rule(weights=st.integers(0, 2))
+    def pause_and_write_past_everything(self, weights: int) -> None:
+        self.scheduler.suspect()
+        self.step(runs=False)
+        for watch in self.watches:
+            watch.write(weights, quietly=True)
+
+    @rule()
+    def arrive(self) -> None:
+        assert self.scheduler.waits(self.now_s) <= self.scheduler.under_way
+
+    @rule(lost=st.booleans(), runs=st.booleans())
+    def step(self, lost: bool = False, runs: bool = True) -> None:
+        self.now_s += 1.0
+        settled = self.scheduler.step(runs, self.now_s)
+        if settled is not None:
+            self.scheduler.adopt(settled)
+        for rank in self.ranks:
+            rank.obey(self.scheduler.order())
+        self.use()
+        reports = {number: report for number, rank in enumerate(self.ranks) if (report := rank.take_report()) is not None}
+        if not lost:
+            self.scheduler.reported(reports, self.now_s)
+
+    def use(self) -> None:
+        """Every rank that may stores; a block counts when all have."""
+        if self.scheduler.under_way or any(rank.held for rank in self.ranks):
+            return
+        assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
+        weights = tuple(watch.weights for watch in self.watches)
+        assert self.under.setdefault(self.scheduler.identity, weights) == weights, "one identity for two sets of weights"
+
+    @invariant()
+    def ranks_hold_while_the_scheduler_asks(self) -> None:
+        if hasattr(self, "ranks") and not self.scheduler.under_way and not any(rank.held for rank in self.ranks):
+            assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
+
+    def teardown(self) -> None:
+        if hasattr(self, "ranks"):
+            for _ in range(2 * int(ASK_AGAIN_S) + 6):
+                self.step()
+            assert not self.scheduler.under_way and not any(rank.held for rank in self.ranks)
+            originals = all(watch.weights == 0 for watch in self.watches)
+            assert self.unseen or (self.scheduler.identity == ORIGINAL) == originals
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def settle(scheduler: Rekeying, ranks: list[RankWeights]) -> list[bool]:
+    """Steps until it is settled; which ranks opened a session anew."""
+    opened = [False] * len(ranks)
+    for now_s in range(4):
+        identity = scheduler.step(True, now_s)
+        if identity is not None:
+            scheduler.adopt(identity)
+        opened = [rank.obey(scheduler.order()) or before for rank, before in zip(ranks, opened, strict=True)]
+        scheduler.reported({n: report for n, rank in enumerate(ranks) if (report := rank.take_report()) is not None}, now_s)
+    return opened
+
+
+def test_equal_updates_of_two_engines_meet_and_a_plain_reset_changes_nothing() -> None:
+    identities = []
+    for weights in (0, 7, 7, 8):
+        watches = [FakeWatch(), FakeWatch()]
+        ranks = [RankWeights(watch, ORIGINAL) for watch in watches]
+        scheduler = Rekeying(2, ORIGINAL)
+        for watch in watches:
+            watch.write(weights, quietly=True)
+        scheduler.ask(0.0)
+        assert settle(scheduler, ranks) == [weights != 0] * 2
+        identities.append(scheduler.identity)
+    assert identities[0] == ORIGINAL and identities[1] == identities[2] and len(set(identities)) == 3
+
+
+def test_weights_that_can_not_be_seen_are_others_after_each_check() -> None:
+    scheduler, rank = Rekeying(1, ORIGINAL), RankWeights(None, ORIGINAL)
+    seen = {ORIGINAL}
+    for _ in range(3):
+        scheduler.ask(0.0)
+        assert settle(scheduler, [rank]) == [True] and scheduler.identity not in seen
+        seen.add(scheduler.identity)
+
+
+def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
+    scheduler = Rekeying(1, ORIGINAL)
+    scheduler.suspect()
+    assert scheduler.waits(0.0) and scheduler.under_way
+    for now_s in range(1, 30):
+        scheduler.step(True, float(now_s))
+    assert not scheduler.waits(30.0) and scheduler.under_way
+
+
+# -------------------------------------------------------------------------------------------------------- in the connector
+
+
+def load(engine: Any, seed: int) -> None:
+    """Other weights, through the model as trainers do."""
+    torch.manual_seed(seed)
+    engine.model.load_weights({name: torch.randn_like(value) for name, value in engine.model.state_dict().items()})
+
+
+@pytest.fixture
+def updated(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Engines whose model has `load_weights`; what it writes is in every KV value."""
+    monkeypatch.setattr(torch.nn.Linear, "load_weights", torch.nn.Module.load_state_dict, raising=False)
+
+    def make(**settings: Any) -> Any:
+        torch.manual_seed(0)
+        one = engine(**settings)
+        values = one._places
+
+        def of_weights(*arguments: Any) -> Any:
+            blocks, offsets, found = values(*arguments)
+            return blocks, offsets, found ^ np.int16(int(one.model.weight.abs().sum() * 1000) & 0x7FF)
+
+        one._places = of_weights
+        return one
+
+    return make
+
+
+PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
+@pytest.mark.parametrize("told", ["noticed", "reset", "paused"])
+def test_engines_with_other_weights_never_meet(updated: Any, server: Any, model: Any, pipelined: bool, told: str) -> None:
+    """The harness fails at the first KV value of other weights. Both know the prompt from before."""
+    one, two = (updated(specs=model(), pipelined=pipelined) for _ in range(2))
+    assert one.generate("a", PROMPT, 4)[1] == 0
+    one.generate("end", OTHER, 2)
+    assert two.generate("b", PROMPT, 4)[1] == 192
+    one.drop_local()
+    if told == "noticed":
+        load(one, 7)
+    else:
+        # Past everything that is watched: a reset, or a pause, is when it is looked at.
+        if told == "paused":
+            with pausing():
+                one.connector.reset_cache()
+        torch.manual_seed(7)
+        one.model.load_state_dict({name: torch.randn_like(value) for name, value in one.model.state_dict().items()})
+        if told == "reset":
+            assert one.scheduler.reset_prefix_cache(reset_connector=True)
+            two.drop_local()
+    assert one.generate("c", PROMPT, 4)[1] == 0
+    one.generate("end again", OTHER, 2)
+    one.drop_local()
+    assert one.generate("d", PROMPT, 4)[1] == 192, "it finds what it has computed itself"
+    two.drop_local()
+    assert two.generate("e", PROMPT, 4)[1] == (0 if told == "reset" else 192)
+    # A third engine, updated alike, shares with the first.
+    three = updated(specs=model(), pipelined=pipelined)
+    load(three, 7)
+    three.generate("begin", prompt(5, 10), 2)
+    assert three.generate("f", PROMPT, 4)[1] == 192
+    # And back again.
+    load(one, 0)
+    assert not any("hook_errors" in engine.counters for engine in (one, two, three))
+
+
+@contextlib.contextmanager
+def pausing() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "is_pausing", lambda: True)
+        yield
+
+
+def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
+    one, two = updated(), updated()
+    one.generate("a", PROMPT, 4)
+    one.generate("end", OTHER, 2)
+    session = two.connector._scheduler.session
+    with pausing():
+        two.connector.reset_cache()
+    assert two.generate("b", PROMPT, 4)[1] == 192 and two.connector._scheduler.session is session
+    assert two.scheduler.reset_prefix_cache(reset_connector=True)
+    two.generate("c", PROMPT, 4)
+    two.generate("end", OTHER, 2)
+    one.drop_local()
+    assert one.generate("d", PROMPT, 4)[1] == 192
+
+
+def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> None:
+    """Stores that read old blocks, loads under way, requests that go on: nothing old under the new key, nothing new under the old one."""
+    one, two = updated(blocks=40), updated()
+    two.generate("a", PROMPT, 4)
+    two.generate("end", OTHER, 2)
+    server.hold = {"store", "load"}
+    one.add("loading", [*PROMPT, 5, 6, 7], 4)
+    one.add("running", prompt(3, 150), 60)
+    for _ in range(6):
+        one.step()
+    # The harness's own check knows one set of weights at a time, so what runs is stopped when they change.
+    one.abort("running")
+    load(one, 7)
+    server.hold = set()
+    server.settle()
+    one.run()
+    assert one.counters["failed_loads"] == 1 and one.external.get("loading", 0) == 0
+    one.generate("end", OTHER, 2)
+    for engine in (updated(), two):
+        engine.drop_local()
+        engine.generate("b", [*PROMPT, 5, 6, 7], 4)
+        engine.generate("c", prompt(3, 150), 4)
+    assert not server.leases
+
+
+def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(updated: Any) -> None:
+    """vLLM goes on with its own cache unless it is told to reset it, and with requests that run."""
+    one = updated()
+    one._check = lambda *_: None
+    one.generate("a", PROMPT, 4)
+    one.add("running", prompt(3, 150), 60)
+    for _ in range(6):
+        one.step()
+    load(one, 7)
+    one.run()
+    one.generate("b", [*PROMPT, *[5] * 60], 4)
+    one.generate("end", OTHER, 2)
+    other = updated()
+    load(other, 7)
+    other.generate("begin", prompt(5, 10), 2)
+    for name, tokens in (("c", [*PROMPT, *[5] * 70]), ("d", prompt(3, 150) + one.outputs["running"])):
+        assert other.generate(name, tokens, 2)[1] == 0
+    assert other.generate("e", [*OTHER, 5], 2)[1] == 32

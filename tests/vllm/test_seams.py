@@ -1,0 +1,152 @@
+"""Where parts of the connector meet: a second start of the scheduler's side, weights, sleep, fences, broken hooks."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
+from hotkv_vllm import weights_watch
+from hotkv_vllm.weights_watch import ROW_WORDS, WeightsWatch
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.test_rekeying import OTHER, PROMPT, load, updated  # noqa: F401 - a fixture
+
+# ------------------------------------------------------------------------------- the scheduler starts a second time (0.33)
+
+
+def connect_again(one: Engine) -> None:
+    """As after a sleep in which a rank's handshake has changed; here it is what nothing depends on."""
+    told = one.worker.get_handshake_metadata()
+    one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): replace(told, sparse_layers=((0, 0),))})
+
+
+def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:  # noqa: F811
+    one, two = updated(), updated()
+    load(one, 7)
+    one.generate("a", PROMPT, 4)
+    one.generate("end", OTHER, 2)
+    one.drop_local()
+    one.generate("b", PROMPT, 4)
+    one.generate("end again", OTHER, 2)
+    connect_again(one)
+    # The weights of the start again: the engine shares with those that never had others, and with those alone.
+    one.drop_local()
+    one.model.load_weights(two.model.state_dict())
+    other = prompt(4, 200)
+    for turn in range(2):
+        one.generate(f"c{turn}", other, 4)
+        one.generate(f"end {turn}", prompt(5, 40), 2)
+        one.drop_local()
+    assert one.connector._scheduler.session.config.key_space == two.connector._scheduler.session.config.key_space
+    assert two.generate("d", other, 4)[1] == 192
+
+
+def test_reports_of_stores_from_before_a_second_start_end_no_other_store(engine: Any, server: Any) -> None:
+    one = engine()
+    server.hold = {"store"}
+    one.generate("a", PROMPT, 1)
+    worker = one.worker._worker
+    before = set(worker._stores)
+    assert before
+    # A worker whose session was closed reports its stores with the next step.
+    worker._fail_stores()
+    connect_again(one)
+    one.add("b", prompt(2, 100), 3)
+    one.step()
+    planner = one.connector._scheduler.planner
+    assert set(worker._stores) and not before & set(worker._stores)
+    assert planner.num_in_flight == len(worker._stores)
+
+
+def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> None:
+    page = SharedFence()
+    first = Revocations([page.place])
+    index = first.take()
+    page.hold(index)
+    assert not page.is_revoked(index)
+    second = Revocations([page.place])
+    taken = [second.take() for _ in range(SHARED_WORDS)]
+    assert page.is_revoked(index) and index not in taken and taken.count(0) == 2
+    page.give_back(index)
+    assert second.take() == index and not page.is_revoked(index)
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2, 4])
+def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: int) -> None:
+    """vLLM's sparse weight transfer writes single elements. `skipped`: bytes before the tensor in its memory."""
+    model = torch.nn.Module()
+    raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
+    model.register_buffer("large", raw)
+    watch = WeightsWatch([model])
+    # Between samples, in each part of a word.
+    for place in (1_000_100, 1_777_701, 1_777_706, len(raw) - 5_001):
+        raw[place] += 1
+        watch.touched = True
+        assert watch.digest() != watch.original, place
+        raw[place] -= 1
+        watch.touched = True
+        assert watch.digest() == watch.original
+    # Changes that cancel in a sum over all, or over a column.
+    for other in (1_700_000, 1_000_100 + 8 * ROW_WORDS):
+        raw[1_000_100] += 1
+        raw[other] += 255
+        watch.touched = True
+        assert watch.digest() != watch.original
+        raw[1_000_100] -= 1
+        raw[other] += 1
+
+
+def test_weights_that_could_not_be_read_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = WeightsWatch([torch.nn.Linear(2, 2)])
+    watch.touched = True
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_watch, "_samples", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            watch.digest()
+    assert watch.touched and watch.digest() == watch.original and not watch.touched
+
+
+def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_key(
+    updated: Any,  # noqa: F811
+    server: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The old session is still open when the new one fails: it closes beside the step."""
+    one, two = updated(), updated()
+    one.generate("a", PROMPT, 4)
+    one.generate("end", OTHER, 2)
+    worker, closing = one.worker._worker, []
+    monkeypatch.setattr(worker.session, "close", lambda: closing.append(1))
+    monkeypatch.setattr(worker, "_new_session", lambda: 1 // 0)
+    load(one, 7)
+    other = prompt(4, 200)
+    for turn in range(2):
+        one.generate(f"b{turn}", other, 4)
+        one.generate(f"end {turn}", prompt(5, 40), 2)
+        one.drop_local()
+    assert one.counters["hook_errors"] and closing
+    assert two.generate("c", other, 4)[1] == 0 and not worker._stores
+
+
+# ----------------------------------------------------------------------------------------------------------- broken hooks
+
+
+def test_a_request_whose_end_broke_takes_no_hits_from_others(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a request waits whose load has failed, others give hits up that can't be admitted beside it."""
+    engine().generate("a", PROMPT, 4)
+    one = engine()
+    server.fail_loads = True
+    scheduler = one.connector._scheduler
+    one.add("b", PROMPT, 4)
+    while not scheduler.finder.failed_waiting:
+        one.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "finished", lambda *_: 1 // 0)
+        one.abort("b")
+    one.step()
+    assert not scheduler.finder.failed_waiting and not scheduler.finder.step_aside and not scheduler._others.held
+    assert scheduler._others.may_store("b")

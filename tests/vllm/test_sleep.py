@@ -1,0 +1,332 @@
+"""Pauses and sleep: the engine forgets its own cache and the shared one stays, whatever was under way.
+
+vLLM's own `EngineCore` pauses and resets round the harness's scheduler. `Executor` does to the connector what the workers of vLLM 0.33 do
+(source: `Worker.sleep`, `wake_up` and `discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`); 0.32 and CPU
+workers call no hook.
+"""
+
+import os
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
+
+from hotkv_vllm import versions
+from tests.vllm.device import ToldDevice
+from tests.vllm.harness import full_model, hybrid_model, mixed_model, prompt
+
+PROMPT = prompt(1, 200)
+
+
+class Executor:
+    """The workers of one engine. Asleep, its KV memory holds garbage, as unmapped memory does when it is mapped again."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.is_sleeping = False
+
+    def collective_rpc(self, method: str) -> None:
+        assert method == "synchronize_device"
+        if self._engine.device is not None:
+            self._engine.device.run_to(self._engine.device.given)
+
+    def reset_mm_cache(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def sleep(self, level: int) -> None:
+        self._engine.worker.unregister_kv_caches()
+        self._garble()
+        self.is_sleeping = True
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.sleep(1)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self._garble()
+        if tags is None or "kv_cache" in tags:
+            self._engine.worker.restore_kv_caches()
+        self.is_sleeping = False
+
+    def _garble(self) -> None:
+        for layer in self._engine.tensors:
+            self._engine._cells(layer)[:] = 0x5A5A
+
+
+class Core:
+    """vLLM's `EngineCore`, its methods, round an engine of the harness."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.core = EngineCore.__new__(EngineCore)
+        self.core.scheduler = engine.scheduler
+        self.core.model_executor = Executor(engine)
+        self.core.mm_receiver_cache = None
+        self.core.batch_queue = None
+
+    def pause(self, mode: str = "abort") -> None:
+        self._drained(mode)
+        self.core.pause_scheduler(mode=mode)
+
+    def sleep(self, mode: str = "abort") -> None:
+        self._drained(mode)
+        self.core.sleep(1, mode=mode)
+
+    def wake_up(self) -> None:
+        self.core.wake_up()
+        # Of 0.33: ranks tell anew what they have.
+        self.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.engine.worker.get_handshake_metadata()})
+
+    def _drained(self, mode: str) -> None:
+        """The engine's process steps until nothing is left before it resets; `LLM` in one process does not."""
+        if mode == "abort":
+            self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        while self.engine.queue:
+            self.engine._collect()
+
+
+# ------------------------------------------------------------------------------------------------------ the shared cache
+
+
+@pytest.mark.parametrize("way", ["pause", "sleep"])
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
+def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, way: str) -> None:
+    one = engine(specs=model())
+    core = Core(one)
+    answer, _ = one.generate("a", PROMPT, 4)
+    one.generate("b", prompt(2, 40))
+    kept = set(server.blocks)
+    getattr(core, way)()
+    assert kept == set(server.blocks) and not server.flushes
+    core.wake_up() if way == "sleep" else core.core.resume_scheduler()
+    assert one.generate("c", PROMPT, 4) == (answer, 192)
+    assert engine(specs=model()).generate("d", PROMPT, 4) == (answer, 192)
+
+
+def test_a_reset_that_is_asked_for_while_the_engine_pauses_empties_the_cache(engine: Any, server: Any) -> None:
+    one = engine()
+    core = Core(one)
+    one.generate("a", PROMPT, 4)
+    one.generate("b", prompt(2, 40))
+    core.pause()
+    assert server.blocks and core.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True) and not server.blocks
+
+
+@pytest.mark.parametrize("way", ["pause", "sleep"])
+def test_without_a_server(engine: Any, server: Any, way: str) -> None:
+    one = engine()
+    core = Core(one)
+    answer, _ = one.generate("a", PROMPT, 4)
+    one.generate("b", prompt(2, 40))
+    server.die(empty=False)
+    getattr(core, way)()
+    core.wake_up()
+    assert one.generate("c", PROMPT, 4) == (answer, 0)
+    server.come_back()
+    one.drop_local()
+    assert one.generate("d", PROMPT, 4) == (answer, 192) and not server.flushes
+
+
+def test_a_hook_that_breaks_does_not_fail_the_pause(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    monkeypatch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
+    Core(one).pause()
+
+
+def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: Any) -> None:
+    """Mode "keep": vLLM computes them anew after the sleep."""
+    one = engine()
+    core = Core(one)
+    one.add("a", PROMPT, 60)
+    for _ in range(5):
+        one.step()
+    core.sleep("keep")
+    core.wake_up()
+    one.run()
+    one.generate("b", prompt(4, 10), 2)
+    assert one.outputs["a"] == engine().generate("c", PROMPT, 60)[0] and len(server.blocks) == 8
+
+
+# -------------------------------------------------------------------------------------------------- memory that goes away
+
+
+def test_the_server_holds_no_memory_of_a_sleeping_engine(engine: Any, server: Any) -> None:
+    one = engine()
+    core = Core(one)
+    answer, _ = one.generate("a", PROMPT, 4)
+    one.generate("b", prompt(2, 40))
+    worker, scheduler = one.worker._worker, one.connector._scheduler
+    session, fds, link = worker.session, dict(worker._memory.fds), scheduler.session
+    core.sleep()
+    assert session.closed and worker.session is None and worker._memory is None
+    for fd in fds.values():
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    one.worker.unregister_kv_caches()
+    core.wake_up()
+    reopened = worker.session
+    assert reopened is not None and reopened.connected and scheduler.session is link
+    one.worker.restore_kv_caches()
+    assert worker.session is reopened
+    assert one.generate("c", PROMPT, 4) == (answer, 192)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_stores_under_way_bring_nothing_after_the_sleep(engine: Any, server: Any, v2: bool) -> None:
+    """With V2 the words in which the scheduler revokes stay the same page."""
+    one = engine(specs=mixed_model(), v2=v2)
+    core = Core(one)
+    server.hold = {"store"}
+    answer, _ = one.generate("a", PROMPT, 1)
+    worker, planner = one.worker._worker, one.connector._scheduler.planner
+    stores = list(worker._stores.values())
+    assert stores
+    core.sleep()
+    assert all(store.answer.done() for store in stores)
+    server.hold = set()
+    server.settle()
+    assert not server.blocks
+    core.wake_up()
+    one.generate("b", prompt(2, 10), 2)
+    assert not planner.num_in_flight and not worker._stores
+    one.drop_local()
+    assert one.generate("c", PROMPT, 1) == (answer, 0)
+    one.generate("d", prompt(3, 10))
+    one.drop_local()
+    assert one.generate("e", PROMPT, 1) == (answer, 192)
+
+
+def test_blocks_that_wait_for_the_next_step_are_not_stored_after_the_sleep(engine: Any, server: Any) -> None:
+    one = engine(pipelined=True)
+    core = Core(one)
+    one.add("a", prompt(3, 60), 5)
+    planner = one.connector._scheduler.planner
+    while not planner._tails:
+        one.step()
+    kept = set(server.blocks)
+    core.sleep()
+    core.wake_up()
+    one.generate("b", prompt(4, 10), 3)
+    assert set(server.blocks) == kept
+
+
+def test_a_store_behind_the_device_is_never_sent(engine: Any, server: Any) -> None:
+    device = ToldDevice()
+    one = engine(device=device)
+    one.add("a", PROMPT, 1)
+    one.step()
+    assert [store.answer for store in one.worker._worker._stores.values()] == [None]
+    executor = Executor(one)
+    executor.sleep(1)
+    device.run_to(device.given)
+    executor.wake_up(None)
+    one.generate("b", prompt(2, 10), 2)
+    assert not one.worker._worker._stores and not one.connector._scheduler.planner.num_in_flight and not server.blocks
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["under way", "ended and not reported"])
+def test_a_load_of_before_the_sleep_counts_as_failed(engine: Any, server: Any, ended: bool) -> None:
+    """vLLM does not sleep while a request waits for a load; if it did, the request would be computed."""
+    answer, _ = engine().generate("a", PROMPT, 4)
+    one = engine()
+    server.hold = {"load"}
+    one.add("b", PROMPT, 4)
+    for _ in range(4):
+        one.step()
+    assert one.worker._worker._loads
+    server.hold = set()
+    if ended:
+        server.settle("load")
+    executor = Executor(one)
+    executor.sleep(1)
+    assert not [kind for kind, *_ in server.held if kind == "load"]
+    executor.wake_up(None)
+    one.run()
+    assert one.outputs["b"] == answer and one.counters["failed_loads"] == 1
+
+
+def test_a_hung_server_does_not_keep_the_engine_awake(engine: Any, server: Any) -> None:
+    """Its late write lands where vLLM still holds the blocks; the request is computed once the server has let go."""
+    answer, _ = engine().generate("a", PROMPT, 4)
+    one = engine(extra={"store_timeout_s": 0.0, "load_timeout_s": 0.0})
+    server.hold, server.ack_cancels = {"load"}, False
+    one.add("b", PROMPT, 4)
+    for _ in range(4):
+        one.step()
+    executor = Executor(one)
+    executor.sleep(1)
+    executor.wake_up(None)
+    for _ in range(4):
+        one.step()
+    assert not one.outputs["b"] and one.worker._worker._loads
+    server.cancelled.clear()
+    server.settle("load")
+    one.run()
+    assert one.outputs["b"] == answer
+
+
+def test_memory_that_can_not_be_shared_again_turns_hotkv_off(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    core = Core(one)
+    answer, _ = one.generate("a", PROMPT, 4)
+    one.generate("b", prompt(2, 40))
+    core.sleep()
+    monkeypatch.setattr("hotkv_vllm.own_memory.export", lambda *_: 1 // 0)
+    core.wake_up()
+    assert one.connector._scheduler.session is None
+    assert one.generate("c", PROMPT, 4) == (answer, 0)
+    core.pause()
+
+
+def test_an_unregister_that_breaks_ends_the_session(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    session = one.worker._worker.session
+    monkeypatch.setattr(one.worker._worker, "let_go", lambda: 1 // 0)
+    one.worker.unregister_kv_caches()
+    assert session.closed and one.worker._worker.session is None
+
+
+# ------------------------------------------------------------------------------------------------------- vLLM's version
+
+
+def test_other_versions_run_without_hotkv(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(versions, "VERSION", "0.34.0")
+    one = engine()
+    assert "hotkv is off: it is tested with vLLM 0.32 to 0.33, and this is 0.34.0" in caplog.text
+    assert one.generate("a", PROMPT, 4)[1] == 0 and not server.sessions
+    Core(one).sleep()
+    assert engine(extra={"allow_untested_vllm": True}).generate("b", PROMPT, 4)[0] == one.outputs["a"] and server.sessions
+
+
+@pytest.mark.parametrize(
+    ("version", "is_fine"),
+    [("0.32.0", True), ("0.33.1rc2.dev3+gabc", True), ("0.31.9", False), ("0.34.0", False), ("1.32.0", False), ("dev", False)],
+)
+def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, is_fine: bool) -> None:
+    monkeypatch.setattr(versions, "VERSION", version)
+    assert (versions.why_off(False) == "") == is_fine and not versions.why_off(True)
+
+
+# ------------------------------------------------------------------------------------------------- what 0.33 calls later
+
+
+def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.33 may call `update_state_after_alloc` steps after it admitted a load (`Scheduler.deferred_loads`), or never."""
+    answer, _ = engine().generate("a", PROMPT, 4)
+    one = engine()
+    kept = dict(server.blocks)
+    monkeypatch.setattr(one.connector, "update_state_after_alloc", lambda *_: None)
+    one.add("b", PROMPT, 4)
+    for _ in range(4):
+        one.step()
+    assert one.requests["b"].num_computed_tokens == 192
+    # As if the server had lost them, so that they would be stored.
+    server.blocks.clear()
+    one.abort("b")
+    one.add("c", prompt(2, 10), 3)
+    for _ in range(5):
+        one.step()
+    assert one.outputs["c"] and not server.blocks and not server.leases
+    server.blocks.update(kept)
+    assert engine().generate("d", PROMPT, 4) == (answer, 192)

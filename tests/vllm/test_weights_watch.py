@@ -1,0 +1,129 @@
+"""Weights that change in place: what is noticed at once, and what their content says."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from hotkv_vllm.weights_watch import NUM_SAMPLES, SAMPLE_BYTES, WHOLE_BYTES, WRITERS, WeightsWatch, watch_callers
+
+
+class Model(torch.nn.Module):
+    def __init__(self, seed: int = 0, large: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(2))
+        if large:
+            self.large = torch.nn.Parameter(torch.randn(large).to(torch.bfloat16))
+
+    def load_weights(self, weights: Any) -> set[str]:
+        named = dict(self.named_parameters())
+        for name, tensor in weights:
+            named[name].data.copy_(tensor)
+        return set(named)
+
+
+def test_equal_weights_have_equal_digests_and_each_tensor_counts() -> None:
+    one, two = WeightsWatch([Model()]), WeightsWatch([Model()])
+    assert one.original == two.original == one.digest() != WeightsWatch([Model(1)]).original
+    for name in ("first.weight", "first.bias", "scale"):
+        model = Model()
+        watch = WeightsWatch([model])
+        changed = dict(model.named_parameters()) | dict(model.named_buffers())
+        before = changed[name].data.clone()
+        changed[name].data.view(-1)[-1] += 1
+        assert watch.digest() != watch.original and not watch.touched
+        changed[name].data.copy_(before)
+        assert watch.digest() == watch.original, name
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(WHOLE_BYTES // 2 - 3, WHOLE_BYTES))
+def test_an_update_of_one_element_in_fifty_shows_in_a_large_tensor(seed: int, num_elements: int) -> None:
+    model = Model(large=num_elements)
+    watch = WeightsWatch([model])
+    generator = torch.Generator().manual_seed(seed)
+    model.large.data[torch.rand(num_elements, generator=generator) < 0.02] += 1
+    assert watch.digest() != watch.original
+
+
+def test_the_ends_of_a_large_tensor_count() -> None:
+    for place in (0, -1):
+        model = Model(large=WHOLE_BYTES)
+        watch = WeightsWatch([model])
+        model.large.data[place] += 1
+        assert watch.digest() != watch.original
+    assert NUM_SAMPLES * SAMPLE_BYTES <= WHOLE_BYTES
+
+
+def test_weights_in_any_strides() -> None:
+    model = Model()
+    model.first.weight = torch.nn.Parameter(torch.arange(32.0).view(4, 8).t())
+    model.view = torch.nn.Parameter(torch.arange(100.0)[10:50:3])
+    watch = WeightsWatch([model])
+    model.view.data[-1] += 1
+    assert watch.digest() != watch.original
+
+
+def test_writing_through_the_model_is_noticed_and_works() -> None:
+    model = Model()
+    watch = WeightsWatch([model])
+    assert not watch.touched
+    assert "first.bias" in model.load_weights([("first.bias", torch.zeros(4))])
+    assert watch.touched and not model.first.bias.any()
+    assert watch.digest() != watch.original and not watch.touched
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_writing_through_the_worker_is_noticed_also_when_it_fails(name: str) -> None:
+    def broken() -> None:
+        raise RuntimeError("told to break")
+
+    worker = SimpleNamespace(**{name: broken})
+    watch = WeightsWatch([Model()], [worker])
+    with pytest.raises(RuntimeError, match="told to break"):
+        getattr(worker, name)()
+    assert watch.touched
+
+
+class Runner:
+    """As vLLM's, as far as it is looked at."""
+
+    def __init__(self) -> None:
+        self.vllm_config, self.model = None, Model()
+        self.drafter = SimpleNamespace(model=Model(7))
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def reload_weights(self) -> None:
+        self.model.first.weight.data += 1
+
+    def initialize(self) -> Any:
+        return watch_callers()
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.model_runner = Runner()
+
+    def update_weights(self) -> None:
+        self.model_runner.model.first.weight.data += 1
+
+    def initialize(self) -> Any:
+        return self.model_runner.initialize()
+
+
+def test_the_worker_that_registers_its_caches_is_found_with_its_models() -> None:
+    worker = Worker()
+    watch = worker.initialize()
+    assert watch.original == WeightsWatch([Model(), Model(7)]).original
+    worker.update_weights()
+    assert watch.touched and watch.digest() != watch.original
+    worker.model_runner.reload_weights()
+    assert watch.touched
+    assert watch_callers() is None
