@@ -28,7 +28,7 @@ from hotkv.sparse.centre import Centres
 from hotkv_vllm.config import CENTRE, SPARSE, ConfigError, ConnectorConfig
 from hotkv_vllm.exported import Unsupported as Unsupported
 from hotkv_vllm.fingerprint import digest, draft_model, key_space_factors
-from hotkv_vllm.weights import files_identity, is_commit
+from hotkv_vllm.weights import changed_since, files_identity, is_commit, process_start_s
 
 NULL_BLOCK = 0
 """Id of the block that stands for 'nothing here' in block tables."""
@@ -352,19 +352,38 @@ def weights_identity(vllm_config: Any) -> str:
 
     Raises Unsupported, OSError.
     """
-    target = vllm_config.model_config
-    identity = _model_identity(target, vllm_config.load_config)
-    draft = draft_model(vllm_config)
-    if draft is None or draft.model == target.model:
-        return identity
-    load = vllm_config.speculative_config.draft_load_config or vllm_config.load_config
-    return f"{identity}+draft:{_model_identity(draft, load)}"
+    return "+draft:".join(_model_identity(model, load) for model, load in _models(vllm_config))
+
+
+def weights_may_be_older(vllm_config: Any) -> bool:
+    """Whether files that `weights_identity` reads have changed since this process began: it may have loaded what they were before. True
+    also if that can't be seen.
+    """
+    paths = [_weights_path(model) for model, load in _models(vllm_config) if load.load_format != "dummy"]
+    try:
+        began_s = process_start_s()
+        return any(path.exists() and changed_since(path, began_s) for path in paths)
+    except OSError:
+        return True
+
+
+def _models(vllm_config: Any) -> list[tuple[Any, Any]]:
+    """Configs of the models whose weights decide KV bytes, each with how it is loaded."""
+    target, draft = vllm_config.model_config, draft_model(vllm_config)
+    models = [(target, vllm_config.load_config)]
+    if draft is not None and draft.model != target.model:
+        models.append((draft, vllm_config.speculative_config.draft_load_config or vllm_config.load_config))
+    return models
+
+
+def _weights_path(model: Any) -> Path:
+    return Path(getattr(model, "model_weights", "") or model.model)
 
 
 def _model_identity(model: Any, load: Any) -> str:
     if load.load_format == "dummy":
         return f"dummy:{digest(model.hf_config)}:{model.seed}"
-    path = Path(getattr(model, "model_weights", "") or model.model)
+    path = _weights_path(model)
     if not path.exists():
         return _hub_identity(str(model.model), model.revision)
     try:

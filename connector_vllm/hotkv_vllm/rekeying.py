@@ -53,14 +53,14 @@ class Watch(Protocol):
 class Rekeying:
     """The scheduler's side. One check at a time; a new one makes the answers to the one before void."""
 
-    def __init__(self, num_ranks: int, original: str) -> None:
-        """`original`: the weights' identity at the start."""
+    def __init__(self, num_ranks: int, original: str, in_doubt: bool = False) -> None:
+        """`original`: the weights' identity at the start. `in_doubt`: nothing is stored or loaded before ranks have said what they have."""
         self._num_ranks = num_ranks
         self._original = original
         self._question = 0
         self._asked_s = self._since_s = 0.0
         self._answers: dict[int, WeightsReport] = {}
-        self._is_due = False
+        self._is_due = in_doubt
         self._is_asking = False
         self.identity = original
         """Of the weights that the present key space stands for."""

@@ -136,7 +136,7 @@ class HotKVScheduler:
         if self._weights.identity:
             self._weights.go_on(identity)
         else:
-            self._weights = Rekeying(num_ranks, identity)
+            self._weights = Rekeying(num_ranks, identity, any(h.weights_in_doubt for h in handshakes))
         self._start(Agreement(spaces[0], kinds, handshakes[0].sparse_layers, revocations), self._config.startup_wait_s)
 
     def _disconnect(self) -> None:

@@ -30,7 +30,9 @@ MAX_FRAMES = 40
 
 
 class WeightsWatch:
-    """Watches the models of one worker. `is_original`: weights are those that the engine started with."""
+    """Watches the models of one worker. `original`: digest of the weights that the engine started with; empty if it is not known what
+    these are.
+    """
 
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:
         """`models`: the worker's, a drafter's among them. `writers`: objects whose methods WRITERS write weights."""
@@ -62,6 +64,12 @@ class WeightsWatch:
             self.touched = True
             raise
         return self._known
+
+    def forget_original(self) -> None:
+        """It is not known whether the weights are those that the engine's identity speaks of: from the first check on, what they are in
+        memory stands for them.
+        """
+        self.original, self.touched = "", True
 
     def _digest(self, read: Callable[[torch.Tensor], Iterator[bytes]]) -> str:
         found = hashlib.sha256(b"hotkv-weights-in-memory-1\0")
@@ -114,15 +122,26 @@ def calling_worker() -> tuple[Any, Any]:
     return runner, None
 
 
-def watch_callers() -> WeightsWatch | None:
-    """A watch over the models of the worker that is registering its KV caches right now; None where it can't be found."""
+def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
+    """A watch over the models of the worker that is registering its KV caches right now; None where it can't be found.
+
+    `in_doubt`: files of the model have changed since this process began, so what was loaded may be older than they are.
+    """
     runner, worker = calling_worker()
     if runner is None:
+        logger.warning("hotkv: the model was not found; after a reset this engine shares KV with no other")
         return None
     drafters = (getattr(runner, name, None) for name in ("drafter", "speculator"))
     models = [runner.get_model(), *(model for drafter in drafters if (model := getattr(drafter, "model", None)) is not None)]
     watched = list({id(model): model for model in models if isinstance(model, torch.nn.Module)}.values())
-    return WeightsWatch(watched, [owner for owner in (runner, worker) if owner is not None])
+    watch = WeightsWatch(watched, [owner for owner in (runner, worker) if owner is not None])
+    if in_doubt:
+        logger.warning(
+            "hotkv: files of the model have changed since this process began, so the weights are named by what they are in memory; engines "
+            "that start from now on share no KV with this one"
+        )
+        watch.forget_original()
+    return watch
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -130,10 +130,8 @@ class HotKVWorker:
                 memory.close()
             raise
         if self._weights is None:
-            watch = watch_callers()
-            if watch is None:
-                logger.warning("hotkv: the model was not found; after a reset this engine shares KV with no other")
-            self._weights = RankWeights(watch, space.weights_identity)
+            in_doubt = not self._config.weights_identity and compat.weights_may_be_older(self._vllm_config)
+            self._weights = RankWeights(watch_callers(in_doubt), space.weights_identity)
         self._memory, self._space = self._marks.beside(memory), replace(space, weights_identity=self._weights.identity)
 
     def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
@@ -156,7 +154,10 @@ class HotKVWorker:
             self.handshake = HotKVHandshake(None, str(error))
             return
         fence = None if self._fence is None else self._fence.place
-        self.handshake = HotKVHandshake(self._space, representations=kinds, fence=fence, host=ranks.this_host(), rank=self._place.rank)
+        in_doubt = self._weights is not None and self._weights.held
+        self.handshake = HotKVHandshake(
+            self._space, representations=kinds, fence=fence, host=ranks.this_host(), rank=self._place.rank, weights_in_doubt=in_doubt
+        )
         # A step that came before the server knows this memory would lose its stores.
         if self.session is not None and not self.session.wait_connected(self._config.startup_wait_s):
             self._said_link = False

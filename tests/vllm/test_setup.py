@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from hotkv_client import Credentials
-from hotkv_vllm import compat, layout, weights
+from hotkv_vllm import compat, layout
 from hotkv_vllm.config import DEFAULT_TARGET, ConfigError, ConnectorConfig
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.stats import HotKVStats
@@ -73,43 +72,6 @@ def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ identities
-
-
-def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
-    header, at = {}, 0
-    for name, data in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
-        at += len(data)
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
-
-
-def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
-    big = {f"t{i}": np.random.default_rng(i).bytes(3 << 20) for i in range(4)}
-    for name in ("one", "two", "tuned"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    safetensors(tmp_path / "one" / "model.safetensors", big)
-    safetensors(tmp_path / "two" / "model.safetensors", big)
-    safetensors(tmp_path / "tuned" / "model.safetensors", big | {"t2": bytes(255 - b for b in big["t2"])})
-    one, two, tuned = (weights.files_identity(tmp_path / name) for name in ("one", "two", "tuned"))
-    assert one == two != tuned
-    (tmp_path / "two" / "config.json").write_text('{"a": 1}')
-    assert weights.files_identity(tmp_path / "two") != one
-    with pytest.raises(ValueError, match="no weights files"):
-        weights.files_identity(tmp_path)
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff" * 9, struct.pack("<Q", 20) + b"not json at all ....", b"x" * (9 << 20)])
-def test_weights_identity_of_damaged_files(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(data)
-    first = weights.files_identity(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(data + b"y")
-    assert weights.files_identity(tmp_path) != first
-
-
-def test_commits_name_weights_and_branches_do_not() -> None:
-    assert weights.is_commit("0" * 40) and not weights.is_commit("main") and not weights.is_commit("v1.0")
 
 
 def test_everything_that_changes_bytes_changes_the_key_space(engine: Any) -> None:
