@@ -15,6 +15,7 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ NOISE = 1e-3
 """Largest difference of logprobs in fp32 between two ways of computing the same; wrong KV moves them by far more (`random_weights`)."""
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 6
+PATIENCE_S = 90.0
+"""An engine that has not answered by then waits for others, as those of several replicas do. It counts as refused."""
 SETTINGS: dict[str, Any] = {
     "load_format": "random",
     "dtype": "float32",
@@ -113,6 +116,8 @@ class Restarts:
     def outcome(self, path: str, value: Any) -> Outcome:
         """What an engine with another value for one field does."""
         engine = self.engine(config_overrides={path: value} if path else {})
+        patience = threading.Timer(PATIENCE_S, engine.process.kill)
+        patience.start()
         try:
             warm, cold = self.ask(engine), self.ask(engine, salt=uuid.uuid4().hex)
             pairs = [pair for one, two in zip(warm["logprobs"], cold["logprobs"], strict=True) for pair in zip(one, two, strict=True)]
@@ -122,6 +127,7 @@ class Restarts:
             lines = [line for line in str(error).splitlines() if "Error" in line] or [str(error)[:200]]
             return Outcome(path, value, lines[-1].strip()[-200:])
         finally:
+            patience.cancel()
             engine.kill()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ Every engine answers cold, then warm from hotkv, and so does a second engine of 
 digits. Weights come from a file, so that ranks hold shards of one model and a shard in the wrong place shows.
 """
 
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.test_end_to_end import difference, prompts, usable
+from tests.vllm.test_lora import LORA, adapter, write_adapter
 from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -147,6 +149,36 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(daemon: Daemon, start: S
     second.ask("reset")
     warm = second.ask("generate", prompts=batch, max_tokens=20)
     assert warm["cached"] == [usable(prompt) for prompt in batch] and difference(cold, warm) < TOLERANCE
+
+
+@pytest.mark.parametrize("settings", [pytest.param(TP, id="tp2"), pytest.param(PP, id="pp2")])
+def test_adapters_and_weights_that_change_on_several_ranks(start: Start, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Each rank holds a part of an adapter and of the weights; only if all have the same do engines share."""
+    one, other = start("llama", **settings, **LORA), start("llama", **settings, **LORA)
+    (prompt,) = prompts(9, (257,))
+    a, b = (write_adapter(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    new = write_weights(write_model(tmp_path / "new", "llama"), seed=2)
+
+    def ask(engine: EngineProcess, path: Path | None) -> dict[str, Any]:
+        before = engine.ask("stats")["totals"].get("stored_blocks", 0)
+        answer = engine.ask("generate", prompts=[prompt], max_tokens=8, adapter=None if path is None else adapter(path))
+        totals = settled(engine, before + blocks_of([prompt], 8) if answer["cached"] == [0] else before)
+        assert clean(totals), totals
+        return answer
+
+    for weights in (None, new):
+        for engine in (one, other):
+            engine.ask("reset")
+            if weights is not None:
+                engine.ask("reload", path=str(weights))
+                # The scheduler hears of it with the first step.
+                engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=8)
+        cold = [ask(one, path) for path in (None, a, b)]
+        assert [answer["cached"] for answer in cold] == [[0]] * 3
+        assert min(difference(x, y) for x, y in itertools.combinations(cold, 2)) > 100 * TOLERANCE
+        warm = [ask(other, path) for path in (None, a, b)]
+        assert [answer["cached"] for answer in warm] == [[usable(prompt)]] * 3
+        assert all(difference(x, y) < TOLERANCE for x, y in zip(cold, warm, strict=True))
 
 
 def test_one_kv_head_on_two_ranks(daemon: Daemon, start: Start) -> None:
