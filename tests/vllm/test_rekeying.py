@@ -259,9 +259,7 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
     assert one.generate("d", PROMPT, 4)[1] == 192
 
 
-def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(
-    updated: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(updated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of the model were replaced while it was loaded: its key space names the new ones."""
     sure = updated()
     sure.generate("a", PROMPT, 4)
