@@ -180,11 +180,14 @@ class Engine:
         self.connector.set_xfer_handshake_metadata_pp_aware({} if handshake is None else {(0, 0): handshake})
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
-        self.hasher = get_request_block_hasher(hash_block_size, hash_function)
+        self.hash_block_tokens = hash_block_size
+        self.named: dict[bytes, tuple[Request, int]] = {}
+        self.hasher = self._naming(get_request_block_hasher(hash_block_size, hash_function))
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[list[int], ...]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.external: dict[str, int] = {}
+        self.local: dict[str, int] = {}
         self.finished: dict[str, str] = {}
         self.requests: dict[str, Request] = {}
         self.queue: deque[tuple[Any, ModelRunnerOutput, int]] = deque()
@@ -200,6 +203,17 @@ class Engine:
     def get_model(self) -> torch.nn.Module:
         """As a model runner; its weights are in no KV value."""
         return self.model
+
+    def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
+        """The hasher, which also writes down into `named` of which request's first tokens each hash is."""
+
+        def hashes_of(request: Request) -> list[Any]:
+            known, new = len(request.block_hashes), hasher(request)
+            for place, block_hash in enumerate(new, known + 1):
+                self.named[block_hash] = request, place * self.hash_block_tokens
+            return new
+
+        return hashes_of
 
     def _active(self, monkeypatch: Any) -> Any:
         """What the V2 runner calls connectors through; it registers the tensors."""
@@ -242,6 +256,7 @@ class Engine:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.prefill_stats is not None:
                     self.external[one.request_id] = one.prefill_stats.num_external_cached_tokens
+                    self.local[one.request_id] = one.prefill_stats.num_local_cached_tokens
                 if one.finish_reason is not None:
                     self.finished[one.request_id] = str(one.finish_reason)
 
@@ -284,6 +299,7 @@ class Engine:
         """The step's samples, and where it ends in the device's queue."""
         if self.before_forward is not None:
             self.before_forward()
+        self._take_tokens(scheduled)
         sampled = self._forward(scheduled)
         return sampled, self.device.given if self.device is not None and scheduled.total_num_scheduled_tokens else 0
 
@@ -313,6 +329,13 @@ class Engine:
         sampled, point = self._computed(scheduled)
         self.active.finish_forward()
         return self.active.post_forward(scheduled.finished_req_ids), sampled, point
+
+    def _take_tokens(self, scheduled: Any) -> None:
+        """Tokens of requests that the step before did not run are the scheduler's, as in vLLM's V1 runner; V2 gets them as new requests."""
+        cached = scheduled.scheduled_cached_reqs
+        assert self.v2 or cached.resumed_req_ids <= cached.all_token_ids.keys(), "a resumed request comes without its tokens"
+        for name, tokens in cached.all_token_ids.items():
+            self.tokens[name] = list(tokens)
 
     def _forward(self, scheduled: Any) -> dict[str, list[int]]:
         for name in scheduled.finished_req_ids:
