@@ -138,7 +138,7 @@ class Engine:
     ) -> None:
         """`within`: makes the engine's `kv_transfer_config` out of the connector's, for engines with several."""
         monkeypatch.setattr(link, "open_session", server.open)
-        self.server, self.pipelined, self.v2, self.device = server, pipelined, v2, device
+        self.server, self.pipelined, self.v2, self.device, self.layout = server, pipelined, v2, device, layout
         self.model = torch.nn.Linear(2, 2)
         monkeypatch.setattr(worker, "marks_for", lambda _, wanted: Marks(device, wanted))
         arguments = engine_args(write_model(folder), blocks=blocks, max_num_batched_tokens=max_tokens_per_step, **more)
@@ -176,8 +176,8 @@ class Engine:
             self.vllm_config, kv, StructuredOutputManager(self.vllm_config), block_size, hash_block_size, log_stats=True
         )
         self.connector: Any = self.scheduler.connector
-        handshake = self.worker.get_handshake_metadata()
-        self.connector.set_xfer_handshake_metadata_pp_aware({} if handshake is None else {(0, 0): handshake})
+        self.salt = 0
+        self.connector.set_xfer_handshake_metadata_pp_aware(self._handshakes(monkeypatch))
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self.hash_block_tokens = hash_block_size
@@ -203,6 +203,16 @@ class Engine:
     def get_model(self) -> torch.nn.Module:
         """As a model runner; its weights are in no KV value."""
         return self.model
+
+    def _handshakes(self, monkeypatch: Any) -> dict[tuple[int, int], Any]:
+        """Of all ranks, by pipeline stage and tensor-parallel rank, as vLLM's `EngineCore` collects them."""
+        handshake = self.worker.get_handshake_metadata()
+        return {} if handshake is None else {(0, 0): handshake}
+
+    @property
+    def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
+        """Tensors of each rank, and what it changes values by."""
+        return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
         """The hasher, which also writes down into `named` of which request's first tokens each hash is."""
@@ -288,8 +298,10 @@ class Engine:
 
     def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
         """The step's output, and when the device has come so far that it can be looked at."""
-        scheduled = pickle.loads(pickle.dumps(scheduled))
         self.metas.append(scheduled.kv_connector_metadata)
+        return self._run(pickle.loads(pickle.dumps(scheduled)))
+
+    def _run(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
         output, sampled, point = self._run_v1(scheduled) if self.active is None else self._run_v2(scheduled)
         names = list(scheduled.num_scheduled_tokens)
         index = {name: i for i, name in enumerate(names)}
@@ -392,7 +404,7 @@ class Engine:
 
     def _check_layer(self, name: str, first: int, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
         rows = self._cells(layer)[blocks, :, offsets, :]
-        wrong = np.flatnonzero((rows != (values ^ _layer(layer))[:, None, None]).any(axis=(1, 2)))
+        wrong = np.flatnonzero((rows != (values ^ _layer(layer) ^ self.salt)[:, None, None]).any(axis=(1, 2)))
         assert not len(wrong), f"{name}: wrong KV at token {first + wrong[0]}, {layer}, blocks {np.unique(blocks)}"
 
     def _write(self, name: str, computed: int, count: int) -> None:
@@ -402,7 +414,7 @@ class Engine:
                 self._give(functools.partial(self._write_layer, layer, blocks[: len(values)], offsets[: len(values)], values))
 
     def _write_layer(self, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
-        self._cells(layer)[blocks, :, offsets, :] = (values ^ _layer(layer))[:, None, None]
+        self._cells(layer)[blocks, :, offsets, :] = (values ^ _layer(layer) ^ self.salt)[:, None, None]
 
     def _give(self, work: Callable[[], None]) -> None:
         if self.device is None:

@@ -2,14 +2,16 @@
 
 It looks at all blocks of the `FakeServer`, and at all blocks that vLLM's own prefix cache offers in each engine. It knows tokens by hash
 from the engines' hashers, so it needs no books of what was stored, loaded, aborted or evicted. Not for engines with LoRA, whose values
-depend on more than tokens, nor for several ranks.
+depend on more than tokens.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
 
 from hotkv.keys import KeySpace
@@ -40,6 +42,7 @@ def check_stored(server: FakeServer, engines: Sequence[Engine], named: dict[byte
         for group in one.kv_config.kv_cache_groups
         for name in group.layer_names
     }
+    salts = [salt for _, salt in engines[0].memories]
     num_compared = 0
     for (fingerprint, group_index, block_hash), shards in server.blocks.items():
         space: KeySpace = spaces[fingerprint]
@@ -47,11 +50,13 @@ def check_stored(server: FakeServer, engines: Sequence[Engine], named: dict[byte
             continue
         group = space.groups[group_index]
         expected = _expected(named, block_hash, group.block_tokens)
-        assert expected is not None, f"the server has a block of group {group_index} under a hash that no request has"
-        pages = np.split(np.frombuffer(shards[0], np.int16), len(group.layer_names))
-        for layer, page in zip(group.layer_names, pages, strict=True):
-            rows = page.reshape(num_heads[layer], group.block_tokens, -1)
-            _compare(rows, expected, layer, f"the server's block of group {group_index}")
+        assert len(expected) == group.block_tokens, f"the server has a part of a block in group {group_index}"
+        assert sorted(shards) == list(range(len(salts))), f"shards {sorted(shards)} are no whole block"
+        for shard, salt in enumerate(salts):
+            pages = np.split(np.frombuffer(shards[shard], np.int16), len(group.layer_names))
+            for layer, page in zip(group.layer_names, pages, strict=True):
+                rows = page.reshape(num_heads[layer], group.block_tokens, -1)
+                _compare(rows, expected ^ salt, layer, f"the server's block of group {group_index}, shard {shard}")
         num_compared += 1
     return num_compared
 
@@ -63,23 +68,33 @@ def check_cached(one: Engine, named: dict[bytes, Any]) -> int:
     for key, found in one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.items():
         group = one.kv_config.kv_cache_groups[get_group_id(key)]
         expected = _expected(named, get_block_hash(key), group.kv_cache_spec.block_size)
-        assert expected is not None, "vLLM's prefix cache has a hash that no request has"
         for block in [found] if isinstance(found, KVCacheBlock) else found.values():
-            for layer in group.layer_names:
-                _compare(one._cells(layer)[block.block_id], expected, layer, f"vLLM's block {block.block_id} of group {get_group_id(key)}")
+            for layer, (tensors, salt) in itertools.product(group.layer_names, one.memories):
+                rows = tensors[layer].view(torch.int16).numpy()[block.block_id][:, : len(expected)]
+                _compare(rows, expected ^ salt, layer, f"vLLM's block {block.block_id} of group {get_group_id(key)}")
             num_compared += 1
     return num_compared
 
 
 def _expected(named: dict[bytes, Any], block_hash: bytes, block_tokens: int) -> Any:
-    """Values int16 [block_tokens] that belong under a hash, before each layer changes them; None for an unknown hash."""
-    if block_hash not in named:
-        return None
+    """Values int16 [tokens] that belong under a hash, before each layer changes them: a block's, or of its first tokens, as vLLM offers
+    blocks in part where its hashes are over fewer tokens.
+    """
+    assert block_hash in named, "a block can be found under a hash that no request has"
     request, num_tokens = named[block_hash]
-    return np.array(_value(request.all_token_ids[:num_tokens])[-block_tokens:], np.int16)
+    first = (num_tokens - 1) // block_tokens * block_tokens
+    return np.array(_value(request.all_token_ids[:num_tokens])[first:], np.int16)
 
 
 def _compare(rows: Any, expected: Any, layer: str, what: str) -> None:
     """`rows`: int16 [heads, tokens, cell] of one layer."""
     wrong = np.flatnonzero((rows != (expected ^ _layer(layer))[None, :, None]).any(axis=(0, 2)))
     assert not len(wrong), f"{what}: token {wrong[0]} of {layer} is not what its hash says"
+
+
+def answer_of(prompt: Sequence[int], count: int) -> list[int]:
+    """The tokens that the model answers to a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(3 + _value(tokens)[-1] % 1000)
+    return tokens[len(prompt) :]
