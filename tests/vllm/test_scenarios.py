@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from hotkv_vllm import link
 from tests.vllm.harness import Engine, full_model, hybrid_model, mixed_model, prompt
-from tests.vllm.oracle import audit
+from tests.vllm.oracle import answer_of, audit
 
 PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
+USABLE = 192
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
@@ -69,6 +71,75 @@ def test_blocks_of_a_failed_load_are_in_nobodys_cache(engine: Any, server: Any, 
     assert one.generate("d", PROMPT, 4)[0] == answer
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
+def test_a_failed_load_costs_no_request_whatever_the_policy(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, policy: str
+) -> None:
+    """vLLM's default is "fail"; hotkv sets "recompute" in its place and says so."""
+    said: list[str] = []
+    monkeypatch.setattr(link.logger, "info", lambda text, *parts: said.append(text % parts))
+    engines = [engine(specs=model(), within=lambda ours: ours | {"kv_load_failure_policy": policy}) for _ in range(2)]
+    words = "hotkv: kv_load_failure_policy is set to 'recompute', so that a failed load costs time, not the request"
+    assert said.count(words) == (2 if policy == "fail" else 0)
+    engines[0].generate("a", PROMPT, 4)
+    server.fail_loads = server.spoil_loads = True
+    assert engines[1].generate("b", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
+    assert engines[1].counters["failed_loads"] and engines[1].finished["b"] == "length"
+    audit(server, engines)
+
+
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
+def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(engine: Any, server: Any, model: Any) -> None:
+    """Where the policy is out of hotkv's reach; see `test_multi_connector.test_policy_out_of_reach_is_said`."""
+    first, one = engine(specs=model()), engine(specs=model())
+    first.generate("a", PROMPT, 4)
+    one.scheduler.recompute_kv_load_failures = False
+    pool = one.scheduler.kv_cache_manager.block_pool
+    num_free = pool.get_num_free_blocks()
+    server.fail_loads = server.spoil_loads = True
+    one.generate("b", PROMPT, 4)
+    assert one.finished["b"] == "error" and not one.outputs["b"]
+    one.generate("end", OTHER, 1)
+    scheduler = one.connector._scheduler
+    assert pool.get_num_free_blocks() == num_free and not server.leases
+    assert not scheduler._requests and not scheduler._to_end and not scheduler.finder.failed_waiting and not scheduler.finder.step_aside
+    audit(server, [first, one])
+    server.fail_loads = False
+    for name in "cd":
+        one.drop_local()
+        assert one.generate(name, PROMPT, 4)[0] == answer_of(PROMPT, 4)
+    assert one.external["d"] == USABLE
+    audit(server, [first, one])
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("model", [full_model, hybrid_model, mixed_model])
+def test_requests_aborted_at_any_step_leave_no_wrong_block(engine: Any, server: Any, model: Any, v2: bool) -> None:
+    """While it is asked for, loaded, computed or stored; another one takes its blocks at once."""
+    first, one = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2, blocks=44, max_tokens_per_step=96)
+    first.generate("a", PROMPT, 4)
+    server.spoil_loads = True
+    for num_steps in range(12):
+        server.hold, server.fail_loads = ({"load", "store"} if num_steps % 2 else {"store"}), num_steps % 3 == 0
+        name = f"b{num_steps}"
+        one.add(name, [*PROMPT, *prompt(num_steps, 90)], 8)
+        for _ in range(num_steps):
+            one.step()
+        one.abort(name)
+        one.add(f"c{num_steps}", prompt(100 + num_steps, 280), 2)
+        for _ in range(3):
+            one.step()
+        server.hold = set()
+        server.settle()
+        one.run()
+        assert one.outputs[f"c{num_steps}"] == answer_of(prompt(100 + num_steps, 280), 2)
+        one.generate(f"end{num_steps}", OTHER, 1)
+        audit(server, [first, one])
+        one.drop_local()
+    assert not server.leases and "hook_errors" not in one.counters and one.counters["loads"] > 3
+
+
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "failing"])
@@ -98,21 +169,3 @@ def test_one_prefix_loaded_by_many_at_once(engine: Any, server: Any, model: Any,
         one.generate("end", OTHER, 2)
     audit(server, [first, *engines])
     assert not server.leases and not server.held
-
-
-def test_shutdown_at_any_time_and_twice(server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_steps in range(4):
-        one = Engine(server, tmp_path / "model", monkeypatch)
-        server.hold = {"store", "load"}
-        one.add("a", PROMPT, 8)
-        for _ in range(num_steps):
-            one.step()
-        for _ in range(2):
-            one.worker.shutdown()
-            one.connector.shutdown()
-        server.hold = set()
-        server.settle()
-        assert one.worker._worker._memory is None and one.worker._worker.session is None
-        # The engine may go on without the connector's parts.
-        one.run()
-        assert one.finished["a"] == "length"
