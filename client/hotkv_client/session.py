@@ -95,6 +95,7 @@ class Session:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._connection: _Connection | None = None
+        self._connecting: Any = None
         self._state = LinkState.ABSENT
         self._epoch = 0
         self._wants_token_ids = False
@@ -156,6 +157,10 @@ class Session:
         A fence of the session's own goes with it.
         """
         self._closed.set()
+        connecting = self._connecting
+        if connecting is not None:
+            # Without a server the thread would wait for one until its time is up.
+            connecting.cancel()
         with self._lock:
             connection = self._connection
         if connection is not None:
@@ -403,8 +408,13 @@ class Session:
         connection = _Connection(channels.open_channel(self.config.target, self.config.credentials), outbox, {})
         why_no_ticket = ""
         try:
+            ready = self._connecting = grpc.channel_ready_future(connection.channel)
+            if self._closed.is_set():
+                return "closed"
             try:
-                grpc.channel_ready_future(connection.channel).result(self.config.connect_timeout_s)
+                ready.result(self.config.connect_timeout_s)
+            except grpc.FutureCancelledError:
+                return "closed"
             except grpc.FutureTimeoutError:
                 return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
             ticket, why_no_ticket = self._ticket()

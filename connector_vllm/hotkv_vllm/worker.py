@@ -101,8 +101,10 @@ class HotKVWorker:
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
         """Finds out what the memory is and makes it one that the server can map. Where that can't be, the engine runs without hotkv and
-        says why once. CPU memory moves; views of the tensors follow.
+        says why once. CPU memory moves; views of the tensors follow. Lets go of memory that was exported before.
         """
+        if self._memory is not None:
+            self.let_go()
         try:
             self._export(kv_caches)
             if not self.adapters.is_watching:
@@ -153,7 +155,7 @@ class HotKVWorker:
             self._open(self._space, kinds)
         except (OSError, ValueError) as error:
             logger.warning("hotkv is off in this worker: %s", error)
-            self.handshake = HotKVHandshake(None, str(error))
+            self.turn_off(str(error))
             return
         fence = None if self._fence is None else self._fence.place
         self.handshake = HotKVHandshake(self._space, representations=kinds, fence=fence, host=ranks.this_host(), rank=self._place.rank)
@@ -209,6 +211,7 @@ class HotKVWorker:
         no memory that the engine gets afterwards; a load that it has not ended stays unreported, and vLLM keeps its blocks.
         """
         if self.session is None:
+            self._close()
             return
         self._loads.make_void()
         for store in self._stores.values():
@@ -220,7 +223,7 @@ class HotKVWorker:
         if wait_futures([answer for answer in answers if answer is not None], self._config.store_timeout_s + FENCE_GRACE_S).not_done:
             logger.error("hotkv: the server did not end all transfers before the engine sleeps; its session is closed")
             self._fail_stores()
-        self.shutdown()
+        self._close()
 
     def _fail_stores(self) -> None:
         """Counts all stores as failed, ended or not."""
@@ -505,9 +508,16 @@ class HotKVWorker:
         self._sparse = None
 
     def shutdown(self) -> None:
-        """Closes the session and the memory. Waits for the server, 5 seconds at most; a load that it does not end then writes to memory
-        that nobody reads.
+        """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most; a load that it does not end then writes
+        to memory that nobody reads.
         """
+        try:
+            self._close()
+        finally:
+            self._fence = None
+
+    def _close(self) -> None:
+        """Closes the session and the memory. The fence stays as the scheduler knows it, for the next session."""
         session, self.session = self.session, None
         memory, self._memory = self._memory, None
         try:

@@ -229,7 +229,8 @@ class Engine:
         """What the V2 runner calls connectors through; it registers the tensors."""
         from vllm.v1.worker.gpu import kv_connector
 
-        monkeypatch.setattr(kv_connector, "get_kv_transfer_group", lambda: self.worker)
+        _TRANSFER_GROUP[:] = [self.worker]
+        monkeypatch.setattr(kv_connector, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0])
         return kv_connector.ActiveKVConnector(self.vllm_config, self.tensors)
 
     # ------------------------------------------------------------------------------------------------------------ driving

@@ -37,10 +37,7 @@ def check_stored(server: FakeServer, engines: Sequence[Engine], named: dict[byte
     """The server's blocks; representations are not looked at."""
     spaces = {session.config.key_space.fingerprint: session.config.key_space for session in server.sessions}
     num_heads = {
-        name: group.kv_cache_spec.num_kv_heads
-        for one in engines
-        for group in one.kv_config.kv_cache_groups
-        for name in group.layer_names
+        name: group.kv_cache_spec.num_kv_heads for one in engines for group in one.kv_config.kv_cache_groups for name in group.layer_names
     }
     salts = [salt for _, salt in engines[0].memories]
     num_compared = 0

@@ -1,4 +1,4 @@
-"""What vLLM makes of several ranks' outputs and handshakes, and what the scheduler side makes of that: real workers, vLLM's own aggregator."""
+"""What vLLM makes of several ranks' outputs and handshakes, and what the scheduler makes of that: real workers, vLLM's own aggregator."""
 
 import random
 from collections.abc import Callable, Iterator
