@@ -408,15 +408,9 @@ class Session:
         connection = _Connection(channels.open_channel(self.config.target, self.config.credentials), outbox, {})
         why_no_ticket = ""
         try:
-            ready = self._connecting = grpc.channel_ready_future(connection.channel)
-            if self._closed.is_set():
-                return "closed"
-            try:
-                ready.result(self.config.connect_timeout_s)
-            except grpc.FutureCancelledError:
-                return "closed"
-            except grpc.FutureTimeoutError:
-                return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
+            why_not = self._await_ready(connection.channel)
+            if why_not:
+                return why_not
             ticket, why_no_ticket = self._ticket()
             outbox.put(_wire.open_session(self.config, ticket))
             connection.call = _wire.connect(connection.channel, iter(outbox.get, None), metadata)
@@ -440,6 +434,22 @@ class Session:
             return f"{refusal}{f' (no ticket: {why_no_ticket})' if refusal.reason is Reason.UNAUTHENTICATED and why_no_ticket else ''}"
         finally:
             self._lose(connection)
+
+    def _await_ready(self, channel: grpc.Channel) -> str:
+        """Blocks until a server answers, the time is up, or `close` is called; returns why there is none, else an empty string."""
+        ready = self._connecting = grpc.channel_ready_future(channel)
+        try:
+            # `close` cancels what it sees, and may have come before.
+            if self._closed.is_set():
+                return "closed"
+            ready.result(self.config.connect_timeout_s)
+        except grpc.FutureCancelledError:
+            return "closed"
+        except grpc.FutureTimeoutError:
+            return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
+        finally:
+            self._connecting = None
+        return ""
 
     def _ticket(self) -> tuple[bytes, str]:
         """The proof of this process's user, and why there is none. A server without tenants needs none, so that is no failure yet."""

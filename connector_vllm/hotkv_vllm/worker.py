@@ -511,10 +511,8 @@ class HotKVWorker:
         """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most; a load that it does not end then writes
         to memory that nobody reads.
         """
-        try:
-            self._close()
-        finally:
-            self._fence = None
+        self._close()
+        self._fence = None
 
     def _close(self) -> None:
         """Closes the session and the memory. The fence stays as the scheduler knows it, for the next session."""
