@@ -210,20 +210,24 @@ class HotKVWorker:
         Waits for the server as long as for the end of a store. A hung server keeps mappings of its own, so what it still writes reaches
         no memory that the engine gets afterwards; a load that it has not ended stays unreported, and vLLM keeps its blocks.
         """
-        if self.session is None:
-            self._close()
-            return
+        fence = self._fence
+        if self.session is not None:
+            self._end_transfers(self.session)
+        self.shutdown()
+        # The next session goes on with the page that the scheduler knows.
+        self._fence = fence
+
+    def _end_transfers(self, session: link.CacheSession) -> None:
         self._loads.make_void()
         for store in self._stores.values():
             if store.answer is None:
                 store.answer = never_begun("the engine sleeps")
             elif not store.answer.done():
-                self.session.cancel(self._transfer_id(store.job))
+                session.cancel(self._transfer_id(store.job))
         answers = self._loads.answers + [store.answer for store in self._stores.values()]
         if wait_futures([answer for answer in answers if answer is not None], self._config.store_timeout_s + FENCE_GRACE_S).not_done:
             logger.error("hotkv: the server did not end all transfers before the engine sleeps; its session is closed")
             self._fail_stores()
-        self._close()
 
     def _fail_stores(self) -> None:
         """Counts all stores as failed, ended or not."""
@@ -511,13 +515,9 @@ class HotKVWorker:
         """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most; a load that it does not end then writes
         to memory that nobody reads.
         """
-        self._close()
-        self._fence = None
-
-    def _close(self) -> None:
-        """Closes the session and the memory. The fence stays as the scheduler knows it, for the next session."""
         session, self.session = self.session, None
         memory, self._memory = self._memory, None
+        self._fence = None
         try:
             if session is not None:
                 session.close()
