@@ -7,11 +7,14 @@ is used again only after the server has answered.
 `Fence`: its session chooses the words. `SharedFence`: another process of the engine does (`Revocations`), over the pages of several
 sessions at once, and can so take blocks back before the owner of the session hears of it. Such a page holds, beside each word, whether the
 session still waits for the server's answer; the owner of a page and the one who chooses never write the same of these but to revoke.
+
+A page's descriptor is closed when its `Fence` or `SharedFence` is gone. The words stay mapped for whoever holds them.
 """
 
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,9 +35,7 @@ class Fence:
     """Words 1 to FENCE_WORDS - 1, each for one store in flight. Thread-safe."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("hotkv-fence", os.MFD_CLOEXEC)
-        os.truncate(self.fd, FENCE_WORDS * 4)
-        self._words = _mapped(self.fd)
+        self.fd, self._words = _new_page(self)
         self._free = list(range(FENCE_WORDS - 1, 0, -1))
         self._lock = threading.Lock()
 
@@ -78,9 +79,7 @@ class SharedFence:
     """A session's side of a page whose words another process chooses. Sessions of one process may share it. Thread-safe."""
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("hotkv-fence", os.MFD_CLOEXEC)
-        os.truncate(self.fd, FENCE_WORDS * 4)
-        self._words = _mapped(self.fd)
+        self.fd, self._words = _new_page(self)
         token = os.urandom(TOKEN_BYTES)
         self._words[TOKEN_WORD : TOKEN_WORD + TOKEN_BYTES // 4] = np.frombuffer(token, np.uint32)
         self.place = FencePlace(os.getpid(), self.fd, token)
@@ -160,6 +159,14 @@ class Revocations:
         """No session will send the store of this word any more, or needs what it has not yet committed."""
         self.revoke(index)
         self._ended.append(index)
+
+
+def _new_page(owner: object) -> tuple[int, NDArray[np.uint32]]:
+    """A descriptor of a zeroed page, open as long as `owner` lives, and its words. Raises OSError."""
+    fd = os.memfd_create("hotkv-fence", os.MFD_CLOEXEC)
+    weakref.finalize(owner, os.close, fd)
+    os.truncate(fd, FENCE_WORDS * 4)
+    return fd, _mapped(fd)
 
 
 def _mapped(fd: int) -> NDArray[np.uint32]:

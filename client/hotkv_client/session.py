@@ -95,6 +95,7 @@ class Session:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._connection: _Connection | None = None
+        self._connecting: Any = None
         self._state = LinkState.ABSENT
         self._epoch = 0
         self._wants_token_ids = False
@@ -152,14 +153,23 @@ class Session:
         return connection.order_message if connection is not None else ""
 
     def close(self) -> None:
-        """Ends the session; the server settles its transfers and drops its leases. Blocks until the server is done, 5 seconds at most."""
+        """Ends the session; the server settles its transfers and drops its leases. Blocks until the server is done, 5 seconds at most.
+        A fence of the session's own goes with it.
+        """
         self._closed.set()
+        connecting = self._connecting
+        if connecting is not None:
+            # Without a server the thread would wait for one until its time is up.
+            connecting.cancel()
         with self._lock:
             connection = self._connection
         if connection is not None:
             connection.outbox.put(None)
         if self._thread.is_alive():
             self._thread.join(5.0)
+        if isinstance(self._fence, Fence) and not self._thread.is_alive():
+            # Nobody links or revokes any more: the thread has revoked what was under way.
+            self._fence = None
         self._set_state(LinkState.CLOSED, "closed")
 
     # Calls
@@ -226,12 +236,12 @@ class Session:
         counts; other ranks join. `after`: nothing is read before; `timeout_s` counts from there. `fence_index`: where the memory came with
         a fence, the word that revokes this store, and ValueError without one; else not looked at.
         """
-        connection = self._connection
-        if isinstance(self._fence, SharedFence):
-            self._fence.hold(fence_index)
+        connection, fence = self._connection, self._fence
+        if isinstance(fence, SharedFence):
+            fence.hold(fence_index)
         else:
-            has_fence = self._fence is not None and connection is not None and connection.link is not None
-            fence_index = self._fence.take() if self._fence is not None and has_fence else 0
+            has_link = connection is not None and connection.link is not None
+            fence_index = fence.take() if fence is not None and has_link else 0
         return self._call(
             lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, retention, fence_index, self._hash_bytes, after),
             transfer_id=transfer_id,
@@ -260,8 +270,9 @@ class Session:
         """Revokes all stores under way at once: when this returns, their blocks may be overwritten. Their futures end with the server's
         answers. Raises SessionLostError if there is one that can't be revoked; only `close` ends that.
         """
-        if self._fence is not None:
-            self._fence.revoke_all()
+        fence = self._fence
+        if fence is not None:
+            fence.revoke_all()
         with self._lock:
             pending = list(self._connection.pending.values()) if self._connection is not None else []
         if any(item.transfer_id and not item.is_load and not item.fence_index for item in pending):
@@ -363,8 +374,9 @@ class Session:
         return future
 
     def _give_back(self, fence_index: int) -> None:
-        if self._fence is not None:
-            self._fence.give_back(fence_index)
+        fence = self._fence
+        if fence is not None:
+            fence.give_back(fence_index)
 
     def _send_only(self, request: _wire.Request) -> None:
         connection = self._connection
@@ -396,10 +408,9 @@ class Session:
         connection = _Connection(channels.open_channel(self.config.target, self.config.credentials), outbox, {})
         why_no_ticket = ""
         try:
-            try:
-                grpc.channel_ready_future(connection.channel).result(self.config.connect_timeout_s)
-            except grpc.FutureTimeoutError:
-                return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
+            why_not = self._await_ready(connection.channel)
+            if why_not:
+                return why_not
             ticket, why_no_ticket = self._ticket()
             outbox.put(_wire.open_session(self.config, ticket))
             connection.call = _wire.connect(connection.channel, iter(outbox.get, None), metadata)
@@ -423,6 +434,22 @@ class Session:
             return f"{refusal}{f' (no ticket: {why_no_ticket})' if refusal.reason is Reason.UNAUTHENTICATED and why_no_ticket else ''}"
         finally:
             self._lose(connection)
+
+    def _await_ready(self, channel: grpc.Channel) -> str:
+        """Blocks until a server answers, the time is up, or `close` is called; returns why there is none, else an empty string."""
+        ready = self._connecting = grpc.channel_ready_future(channel)
+        try:
+            # `close` cancels what it sees, and may have come before.
+            if self._closed.is_set():
+                return "closed"
+            ready.result(self.config.connect_timeout_s)
+        except grpc.FutureCancelledError:
+            return "closed"
+        except grpc.FutureTimeoutError:
+            return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
+        finally:
+            self._connecting = None
+        return ""
 
     def _ticket(self) -> tuple[bytes, str]:
         """The proof of this process's user, and why there is none. A server without tenants needs none, so that is no failure yet."""

@@ -434,6 +434,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(nothing, why="What is left ends with the process, and the server notices.")
     def shutdown(self) -> None:
         side = self._scheduler or self._worker
+        self._kv_caches = {}
         if side is not None:
             side.shutdown()
         logger.info(

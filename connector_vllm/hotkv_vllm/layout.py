@@ -5,6 +5,7 @@ order is in the key space). Strides are read from the tensors, so every layout v
 and packed groups over one buffer need no case of their own.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,16 +155,20 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
     """Makes the engine's memory readable and writable for the server. Raises Unsupported; the engine's tensors stay as they are then."""
     handles: list[MemoryHandle] = []
-    fds: dict[str, int] = {}
-    for handle_id, storage in found.storages.items():
-        if storage.device.type == "cpu":
-            fds[handle_id] = _share_cpu(storage)
-            handles.append(MemoryHandle(handle_id, storage.nbytes()))
-        elif storage.device.type == "cuda":
-            handles.append(cuda_handle(handle_id, storage))
-        else:
-            raise Unsupported(f"KV cache on device {storage.device.type} can't be shown to the server")
-    return ExportedMemory(Layout(shard_index, num_blocks, tuple(handles), tuple(found.tensors), name), fds)
+    with contextlib.ExitStack() as undo:
+        fds: dict[str, int] = {}
+        for handle_id, storage in found.storages.items():
+            if storage.device.type == "cpu":
+                fds[handle_id] = _share_cpu(storage)
+                undo.callback(os.close, fds[handle_id])
+                handles.append(MemoryHandle(handle_id, storage.nbytes()))
+            elif storage.device.type == "cuda":
+                handles.append(cuda_handle(handle_id, storage))
+            else:
+                raise Unsupported(f"KV cache on device {storage.device.type} can't be shown to the server")
+        memory = ExportedMemory(Layout(shard_index, num_blocks, tuple(handles), tuple(found.tensors), name), fds)
+        undo.pop_all()
+    return memory
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> int:

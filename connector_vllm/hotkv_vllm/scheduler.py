@@ -588,7 +588,7 @@ class HotKVScheduler:
 
     def turn_off(self) -> None:
         """The start broke: this engine runs without hotkv."""
-        self.finder = self.planner = self._reports = self._reset = self._memory = None
+        self.finder = self.planner = self._reports = self._reset = self._memory = self._agreement = None
         session, self.session = self.session, None
         if session is not None:
             session.close()

@@ -101,8 +101,10 @@ class HotKVWorker:
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
         """Finds out what the memory is and makes it one that the server can map. Where that can't be, the engine runs without hotkv and
-        says why once. CPU memory moves; views of the tensors follow.
+        says why once. CPU memory moves; views of the tensors follow. Lets go of memory that was exported before.
         """
+        if self._memory is not None:
+            self.let_go()
         try:
             self._export(kv_caches)
             if not self.adapters.is_watching:
@@ -151,7 +153,7 @@ class HotKVWorker:
             self._open(self._space, kinds)
         except (OSError, ValueError) as error:
             logger.warning("hotkv is off in this worker: %s", error)
-            self.handshake = HotKVHandshake(None, str(error))
+            self.turn_off(str(error))
             return
         fence = None if self._fence is None else self._fence.place
         in_doubt = self._weights is not None and self._weights.held
@@ -209,19 +211,24 @@ class HotKVWorker:
         Waits for the server as long as for the end of a store. A hung server keeps mappings of its own, so what it still writes reaches
         no memory that the engine gets afterwards; a load that it has not ended stays unreported, and vLLM keeps its blocks.
         """
-        if self.session is None:
-            return
+        fence = self._fence
+        if self.session is not None:
+            self._end_transfers(self.session)
+        self.shutdown()
+        # The next session goes on with the page that the scheduler knows.
+        self._fence = fence
+
+    def _end_transfers(self, session: link.CacheSession) -> None:
         self._loads.make_void()
         for store in self._stores.values():
             if store.answer is None:
                 store.answer = never_begun("the engine sleeps")
             elif not store.answer.done():
-                self.session.cancel(self._transfer_id(store.job))
+                session.cancel(self._transfer_id(store.job))
         answers = self._loads.answers + [store.answer for store in self._stores.values()]
         if wait_futures([answer for answer in answers if answer is not None], self._config.store_timeout_s + FENCE_GRACE_S).not_done:
             logger.error("hotkv: the server did not end all transfers before the engine sleeps; its session is closed")
             self._fail_stores()
-        self.shutdown()
 
     def _fail_stores(self) -> None:
         """Counts all stores as failed, ended or not."""
@@ -506,11 +513,12 @@ class HotKVWorker:
         self._sparse = None
 
     def shutdown(self) -> None:
-        """Closes the session and the memory. Waits for the server, 5 seconds at most; a load that it does not end then writes to memory
-        that nobody reads.
+        """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most; a load that it does not end then writes
+        to memory that nobody reads.
         """
         session, self.session = self.session, None
         memory, self._memory = self._memory, None
+        self._fence = None
         try:
             if session is not None:
                 session.close()

@@ -138,7 +138,7 @@ class Engine:
     ) -> None:
         """`within`: makes the engine's `kv_transfer_config` out of the connector's, for engines with several."""
         monkeypatch.setattr(link, "open_session", server.open)
-        self.server, self.pipelined, self.v2, self.device = server, pipelined, v2, device
+        self.server, self.pipelined, self.v2, self.device, self.layout = server, pipelined, v2, device, layout
         self.model = torch.nn.Linear(2, 2)
         monkeypatch.setattr(worker, "marks_for", lambda _, wanted: Marks(device, wanted))
         arguments = engine_args(write_model(folder), blocks=blocks, max_num_batched_tokens=max_tokens_per_step, **more)
@@ -176,15 +176,18 @@ class Engine:
             self.vllm_config, kv, StructuredOutputManager(self.vllm_config), block_size, hash_block_size, log_stats=True
         )
         self.connector: Any = self.scheduler.connector
-        handshake = self.worker.get_handshake_metadata()
-        self.connector.set_xfer_handshake_metadata_pp_aware({} if handshake is None else {(0, 0): handshake})
+        self.salt = 0
+        self.connector.set_xfer_handshake_metadata_pp_aware(self._handshakes(monkeypatch))
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
-        self.hasher = get_request_block_hasher(hash_block_size, hash_function)
+        self.hash_block_tokens = hash_block_size
+        self.named: dict[bytes, tuple[Request, int]] = {}
+        self.hasher = self._naming(get_request_block_hasher(hash_block_size, hash_function))
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[list[int], ...]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.external: dict[str, int] = {}
+        self.local: dict[str, int] = {}
         self.finished: dict[str, str] = {}
         self.requests: dict[str, Request] = {}
         self.queue: deque[tuple[Any, ModelRunnerOutput, int]] = deque()
@@ -201,11 +204,33 @@ class Engine:
         """As a model runner; its weights are in no KV value."""
         return self.model
 
+    def _handshakes(self, monkeypatch: Any) -> dict[tuple[int, int], Any]:
+        """Of all ranks, by pipeline stage and tensor-parallel rank, as vLLM's `EngineCore` collects them."""
+        handshake = self.worker.get_handshake_metadata()
+        return {} if handshake is None else {(0, 0): handshake}
+
+    @property
+    def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
+        """Tensors of each rank, and what it changes values by."""
+        return [(self.tensors, self.salt)]
+
+    def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
+        """The hasher, which also writes down into `named` of which request's first tokens each hash is."""
+
+        def hashes_of(request: Request) -> list[Any]:
+            known, new = len(request.block_hashes), hasher(request)
+            for place, block_hash in enumerate(new, known + 1):
+                self.named[block_hash] = request, place * self.hash_block_tokens
+            return new
+
+        return hashes_of
+
     def _active(self, monkeypatch: Any) -> Any:
         """What the V2 runner calls connectors through; it registers the tensors."""
         from vllm.v1.worker.gpu import kv_connector
 
-        monkeypatch.setattr(kv_connector, "get_kv_transfer_group", lambda: self.worker)
+        _TRANSFER_GROUP[:] = [self.worker]
+        monkeypatch.setattr(kv_connector, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0])
         return kv_connector.ActiveKVConnector(self.vllm_config, self.tensors)
 
     # ------------------------------------------------------------------------------------------------------------ driving
@@ -242,6 +267,7 @@ class Engine:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.prefill_stats is not None:
                     self.external[one.request_id] = one.prefill_stats.num_external_cached_tokens
+                    self.local[one.request_id] = one.prefill_stats.num_local_cached_tokens
                 if one.finish_reason is not None:
                     self.finished[one.request_id] = str(one.finish_reason)
 
@@ -273,8 +299,10 @@ class Engine:
 
     def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
         """The step's output, and when the device has come so far that it can be looked at."""
-        scheduled = pickle.loads(pickle.dumps(scheduled))
         self.metas.append(scheduled.kv_connector_metadata)
+        return self._run(pickle.loads(pickle.dumps(scheduled)))
+
+    def _run(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
         output, sampled, point = self._run_v1(scheduled) if self.active is None else self._run_v2(scheduled)
         names = list(scheduled.num_scheduled_tokens)
         index = {name: i for i, name in enumerate(names)}
@@ -284,6 +312,7 @@ class Engine:
         """The step's samples, and where it ends in the device's queue."""
         if self.before_forward is not None:
             self.before_forward()
+        self._take_tokens(scheduled)
         sampled = self._forward(scheduled)
         return sampled, self.device.given if self.device is not None and scheduled.total_num_scheduled_tokens else 0
 
@@ -313,6 +342,13 @@ class Engine:
         sampled, point = self._computed(scheduled)
         self.active.finish_forward()
         return self.active.post_forward(scheduled.finished_req_ids), sampled, point
+
+    def _take_tokens(self, scheduled: Any) -> None:
+        """Tokens of requests that the step before did not run are the scheduler's, as in vLLM's V1 runner; V2 gets them as new requests."""
+        cached = scheduled.scheduled_cached_reqs
+        assert self.v2 or cached.resumed_req_ids <= cached.all_token_ids.keys(), "a resumed request comes without its tokens"
+        for name, tokens in cached.all_token_ids.items():
+            self.tokens[name] = list(tokens)
 
     def _forward(self, scheduled: Any) -> dict[str, list[int]]:
         for name in scheduled.finished_req_ids:
@@ -369,7 +405,7 @@ class Engine:
 
     def _check_layer(self, name: str, first: int, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
         rows = self._cells(layer)[blocks, :, offsets, :]
-        wrong = np.flatnonzero((rows != (values ^ _layer(layer))[:, None, None]).any(axis=(1, 2)))
+        wrong = np.flatnonzero((rows != (values ^ _layer(layer) ^ self.salt)[:, None, None]).any(axis=(1, 2)))
         assert not len(wrong), f"{name}: wrong KV at token {first + wrong[0]}, {layer}, blocks {np.unique(blocks)}"
 
     def _write(self, name: str, computed: int, count: int) -> None:
@@ -379,7 +415,7 @@ class Engine:
                 self._give(functools.partial(self._write_layer, layer, blocks[: len(values)], offsets[: len(values)], values))
 
     def _write_layer(self, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
-        self._cells(layer)[blocks, :, offsets, :] = (values ^ _layer(layer))[:, None, None]
+        self._cells(layer)[blocks, :, offsets, :] = (values ^ _layer(layer) ^ self.salt)[:, None, None]
 
     def _give(self, work: Callable[[], None]) -> None:
         if self.device is None:

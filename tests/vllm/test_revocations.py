@@ -110,7 +110,8 @@ def test_pages_of_other_processes() -> None:
     with subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdin is not None and rank.stdout is not None
         pid, fd, token = rank.stdout.readline().split()
-        chooser = Revocations([FencePlace(int(pid), int(fd), bytes.fromhex(token)), SharedFence().place])
+        own = SharedFence()
+        chooser = Revocations([FencePlace(int(pid), int(fd), bytes.fromhex(token)), own.place])
         one, other = chooser.take(), chooser.take()
         chooser.revoke(other)
         rank.stdin.write(f"{one}\n{other}\n")

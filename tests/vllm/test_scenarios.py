@@ -3,27 +3,15 @@
 import random
 from typing import Any
 
-import numpy as np
 import pytest
+from vllm.v1.request import RequestStatus
 
-from tests.vllm.harness import Engine, _layer, _value, full_model, hybrid_model, prompt
+from hotkv_vllm import link
+from tests.vllm.harness import Engine, full_model, hybrid_model, mixed_model, prompt
+from tests.vllm.oracle import answer_of, audit
 
 PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
-GARBAGE = 0x5A5A
-
-
-def audited(server: Any, engines: list[Engine], hashes: dict[bytes, list[int]]) -> int:
-    """Compares every stored block with what the model computes for the tokens of its hash; returns how many there are."""
-    space = engines[0].connector._scheduler.session.config.key_space
-    block_tokens = {index: group.block_tokens for index, group in enumerate(space.groups)}
-    for (_, group, block_hash), shards in server.blocks.items():
-        tokens = hashes[block_hash]
-        values = np.array(_value(tokens)[-block_tokens[group] :], np.int16)
-        layers = space.groups[group].layer_names
-        pages = np.frombuffer(shards[0], np.int16).reshape(len(layers), 2, block_tokens[group], -1)
-        for layer, page in zip(layers, pages, strict=True):
-            assert (page == (values ^ _layer(layer))[None, :, None]).all(), f"group {group}: a block is not what its hash says"
-    return len(server.blocks)
+USABLE = 192
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
@@ -33,7 +21,6 @@ def test_stored_blocks_are_what_their_hashes_say(engine: Any, server: Any, model
     dice = random.Random(5)
     blocks = 40 if model is hybrid_model else 18
     engines = [engine(specs=model(), pipelined=pipelined, blocks=blocks, max_tokens_per_step=128) for _ in range(2)]
-    hashes: dict[bytes, list[int]] = {}
     requests: list[tuple[Engine, str]] = []
     for turn in range(60):
         one = dice.choice(engines)
@@ -41,6 +28,7 @@ def test_stored_blocks_are_what_their_hashes_say(engine: Any, server: Any, model
         one.add(name, prompt(dice.randrange(2), dice.randrange(20, 300)), dice.randrange(1, 40))
         requests.append((one, name))
         server.fail_loads, server.fail_stores = dice.random() < 0.2, dice.random() < 0.1
+        server.spoil_loads = dice.random() < 0.5
         server.hold = set(dice.sample(["store", "load", "acquire"], dice.randrange(3)))
         for _ in range(dice.randrange(6)):
             dice.choice(engines).step()
@@ -55,43 +43,110 @@ def test_stored_blocks_are_what_their_hashes_say(engine: Any, server: Any, model
     for one in engines:
         one.run()
         one.generate("end", OTHER, 2)
-    for one, name in [*requests, *((one, "end") for one in engines)]:
-        request = one.requests[name]
-        size = one.kv_config.hash_block_size or one.vllm_config.cache_config.block_size
-        for place, block_hash in enumerate(request.block_hashes):
-            hashes[block_hash] = list(request.all_token_ids[: (place + 1) * size])
-    assert audited(server, engines, hashes) > 20 and not server.leases
+    found = audit(server, engines)
+    assert found.num_stored > 20 and found.num_cached > 20 and not server.leases
     assert any(one.preemptions for one in engines) and not any("hook_errors" in one.counters for one in engines)
 
 
-@pytest.mark.parametrize("model", [full_model, hybrid_model])
-def test_blocks_of_a_failed_load_are_in_nobodys_cache(engine: Any, server: Any, model: Any) -> None:
-    """The server has written a part of them, and rubbish, before it failed."""
-    engine(specs=model()).generate("a", PROMPT, 4)
-    one = engine(specs=model())
-    server.hold = {"load"}
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("model", [full_model, hybrid_model, mixed_model])
+def test_blocks_of_a_failed_load_are_in_nobodys_cache(engine: Any, server: Any, model: Any, v2: bool) -> None:
+    """The server has written rubbish to a part of them before it failed."""
+    first, one = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
+    answer, _ = first.generate("a", PROMPT, 4)
+    server.hold, server.spoil_loads = {"load"}, True
     one.add("b", PROMPT, 4)
     for _ in range(5):
         one.step()
-    (job,) = [job for meta in one.metas for job in meta.loads]
-    for run in job.runs:
-        for layer in one.kv_config.kv_cache_groups[run.group_index].layer_names:
-            one._cells(layer)[run.block_ids[::2]] = GARBAGE
+    assert one.requests["b"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
     server.fail_loads, server.hold = True, set()
     server.settle()
     # While the first is computed anew, another one asks for the same.
     one.add("c", [*PROMPT, 5, 6], 4)
     one.run()
-    assert one.counters["failed_loads"] >= 1 and set(one.finished.values()) == {"length"}
+    assert one.counters["failed_loads"] >= 1 and set(one.finished.values()) == {"length"} and one.outputs["b"] == answer
+    found = audit(server, [first, one])
+    assert found.num_stored and found.num_cached
     server.fail_loads = False
-    assert one.generate("d", PROMPT, 4)[0] == one.outputs["b"]
+    assert one.generate("d", PROMPT, 4)[0] == answer
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
+def test_a_failed_load_costs_no_request_whatever_the_policy(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, policy: str
+) -> None:
+    """vLLM's default is "fail"; hotkv sets "recompute" in its place and says so."""
+    said: list[str] = []
+    monkeypatch.setattr(link.logger, "info", lambda text, *parts: said.append(text % parts))
+    engines = [engine(specs=model(), within=lambda ours: ours | {"kv_load_failure_policy": policy}) for _ in range(2)]
+    words = "hotkv: kv_load_failure_policy is set to 'recompute', so that a failed load costs time, not the request"
+    assert said.count(words) == (2 if policy == "fail" else 0)
+    engines[0].generate("a", PROMPT, 4)
+    server.fail_loads = server.spoil_loads = True
+    assert engines[1].generate("b", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
+    assert engines[1].counters["failed_loads"] and engines[1].finished["b"] == "length"
+    audit(server, engines)
+
+
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
+def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(engine: Any, server: Any, model: Any) -> None:
+    """Where the policy is out of hotkv's reach; see `test_multi_connector.test_policy_out_of_reach_is_said`."""
+    first, one = engine(specs=model()), engine(specs=model())
+    first.generate("a", PROMPT, 4)
+    one.scheduler.recompute_kv_load_failures = False
+    pool = one.scheduler.kv_cache_manager.block_pool
+    num_free = pool.get_num_free_blocks()
+    server.fail_loads = server.spoil_loads = True
+    one.generate("b", PROMPT, 4)
+    assert one.finished["b"] == "error" and not one.outputs["b"]
+    one.generate("end", OTHER, 1)
+    scheduler = one.connector._scheduler
+    assert pool.get_num_free_blocks() == num_free and not server.leases
+    assert not scheduler._requests and not scheduler._to_end and not scheduler.finder.failed_waiting and not scheduler.finder.step_aside
+    audit(server, [first, one])
+    server.fail_loads = False
+    for name in "cd":
+        one.drop_local()
+        assert one.generate(name, PROMPT, 4)[0] == answer_of(PROMPT, 4)
+    assert one.external["d"] == USABLE
+    audit(server, [first, one])
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("model", [full_model, hybrid_model, mixed_model])
+def test_requests_aborted_at_any_step_leave_no_wrong_block(engine: Any, server: Any, model: Any, v2: bool) -> None:
+    """While it is asked for, loaded, computed or stored; another one takes its blocks at once."""
+    first, one = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2, blocks=44, max_tokens_per_step=96)
+    first.generate("a", PROMPT, 4)
+    server.spoil_loads = True
+    for num_steps in range(12):
+        server.hold, server.fail_loads = ({"load", "store"} if num_steps % 2 else {"store"}), num_steps % 3 == 0
+        name = f"b{num_steps}"
+        one.add(name, [*PROMPT, *prompt(num_steps, 90)], 8)
+        for _ in range(num_steps):
+            one.step()
+        one.abort(name)
+        one.add(f"c{num_steps}", prompt(100 + num_steps, 280), 2)
+        for _ in range(3):
+            one.step()
+        server.hold = set()
+        server.settle()
+        one.run()
+        assert one.outputs[f"c{num_steps}"] == answer_of(prompt(100 + num_steps, 280), 2)
+        one.generate(f"end{num_steps}", OTHER, 1)
+        audit(server, [first, one])
+        one.drop_local()
+    assert not server.leases and "hook_errors" not in one.counters and one.counters["loads"] > 3
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "failing"])
 def test_one_prefix_loaded_by_many_at_once(engine: Any, server: Any, model: Any, pipelined: bool, fails: bool) -> None:
-    answer, _ = engine(specs=model()).generate("a", PROMPT, 4)
+    first = engine(specs=model())
+    answer, _ = first.generate("a", PROMPT, 4)
+    server.spoil_loads = True
     engines = [engine(specs=model(), pipelined=pipelined, blocks=96) for _ in range(2)]
     server.hold = {"load", "acquire"}
     for one in engines:
@@ -112,22 +167,5 @@ def test_one_prefix_loaded_by_many_at_once(engine: Any, server: Any, model: Any,
         one.run()
         assert one.outputs["b0"] == answer and len(one.finished) == 4 and set(one.finished.values()) == {"length"}
         one.generate("end", OTHER, 2)
+    audit(server, [first, *engines])
     assert not server.leases and not server.held
-
-
-def test_shutdown_at_any_time_and_twice(server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_steps in range(4):
-        one = Engine(server, tmp_path / "model", monkeypatch)
-        server.hold = {"store", "load"}
-        one.add("a", PROMPT, 8)
-        for _ in range(num_steps):
-            one.step()
-        for _ in range(2):
-            one.worker.shutdown()
-            one.connector.shutdown()
-        server.hold = set()
-        server.settle()
-        assert one.worker._worker._memory is None and one.worker._worker.session is None
-        # The engine may go on without the connector's parts.
-        one.run()
-        assert one.finished["a"] == "length"

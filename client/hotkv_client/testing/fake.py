@@ -1,7 +1,8 @@
 """A double of the cache: one server state, any number of sessions, faults on demand. It really copies bytes, through the layout.
 
 Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits for `settle`); `late` (kinds of calls that
-reach the server at `settle`, and not before); `fail_loads`, `fail_stores`, `fail_flushes`; `grant_limit` (blocks a lease pins at most);
+reach the server at `settle`, and not before); `fail_loads`, `fail_stores`, `fail_flushes`; `spoil_loads` (a load that has begun has written
+rubbish to every other of its blocks, and puts it right only if it ends well); `grant_limit` (blocks a lease pins at most);
 `ack_cancels` (False: a cancel changes nothing until `settle`); `wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has
 passed; those whose mark has not are held). `settle()` answers what is held and lies behind no mark that has not passed; an answer held when
 the server dies becomes SessionLostError. Ranks join a write lease as they do with the real server (`fake_writes`): a block is ready when
@@ -44,6 +45,8 @@ from hotkv_client.types import (
     TransferStatus,
 )
 
+RUBBISH = b"\x5a"
+
 
 class FakeServer:
     """What all sessions share. See the module for the knobs."""
@@ -55,6 +58,7 @@ class FakeServer:
         self.hold: set[str] = set()
         self.late: set[str] = set()
         self.fail_loads = False
+        self.spoil_loads = False
         self.fail_stores = False
         self.fail_flushes = False
         self.flushes = 0
@@ -243,7 +247,13 @@ class FakeSession:
                     num_bytes += self._copy(run.group_index, block, data[self._shard()])
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes)
 
-        return self._call("load", transfer_id, runs, act, after)
+        def begin() -> None:
+            if self.server.spoil_loads and (after is None or self.server.has_passed(after)):
+                for run in runs:
+                    for block in run.block_ids[::2].tolist():
+                        self._copy(run.group_index, block, RUBBISH * self._shape(run.group_index).shard_bytes[self._shard()])
+
+        return self._call("load", transfer_id, runs, act, after, begin)
 
     def report_requests(self, reports: Sequence[RequestReport]) -> None:
         self.server.calls.append(("report_requests", list(reports)))

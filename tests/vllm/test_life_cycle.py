@@ -1,0 +1,261 @@
+"""The life of an engine's connector, from its start to after its end: nothing stays behind, and no order of calls breaks the engine.
+
+With a real daemon, as descriptors, threads and mappings are those of the real client.
+"""
+
+import gc
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from hotkv_client.fence import Fence, SharedFence
+from hotkv_client.testing import FakeServer
+from hotkv_vllm import layout
+from hotkv_vllm.exported import Unsupported
+from tests.vllm.harness import Engine, full_model, hybrid_model, mixed_model, prompt
+from tests.vllm.oracle import answer_of, audit
+from tests.vllm.processes import Daemon
+from tests.vllm.test_device_order_server import RealServer
+
+PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
+USABLE = 192
+Make = Callable[..., Engine]
+Held = Counter[str]
+
+
+@pytest.fixture
+def make(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Engines that share a key space of the test's own; the test shuts them down."""
+
+    def start(**settings: Any) -> Engine:
+        extra = {"target": daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
+        server: Any = RealServer(daemon.target)
+        return Engine(server, tmp_path / "model", monkeypatch, extra=extra | settings.pop("extra", {}), **settings)
+
+    return start
+
+
+def end(one: Engine) -> None:
+    one.worker.shutdown()
+    one.connector.shutdown()
+
+
+def held(pid: int | str = "self") -> Held:
+    """What a process holds of hotkv's and of engines': descriptors by kind, mappings of shared files, and for this one threads."""
+    found: Held = Counter()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+        except FileNotFoundError:
+            continue
+        found["fd " + re.sub(r"[:\[\d].*", "", target.replace("memfd:", "memfd "))] += 1
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if match := re.search(r"memfd:(\S+)|/dev/shm/(hotkv|torch)", line):
+            found[f"map {match[1] or match[2]}"] += 1
+    if pid == "self":
+        found.update(f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("hotkv"))
+        found.update("file" for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_"))
+    return found
+
+
+def settled(read: Callable[[], Any], expected: Any, timeout_s: float = 20.0) -> Any:
+    """What `read` says once it is as expected, or at the end of the time: a server lets go of a session a moment later."""
+    until_s = time.monotonic() + timeout_s
+    while (found := read()) != expected and time.monotonic() < until_s:
+        time.sleep(0.02)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- nothing stays behind
+
+
+ENGINES = pytest.mark.parametrize(
+    ("model", "settings"),
+    [(full_model, {}), (hybrid_model, {"pipelined": True}), (mixed_model, {"v2": True})],
+    ids=["v1", "async", "v2-fences"],
+)
+
+
+@ENGINES
+def test_engines_one_after_another_leave_nothing_behind(daemon: Daemon, make: Make, model: Any, settings: dict[str, Any]) -> None:
+    """Each is shut down with stores and loads under way, in one process and at one server."""
+
+    gc.collect()
+    others = held()
+
+    def life(name: str) -> weakref.ref[Engine]:
+        one = make(specs=model(), **settings)
+        assert one.generate(name, PROMPT, 4)[0] == answer_of(PROMPT, 4)
+        one.drop_local()
+        one.add("under way", [*PROMPT, *prompt(2, 200)], 4)
+        for _ in range(3):
+            one.step()
+        assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys() and len(daemon.admin("sessions")) == 2
+        end(one)
+        # At once, while the engine itself is still there.
+        left = held() - others
+        assert not [what for what in left if "hotkv" in what], left
+        return weakref.ref(one)
+
+    life("a")
+    gc.collect()
+    before, at_server = settled(held, held()), held(daemon.pid)
+    for name in "bc":
+        ended = life(name)
+        gc.collect()
+        assert ended() is None
+        assert not settled(lambda: held() - before, Counter())
+        assert not settled(lambda: held(daemon.pid) - at_server, Counter()) and settled(lambda: daemon.admin("sessions"), []) == []
+
+
+@pytest.mark.parametrize("kind", [Fence, SharedFence])
+def test_a_fences_descriptor_is_closed_when_nobody_has_the_fence(kind: Any) -> None:
+    gc.collect()
+    others = held()
+    page = kind()
+    fd, words = page.fd, page._words
+    assert "hotkv-fence" in os.readlink(f"/proc/self/fd/{fd}")
+    words[3] = 5
+    del page
+    assert not os.path.exists(f"/proc/self/fd/{fd}") or "hotkv-fence" not in os.readlink(f"/proc/self/fd/{fd}")
+    assert words[3] == 5 and (held() - others)["map hotkv-fence"] == 1
+    del words
+    assert not [what for what in held() - others if "fence" in what]
+
+
+def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    storages = {f"{number}": torch.zeros(1 << 16).untyped_storage() for number in range(3)}
+    share, shared = layout._share_cpu, []
+
+    def breaks(storage: torch.UntypedStorage) -> int:
+        if len(shared) == 2:
+            raise Unsupported("no room")
+        shared.append(share(storage))
+        return shared[-1]
+
+    monkeypatch.setattr(layout, "_share_cpu", breaks)
+    with pytest.raises(Unsupported, match="no room"):
+        layout.export(layout.EngineMemoryMap(storages=storages), 1, 0, "")
+    for fd in shared:
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(fd)
+
+
+# ----------------------------------------------------------------------------------------------------- the order of calls
+
+
+@pytest.mark.parametrize("worker_first", [True, False], ids=["worker first", "scheduler first"])
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+def test_shutdown_at_any_time_and_twice(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipelined: bool, worker_first: bool
+) -> None:
+    """The engine may go on without the connector's parts, and what it had stored stays."""
+    for num_steps in range(6):
+        one = Engine(server, tmp_path / "model", monkeypatch, pipelined=pipelined)
+        server.hold, server.spoil_loads = {"store", "load"}, True
+        one.add("a", [*PROMPT, num_steps], 8)
+        for _ in range(num_steps):
+            one.step()
+        sides = [one.worker, one.connector] if worker_first else [one.connector, one.worker]
+        for side in (*sides, *sides):
+            side.shutdown()
+            one.step()
+        server.hold = set()
+        server.settle()
+        worker = one.worker._worker
+        assert worker._memory is None and worker.session is None and one.connector._scheduler.session is None
+        one.run()
+        assert one.outputs["a"] == answer_of([*PROMPT, num_steps], 8) and one.finished["a"] == "length"
+        one.generate("b", OTHER, 4)
+        one.drop_local()
+        assert one.generate("c", OTHER, 4) == (answer_of(OTHER, 4), 0)
+        audit(server, [one])
+        assert "hook_errors" not in one.counters and all(session.closed for session in server.sessions)
+
+
+def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(daemon: Daemon, make: Make) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
+    elsewhere = {"target": f"unix:{folder}/run/grpc.sock", "startup_wait_s": 0.05}
+    try:
+        began_s = time.monotonic()
+        without, one = make(extra=elsewhere), make(extra=elsewhere)
+        for engine in (without, one):
+            assert engine.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
+        end(without)
+        # Neither the start nor the end waits for a server that is not there.
+        assert time.monotonic() - began_s < 4.0
+        (folder / "run").symlink_to(daemon.folder)
+        until_s = time.monotonic() + 30
+        number = 0
+        while one.external.get(f"b{number}", 0) != USABLE and time.monotonic() < until_s:
+            number += 1
+            one.drop_local()
+            assert one.generate(f"b{number}", PROMPT, 4)[0] == answer_of(PROMPT, 4)
+            one.generate(f"end{number}", OTHER, 1)
+            time.sleep(0.05)
+        assert one.external[f"b{number}"] == USABLE and "hook_errors" not in one.counters
+        end(one)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_worker_without_a_scheduler_and_the_other_way_round(engine: Any, server: FakeServer) -> None:
+    one = engine()
+    scheduler: Any = KVConnectorFactory.create_connector(one.vllm_config, KVConnectorRole.SCHEDULER, one.kv_config)
+    assert scheduler.get_kv_connector_stats() is None and scheduler.reset_cache()
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): one.worker.get_handshake_metadata()})
+    scheduler.shutdown()
+    scheduler.shutdown()
+    worker: Any = KVConnectorFactory.create_connector(one.vllm_config, KVConnectorRole.WORKER, one.kv_config)
+    assert worker.get_handshake_metadata().why_off and not worker.get_transfer_results(set()).finished_recving
+    worker.shutdown()
+    # A scheduler whose worker has gone offers nothing, once it knows.
+    one.generate("a", PROMPT, 4)
+    one.worker.shutdown()
+    for name in "bcd":
+        one.drop_local()
+        assert one.generate(name, PROMPT, 4) == (answer_of(PROMPT, 4), 0) and one.finished[name] == "length"
+    assert one.counters["unserved_requests"] >= 1 and "hook_errors" not in one.counters
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@ENGINES
+def test_memory_that_is_registered_twice(engine: Any, server: FakeServer, model: Any, settings: dict[str, Any], busy: bool) -> None:
+    """The first session ends with its transfers; the second takes its place."""
+    one = engine(specs=model(), extra={"store_timeout_s": 0.1}, **settings)
+    one.generate("a", PROMPT, 4)
+    one.generate("end", OTHER, 1)
+    one.drop_local()
+    server.spoil_loads = True
+    if busy:
+        server.hold = {"load", "store"}
+        one.add("b", [*PROMPT, *prompt(3, 100)], 4)
+        for _ in range(3):
+            one.step()
+    before = held()
+    one.worker.register_kv_caches(one.tensors)
+    assert [session.closed for session in server.sessions if session.layout is not None] == [True, False]
+    # The double keeps descriptors of its own, one for each session.
+    assert (held() - before).total() <= 2, held() - before
+    server.hold = set()
+    server.settle()
+    one.run()
+    one.drop_local()
+    assert one.generate("c", PROMPT, 4) == (answer_of(PROMPT, 4), USABLE)
+    if busy:
+        assert one.outputs["b"] == answer_of([*PROMPT, *prompt(3, 100)], 4)
+    audit(server, [one])
+    assert "hook_errors" not in one.counters

@@ -1,0 +1,229 @@
+"""What vLLM makes of several ranks' outputs and handshakes, and what the scheduler makes of that: real workers, vLLM's own aggregator."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from hotkv_client.testing import FakeServer
+from hotkv_vllm import link
+from hotkv_vllm.metadata import HotKVHandshake
+from tests.vllm.harness import full_model, hybrid_model, prompt
+from tests.vllm.oracle import answer_of, audit
+from tests.vllm.ranked import RankedEngine
+from tests.vllm.tiny import BLOCK_TOKENS
+
+PROMPT = prompt(1, 200)
+USABLE = 192
+Ranked = Callable[..., RankedEngine]
+BOTH_MODELS = pytest.mark.parametrize("model", [full_model, hybrid_model])
+
+
+@pytest.fixture
+def ranked(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranked]:
+    made: list[RankedEngine] = []
+
+    def make(**settings: Any) -> RankedEngine:
+        made.append(RankedEngine(server, tmp_path / "model", monkeypatch, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+def settle(server: FakeServer, kind: str, rank: int) -> int:
+    """Answers held calls of one kind and one rank, which names its transfers."""
+    later = [entry for entry in server.held if entry[0] != kind or not entry[1].endswith(f"-k{rank}")]
+    server.held = [entry for entry in server.held if entry[0] == kind and entry[1].endswith(f"-k{rank}")]
+    num_settled = server.settle()
+    server.held += later
+    return num_settled
+
+
+def outputs_of(one: RankedEngine) -> list[KVConnectorOutput]:
+    """What the aggregator gives the scheduler from now on."""
+    given: list[KVConnectorOutput] = []
+    aggregate = one.aggregator.aggregate
+
+    def told(outputs: Any) -> Any:
+        joined = aggregate(outputs)
+        given.append(joined.kv_connector_output)  # type: ignore[union-attr]
+        return joined
+
+    one.aggregator.aggregate = told  # type: ignore[method-assign]
+    return given
+
+
+# ---------------------------------------------------------------------------------------------------------------- outputs
+
+
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, False), (2, True), (3, True)])
+@BOTH_MODELS
+def test_what_ranks_report_is_summed(ranked: Ranked, engine: Any, server: FakeServer, model: Any, num_ranks: int, stages: bool) -> None:
+    first, one = (ranked(specs=model(), num_ranks=num_ranks, stages=stages) for _ in range(2))
+    given = outputs_of(one)
+    assert first.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
+    first.generate("end", prompt(2, 40), 2)
+    assert one.generate("b", PROMPT, 4) == (answer_of(PROMPT, 4), USABLE)
+    found = audit(server, [first, one])
+    assert found.num_stored and found.num_cached
+    lone = engine(specs=model())
+    lone.generate("a", PROMPT, 4)
+    lone.generate("end", prompt(2, 40), 2)
+    assert first.counters["store_bytes"] == num_ranks * lone.counters["store_bytes"]
+    for name in ("stored_blocks", "stores"):
+        assert first.counters[name] == lone.counters[name], name
+    assert [output.finished_recving for output in given if output.finished_recving] == [{"b"}] and one.counters["loads"] == 1
+    assert not any(output.invalid_block_ids or output.failed_recving or output.finished_sending for output in given)
+
+
+@pytest.mark.parametrize("failing", [set(), {0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
+@BOTH_MODELS
+def test_a_load_has_ended_when_it_has_in_all_ranks(ranked: Ranked, server: FakeServer, model: Any, failing: set[int]) -> None:
+    """The ranks end in a random order; one that failed makes the load fail, and what the others loaded is nobody's."""
+    first, one = ranked(specs=model(), num_ranks=3, stages=True), ranked(specs=model(), num_ranks=3, stages=True)
+    first.generate("a", PROMPT, 4)
+    server.hold, server.spoil_loads = {"load"}, True
+    given = outputs_of(one)
+    one.add("b", PROMPT, 4)
+    order = random.Random(str(failing)).sample(range(3), 3)
+    for rank in order:
+        for _ in range(3):
+            one.step()
+        assert one.requests["b"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        server.fail_loads = rank in failing
+        assert settle(server, "load", rank) == 1
+    server.hold, server.fail_loads = set(), False
+    one.run()
+    assert one.outputs["b"] == answer_of(PROMPT, 4) and one.finished["b"] == "length"
+    failed = [output.failed_recving for output in given if output.failed_recving]
+    # What failed is tried once more.
+    assert failed == ([{"b"}] if failing else []) and one.counters.get("failed_loads", 0) == bool(failing)
+    audit(server, [first, one])
+    assert not server.leases
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_blocks_of_an_aborted_load_are_free_when_all_ranks_are_done(ranked: Ranked, server: FakeServer, ended: int) -> None:
+    """The server answers no cancel of the other rank."""
+    first, one = ranked(), ranked()
+    first.generate("a", PROMPT, 4)
+    server.hold, server.spoil_loads, server.ack_cancels = {"load"}, True, False
+    pool = one.scheduler.kv_cache_manager.block_pool
+    num_free = pool.get_num_free_blocks()
+    one.add("b", PROMPT, 4)
+    for _ in range(3):
+        one.step()
+    assert settle(server, "load", ended) == 1
+    one.step()
+    one.abort("b")
+    for number in range(4):
+        one.add(f"c{number}", prompt(3, 100 + number), 2)
+        one.step()
+        assert pool.get_num_free_blocks() <= num_free - USABLE // BLOCK_TOKENS
+    assert server.settle("load") == 1
+    server.hold = set()
+    one.run()
+    one.generate("end", prompt(2, 40), 2)
+    assert pool.get_num_free_blocks() == num_free and not server.leases
+    audit(server, [first, one])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@BOTH_MODELS
+def test_a_block_is_stored_when_all_ranks_have_stored_it(ranked: Ranked, server: FakeServer, model: Any, failing: int) -> None:
+    one, other = ranked(specs=model()), ranked(specs=model())
+    server.hold = {"store"}
+    one.generate("a", PROMPT, 4)
+    one.generate("end", prompt(2, 10), 2)
+    for rank in range(2):
+        assert not server.blocks
+        server.fail_stores = rank == failing
+        assert settle(server, "store", rank)
+    server.hold, server.fail_stores = set(), False
+    one.generate("end2", prompt(2, 10), 2)
+    assert not server.blocks and not server.writes.leases and not one.connector._scheduler.planner._in_flight
+    # It is stored by the next who computes it.
+    assert other.generate("b", PROMPT, 4)[1] == 0
+    other.generate("end", prompt(2, 10), 2)
+    one.drop_local()
+    assert one.generate("c", PROMPT, 4) == (answer_of(PROMPT, 4), USABLE)
+    audit(server, [one, other])
+
+
+@pytest.mark.parametrize("stages", [False, True], ids=["tensor", "pipeline"])
+@BOTH_MODELS
+def test_ranks_that_lag_at_random(ranked: Ranked, server: FakeServer, model: Any, stages: bool) -> None:
+    """Requests are aborted and preempted, loads and stores end in each rank at another time, or fail in one alone."""
+    dice = random.Random(f"{model.__name__}{stages}")
+    engines = [ranked(specs=model(), stages=stages, blocks=48 if model is hybrid_model else 20, max_tokens_per_step=128) for _ in range(2)]
+    server.hold, server.spoil_loads = {"load", "store"}, True
+    asked: list[tuple[RankedEngine, str, list[int]]] = []
+    for turn in range(60):
+        asked.append((dice.choice(engines), f"r{turn}", prompt(dice.randrange(2), dice.randrange(20, 250))))
+        one, name, tokens = asked[-1]
+        one.add(name, tokens, dice.randrange(1, 30))
+        for _ in range(dice.randrange(6)):
+            dice.choice(engines).step()
+            server.fail_loads, server.fail_stores = dice.random() < 0.4, dice.random() < 0.1
+            settle(server, dice.choice(("load", "store")), dice.randrange(2))
+        if dice.random() < 0.2:
+            other, running, _ = dice.choice(asked)
+            other.abort(running)
+        if dice.random() < 0.3:
+            one.scheduler.reset_prefix_cache()
+    server.hold, server.fail_loads, server.fail_stores = set(), False, False
+    for one in engines:
+        server.settle()
+        one.run()
+        one.generate("end", prompt(9, 40), 2)
+    for one, name, tokens in asked:
+        if one.finished.get(name) == "length":
+            assert one.outputs[name] == answer_of(tokens, one.requests[name].max_tokens)
+    found = audit(server, engines)
+    assert found.num_stored > 10 and found.num_cached > 10 and not server.leases and not server.writes.leases
+    assert sum(one.counters.get("failed_loads", 0) for one in engines) and any(one.preemptions for one in engines)
+    assert not any("hook_errors" in one.counters for one in engines)
+
+
+# ------------------------------------------------------------------------------------------------------------- handshakes
+
+Handshakes = dict[tuple[int, int], HotKVHandshake]
+STAGES = [(0, 0), (1, 0), (2, 0)]
+CHANGES: dict[str, tuple[Callable[[Handshakes], Handshakes], str]] = {
+    "all": (lambda found: found, ""),
+    "in another order": (lambda found: dict(reversed(found.items())), ""),
+    "without the last stage": (lambda found: {place: found[place] for place in STAGES[:2]}, "2 of 3 ranks have said"),
+    "without the first stage": (lambda found: {place: found[place] for place in STAGES[1:]}, "2 of 3 ranks have said"),
+    "one that is off": (lambda found: found | {(1, 0): HotKVHandshake(None, "no room")}, "no room"),
+    "one with other weights": (
+        lambda found: found | {(2, 0): replace(found[2, 0], key_space=replace(found[2, 0].key_space, weights_identity="others"))},  # type: ignore[type-var]
+        "do not agree",
+    ),
+    "one from elsewhere": (lambda found: found | {(1, 0): replace(found[1, 0], host="elsewhere")}, "different machines"),
+    "another connector's beside them": (lambda found: found | {(3, 0): object()}, ""),  # type: ignore[dict-item]
+}
+
+
+def test_handshakes_of_a_pipelines_stages(ranked: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM hands them over: by (stage, tensor-parallel rank), in no order, those left out that gave none."""
+    one = ranked(num_ranks=3, stages=True)
+    handshakes = {place: rank.worker.get_handshake_metadata() for place, rank in zip(STAGES, one.ranks, strict=True)}
+    assert [handshake.rank for handshake in handshakes.values()] == [0, 1, 2]
+    said: list[str] = []
+    monkeypatch.setattr(link.logger, "warning", lambda text, *parts: said.append(text % parts))
+    for name, (change, words) in CHANGES.items():
+        said.clear()
+        connector: Any = KVConnectorFactory.create_connector(one.vllm_config, KVConnectorRole.SCHEDULER, one.kv_config)
+        connector.set_xfer_handshake_metadata_pp_aware(change(dict(handshakes)))
+        assert (connector._scheduler.session is None) == bool(words), name
+        assert not words or (words in said[-1] and "hotkv is off" in said[-1]), (name, said)
+        connector.shutdown()
