@@ -371,3 +371,8 @@ class StorePlanner:
 def report_of(result_arrays: Sequence[Any]) -> StoreReport:
     """A rank's report of one store; no arrays for a store that failed as a whole."""
     return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in result_arrays)])
+
+
+def nothing_to_write(job: StoreJob) -> StoreReport:
+    """The report of a rank that holds a copy of what another rank writes."""
+    return report_of([np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)])

@@ -22,13 +22,11 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from hotkv.keys import KeySpace, Representation
 from hotkv.order import NO_ORDER, OrderKind
 from hotkv.sparse.centre import Centres
 from hotkv_client.fence import SharedFence
-from hotkv_client.types import BlockResult, BlockRun, Role, SessionConfig, TransferResult, TransferStatus
+from hotkv_client.types import BlockRun, Role, SessionConfig, TransferResult, TransferStatus
 from hotkv_vllm import compat, link, ranks
 from hotkv_vllm.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.config import ConnectorConfig
@@ -41,7 +39,7 @@ from hotkv_vllm.rekeying import RECONNECT_S, RankWeights, WeightsOrder
 from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.shared import HANDLE, shared_pool
 from hotkv_vllm.sparse.worker import SparseWorker
-from hotkv_vllm.stores import report_of
+from hotkv_vllm.stores import nothing_to_write, report_of
 from hotkv_vllm.weights_watch import watch_callers
 
 logger = link.logger
@@ -373,7 +371,7 @@ class HotKVWorker:
             self._report.stores.update({job.store_id: StoreReport([b""]) for job in meta.stores})
             return
         if not self._place.is_writer:
-            self._report.stores.update({job.store_id: _nothing_to_write(job) for job in meta.stores})
+            self._report.stores.update({job.store_id: nothing_to_write(job) for job in meta.stores})
             return
         after = self._mark()
         for job in meta.stores:
@@ -594,8 +592,3 @@ class HotKVWorker:
     def count(self, name: str, value: float = 1) -> None:
         """Adds to a counter of `stats.COUNTERS`; it goes out with the next report."""
         self._report.counters[name] = self._report.counters.get(name, 0) + value
-
-
-def _nothing_to_write(job: StoreJob) -> StoreReport:
-    """The report of a rank that holds a copy of what another rank writes."""
-    return report_of([np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)])
