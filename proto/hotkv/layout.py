@@ -2,7 +2,7 @@
 
 A slot holds the shards of all ranks in order; a shard holds the pages of that rank's tensors, each at
 `shard_offset_bytes`, each page its runs in order without gaps. This is the only description of either side: nothing
-reads slot bytes or engine memory other than through `Layout.copy_runs`. One group or one rank is never assumed.
+reads slot bytes or engine memory other than by a `Recipe` of it. One group or one rank is never assumed.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ FENCE_HANDLE = "hotkv-fence"
 """Handle id of the page in which an engine revokes stores; not part of a layout."""
 FENCE_WORDS = 1024
 
-MAX_RUNS_PER_PAGE = 1 << 16
-"""Bound on the runs of one page, so that a hostile layout cannot exhaust memory."""
+MAX_RUNS = 1 << 19
+"""Bound on the runs that all tensors of a layout enumerate for one block: their recipes take 32 bytes for each, 16 MiB in all."""
 MAX_DIMS = 8
 """Bound on the repetitions of one tensor."""
 
@@ -94,31 +94,45 @@ class CopyRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
+class Recipe:
     """All runs of one block in one handle, in slot order; neighbours on both sides are one run, whatever tensors they come from.
 
-    `bases`: engine offsets in block 0. `strides`: bytes to the next block. `shard_offsets`, `num_bytes`: place in the shard, and length.
+    `bases`: engine offsets in block 0. `strides`: bytes to the next block. `slot_offsets`, `num_bytes`: place in the slot, and length.
     """
 
     handle_id: str
     bases: Int64s
     strides: Int64s
-    shard_offsets: Int64s
+    slot_offsets: Int64s
     num_bytes: Int64s
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return int(self.num_bytes.sum())
+
+    def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
+        """Runs that move blocks, block by block.
+
+        `block_ids` [n]: block ids in engine memory. `slot_offsets` [n]: where each block's slot starts in the arena.
+        """
+        engine = block_ids[:, None] * self.strides[None, :] + self.bases[None, :]
+        slot = slot_offsets[:, None] + self.slot_offsets[None, :]
+        return CopyRuns(self.handle_id, engine.reshape(-1), slot.reshape(-1), np.tile(self.num_bytes, len(block_ids)))
+
     @staticmethod
-    def of(tensors: Sequence[PageTensor]) -> "_Recipe":
+    def of(tensors: Sequence[PageTensor], shard_start: int) -> "Recipe":
         parts: list[list[Int64s]] = [[], [], [], []]
         for tensor in sorted(tensors, key=lambda t: t.shard_offset_bytes):
             inner = tensor.run_offsets()
             parts[0].append(tensor.base_offset_bytes + inner)
             parts[1].append(np.full(len(inner), tensor.block_stride_bytes, np.int64))
-            parts[2].append(tensor.shard_offset_bytes + np.arange(len(inner), dtype=np.int64) * tensor.run_bytes)
+            parts[2].append(shard_start + tensor.shard_offset_bytes + np.arange(len(inner), dtype=np.int64) * tensor.run_bytes)
             parts[3].append(np.full(len(inner), tensor.run_bytes, np.int64))
-        bases, strides, shard_offsets, num_bytes = (np.concatenate(part) for part in parts)
-        follows = (bases[1:] == bases[:-1] + num_bytes[:-1]) & (shard_offsets[1:] == shard_offsets[:-1] + num_bytes[:-1])
+        bases, strides, slot_offsets, num_bytes = (np.concatenate(part) for part in parts)
+        follows = (bases[1:] == bases[:-1] + num_bytes[:-1]) & (slot_offsets[1:] == slot_offsets[:-1] + num_bytes[:-1])
         starts = np.flatnonzero(np.concatenate(([True], ~(follows & (strides[1:] == strides[:-1])))))
-        return _Recipe(tensors[0].handle_id, bases[starts], strides[starts], shard_offsets[starts], np.add.reduceat(num_bytes, starts))
+        return Recipe(tensors[0].handle_id, bases[starts], strides[starts], slot_offsets[starts], np.add.reduceat(num_bytes, starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +144,7 @@ class Layout:
     handles: tuple[MemoryHandle, ...]
     tensors: tuple[PageTensor, ...]
     name: str = ""
-    _recipes: dict[int, list[_Recipe]] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _recipes: dict[int, list[Recipe]] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -158,8 +172,12 @@ class Layout:
                 raise ValueError(f"handles[{index}] needs a positive byte_count and an offset that is not negative")
             if handle.is_cuda and (len(handle.cuda_handle) != 64 or len(handle.device_uuid) != 16):
                 raise ValueError(f"handles[{index}].cuda_ipc needs a handle of 64 bytes and a device_uuid of 16 bytes")
+        num_runs = 0
         for index, tensor in enumerate(self.tensors):
             self._validate_tensor(f"tensors[{index}]", tensor, handles)
+            num_runs += math.prod(count for count, _ in tensor.dims)
+            if num_runs > MAX_RUNS:
+                raise ValueError(f"tensors[{index}].dims and those before enumerate more than {MAX_RUNS} runs of a block")
             if not 0 <= tensor.group_index < len(groups) and tensor.group_index not in (representations or {}):
                 raise ValueError(
                     f"tensors[{index}].group_index is {tensor.group_index}; this key space has {len(groups)} groups "
@@ -181,8 +199,8 @@ class Layout:
             raise ValueError(f"{name} has a negative or absurdly large offset or stride")
         if tensor.run_bytes <= 0 or any(count <= 0 or not 0 <= stride < 1 << 48 for count, stride in tensor.dims):
             raise ValueError(f"{name}.run_byte_count and dims need positive counts and strides that are not negative")
-        if math.prod(count for count, _ in tensor.dims) > MAX_RUNS_PER_PAGE:
-            raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS_PER_PAGE} runs a page")
+        if math.prod(count for count, _ in tensor.dims) > MAX_RUNS:
+            raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS} runs of a block")
         # Slot order need not be memory order: by stride, each dimension must step over all that is nested in it; blocks are one more.
         span = tensor.run_bytes
         named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
@@ -206,24 +224,15 @@ class Layout:
         if at != shard_bytes:
             raise ValueError(f"tensors of group {group_index} fill {at} bytes of a shard of {shard_bytes}")
 
-    def copy_runs(self, group_index: int, group: GroupSpec | Representation, block_ids: Int64s, slot_offsets: Int64s) -> list[CopyRuns]:
-        """Runs that move blocks of one group, block by block, one CopyRuns a handle.
-
-        `block_ids` [n]: block ids in engine memory. `slot_offsets` [n]: where each block's slot starts in the arena.
-        """
-        shard_start = sum(group.shard_bytes[: self.shard_index])
-        plans = []
-        for recipe in self._group_recipes(group_index):
-            engine = block_ids[:, None] * recipe.strides[None, :] + recipe.bases[None, :]
-            slot = slot_offsets[:, None] + (recipe.shard_offsets + shard_start)[None, :]
-            lengths = np.tile(recipe.num_bytes, len(block_ids))
-            plans.append(CopyRuns(recipe.handle_id, engine.reshape(-1), slot.reshape(-1), lengths))
-        return plans
-
-    def _group_recipes(self, group_index: int) -> list[_Recipe]:
-        """Recipes of a group, one a handle; made once."""
+    def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
+        """How blocks of a group, or representations, lie in memory and in their slots: one recipe a handle. Made once."""
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
+            shard_start = sum(group.shard_bytes[: self.shard_index])
             handles = dict.fromkeys(tensor.handle_id for tensor in mine)
-            self._recipes[group_index] = [_Recipe.of([t for t in mine if t.handle_id == handle_id]) for handle_id in handles]
+            self._recipes[group_index] = [Recipe.of([t for t in mine if t.handle_id == handle_id], shard_start) for handle_id in handles]
         return self._recipes[group_index]
+
+    def copy_runs(self, group_index: int, group: GroupSpec | Representation, block_ids: Int64s, slot_offsets: Int64s) -> list[CopyRuns]:
+        """Runs that move blocks of one group, one CopyRuns a handle; see `Recipe.copy_runs`."""
+        return [recipe.copy_runs(block_ids, slot_offsets) for recipe in self.recipes(group_index, group)]

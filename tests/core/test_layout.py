@@ -183,7 +183,7 @@ def test_the_layout_that_the_refusals_start_from_is_good() -> None:
         (with_tensor(dims=((4, -16),)), r"tensors\[0\].run_byte_count and dims"),
         (with_tensor(dims=((4, 15),)), r"tensors\[0\].dims\[0\].stride_byte_count is 15"),
         (with_tensor(dims=((2, 16), (2, 16))), r"tensors\[0\].dims\[\d\].stride_byte_count is 16"),
-        (with_tensor(run_bytes=1, dims=((1 << 17, 1),)), r"tensors\[0\].dims enumerate more than"),
+        (with_tensor(run_bytes=1, dims=((1 << 20, 1),)), r"tensors\[0\].dims enumerate more than"),
         (with_tensor(dims=((1, 0),) * (MAX_DIMS + 1)), r"tensors\[0\].dims has"),
         (with_tensor(shard_offset_bytes=8), "gap or overlap at byte 0"),
         (with_tensor(run_bytes=8, dims=((4, 16),)), "fill 32 bytes of a shard of 64"),
@@ -192,6 +192,13 @@ def test_the_layout_that_the_refusals_start_from_is_good() -> None:
 def test_layouts_that_contradict_themselves_are_refused(layout: Layout, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         layout.validate(GROUPS)
+
+
+def test_the_runs_of_all_tensors_together_are_bounded() -> None:
+    pages = tuple(PageTensor(0, "m", n << 19, 2 << 19, 1, n << 19, ((1 << 19, 1),)) for n in range(2))
+    layout = Layout(0, 1, (MemoryHandle("m", 1 << 20),), pages)
+    with pytest.raises(ValueError, match=r"tensors\[1\].dims and those before enumerate more than 524288 runs"):
+        layout.validate([replace(GROUPS[0], shard_bytes=(1 << 20,))])
 
 
 def test_representations_are_covered_wholly_or_not_at_all() -> None:

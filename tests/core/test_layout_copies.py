@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from hotkv.groups import GroupKind, GroupSpec
-from hotkv.layout import CopyRuns, Layout, MemoryHandle, PageTensor
+from hotkv.layout import Int64s, Layout, MemoryHandle, PageTensor, Recipe
 from hotkv_server.dataplane.engine import CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
-from hotkv_server.dataplane.plan import Region, plans_for
+from hotkv_server.dataplane.plan import Region, block_copies
 
 Bytes = NDArray[np.uint8]
 
@@ -123,7 +123,9 @@ def engine() -> Iterator[HostCopyEngine]:
     engine.close()
 
 
-def run(engine: HostCopyEngine, runs: Sequence[CopyRuns], arena: Bytes, rank: Rank, *, to_engine: bool) -> None:
+def run(
+    engine: HostCopyEngine, recipes: Sequence[Recipe], blocks: Int64s, slots: Int64s, arena: Bytes, rank: Rank, *, to_engine: bool
+) -> None:
     """Copies, and waits for the end."""
     done = threading.Event()
     outcomes: list[tuple[Outcome, str]] = []
@@ -133,7 +135,8 @@ def run(engine: HostCopyEngine, runs: Sequence[CopyRuns], arena: Bytes, rank: Ra
         outcomes.append((outcome, error))
         done.set()
 
-    engine.submit(CopyJob(plans_for(runs, Region(arena.ctypes.data, arena.nbytes, "arena"), regions, to_engine=to_engine), on_done))
+    region = Region(arena.ctypes.data, arena.nbytes, "arena")
+    engine.submit(CopyJob(block_copies(recipes, blocks, slots, region, regions, to_engine=to_engine), on_done))
     assert done.wait(60) and outcomes == [(Outcome.DONE, "")]
 
 
@@ -213,8 +216,8 @@ def test_blocks_come_back_in_any_layout_of_equal_pages(engine: HostCopyEngine, c
         for layout in (rank.layout(shard), other.layout(shard)):
             layout.validate(groups)
         for g, group in enumerate(groups):
-            run(engine, rank.layout(shard).copy_runs(g, group, old_ids[g], slots[g]), arena, rank, to_engine=False)
-            run(engine, other.layout(shard).copy_runs(g, group, new_ids[g], slots[g]), arena, other, to_engine=True)
+            run(engine, rank.layout(shard).recipes(g, group), old_ids[g], slots[g], arena, rank, to_engine=False)
+            run(engine, other.layout(shard).recipes(g, group), new_ids[g], slots[g], arena, other, to_engine=True)
             start = sum(group.shard_bytes[:shard])
             for slot, block in zip(slots[g].tolist(), old_ids[g].tolist(), strict=True):
                 page = shard_bytes(rank, g, case.shapes[shard][g].num_layers, block)
@@ -243,7 +246,8 @@ def test_a_block_is_as_many_runs_as_its_layout_has_breaks(order: str, runs_per_b
     if split:
         rank.views = [[("m", rank.layer(0, layer)) for layer in range(3)]]
     blocks = np.array([4, 0, 2], np.int64)
-    (runs,) = rank.layout(0).copy_runs(0, group, blocks, blocks * 4096)
+    (recipe,) = rank.layout(0).recipes(0, group)
+    runs = recipe.copy_runs(blocks, blocks * 4096)
     assert len(runs.num_bytes) == 3 * runs_per_block and runs.total_bytes == 3 * group.slot_bytes
     if runs_per_block == 1:
         assert runs.num_bytes.tolist() == [group.slot_bytes] * 3
@@ -255,7 +259,8 @@ def test_neighbours_in_the_first_block_only_are_no_run() -> None:
     layout = Layout(0, 2, (MemoryHandle("m", 96),), tensors)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (32,))
     layout.validate([group])
-    (runs,) = layout.copy_runs(0, group, np.array([0, 1], np.int64), np.array([0, 32], np.int64))
+    (recipe,) = layout.recipes(0, group)
+    runs = recipe.copy_runs(np.array([0, 1], np.int64), np.array([0, 32], np.int64))
     assert runs.engine_offsets.tolist() == [0, 16, 32, 80] and runs.slot_offsets.tolist() == [0, 16, 32, 48]
 
 
@@ -269,9 +274,9 @@ def test_replicated_kv_is_stored_once_and_loaded_by_all(engine: HostCopyEngine) 
     blocks, slots = np.array([3, 1], np.int64), np.array([0, 2], np.int64) * group.slot_bytes
     for shard, rank in enumerate(writers):
         rank.memories["group 0 part 0"][:] = rng.integers(0, 256, rank.memories["group 0 part 0"].nbytes, dtype=np.uint8)
-        run(engine, rank.layout(shard).copy_runs(0, group, blocks, slots), arena, rank, to_engine=False)
+        run(engine, rank.layout(shard).recipes(0, group), blocks, slots, arena, rank, to_engine=False)
     for number in range(4):
         reader = make_rank("BHLNC", "layers", [shape], 4)
-        run(engine, reader.layout(number // 2).copy_runs(0, group, blocks, slots), arena, reader, to_engine=True)
+        run(engine, reader.layout(number // 2).recipes(0, group), blocks, slots, arena, reader, to_engine=True)
         for layer in range(2):
             assert np.array_equal(reader.layer(0, layer)[0, blocks], writers[number // 2].layer(0, layer)[0, blocks])

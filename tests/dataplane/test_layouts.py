@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from hotkv.groups import GroupKind, GroupSpec
-from hotkv.layout import CopyRuns, Layout, MemoryHandle, PageTensor
+from hotkv.layout import Int64s, Layout, MemoryHandle, PageTensor, Recipe
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import Method
 from hotkv_server.dataplane.engine import Outcome
-from hotkv_server.dataplane.plan import plans_for
+from hotkv_server.dataplane.plan import block_copies
 from hotkv_server.testing.copy_engine_contract import Bytes, Ends
 from hotkv_server.testing.device import FakeRuntime
 from tests.core.test_layout_copies import ORDERS, Case, Shape, cases, dealt, make_rank, ranks_of, shard_bytes
@@ -34,13 +34,16 @@ class Bench:
     arena: Arena
     engines: dict[Method, CudaCopyEngine]
 
-    def move(self, method: Method, runs: Sequence[CopyRuns], memories: dict[str, Bytes], *, to_engine: bool) -> None:
+    def move(
+        self, method: Method, recipes: Sequence[Recipe], blocks: Int64s, slots: Int64s, memories: dict[str, Bytes], *, to_engine: bool
+    ) -> None:
         """As if the memories lay on the device: copies them there and back."""
         regions = {name: device_memory(self.runtime, 0, memory.nbytes, name) for name, memory in memories.items()}
         for name, memory in memories.items():
             self.runtime.poke(regions[name].address, memory)
         ends = Ends()
-        self.engines[method].submit(ends.job("move", plans_for(runs, self.arena.region, regions, to_engine=to_engine)))
+        plans = block_copies(recipes, blocks, slots, self.arena.region, regions, to_engine=to_engine)
+        self.engines[method].submit(ends.job("move", plans))
         ends.wait()
         assert ends["move"] is Outcome.DONE, ends.message("move")
         for name, memory in memories.items():
@@ -78,7 +81,7 @@ def test_blocks_come_back_in_any_layout(bench: Bench, case: Case, seed: int, met
     slots = np.split(begin + rng.permutation(case.num_blocks) * slot_stride, np.cumsum([len(ids) for ids in old_ids])[:-1])
     for shard, (rank, other) in enumerate(zip(ranks_of(case, case.storing, rng), ranks_of(case, case.loading, rng), strict=True)):
         for g, group in enumerate(case.groups):
-            bench.move(methods[0], rank.layout(shard).copy_runs(g, group, old_ids[g], slots[g]), rank.memories, to_engine=False)
+            bench.move(methods[0], rank.layout(shard).recipes(g, group), old_ids[g], slots[g], rank.memories, to_engine=False)
             start = sum(group.shard_bytes[:shard])
             for slot, block in zip(slots[g].tolist(), old_ids[g].tolist(), strict=True):
                 page = shard_bytes(rank, g, case.shapes[shard][g].num_layers, block)
@@ -86,7 +89,7 @@ def test_blocks_come_back_in_any_layout(bench: Bench, case: Case, seed: int, met
         assert np.array_equal(arena, expected)
         before = {name: memory.copy() for name, memory in other.memories.items()}
         for g, group in enumerate(case.groups):
-            bench.move(methods[1], other.layout(shard).copy_runs(g, group, new_ids[g], slots[g]), other.memories, to_engine=True)
+            bench.move(methods[1], other.layout(shard).recipes(g, group), new_ids[g], slots[g], other.memories, to_engine=True)
         by_engine = {name: memory.copy() for name, memory in other.memories.items()}
         for name, memory in before.items():
             other.memories[name][:] = memory
@@ -143,9 +146,9 @@ def check_methods(
         target = {name: np.full_like(memory, 9) for name, memory in memories.items()}
         images = []
         for g, group in enumerate(groups):
-            bench.move(method, layout.copy_runs(g, group, blocks, slots), memories, to_engine=False)
+            bench.move(method, layout.recipes(g, group), blocks, slots, memories, to_engine=False)
             images.append(arena.copy())
-            bench.move(method, layout.copy_runs(g, group, elsewhere, slots), target, to_engine=True)
+            bench.move(method, layout.recipes(g, group), elsewhere, slots, target, to_engine=True)
         stored.append(np.concatenate(images))
         loaded.append(np.concatenate(list(target.values())))
     assert all(np.array_equal(stored[0], other) for other in stored[1:]) and (stored[0] != 7).any()

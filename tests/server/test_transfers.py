@@ -245,7 +245,7 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.M
         await node.register_memory(session, Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)))
         run, block_ids = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
         with monkeypatch.context() as patch:
-            patch.setattr(node_module, "plans_for", lambda *_, **__: 1 / 0)
+            patch.setattr(node_module, "block_copies", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 node.store(session, "t", "l", [run], block_ids, 5.0)
         node.core.check_invariants()

@@ -1,5 +1,7 @@
 """Small array questions that numpy answers slowly in the case that is usual here: all equal, or all different."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,3 +25,8 @@ def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np
     if len(gone) == len(entries) and np.array_equal(gone, entries):
         return entries[:0]
     return entries[~np.isin(entries, gone)]
+
+
+def repeats(lists: Sequence[NDArray[np.int64]]) -> bool:
+    """Whether a number comes twice in all of these lists; none is negative or larger than memory allows."""
+    return any(map(len, lists)) and int(np.bincount(np.concatenate(lists)).max()) > 1

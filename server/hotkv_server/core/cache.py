@@ -19,7 +19,7 @@ from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
-from hotkv_server.core.arrays import first_occurrences, without
+from hotkv_server.core.arrays import first_occurrences, repeats, without
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.checks import Sums, sealed
 from hotkv_server.core.holds import Holds
@@ -387,6 +387,8 @@ class CacheCore:
             if np.any(chosen == 0):
                 raise _invalid("runs.lease_positions name a block that the lease does not pin")
             slots.append(SlotRun(run.group_index, np.arange(len(chosen)), self.space.index.offsets(chosen), chosen))
+        if any(repeats([run.positions for run in runs if run.group_index == group_index]) for group_index in pinned):
+            raise _invalid("runs.lease_positions name a block twice; a load copies each block once")
         if not lease.admitted:
             lease.admitted = True
             self._count_unadmitted(lease, -lease.pinned_bytes)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hotkv_server.dataplane.plan import CopyPlan
+from hotkv_server.dataplane.plan import Plan
 
 
 class Outcome(enum.Enum):
@@ -36,7 +36,7 @@ class CopyJob:
     `gate` is for `engines.CopyEngines`; an engine that is given the job itself takes it as passed.
     """
 
-    def __init__(self, plans: Sequence[CopyPlan], on_done: Callable[[Outcome, str], None], gate: Gate | None = None) -> None:
+    def __init__(self, plans: Sequence[Plan], on_done: Callable[[Outcome, str], None], gate: Gate | None = None) -> None:
         self.plans = plans
         self.total_bytes = sum(plan.total_bytes for plan in plans)
         self.gate = gate
@@ -58,7 +58,7 @@ class CopyJob:
         """Asks the engine to stop early."""
         self._cancelled.set()
 
-    def parts(self, groups: Sequence[Sequence[CopyPlan]]) -> "list[CopyJob]":
+    def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
         """Jobs over parts of the plans, cancelled with this one; the last to end ends it. Instead of `expect`."""
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done) for plans in groups]

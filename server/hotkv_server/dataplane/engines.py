@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from hotkv_server.dataplane.engine import CopyEngine, CopyJob
-from hotkv_server.dataplane.plan import CopyPlan
+from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import HOST, DeviceError
 
 POLL_S = 50e-6
@@ -123,9 +123,9 @@ class CopyEngines:
                 self._engines[device].submit(part)
 
 
-def by_device(plans: Iterable[CopyPlan]) -> dict[int, list[CopyPlan]]:
+def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
     """Plans by the device that they need; HOST where they need none."""
-    groups: dict[int, list[CopyPlan]] = {}
+    groups: dict[int, list[Plan]] = {}
     for plan in plans:
         groups.setdefault(plan.device, []).append(plan)
     return groups

@@ -11,7 +11,7 @@ from typing import Any
 
 from hotkv import native
 from hotkv_server.dataplane.engine import CopyJob
-from hotkv_server.dataplane.plan import CopyPlan
+from hotkv_server.dataplane.plan import CopyPlan, Plan, num_shares
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
 """Large enough that what surrounds a piece does not count, small enough that a cancel takes effect within a millisecond or two."""
@@ -24,7 +24,7 @@ class HostCopyEngine:
 
     def __init__(self, num_threads: int) -> None:
         self._kernels: Any = native.load("hotkv.kernels")
-        self._queue: queue.SimpleQueue[tuple[CopyJob, CopyPlan, int, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[CopyJob, Plan, int, int] | None] = queue.SimpleQueue()
         # When each thread began its piece; 0 while it waits for one.
         self._begun_s = [0.0] * num_threads
         self._threads = [threading.Thread(target=self._work, args=(i,), name=f"hotkv-copy-{i}", daemon=True) for i in range(num_threads)]
@@ -36,7 +36,7 @@ class HostCopyEngine:
 
     def submit(self, job: CopyJob) -> None:
         piece_bytes = min(max(job.total_bytes // len(self._threads), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-        pieces = [(job, plan, start, end) for plan in job.plans for start, end in plan.pieces(piece_bytes)]
+        pieces = [(job, plan, at, whole) for plan in job.plans for whole in [num_shares(plan, piece_bytes)] for at in range(whole)]
         job.expect(len(pieces))
         for piece in pieces:
             self._queue.put(piece)
@@ -63,29 +63,27 @@ class HostCopyEngine:
     def _work(self, number: int) -> None:
         while (piece := self._queue.get()) is not None:
             self._begun_s[number] = time.monotonic()
-            job, plan, start, end = piece
+            job, plan, at, whole = piece
             error = ""
             if not job.cancelled:
                 try:
-                    self._copy(plan, start, end, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
+                    self._copy(plan.share(at, at + 1, whole), streaming=job.total_bytes >= STREAMED_JOB_BYTES)
                 except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
                     error = f"{type(failure).__name__}: {failure}"
             job.piece_done(error)
             self._begun_s[number] = 0.0
             del piece, job, plan
 
-    def _copy(self, plan: CopyPlan, start: int, end: int, *, streaming: bool) -> None:
+    def _copy(self, plan: CopyPlan, *, streaming: bool) -> None:
         if self._kernels is not None:
-            self._kernels.copy_runs(
-                plan.dst.address, plan.src.address, plan.dst_offsets, plan.src_offsets, plan.num_bytes, start, end, streaming
-            )
+            arrays = (plan.dst_offsets, plan.src_offsets, plan.num_bytes)
+            self._kernels.copy_runs(plan.dst.address, plan.src.address, *arrays, 0, plan.num_runs, streaming)
         else:
-            copy_twin(plan, start, end)
+            copy_twin(plan)
 
 
-def copy_twin(plan: CopyPlan, start: int, end: int) -> None:
+def copy_twin(plan: CopyPlan) -> None:
     """Twin of `kernels.copy_runs`: one memmove a run; ctypes gives the GIL up during each."""
-    dst = (plan.dst_offsets[start:end] + plan.dst.address).tolist()
-    src = (plan.src_offsets[start:end] + plan.src.address).tolist()
-    for to_address, from_address, count in zip(dst, src, plan.num_bytes[start:end].tolist(), strict=True):
+    dst, src = (plan.dst_offsets + plan.dst.address).tolist(), (plan.src_offsets + plan.src.address).tolist()
+    for to_address, from_address, count in zip(dst, src, plan.num_bytes.tolist(), strict=True):
         ctypes.memmove(to_address, from_address, count)

@@ -1,20 +1,23 @@
-"""Copy plans: which bytes go where, as arrays.
+"""Copy plans: which bytes go where.
 
-A plan is checked against both memories before anything moves, and neighbours that are contiguous on both sides are merged.
+A plan is checked against both memories before anything moves. What a call asks for is a plan of whole blocks, `BlockCopies`: as large as
+its lists of blocks, however many runs a block has. Whoever copies turns it into runs, a part at a time; neighbours that are contiguous on
+both sides are merged.
 """
 
 import ctypes
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.layout import CopyRuns
+from hotkv.layout import Recipe
 from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]
+PIECE_RUNS = 1 << 16
+"""Most runs that are made of a plan at a time, or as many as one block has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,16 @@ class Region:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
 
+def _check(region: Region, begin: int, end: int) -> None:
+    if begin < 0 or end > region.num_bytes:
+        raise ValueError(f"copy plan leaves {region.name} of {region.num_bytes} bytes")
+
+
+def _check_sides(one: Region, other: Region) -> None:
+    if HOST not in (one.device, other.device):
+        raise ValueError(f"copy plan goes between {one.name} and {other.name}; one side must be host memory")
+
+
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
     """memcpy of `num_bytes[i]` from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, int64 [runs] each."""
@@ -45,10 +58,9 @@ class CopyPlan:
 
     def __post_init__(self) -> None:
         for region, offsets in ((self.dst, self.dst_offsets), (self.src, self.src_offsets)):
-            if len(offsets) and (int(offsets.min()) < 0 or int((offsets + self.num_bytes).max()) > region.num_bytes):
-                raise ValueError(f"copy plan leaves {region.name} of {region.num_bytes} bytes")
-        if HOST not in (self.dst.device, self.src.device):
-            raise ValueError(f"copy plan goes from {self.src.name} to {self.dst.name}; one side must be host memory")
+            if len(offsets):
+                _check(region, int(offsets.min()), int((offsets + self.num_bytes).max()))
+        _check_sides(self.dst, self.src)
 
     @property
     def device(self) -> int:
@@ -69,22 +81,79 @@ class CopyPlan:
                 return CopyPlan(dst, src, dst_offsets[starts], src_offsets[starts], np.add.reduceat(num_bytes, starts))
         return CopyPlan(dst, src, dst_offsets, src_offsets, num_bytes)
 
-    def pieces(self, piece_bytes: int) -> list[tuple[int, int]]:
-        """Ranges of runs of about `piece_bytes` each; a longer run is a piece of its own."""
-        ends = np.cumsum(self.num_bytes)
-        numbers = (ends - self.num_bytes) // piece_bytes
-        starts = np.flatnonzero(np.concatenate(([True], numbers[1:] != numbers[:-1]))) if len(numbers) else np.empty(0, np.int64)
-        bounds = [*starts.tolist(), len(numbers)]
-        return list(itertools.pairwise(bounds))
+    @property
+    def num_runs(self) -> int:
+        return len(self.num_bytes)
+
+    def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
+        """From `begin` to `end` of `whole` equal shares of the runs."""
+        mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
+        return CopyPlan(self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine])
 
 
-def plans_for(runs: Sequence[CopyRuns], arena: Region, engine: dict[str, Region], *, to_engine: bool) -> list[CopyPlan]:
-    """One plan for each of the runs, in either direction."""
-    plans = []
-    for run in runs:
-        memory = engine[run.handle_id]
-        if to_engine:
-            plans.append(CopyPlan.build(memory, arena, run.engine_offsets, run.slot_offsets, run.num_bytes))
-        else:
-            plans.append(CopyPlan.build(arena, memory, run.slot_offsets, run.engine_offsets, run.num_bytes))
-    return plans
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Copies of whole blocks by one recipe, between an engine's memory and the arena. `block_ids`, `slot_offsets`: int64 [blocks], where
+    each lies in either.
+    """
+
+    recipe: Recipe
+    engine: Region
+    arena: Region
+    block_ids: Int64s
+    slot_offsets: Int64s
+    to_engine: bool
+
+    def __post_init__(self) -> None:
+        if not len(self.block_ids):
+            return
+        ends = self.recipe.bases + self.recipe.num_bytes
+        _check(self.engine, int(self.block_ids.min()), int((int(self.block_ids.max()) * self.recipe.strides + ends).max()))
+        slot_end = int((self.recipe.slot_offsets + self.recipe.num_bytes).max())
+        _check(self.arena, int(self.slot_offsets.min()), int(self.slot_offsets.max()) + slot_end)
+        _check_sides(self.engine, self.arena)
+
+    @property
+    def device(self) -> int:
+        """The device that one side lies on; HOST where neither does."""
+        return max(self.engine.device, self.arena.device)
+
+    @property
+    def dst(self) -> Region:
+        return self.engine if self.to_engine else self.arena
+
+    @property
+    def src(self) -> Region:
+        return self.arena if self.to_engine else self.engine
+
+    @property
+    def total_bytes(self) -> int:
+        return self.recipe.block_bytes * len(self.block_ids)
+
+    @property
+    def num_runs(self) -> int:
+        """Before any are merged."""
+        return len(self.recipe.bases) * len(self.block_ids)
+
+    def share(self, begin: int, end: int, whole: int) -> CopyPlan:
+        """The runs from `begin` to `end` of `whole` equal shares of the blocks."""
+        count = len(self.block_ids)
+        mine = slice(count * begin // whole, count * end // whole)
+        runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
+        offsets = (runs.engine_offsets, runs.slot_offsets) if self.to_engine else (runs.slot_offsets, runs.engine_offsets)
+        return CopyPlan.build(self.dst, self.src, *offsets, runs.num_bytes)
+
+
+Plan = CopyPlan | BlockCopies
+
+
+def block_copies(
+    recipes: Sequence[Recipe], block_ids: Int64s, slot_offsets: Int64s, arena: Region, engine: Mapping[str, Region], *, to_engine: bool
+) -> list[BlockCopies]:
+    """The plans that move blocks in either direction, one a recipe. `engine`: memory by handle."""
+    return [BlockCopies(recipe, engine[recipe.handle_id], arena, block_ids, slot_offsets, to_engine) for recipe in recipes]
+
+
+def num_shares(plan: Plan, piece_bytes: int) -> int:
+    """Into how many shares a plan goes so that each has about `piece_bytes`, and not many more runs than PIECE_RUNS; at least one."""
+    return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

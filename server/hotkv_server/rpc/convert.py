@@ -24,6 +24,8 @@ MAX_LISTS = 1024
 """Most runs, or hash lists, in a call: each costs the event loop some 20 us."""
 MAX_STORED_BLOCKS = 1 << 16
 """Most blocks that a call may reserve or store: half of what it may look up, since making room takes longer than finding."""
+MAX_LOADED_BLOCKS = 1 << 17
+"""As many as a lease finds in a call."""
 MAX_IDENTIFIER = 256
 MAX_KEY_SPACE_BYTES = 32 << 10
 """Of one on the wire: layer names make most of it."""
@@ -315,6 +317,11 @@ def watched_request(value: WatchedReport, key_space: KeySpace) -> admin_pb2.Watc
 def load_runs(messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex) -> tuple[list[LoadPositions], list[NDArray[np.int64]]]:
     """Positions in the lease and block ids, a pair a run."""
     _check_lists("runs", messages)
+    num_blocks = sum(len(m.lease_positions) for m in messages) // 4
+    if num_blocks > MAX_LOADED_BLOCKS:
+        raise HotKVError(
+            Reason.TOO_LARGE, f"runs name {num_blocks} blocks; at most {MAX_LOADED_BLOCKS} are accepted in a call: send several"
+        )
     positions = [LoadPositions(group_index(m.group_index), int32s("runs.lease_positions", m.lease_positions)) for m in messages]
     block_ids = [int32s("runs.block_ids", m.block_ids) for m in messages]
     for run, ids in zip(positions, block_ids, strict=True):

@@ -27,7 +27,7 @@ from hotkv_server.core.checks import Sums
 from hotkv_server.core.values import EvictionNotice, HashList, LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.checks import SumThreads
 from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
-from hotkv_server.dataplane.plan import Region, plans_for
+from hotkv_server.dataplane.plan import Region, block_copies
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.runtime.deadline import Deadline
 from hotkv_server.runtime.devices import NO_DEVICES, Devices
@@ -438,14 +438,18 @@ class Node:
         future: asyncio.Future[TransferEnd] = loop.create_future()
         record = self.core.catalog.record(session.record.key_space_id)
         try:
-            runs = [
-                copy
-                for slot_run, ids in zip(slots, block_ids, strict=True)
-                for copy in memory.layout.copy_runs(
-                    session.named(slot_run.group_index), record.shape(slot_run.group_index), ids[slot_run.positions], slot_run.offsets
+            plans = [
+                plan
+                for run, ids in zip(slots, block_ids, strict=True)
+                for plan in block_copies(
+                    memory.layout.recipes(session.named(run.group_index), record.shape(run.group_index)),
+                    ids[run.positions],
+                    run.offsets,
+                    self._arena,
+                    memory.regions,
+                    to_engine=to_engine,
                 )
             ]
-            plans = plans_for(runs, self._arena, memory.regions, to_engine=to_engine)
         except BaseException:
             # The core has begun the transfer; it must not stay in its books.
             finish(Outcome.FAILED, 0)

@@ -14,7 +14,7 @@ from hotkv_server.dataplane.cuda.lane import Lane
 from hotkv_server.dataplane.cuda.measure import measure
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures, CudaCopySettings, Direction, Method, PinnedArena
 from hotkv_server.dataplane.engine import CopyJob
-from hotkv_server.dataplane.plan import CopyPlan
+from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class CudaCopyEngine:
         return f"CudaCopyEngine(device {self.info.number}, {lanes}{', ' + self.problem if self.problem else ''})"
 
     def submit(self, job: CopyJob) -> None:
-        groups: dict[Direction, list[CopyPlan]] = {}
+        groups: dict[Direction, list[Plan]] = {}
         for plan in job.plans:
             groups.setdefault(Direction.LOAD if plan.dst.device != HOST else Direction.STORE, []).append(plan)
         if len(groups) == 1:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, CudaCopySettings, Direction, Method, PinnedArena
-from hotkv_server.dataplane.plan import CopyPlan
+from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import Int64s
 
 Choose = Callable[[int, int], Method]
@@ -62,9 +62,7 @@ class StagedPlan:
     num_bytes: Int64s
 
 
-def pieces(
-    plans: Sequence[CopyPlan], direction: Direction, arena: PinnedArena, settings: CudaCopySettings, choose: Choose
-) -> Iterator[Piece]:
+def pieces(plans: Sequence[Plan], direction: Direction, arena: PinnedArena, settings: CudaCopySettings, choose: Choose) -> Iterator[Piece]:
     """All that the plans move, each byte once; what is pinned by then is pinned for the piece."""
     for device, host, num_bytes in _windows(plans, direction):
         device, host, num_bytes = _cut(device, host, num_bytes, (host - arena.address) % arena.piece_bytes, arena.piece_bytes)
@@ -77,16 +75,16 @@ def pieces(
                 yield from _bounded(Piece(direction, method, device[mine], host[mine], num_bytes[mine], registration[mine]), settings)
 
 
-def _windows(plans: Sequence[CopyPlan], direction: Direction) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
+def _windows(plans: Sequence[Plan], direction: Direction) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
     """Runs (device, host, bytes) of all plans, none of them empty; the same share of each plan in each window."""
-    num_runs, end, size = sum(len(plan.num_bytes) for plan in plans), 0, FIRST_WINDOW_RUNS
+    num_runs, end, size = sum(plan.num_runs for plan in plans), 0, FIRST_WINDOW_RUNS
     while end < num_runs:
         begin, end, size = end, min(end + size, num_runs), min(size * GROWTH, MAX_PIECE_RUNS)
         parts: list[tuple[Int64s, Int64s, Int64s]] = []
         for plan in plans:
-            share = slice(len(plan.num_bytes) * begin // num_runs, len(plan.num_bytes) * end // num_runs)
-            dst, src = plan.dst.address + plan.dst_offsets[share], plan.src.address + plan.src_offsets[share]
-            parts.append((dst, src, plan.num_bytes[share]) if direction is Direction.LOAD else (src, dst, plan.num_bytes[share]))
+            share = plan.share(begin, end, num_runs)
+            dst, src = share.dst.address + share.dst_offsets, share.src.address + share.src_offsets
+            parts.append((dst, src, share.num_bytes) if direction is Direction.LOAD else (src, dst, share.num_bytes))
         device, host, num_bytes = parts[0] if len(parts) == 1 else (np.concatenate(column) for column in zip(*parts, strict=True))
         if len(parts) > 1:
             order = np.argsort(host, kind="stable")
