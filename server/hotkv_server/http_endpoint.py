@@ -1,15 +1,22 @@
 """HTTP for probes and Prometheus: /metrics, /livez, /readyz.
 
-Runs on threads of its own and asks the event loop for figures, so an answer also proves that the loop turns. /livez fails where only a
-restart helps, /readyz also while the server drains; both say what it is.
+Runs on a thread and an event loop of its own and asks the node's loop for figures, so an answer also proves that that one turns. /livez
+fails where only a restart helps, /readyz also while the server drains; both say what it is.
+
+Always true: who asks is answered, however many connections others hold open. However many ask for metrics, the node is asked once at a
+time.
 """
 
 import asyncio
+import contextlib
 import itertools
+import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from typing import TypeVar
 
+import h11
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -23,28 +30,35 @@ from hotkv_server.runtime.stats import counters, gauges
 from hotkv_server.sparse.figures import LATENCY_BOUNDS_S
 
 ANSWER_TIMEOUT_S = 2.0
+CONNECTION_S = 10.0
+"""How long a connection may last."""
+TURN_S = 0.5
+MAX_CONNECTIONS = 64
+MAX_REQUEST_BYTES = 8192
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+T = TypeVar("T")
 
 
 class _NodeCollector(Collector):
-    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
+    """Metrics as they were last read off the node."""
+
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._loop = loop
+        self._metrics: list[Metric] = []
 
-    def collect(self) -> list[Metric]:
-        async def read() -> tuple[dict[str, float], dict[str, float], list[Metric]]:
-            labelled = [*_sparse_metrics(self._node.sparse), _refusals(self._node), *_device_metrics(self._node.devices)]
-            return counters(self._node), gauges(self._node), labelled
-
-        totals, levels, labelled = asyncio.run_coroutine_threadsafe(read(), self._loop).result(ANSWER_TIMEOUT_S)
+    def read(self) -> None:
+        """On the node's loop."""
         metrics: list[Metric] = []
-        for name, value in totals.items():
+        for name, value in counters(self._node).items():
             metrics.append(
                 CounterMetricFamily(f"hotkv_{name}", name.removesuffix("_total").replace("_", " ") + " since start", value=value)
             )
-        for name, value in levels.items():
+        for name, value in gauges(self._node).items():
             metrics.append(GaugeMetricFamily(f"hotkv_{name}", name.replace("_", " "), value=value))
-        return metrics + labelled
+        self._metrics = [*metrics, *_sparse_metrics(self._node.sparse), _refusals(self._node), *_device_metrics(self._node.devices)]
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
 
     def describe(self) -> list[Metric]:
         return []
@@ -97,15 +111,6 @@ def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
     return [*metrics, latency]
 
 
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    last_turn_s = 0.0
-
-    def service_actions(self) -> None:
-        """Called once a turn, twice a second at least."""
-        self.last_turn_s = time.monotonic()
-
-
 def _probe(node: Node, *, also_draining: bool) -> tuple[int, bytes]:
     """Status and body of a probe."""
     problems = node.health.problems(time.monotonic())
@@ -114,49 +119,132 @@ def _probe(node: Node, *, also_draining: bool) -> tuple[int, bytes]:
     return (503, ("\n".join(problems) + "\n").encode()) if problems else (200, b"ok\n")
 
 
+class _Connection(asyncio.Protocol):
+    """One connection: one request, one answer."""
+
+    def __init__(self, server: "HttpServer") -> None:
+        self._server = server
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_REQUEST_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._answering: asyncio.Task[None] | None = None
+        self._deadline = asyncio.get_running_loop().call_later(CONNECTION_S, self.drop)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._server.opened(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._deadline.cancel()
+        if self._answering is not None:
+            self._answering.cancel()
+        self._server.closed(self)
+
+    @property
+    def has_asked(self) -> bool:
+        return self._answering is not None
+
+    def drop(self) -> None:
+        """Ends it at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._answering is not None:
+            # What comes behind the request is of no use.
+            return
+        try:
+            self._http.receive_data(data)
+            event = self._http.next_event()
+        except h11.RemoteProtocolError as error:
+            self._send(error.error_status_hint, b"that was no HTTP request\n")
+            return
+        if isinstance(event, h11.Request):
+            self._answering = asyncio.get_running_loop().create_task(self._answer(event))
+
+    async def _answer(self, request: h11.Request) -> None:
+        try:
+            if request.method != b"GET":
+                self._send(405, b"try GET\n")
+                return
+            path = request.target.decode("ascii", "replace").partition("?")[0]
+            self._send(*await asyncio.wait_for(self._server.answer(path), ANSWER_TIMEOUT_S))
+        except Exception as error:  # noqa: BLE001 The edge of HTTP: a loop that does not answer is a failed probe.
+            self._send(503, f"{type(error).__name__}: the event loop does not answer\n".encode())
+
+    def _send(self, status: int, body: bytes) -> None:
+        assert self._transport is not None
+        headers = [("Content-Type", CONTENT_TYPE), ("Content-Length", str(len(body))), ("Connection", "close")]
+        parts: list[h11.Event] = [h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+        with contextlib.suppress(h11.LocalProtocolError):
+            self._transport.write(b"".join(self._http.send(part) or b"" for part in parts))
+        self._transport.close()
+
+
 class HttpServer:
     """Serves until closed. Raises OSError where it can't listen."""
 
     def __init__(self, host: str, port: int, node: Node) -> None:
-        registry = CollectorRegistry()
-        loop = asyncio.get_running_loop()
-        registry.register(_NodeCollector(node, loop))
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10
-
-            def do_GET(self) -> None:
-                try:
-                    status, body = self._answer(self.path.partition("?")[0])
-                except Exception as error:  # noqa: BLE001 The edge of HTTP: a loop that does not answer is a failed probe.
-                    status, body = 503, f"{type(error).__name__}: the event loop does not answer\n".encode()
-                self.send_response(status)
-                self.send_header("Content-Type", CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def _answer(self, path: str) -> tuple[int, bytes]:
-                async def probe() -> tuple[int, bytes]:
-                    return _probe(node, also_draining=path == "/readyz")
-
-                match path:
-                    case "/metrics":
-                        return 200, generate_latest(registry)
-                    case "/livez" | "/readyz":
-                        return asyncio.run_coroutine_threadsafe(probe(), loop).result(ANSWER_TIMEOUT_S)
-                return 404, b"try /metrics, /livez or /readyz\n"
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Probes are not logged."""
-
-        self._server = _Listener((host, port), Handler)
-        self._server.last_turn_s = time.monotonic()
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="hotkv-http", daemon=True)
+        self._node = node
+        self._node_loop = asyncio.get_running_loop()
+        self._collector = _NodeCollector(node)
+        self._registry = CollectorRegistry()
+        self._registry.register(self._collector)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._connections: dict[_Connection, None] = {}
+        self._generating: asyncio.Task[bytes] | None = None
+        self._last_turn_s = time.monotonic()
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+        self.port = int(listener.getsockname()[1])
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="hotkv-http", daemon=True)
         self._thread.start()
+
+    def _run(self, listener: socket.socket) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._loop.create_server(lambda: _Connection(self), sock=listener))
+        self._turn()
+        self._loop.run_forever()
+
+    def _turn(self) -> None:
+        self._last_turn_s = time.monotonic()
+        self._loop.call_later(TURN_S, self._turn)
+
+    def opened(self, connection: _Connection) -> None:
+        """A connection was taken. Where there are too many, the oldest that has not yet asked for anything goes, or else this one."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            next((one for one in self._connections if not one.has_asked), connection).drop()
+        self._connections[connection] = None
+
+    def closed(self, connection: _Connection) -> None:
+        """It is no more."""
+        self._connections.pop(connection, None)
+
+    async def answer(self, path: str) -> tuple[int, bytes]:
+        """Status and body for a path."""
+        match path:
+            case "/metrics":
+                # All that ask meanwhile get the same text.
+                if self._generating is None or self._generating.done():
+                    self._generating = asyncio.create_task(self._metrics())
+                return 200, await asyncio.shield(self._generating)
+            case "/livez" | "/readyz":
+                return await self._of_node(lambda: _probe(self._node, also_draining=path == "/readyz"))
+        return 404, b"try /metrics, /livez or /readyz\n"
+
+    async def _metrics(self) -> bytes:
+        await self._of_node(self._collector.read)
+        return generate_latest(self._registry)
+
+    async def _of_node(self, read: Callable[[], T]) -> T:
+        """What `read` returns on the node's loop."""
+
+        async def call() -> T:
+            return read()
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._node_loop))
 
     def is_alive(self) -> bool:
         """False where the thread has died."""
@@ -164,9 +252,10 @@ class HttpServer:
 
     def stalled_s(self, now_s: float) -> float:
         """How long ago the thread last took something up; it does so all the time."""
-        return now_s - self._server.last_turn_s
+        return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        """Stops listening, and ends connections."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -8,6 +8,7 @@ when this process dies; so its end tells the client that its memory is its own a
 import asyncio
 import logging
 import os
+import resource
 import socket
 import time
 from collections import Counter
@@ -32,6 +33,9 @@ MAX_PACKET_BYTES = 65536
 MAX_PENDING = 1024
 MAX_PENDING_OF_USER = 256
 REQUEST_TIMEOUT_S = 10.0
+ACCEPT_PAUSE_S = 0.5
+SPARE_DESCRIPTORS = 256
+"""Of those that the process may have, so many, or a quarter if that is less, are for connections, not for clients' memory."""
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:
@@ -56,10 +60,18 @@ class DescriptorServer:
         self._pending: set[asyncio.Task[None]] = set()
         self._pending_of_user: Counter[int] = Counter()
         self._loop = asyncio.get_running_loop()
+        self._paused: asyncio.TimerHandle | None = None
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_fd = limit - min(SPARE_DESCRIPTORS, limit // 4)
+        self._listen()
+
+    def _listen(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
         """Stops listening; links of live sessions stay."""
+        if self._paused is not None:
+            self._paused.cancel()
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
         for task in self._pending:
@@ -69,7 +81,14 @@ class DescriptorServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # Out of descriptors: the next try would fail as well, at once and for ever.
+            log.error("descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error)
+            self._node.refusals[Reason.OVERLOADED] += 1
+            self._loop.remove_reader(self._listener.fileno())
+            self._paused = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
             return
         connection.setblocking(False)
         try:
@@ -125,6 +144,11 @@ class DescriptorServer:
                 raise HotKVError(
                     Reason.NOT_ALLOWED,
                     f"user id {peer.uid} may not link; allow it with security.allowed_uids, or list it in one of security.tenants",
+                )
+            if fds and max(fds) >= self._max_fd:
+                raise HotKVError(
+                    Reason.OVERLOADED,
+                    "the server has nearly all descriptors in use that it may have; raise its limit (LimitNOFILE, ulimit -n)",
                 )
             request = self._parse(packet)
             if request.wants_ticket:

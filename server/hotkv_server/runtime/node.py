@@ -115,6 +115,7 @@ class Node:
         self.last_tick_s = time.monotonic()
         self.health = Health()
         self.drain_timeout_s = 0.0
+        self._drain_timer: asyncio.TimerHandle | None = None
         self._arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self.verifier = verifier or Verifier(core, self._arena)
         self.in_place = InPlace(core, self.verifier, self._run_effects)
@@ -504,15 +505,18 @@ class Node:
     # Draining, effects, time
 
     def drain(self, timeout_s: float) -> None:
-        """Takes no new work from now on; `drained` is set when all has ended or the time is up."""
-        if self.core.draining:
-            return
+        """Takes no new work from now on; `drained` is set when all has ended or the time is up. Called again, it can only end sooner."""
+        loop = asyncio.get_running_loop()
+        if self._drain_timer is not None:
+            if self._drain_timer.when() <= loop.time() + timeout_s:
+                return
+            self._drain_timer.cancel()
+        self._drain_timer = loop.call_later(timeout_s, self.drained.set)
         self.core.draining = True
         self.drain_timeout_s = timeout_s
         log.info("draining timeout_s=%.1f leases=%d transfers=%d", timeout_s, len(self.core.leases), len(self.core.transfers))
         for session in self.sessions.values():
             session.notify(Drain(timeout_s))
-        asyncio.get_running_loop().call_later(timeout_s, self.drained.set)
 
     def abandon(self) -> None:
         """An invariant has broken: nothing is granted or kept from now on. The process ends, and closes nothing."""
