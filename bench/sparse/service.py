@@ -55,7 +55,7 @@ class _Engine:
         self.queries = random.standard_normal((64, QUERY_HEADS, HEAD_SIZE), np.float32)
         self.fds = {"kv": os.memfd_create("bench-kv"), "representations": os.memfd_create("bench-representations")}
         for name, page in (("kv", PAGE_BYTES), ("representations", size)):
-            os.truncate(self.fds[name], num_blocks * page)
+            os.posix_fallocate(self.fds[name], 0, num_blocks * page)
         memory = np.frombuffer(mmap.mmap(self.fds["representations"], num_blocks * size), np.uint8)
         self.pool: NDArray[np.uint8] = memory.reshape(built.shape)
         self.pool[:] = built

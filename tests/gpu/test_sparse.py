@@ -210,7 +210,7 @@ def test_a_captured_step_is_a_step(cupy: Any, pinned: np.ndarray) -> None:
 def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
     """As engines map the arena: registered as read-only or read as it is, whichever the device can; else refused by name."""
     fd, num_bytes = os.memfd_create("arena"), 16 << 20
-    os.truncate(fd, num_bytes)
+    os.posix_fallocate(fd, 0, num_bytes)
     server = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
     memory = np.frombuffer(mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
     os.close(fd)

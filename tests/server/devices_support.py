@@ -157,7 +157,7 @@ class DeviceEngine:
     def _handle(self, name: str, num_bytes: int, *, in_file: bool) -> MemoryHandle:
         if in_file:
             self.fds[name] = os.memfd_create("engine")
-            os.truncate(self.fds[name], num_bytes)
+            os.posix_fallocate(self.fds[name], 0, num_bytes)
             self.files[name] = mmap.mmap(self.fds[name], num_bytes)
             return MemoryHandle(name, num_bytes)
         if self.shared is not None:

@@ -48,7 +48,7 @@ class RepresentationEngine:
         sizes = {"kv": NUM_BLOCKS * PAGE_BYTES, "representations": NUM_BLOCKS * self.shard_bytes}
         self.fds = {name: os.memfd_create(f"hotkv-engine-{name}") for name in sizes}
         for name, size in sizes.items():
-            os.truncate(self.fds[name], size)
+            os.posix_fallocate(self.fds[name], 0, size)
         self.kv = np.frombuffer(mmap.mmap(self.fds["kv"], sizes["kv"]), np.uint8).reshape(NUM_BLOCKS, PAGE_BYTES)
         self.kv[:] = random.integers(0, 256, self.kv.shape, np.uint8)
         memory = np.frombuffer(mmap.mmap(self.fds["representations"], sizes["representations"]), np.uint8)

@@ -25,7 +25,7 @@ class GroupsEngine:
         pages = [group.slot_bytes for group in groups]
         num_bytes = NUM_BLOCKS * sum(pages)
         self.fd = os.memfd_create("groups-engine")
-        os.truncate(self.fd, num_bytes)
+        os.posix_fallocate(self.fd, 0, num_bytes)
         self.memory = mmap.mmap(self.fd, num_bytes)
         tensors = tuple(PageTensor(g, "kv", NUM_BLOCKS * sum(pages[:g]), page, page, 0) for g, page in enumerate(pages))
         layout = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", num_bytes),), tensors, "LBHNC")

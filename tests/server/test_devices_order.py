@@ -56,7 +56,7 @@ def _layout(*handles: MemoryHandle) -> Layout:
 
 def _file(num_bytes: int) -> int:
     fd = os.memfd_create("engine")
-    os.truncate(fd, num_bytes)
+    os.posix_fallocate(fd, 0, num_bytes)
     return fd
 
 

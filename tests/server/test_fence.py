@@ -29,7 +29,7 @@ FENCE_BYTES = 4 * FENCE_WORDS
 
 def memory_file(num_bytes: int) -> int:
     fd = os.memfd_create("test")
-    os.truncate(fd, num_bytes)
+    os.posix_fallocate(fd, 0, num_bytes)
     return fd
 
 

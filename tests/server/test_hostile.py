@@ -1,6 +1,7 @@
 """Clients that take what they can get: connections, descriptors, time. Others are served, and the server can be stopped."""
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -11,13 +12,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import DeviceMark, DeviceOrder, OrderKind
-from hotkv_client import After, BlockRun, EngineMemory, GroupHashes, Role, Session, SessionConfig
+from hotkv_client import After, BlockRun, EngineMemory, GroupHashes, HotKVError, LoadRun, Role, Session, SessionConfig
 from hotkv_client.admin import AdminClient
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes
 from tests.server.test_life import wait_until
@@ -134,6 +136,37 @@ def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptor
             one.close()
         for fd in files:
             os.close(fd)
+
+
+@pytest.mark.parametrize("num_bytes", [NUM_BLOCKS * PAGE_BYTES, 30 << 40])
+def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
+    """Loads into holes are charged to the server; and a file of 30 TiB takes addresses that nobody has then."""
+    fd, told = os.memfd_create("holes"), list[str]()
+    os.truncate(fd, num_bytes)
+    layout = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", num_bytes),), (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),), "x")
+    space = KeySpace("holes", "m", "bfloat16", (FULL,), 16)
+    config = SessionConfig(server.target, "holes", Role.WORKER, space, on_state=lambda _, message: told.append(message))
+    session = Session(config, EngineMemory(layout, {"kv": fd}))
+    try:
+        session.start()
+        wait_until(lambda: any("parts of the file of 'kv' have no memory yet" in message for message in told))
+    finally:
+        session.close()
+        os.close(fd)
+
+
+def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
+    with marked_engine(server.target) as session:
+        blocks = hashes(1)
+        session.store("t", "l", [BlockRun(0, blocks, block_ids(1))], 20).result(20)
+        session.acquire("r", [GroupHashes(0, blocks)]).result(20)
+        assert session._memory is not None
+        libc = ctypes.CDLL(None, use_errno=True)
+        keep_size_and_punch_hole = 0x03
+        page = ctypes.c_long(PAGE_BYTES)
+        assert libc.fallocate(session._memory.fds["kv"], keep_size_and_punch_hole, page, page) == 0
+        with pytest.raises(HotKVError, match="memory of the file of 'kv' was given back"):
+            session.load("t2", "r", [LoadRun(0, np.zeros(1, np.int32), np.ones(1, np.int32))], 20).result(20)
 
 
 def test_idle_http_connections_cost_no_threads_and_keep_nobody_out(server: Server) -> None:

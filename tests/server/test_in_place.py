@@ -59,7 +59,7 @@ class Place:
     async def open(self) -> LiveSession:
         session = await self.node.open_session("e", "worker", KEY_SPACE, "test")
         session.receive("kv", os.memfd_create("kv"))
-        os.truncate(session.received_fds["kv"], NUM_BLOCKS * 4096)
+        os.posix_fallocate(session.received_fds["kv"], 0, NUM_BLOCKS * 4096)
         await self.node.register_memory(session, LAYOUT)
         run = Run(0, hash_words(b"".join(HASHES), 32))
         await self.node.store(session, "s", "s", [run], [np.arange(NUM_BLOCKS)], 5.0)

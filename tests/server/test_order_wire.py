@@ -91,7 +91,7 @@ def registered(engine: PagedEngine, order: DeviceOrder, *handles: MemoryHandle, 
 def test_odd_orders_are_refused_by_name(server: Server, engine: Make, order: DeviceOrder, field: str) -> None:
     one = engine()
     fd = os.memfd_create("words")
-    os.truncate(fd, 64)
+    os.posix_fallocate(fd, 0, 64)
     with pytest.raises(AssertionError) as caught:
         registered(one, order, MemoryHandle("words", 64), fds={"words": fd})
     assert field in str(caught.value)
@@ -103,7 +103,7 @@ def words_engine(engine: Make) -> Any:
     """(engine, its session with words, the words)."""
     one = engine(model=os.urandom(8).hex())
     fd = os.memfd_create("words")
-    os.truncate(fd, 4096)
+    os.posix_fallocate(fd, 0, 4096)
     words = mmap.mmap(fd, 4096)
     session = registered(one, WORDS, MemoryHandle("words", 64), fds={"words": fd})
     yield one, session, words

@@ -324,7 +324,7 @@ def test_the_descriptor_socket_refuses(server: Server, stored: tuple[PagedEngine
 
 def memory_file(num_bytes: int) -> int:
     fd = os.memfd_create("test")
-    os.truncate(fd, num_bytes)
+    os.posix_fallocate(fd, 0, num_bytes)
     return fd
 
 

@@ -42,7 +42,7 @@ class SparseEngine:
         self.fds = {name: os.memfd_create(f"hotkv-engine-{name}") for name in sizes}
         arrays = {}
         for name, size in sizes.items():
-            os.truncate(self.fds[name], LAYERS * NUM_BLOCKS * size)
+            os.posix_fallocate(self.fds[name], 0, LAYERS * NUM_BLOCKS * size)
             arrays[name] = np.frombuffer(mmap.mmap(self.fds[name], LAYERS * NUM_BLOCKS * size), np.uint8)
         self.kv, self.representations = (arrays[name].reshape(LAYERS, NUM_BLOCKS, -1) for name in sizes)
         self.key_space = KeySpace(model, model, "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE_BYTES,)),), 16)

@@ -241,7 +241,7 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.M
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
         session = await node.open_session("e", "worker", space, "test")
         session.receive("kv", os.memfd_create("kv"))
-        os.truncate(session.received_fds["kv"], 4096)
+        os.posix_fallocate(session.received_fds["kv"], 0, 4096)
         await node.register_memory(session, Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)))
         run, block_ids = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
         with monkeypatch.context() as patch:
@@ -283,7 +283,7 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(monkeypatch: pytest.Monke
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
         session = await node.open_session("e", "worker", space, "test")
         session.receive("kv", os.memfd_create("kv"))
-        os.truncate(session.received_fds["kv"], 4096)
+        os.posix_fallocate(session.received_fds["kv"], 0, 4096)
         await node.register_memory(session, Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)))
         block, zeros = hash_words(os.urandom(32), 32), [np.zeros(1, np.int64)]
         assert (await node.store(session, "t", "l", [Run(0, block)], zeros, 5.0)).results[0].tolist() == [BlockResult.STORED]

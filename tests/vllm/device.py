@@ -32,7 +32,7 @@ class ToldWords:
     def __init__(self, device: "ToldDevice", count: int) -> None:
         self._device = device
         self.fd = os.memfd_create("words")
-        os.truncate(self.fd, 4096)
+        os.posix_fallocate(self.fd, 0, 4096)
         self.words: Any = np.frombuffer(mmap.mmap(self.fd, 4096), np.uint32)
         self.handle = MemoryHandle(WORDS_HANDLE, 4 * count)
 

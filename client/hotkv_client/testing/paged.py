@@ -41,7 +41,7 @@ class PagedEngine:
     ) -> None:
         layer_bytes = num_blocks * page_bytes
         self.fd = os.memfd_create("hotkv-engine")
-        os.truncate(self.fd, layers * layer_bytes)
+        os.posix_fallocate(self.fd, 0, layers * layer_bytes)
         self.kv = np.frombuffer(mmap.mmap(self.fd, layers * layer_bytes), np.uint8).reshape(layers, num_blocks, page_bytes)
         tensors = tuple(
             PageTensor(group, "kv", i * layer_bytes, page_bytes, page_bytes, i * page_bytes)

@@ -139,14 +139,16 @@ def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[Rows, ...], int]:
 
 
 def _zeros(num_bytes: int) -> tuple[int | None, U8]:
-    """Zeroed memory that costs nothing before it is written, and the file behind it; None where the system gives no such file."""
+    """Zeroed memory, and the file behind it; None where the system gives no such file. The file is allocated as a whole: what the server
+    touched first would be charged to it, and it takes no file with holes.
+    """
     try:
         fd = os.memfd_create("hotkv-representations")
     except (AttributeError, OSError) as error:
         logger.warning("hotkv: representations stay in this engine, the system gives no memory to share: %s", error)
         return None, np.zeros(num_bytes, np.uint8)
     try:
-        os.truncate(fd, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes)
         return fd, np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
     except (OSError, ValueError) as error:
         os.close(fd)

@@ -58,6 +58,12 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
     return aligned
 
 
+def has_holes(fd: int) -> bool:
+    """True where parts of a file have no memory yet: who touches them first allocates it, and is charged for it."""
+    found = os.fstat(fd)
+    return found.st_blocks * 512 < found.st_size
+
+
 def _bring_in(view: NDArray[np.uint8]) -> None:
     """Touches the pages of a view. Only by reading, which allocates them as well: somebody may be writing them."""
     view.max(initial=0)
@@ -112,8 +118,8 @@ class FileMapping:
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:
-        """True where parts of the file have no memory yet; populating would allocate it."""
-        return os.fstat(self.fd).st_blocks * 512 < self.num_bytes
+        """As `has_holes` of its file."""
+        return has_holes(self.fd)
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
         """Brings every page of a part in, with the page tables. Blocks; raises OSError where memory is short."""

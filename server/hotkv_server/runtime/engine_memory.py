@@ -1,7 +1,8 @@
 """Engine memory: files that are mapped and device allocations that are opened, from registration to the session's end.
 
 Always true: it is closed as a whole, once, and not before the last transfer that touches it has ended; a registration that fails leaves
-nothing open. Opening and closing block: never on the event loop.
+nothing open. Opening and closing block: never on the event loop. No transfer begins into a file with holes: whoever touches a page first
+is charged for it, so a client could have the server allocate memory for it.
 """
 
 import os
@@ -16,7 +17,7 @@ from hotkv.layout import Layout, MemoryHandle
 from hotkv.order import DeviceOrder
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.runtime import DeviceError
-from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.memory.mapping import FileMapping, has_holes
 from hotkv_server.runtime.devices import Allocation, Devices
 from hotkv_server.runtime.order import SessionOrder, check_order, open_order
 
@@ -66,6 +67,8 @@ class EngineMemory:
         for handle_id, mapping in self.mappings.items():
             if not mapping.is_whole():
                 raise HotKVError(Reason.INVALID_LAYOUT, f"handles: the file of {handle_id!r} has been truncated; register it again")
+            if mapping.has_holes():
+                raise HotKVError(Reason.INVALID_LAYOUT, f"handles: memory of the file of {handle_id!r} was given back; register it again")
 
     def close(self) -> None:
         """Lets go of all. Blocks where it has memory of devices."""
@@ -134,11 +137,15 @@ def open_engine_memory(
                 _check_end(index, handle, allocation)
                 memory.regions[handle.handle_id] = Region(allocation.address + base, handle.num_bytes, name, device)
                 continue
+            if has_holes(fds[handle.handle_id]):
+                raise ValueError(
+                    f"handles[{index}].file_mapping: parts of the file of {handle.handle_id!r} have no memory yet; write or fallocate all "
+                    "of it before it is registered"
+                )
             mapping = FileMapping(fds.pop(handle.handle_id), base + handle.num_bytes, handle.handle_id, on_cut=on_cut)
             memory.mappings[handle.handle_id] = mapping
-            if not mapping.has_holes():
-                mapping.make_huge(0, HUGE_PAGE_BUDGET_S)
-                mapping.populate()
+            mapping.make_huge(0, HUGE_PAGE_BUDGET_S)
+            mapping.populate()
             memory.regions[handle.handle_id] = Region(mapping.address + base, handle.num_bytes, name)
         memory.order = open_order(order, devices, memory.mappings, memory.regions)
     except BaseException as error:
