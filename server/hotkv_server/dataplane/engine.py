@@ -33,13 +33,15 @@ class Gate(Protocol):
 class CopyJob:
     """One transfer's copying. `cancel` may be called from any thread; it takes effect between pieces.
 
-    `gate` is for `engines.CopyEngines`; an engine that is given the job itself takes it as passed.
+    `gate` is for `engines.CopyEngines`; an engine that is given the job itself takes it as passed. `owner`: whose it is, for engines that
+    serve owners in turn.
     """
 
-    def __init__(self, plans: Sequence[Plan], on_done: Callable[[Outcome, str], None], gate: Gate | None = None) -> None:
+    def __init__(self, plans: Sequence[Plan], on_done: Callable[[Outcome, str], None], gate: Gate | None = None, owner: str = "") -> None:
         self.plans = plans
         self.total_bytes = sum(plan.total_bytes for plan in plans)
         self.gate = gate
+        self.owner = owner
         self._on_done = on_done
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
@@ -61,7 +63,7 @@ class CopyJob:
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
         """Jobs over parts of the plans, cancelled with this one; the last to end ends it. Instead of `expect`."""
         self.expect(len(groups))
-        parts = [CopyJob(plans, self._part_done) for plans in groups]
+        parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
             part._cancelled = self._cancelled
         return parts

@@ -1,16 +1,17 @@
 """Copy engine `host`: memcpy on worker threads, without the GIL.
 
-Jobs are cut into pieces that all threads share, first come, first served; between pieces a job may be cancelled.
+Jobs are cut into pieces that all threads share; owners take turns, and of one owner the first come is the first served. Between pieces a
+job may be cancelled.
 """
 
 import ctypes
-import queue
 import threading
 import time
 from typing import Any
 
 from hotkv import native
 from hotkv_server.dataplane.engine import CopyJob
+from hotkv_server.dataplane.fair_queue import FairQueue
 from hotkv_server.dataplane.plan import CopyPlan, Plan, num_shares
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
@@ -24,7 +25,7 @@ class HostCopyEngine:
 
     def __init__(self, num_threads: int) -> None:
         self._kernels: Any = native.load("hotkv.kernels")
-        self._queue: queue.SimpleQueue[tuple[CopyJob, Plan, int, int] | None] = queue.SimpleQueue()
+        self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
         # When each thread began its piece; 0 while it waits for one.
         self._begun_s = [0.0] * num_threads
         self._threads = [threading.Thread(target=self._work, args=(i,), name=f"hotkv-copy-{i}", daemon=True) for i in range(num_threads)]
@@ -32,25 +33,25 @@ class HostCopyEngine:
             thread.start()
 
     def __repr__(self) -> str:
-        return f"HostCopyEngine({len(self._threads)} threads, {self._queue.qsize()} pieces queued)"
+        return f"HostCopyEngine({len(self._threads)} threads, {len(self._queue)} pieces queued)"
 
     def submit(self, job: CopyJob) -> None:
         piece_bytes = min(max(job.total_bytes // len(self._threads), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-        pieces = [(job, plan, at, whole) for plan in job.plans for whole in [num_shares(plan, piece_bytes)] for at in range(whole)]
+        pieces: list[tuple[CopyJob, Plan, int, int]] = [
+            (job, plan, at, whole) for plan in job.plans for whole in [num_shares(plan, piece_bytes)] for at in range(whole)
+        ]
         job.expect(len(pieces))
-        for piece in pieces:
-            self._queue.put(piece)
+        self._queue.put(job.owner, pieces)
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._queue.put(None)
+        self._queue.close()
         for thread in self._threads:
             thread.join()
 
     @property
     def num_queued(self) -> int:
         """Pieces not yet begun."""
-        return self._queue.qsize()
+        return len(self._queue)
 
     def is_alive(self) -> bool:
         """False where a worker has died."""

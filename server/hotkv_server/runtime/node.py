@@ -482,7 +482,7 @@ class Node:
                 outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
             loop.call_soon_threadsafe(ended, outcome, message)
 
-        job = CopyJob(plans, on_done, hold.gate)
+        job = CopyJob(plans, on_done, hold.gate, self.core.owner(session.record))
         session.jobs[transfer_id] = job
         session.inflight_bytes += job.total_bytes
         hold.deadline.begin(job, has_mark=hold.gate is not None)
