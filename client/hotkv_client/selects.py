@@ -1,6 +1,6 @@
 """A stream of selections that the server makes, for engines that can't map its memory, and for inspection.
 
-One call at a time: each waits for its answer. The stream belongs to its session and ends with it.
+One call at a time: each waits for its answer. The stream begins with the first selection, belongs to its session and ends with it.
 """
 
 import queue
@@ -18,9 +18,10 @@ class Selects:
     """See the module. One thread; use in a `with` block or close it."""
 
     def __init__(self, channel: grpc.Channel, session_id: str) -> None:
+        self._channel = channel
         self._session_id = session_id
         self._outbox: queue.SimpleQueue[_sparse_wire.SelectRequest | None] = queue.SimpleQueue()
-        self._call: Any = _sparse_wire.select_blocks(channel, iter(self._outbox.get, None))
+        self._call: Any = None
 
     def __enter__(self) -> "Selects":
         return self
@@ -48,6 +49,8 @@ class Selects:
                 self._session_id, sequence_id, layer_index, query_QD, context_tokens, always_log_mass_Q, shard_index
             )
         )
+        if self._call is None:
+            self._call = _sparse_wire.select_blocks(self._channel, iter(self._outbox.get, None))
         try:
             response = next(self._call, None)
         except grpc.RpcError as error:

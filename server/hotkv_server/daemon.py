@@ -66,6 +66,8 @@ MAX_BLOCKS_PER_CALL = 1 << 17
 """The event loop serves nobody else during a call: some 20 ms to find so many."""
 UNUSED_LIBRARIES = ("libllvmlite", "openblas")
 """The compiler behind numba's cached kernels, and numpy's linear algebra."""
+M_MMAP_THRESHOLD = -3
+LARGE_BLOCK_BYTES = 1 << 20
 SWITCH_INTERVAL_S = 0.0005
 """How long the event loop may keep the interpreter from a copy thread that has just ended its piece."""
 
@@ -169,7 +171,7 @@ class Herald:
         """How it is now; feeds the watchdog where all is well."""
         node, problems = self._node, self._node.health.problems(time.monotonic())
         draining = node.core.draining
-        await self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
+        self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
         says = "; ".join(filter(None, (*(problems or ["serving"] * (not draining)), "draining" * draining, self._cuda.progress())))
         if says != self._said:
             self._said = says
@@ -194,6 +196,11 @@ async def wait_for_end(node: Node) -> None:
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
+
+
+def return_large_blocks() -> None:
+    """From now on malloc gives large blocks back when they are freed; else it would keep some as large as the largest messages."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def trim_memory() -> None:
@@ -264,6 +271,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     started_s = time.monotonic()
     os.umask(PRIVATE_UMASK)
     guard.install()
+    return_large_blocks()
     raise_file_limit()
     lock_fd = lock_runtime_dir(settings.runtime_dir)
     try:

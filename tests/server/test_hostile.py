@@ -1,24 +1,31 @@
 """Clients that take what they can get: connections, descriptors, time. Others are served, and the server can be stopped."""
 
+import asyncio
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from demo.processes import Server, runtime_folder
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import DeviceMark, DeviceOrder, OrderKind
+from hotkv.v1 import sparse_pb2_grpc
 from hotkv_client import After, BlockRun, EngineMemory, GroupHashes, HotKVError, LoadRun, Role, Session, SessionConfig
 from hotkv_client.admin import AdminClient
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes
@@ -205,3 +212,117 @@ def test_http_answers_whatever_it_is_sent(server: Server, sent: bytes, status: b
             while part := one.recv(65536):
                 answer += part
     assert answer.startswith(b"HTTP/1.1 " + status) and answer.count(b"HTTP/1.1") == 1
+
+
+def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None:
+    """Twelve stores of 24 MiB of text each took 659 MB for as long as their mark did not pass."""
+
+    def anonymous_mib() -> int:
+        status = Path(f"/proc/{own_server.pid}/status").read_text()
+        return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) >> 10  # type: ignore[index]
+
+    with marked_engine(own_server.target) as session, marked_engine(own_server.target) as other:
+        before_mib, never = anonymous_mib(), After(OrderKind.FLAGS, DeviceMark(0, 5))
+        blocks = hashes(1)
+        text = [(("x" * (24 << 20)),)]
+        stores = [session.store(f"t{n}", f"l{n}", [BlockRun(0, blocks, block_ids(1), extra_keys=text)], 60, after=never) for n in range(12)]
+        wait_until(lambda: sum(store.done() for store in stores) == 11)
+        refused = [str(store.exception()) for store in stores if store.done()]
+        assert all("OVERLOADED" in why and "bytes of messages of transfers" in why for why in refused)
+        # One takes half at most, so another engine goes on.
+        assert other.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(20)
+        assert anonymous_mib() - before_mib < 200
+        session.cancel(next(f"t{n}" for n, store in enumerate(stores) if not store.done()))
+        wait_until(lambda: all(store.done() for store in stores))
+        assert session.store("u", "u", [BlockRun(0, blocks, block_ids(1), extra_keys=text)], 20).result(20)
+
+
+def unary_stream_of(channel: grpc.Channel) -> Any:
+    """Opens a stream of selections that asks for nothing."""
+
+    def never() -> Iterator[Any]:
+        yield from iter(threading.Event().wait, False)
+
+    return sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks(never())
+
+
+def test_the_oldest_guest_goes_for_a_new_one() -> None:
+    """Streams that name no session, and watchers of health, were held for ever, and took the place of all calls."""
+    from hotkv_server.rpc import guests
+
+    async def scenario() -> None:
+        told: list[str] = []
+        hall = guests.Guests(3)
+
+        async def stay(name: str) -> None:
+            try:
+                with hall.stay():
+                    await asyncio.sleep(3600)
+            except HotKVError as error:
+                told.append(f"{name} {error.reason.name}")
+
+        tasks = []
+        for name in "abcde":
+            tasks.append(asyncio.create_task(stay(name)))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        assert told == ["a OVERLOADED", "b OVERLOADED"] and len(hall) == 3
+        tasks[3].cancel()
+        await asyncio.gather(tasks[3], return_exceptions=True)
+        assert tasks[3].cancelled() and len(hall) == 2, "who is cancelled by others is cancelled"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not len(hall)
+
+    asyncio.run(scenario())
+
+
+def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.insecure_channel(server.target, options=options) for _ in range(6)]
+    stub = [health_pb2_grpc.HealthStub(channel) for channel in channels]
+    try:
+        watchers = [stub[n % 4].Watch(health_pb2.HealthCheckRequest()) for n in range(600)]
+        assert next(watchers[-1]).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            list(watchers[0])
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "open longest" in caught.value.details()
+        selections = [unary_stream_of(channels[4]) for _ in range(200)]
+        assert stub[5].Check(health_pb2.HealthCheckRequest(), timeout=20).status == health_pb2.HealthCheckResponse.SERVING
+        with marked_engine(server.target) as session:
+            assert session.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(20)
+        for call in (*watchers, *selections):
+            call.cancel()
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
+    """The servicer of grpcio-health-checking holds a lock while it writes."""
+    from hotkv_server.rpc.health import HealthService
+
+    async def scenario() -> None:
+        service, serving = HealthService(), health_pb2.HealthCheckResponse
+        service.set({"": True})
+        stuck = service.Watch(health_pb2.HealthCheckRequest(), None)
+        reads = service.Watch(health_pb2.HealthCheckRequest(), None)
+        assert (await anext(stuck)).status == (await anext(reads)).status == serving.SERVING
+        service.set({"": False})
+        assert (await anext(reads)).status == serving.NOT_SERVING
+        service.set({"": False})
+        service.set({"": True})
+        assert (await anext(reads)).status == serving.SERVING
+        # It hears what is true when it reads again.
+        waiting = asyncio.ensure_future(anext(stuck))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        service.set({"": True, "other": False})
+        other = service.Watch(health_pb2.HealthCheckRequest(service="other"), None)
+        unknown = service.Watch(health_pb2.HealthCheckRequest(service="unknown"), None)
+        assert (await anext(other)).status == serving.NOT_SERVING
+        assert (await anext(unknown)).status == serving.SERVICE_UNKNOWN
+        waiting.cancel()
+
+    asyncio.run(scenario())

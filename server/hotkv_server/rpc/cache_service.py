@@ -51,7 +51,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     async def Store(self, request: cache_pb2.StoreRequest, context: Any) -> cache_pb2.StoreResponse:
         async def call() -> cache_pb2.StoreResponse:
             end = await calls.store(self._node, self._node.session(request.session_id), request)
-            return convert.store_response(request, end)
+            return convert.store_response(request.transfer_id, [run.group_index for run in request.runs], end)
 
         return await answer(self._node, context, call)
 

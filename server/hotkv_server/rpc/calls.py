@@ -8,8 +8,9 @@ from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.rpc import convert, sparse_convert
 from hotkv_server.rpc.errors import rights_log
 from hotkv_server.runtime.in_place import InPlaceGrant
-from hotkv_server.runtime.node import Node, TransferEnd
+from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
+from hotkv_server.runtime.transfers import TransferEnd
 
 MAX_REPORTS = 1024
 
@@ -86,7 +87,9 @@ def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRe
     runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
     ttl_s, retention = convert.seconds("ttl_ms", request.ttl_ms), convert.retention("retention", request.retention)
     values, ttl_s = node.reserve(session, _lease_id(request.lease_id), runs, ttl_s, retention)
-    return cache_pb2.ReserveBlocksResponse(runs=convert.results(request.runs, values), ttl_ms=int(ttl_s * 1000))
+    return cache_pb2.ReserveBlocksResponse(
+        runs=convert.results([run.group_index for run in request.runs], values), ttl_ms=int(ttl_s * 1000)
+    )
 
 
 def release(node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest) -> cache_pb2.ReleaseLeaseResponse:
@@ -106,7 +109,9 @@ def load(node: Node, session: LiveSession, request: cache_pb2.LoadRequest) -> "a
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
     transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
     try:
-        return node.load(session, transfer_id, lease_id, positions, block_ids, timeout_s, convert.device_mark(request))
+        return node.transfers.load(
+            session, transfer_id, lease_id, positions, block_ids, timeout_s, convert.device_mark(request), request.ByteSize()
+        )
     except HotKVError as error:
         raise _of_lease(node, session, lease_id, error) from None
 
@@ -116,7 +121,7 @@ def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> 
     runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
     block_ids = [convert.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
-    return node.store(
+    return node.transfers.store(
         session,
         _transfer_id(request.transfer_id),
         _lease_id(request.lease_id),
@@ -127,6 +132,7 @@ def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> 
         request.fence_index,
         [convert.run_content(run, session.key_space) for run in request.runs],
         convert.device_mark(request),
+        request.ByteSize(),
     )
 
 
@@ -196,4 +202,4 @@ def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
 
 def cancel(node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest) -> cache_pb2.CancelTransferResponse:
     """Asks a transfer to end early."""
-    return cache_pb2.CancelTransferResponse(found=node.cancel(session, request.transfer_id))
+    return cache_pb2.CancelTransferResponse(found=node.transfers.cancel(session, request.transfer_id))

@@ -16,8 +16,8 @@ from hotkv.v1 import admin_pb2, cache_pb2, events_pb2, layout_pb2, session_pb2
 from hotkv_server.core.values import HashList, LoadPositions, Run
 from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.runtime.events import BlockExtraKeys, BlocksRemoved, BlocksStored, ExtraKey, KeySpaceCleared, RunContent, TimedEvent
-from hotkv_server.runtime.node import TransferEnd
 from hotkv_server.runtime.reports import Report, WatchedReport
+from hotkv_server.runtime.transfers import TransferEnd
 
 MAX_TENSORS = 1 << 16
 MAX_LISTS = 1024
@@ -387,9 +387,9 @@ def offsets(messages: Sequence[cache_pb2.GroupHashes], values: Sequence[NDArray[
     ]
 
 
-def results(messages: Sequence[cache_pb2.BlockRun], values: Sequence[NDArray[np.uint8]]) -> list[cache_pb2.RunResults]:
-    """One byte a block."""
-    return [cache_pb2.RunResults(group_index=m.group_index, results=value.tobytes()) for m, value in zip(messages, values, strict=True)]
+def results(groups: Sequence[int], values: Sequence[NDArray[np.uint8]]) -> list[cache_pb2.RunResults]:
+    """One byte a block; `groups` as the session names them."""
+    return [cache_pb2.RunResults(group_index=group, results=value.tobytes()) for group, value in zip(groups, values, strict=True)]
 
 
 def load_response(transfer_id: str, end: TransferEnd) -> cache_pb2.LoadResponse:
@@ -397,12 +397,12 @@ def load_response(transfer_id: str, end: TransferEnd) -> cache_pb2.LoadResponse:
     return cache_pb2.LoadResponse(transfer_id=transfer_id, status=STATUS[end.outcome], byte_count=end.num_bytes, message=end.message)
 
 
-def store_response(request: cache_pb2.StoreRequest, end: TransferEnd) -> cache_pb2.StoreResponse:
-    """How a store ended."""
+def store_response(transfer_id: str, groups: Sequence[int], end: TransferEnd) -> cache_pb2.StoreResponse:
+    """How a store ended. `groups`: of its runs, as the session names them."""
     return cache_pb2.StoreResponse(
-        transfer_id=request.transfer_id,
+        transfer_id=transfer_id,
         status=STATUS[end.outcome],
         byte_count=end.num_bytes,
-        runs=results(request.runs, end.results),
+        runs=results(groups, end.results),
         message=end.message,
     )

@@ -1,7 +1,8 @@
 """What is true of every method of `hotkv.v1` before its service sees a request.
 
 Bytes that are no message of the protocol, or one of too many parts (`weight`), get a canonical code with a reason, like every other bad
-input: gRPC itself would answer UNKNOWN with a Python error. Where admin methods are guarded, nobody calls one without proof.
+input: gRPC itself would answer UNKNOWN with a Python error. Where admin methods are guarded, nobody calls one without proof. Other
+services' streams, of health and reflection, are `guests`.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from hotkv.errors import HotKVError, Reason
 from hotkv_server.rpc.errors import abort, as_refusal
+from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.pace import Pace
 from hotkv_server.rpc.weight import MAX_PARTS, is_light
 from hotkv_server.runtime.node import Node
@@ -59,9 +61,10 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Replaces the parsing of requests; with `guard`, asks it before each admin method."""
 
-    def __init__(self, node: Node, pace: Pace, guard: Guard | None = None) -> None:
+    def __init__(self, node: Node, pace: Pace, guests: Guests, guard: Guard | None = None) -> None:
         self._node = node
         self._pace = pace
+        self._guests = guests
         self._guard = guard
 
     async def _check(self, request: Any, context: Any, guard: Guard | None) -> None:
@@ -76,8 +79,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(PREFIX):
-            return handler
+        if handler is None:
+            return None
+        if not details.method.startswith(PREFIX):
+            return self._bounded(handler)
         parse = _lenient(handler.request_deserializer)
         guard = self._guard if details.method.startswith(ADMIN_PREFIXES) else None
         if handler.stream_stream is not None:
@@ -99,3 +104,20 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             return await serve(request, context)
 
         return grpc.unary_unary_rpc_method_handler(checked, parse, handler.response_serializer)
+
+    def _bounded(self, handler: Any) -> Any:
+        """The handler of a service that is not hotkv's; if its calls may last, as many as there may be guests."""
+        serve = handler.unary_stream or handler.stream_stream
+        if serve is None:
+            return handler
+
+        async def bounded(request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                with self._guests.stay():
+                    async for response in serve(request, context):
+                        yield response
+            except HotKVError as error:
+                await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+
+        make = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.stream_stream_rpc_method_handler
+        return make(bounded, handler.request_deserializer, handler.response_serializer)

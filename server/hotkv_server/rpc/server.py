@@ -18,7 +18,8 @@ from typing import Any
 
 import grpc
 from grpc_channelz.v1 import channelz
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health as health_names
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hotkv.errors import HotKVError, Reason
@@ -34,14 +35,17 @@ from hotkv.v1 import (
     sparse_pb2,
     sparse_pb2_grpc,
 )
+from hotkv_server.core.transfers import MAX_TRANSFERS
 from hotkv_server.rpc import peers
 from hotkv_server.rpc.admin_service import AdminService
 from hotkv_server.rpc.cache_service import CacheService
 from hotkv_server.rpc.event_service import EventService
+from hotkv_server.rpc.guests import Guests
+from hotkv_server.rpc.health import HealthService
 from hotkv_server.rpc.interceptor import EdgeInterceptor, Guard
 from hotkv_server.rpc.pace import Pace
 from hotkv_server.rpc.session_service import SessionService
-from hotkv_server.rpc.sparse_service import SparseService
+from hotkv_server.rpc.sparse_service import MAX_SELECT_STREAMS, SparseService
 from hotkv_server.rpc.tls import Certificates, TlsFiles
 from hotkv_server.runtime.node import MAX_SESSIONS, Node
 from hotkv_server.security.identity import Gate, Peer
@@ -50,8 +54,11 @@ from hotkv_server.security.tickets import Tickets
 MAX_MESSAGE_BYTES = 32 << 20
 """Of the largest call: all the blocks it may name, with hashes, ids and tokens."""
 MAX_CONNECTIONS = MAX_SESSIONS + 1024
-MAX_CALLS = MAX_SESSIONS + 4096
-"""Calls at once on one way in; a session is one for as long as it lives. The next one gets RESOURCE_EXHAUSTED."""
+MAX_GUESTS = 512
+MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_TRANSFERS + MAX_GUESTS + 4096
+"""Calls at once on one way in; the next one gets RESOURCE_EXHAUSTED. Each kind that may last has a bound of its own that nobody uses up for
+others, so there is always room for what is answered at once, health above all.
+"""
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
 MAX_SOCKET_PATH_BYTES = 107
@@ -107,7 +114,8 @@ class RpcServer:
         self._gate = gate
         self._tickets = tickets
         self._endpoints = endpoints
-        self._health = health.aio.HealthServicer()
+        self._health = HealthService()
+        self._guests = Guests(MAX_GUESTS)
         self._pace = Pace(endpoints.malformed_per_s)
         self._modes = {endpoints.socket: endpoints.socket_mode, endpoints.admin_socket: endpoints.admin_socket_mode}
         self._servers = [self._users(), self._admins()]
@@ -117,7 +125,7 @@ class RpcServer:
 
     def _server(self, guard: Guard | None = None) -> grpc.aio.Server:
         server = grpc.aio.server(
-            interceptors=[EdgeInterceptor(self._node, self._pace, guard)], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
+            interceptors=[EdgeInterceptor(self._node, self._pace, self._guests, guard)], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
@@ -125,7 +133,7 @@ class RpcServer:
     def _add_user_services(self, server: grpc.aio.Server, sessions: SessionService) -> None:
         session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self._node), server)
-        sparse_pb2_grpc.add_SparseServiceServicer_to_server(SparseService(self._node, self._pace), server)
+        sparse_pb2_grpc.add_SparseServiceServicer_to_server(SparseService(self._node, self._pace, self._guests), server)
 
     def _add_admin_services(self, server: grpc.aio.Server) -> None:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._node), server)
@@ -134,9 +142,9 @@ class RpcServer:
     def _users(self) -> grpc.aio.Server:
         server = self._server()
         self._add_user_services(
-            server, SessionService(self._node, self._gate, self._peer_of_ticket, self._pace, has_descriptor_socket=True)
+            server, SessionService(self._node, self._gate, self._peer_of_ticket, self._pace, self._guests, has_descriptor_socket=True)
         )
-        reflection.enable_server_reflection((*USER_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((*USER_NAMES, health_names.SERVICE_NAME, reflection.SERVICE_NAME), server)
         _listen(server, self._endpoints.socket)
         return server
 
@@ -144,14 +152,16 @@ class RpcServer:
         server = self._server()
         self._add_admin_services(server)
         channelz.add_channelz_servicer(server)
-        reflection.enable_server_reflection((*ADMIN_NAMES, health.SERVICE_NAME, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((*ADMIN_NAMES, health_names.SERVICE_NAME, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
         _listen(server, self._endpoints.admin_socket)
         return server
 
     def _tcp(self) -> grpc.aio.Server:
-        endpoints, names = self._endpoints, [*USER_NAMES, health.SERVICE_NAME]
+        endpoints, names = self._endpoints, [*USER_NAMES, health_names.SERVICE_NAME]
         server = self._server(lambda context: self._gate.admit_admin(peers.of_call(context)))
-        self._add_user_services(server, SessionService(self._node, self._gate, _peer_of_call, self._pace, has_descriptor_socket=False))
+        self._add_user_services(
+            server, SessionService(self._node, self._gate, _peer_of_call, self._pace, self._guests, has_descriptor_socket=False)
+        )
         if endpoints.admin_on_tcp:
             self._add_admin_services(server)
             names += ADMIN_NAMES
@@ -185,14 +195,11 @@ class RpcServer:
             await server.start()
         for path, mode in self._modes.items():
             os.chmod(path, mode)
-        await self.set_health(is_ready=True, is_alive=True)
+        self.set_health(is_ready=True, is_alive=True)
 
-    async def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
+    def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
         """What health answers: `is_ready` for the server and for each service, `is_alive` under the name LIVENESS."""
-        states = {"": is_ready, LIVENESS: is_alive, **dict.fromkeys((*USER_NAMES, *ADMIN_NAMES), is_ready)}
-        for name, is_serving in states.items():
-            status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
-            await self._health.set(name, status)
+        self._health.set({"": is_ready, LIVENESS: is_alive, **dict.fromkeys((*USER_NAMES, *ADMIN_NAMES), is_ready)})
 
     async def stop(self, grace_s: float) -> None:
         """Stops taking calls, and ends those in flight after `grace_s`."""

@@ -11,6 +11,7 @@ other tenant can name its leases.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import hotkv
@@ -21,9 +22,11 @@ from hotkv_server.core.catalog import MAX_KEY_SPACES
 from hotkv_server.core.values import EvictionNotice
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import abort, as_refusal, detail
+from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.pace import Pace
-from hotkv_server.runtime.node import NOTICE_BLOCKS, Node, TransferEnd
+from hotkv_server.runtime.node import NOTICE_BLOCKS, Node
 from hotkv_server.runtime.session import OUTBOX_MESSAGES, LiveSession, Notice
+from hotkv_server.runtime.transfers import TransferEnd
 from hotkv_server.security.identity import Gate, Peer, Tenant
 
 log = logging.getLogger(__name__)
@@ -50,10 +53,11 @@ Identify = Callable[[session_pb2.OpenSession, Any], Peer]
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See session.proto."""
 
-    def __init__(self, node: Node, gate: Gate, identify: Identify, pace: Pace, *, has_descriptor_socket: bool) -> None:
+    def __init__(self, node: Node, gate: Gate, identify: Identify, pace: Pace, guests: Guests, *, has_descriptor_socket: bool) -> None:
         self._node = node
         self._gate = gate
         self._pace = pace
+        self._guests = guests
         self._identify = identify
         self._has_descriptor_socket = has_descriptor_socket
 
@@ -62,7 +66,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     ) -> None:
         who = f"peer={context.peer()}"
         try:
-            first = await _first(request_iterator)
+            with self._guests.stay():
+                first = await _first(request_iterator)
             who = f"{who} engine={first.open_session.engine_id[:64]!r} tenant={first.open_session.key_space.tenant[:64]!r}"
             peer = self._identify(first.open_session, context)
             who = f"{who} {peer}"
@@ -192,6 +197,8 @@ class _Stream:
             if response is not None and request.request_id:
                 response.request_id = request.request_id
                 self._send(response)
+            # The next one may be long in coming.
+            del request, response
 
     def _refused(self, error: Exception) -> session_pb2.ConnectResponse:
         return session_pb2.ConnectResponse(error=detail(as_refusal(self._node, error, self._session.name)))
@@ -268,11 +275,13 @@ class _Stream:
                 return session_pb2.ConnectResponse(release_lease=calls.release(node, session, request.release_lease))
             case "load":
                 load = calls.load(node, session, request.load)
-                load.add_done_callback(lambda done: self._answer_load(request, done))
+                # What answers a transfer does not keep its message.
+                load.add_done_callback(partial(self._answer_load, request.request_id, request.load.transfer_id))
                 return None
             case "store":
                 store = calls.store(node, session, request.store)
-                store.add_done_callback(lambda done: self._answer_store(request, done))
+                groups = [run.group_index for run in request.store.runs]
+                store.add_done_callback(partial(self._answer_store, request.request_id, request.store.transfer_id, groups))
                 return None
             case "cancel_transfer":
                 return session_pb2.ConnectResponse(cancel_transfer=calls.cancel(node, session, request.cancel_transfer))
@@ -318,12 +327,12 @@ class _Stream:
         answer.request_id = request.request_id
         self._send(answer)
 
-    def _answer_load(self, request: session_pb2.ConnectRequest, done: "asyncio.Future[TransferEnd]") -> None:
+    def _answer_load(self, request_id: int, transfer_id: str, done: "asyncio.Future[TransferEnd]") -> None:
         if not done.cancelled():
-            answer = convert.load_response(request.load.transfer_id, done.result())
-            self._send(session_pb2.ConnectResponse(request_id=request.request_id, load=answer))
+            answer = convert.load_response(transfer_id, done.result())
+            self._send(session_pb2.ConnectResponse(request_id=request_id, load=answer))
 
-    def _answer_store(self, request: session_pb2.ConnectRequest, done: "asyncio.Future[TransferEnd]") -> None:
+    def _answer_store(self, request_id: int, transfer_id: str, groups: list[int], done: "asyncio.Future[TransferEnd]") -> None:
         if not done.cancelled():
-            answer = convert.store_response(request.store, done.result())
-            self._send(session_pb2.ConnectResponse(request_id=request.request_id, store=answer))
+            answer = convert.store_response(transfer_id, groups, done.result())
+            self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))

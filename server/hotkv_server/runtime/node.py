@@ -1,7 +1,7 @@
 """The node: the core, its memory and its copy engine, driven by one event loop.
 
-Owns the only reference to the core; every method runs on the event loop and none blocks it: bytes are moved by the copy
-engine's threads, mappings are made in a worker thread. A transfer's answer is sent only when nothing touches its memory any more.
+Every method runs on the event loop and none blocks it: bytes are moved by the copy engine's threads (`transfers`), mappings are made in a
+worker thread.
 """
 
 import asyncio
@@ -9,38 +9,34 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout
-from hotkv.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind
+from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core import parts
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.checks import Sums
-from hotkv_server.core.values import EvictionNotice, HashList, LoadPositions, Run, SlotRun
-from hotkv_server.dataplane.checks import SumThreads
-from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
-from hotkv_server.dataplane.plan import Region, block_copies
+from hotkv_server.core.values import EvictionNotice, HashList, Run
+from hotkv_server.dataplane.engine import CopyEngine
+from hotkv_server.dataplane.plan import Region
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.runtime.deadline import Deadline
 from hotkv_server.runtime.devices import NO_DEVICES, Devices
-from hotkv_server.runtime.engine_memory import EngineMemory, check_handles, open_engine_memory
-from hotkv_server.runtime.events import EventHub, EventPublisher, RunContent, removed_events, stored_events
+from hotkv_server.runtime.engine_memory import check_handles, open_engine_memory
+from hotkv_server.runtime.events import EventHub, EventPublisher, removed_events
 from hotkv_server.runtime.feed import Feeds
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.in_place import InPlace
-from hotkv_server.runtime.order import MarkGate
 from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
 from hotkv_server.runtime.session import Drain, LiveSession
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.takeover import UseNotes, state_of
+from hotkv_server.runtime.transfers import Transfers
 from hotkv_server.runtime.verify import Verifier
 
 log = logging.getLogger(__name__)
@@ -52,39 +48,8 @@ STALLED_TIMER_S = 5.0
 STALLED_WORK_S = 60.0
 """Far above what a piece of work on a thread may take, also on a machine that swaps."""
 MAX_SESSIONS = 4096
-MAX_TRANSFERS_OF_SESSION = 2048
-"""In flight at a time. Besides, a session begins none while its transfers have as many bytes as the arena, or these where it is small:"""
-MIN_INFLIGHT_BYTES = 1 << 30
 NOTICE_BLOCKS = 1 << 16
 """Most blocks of one eviction notice: 2 MiB of hashes."""
-CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
-
-Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
-"""Ends a transfer in the core, given how it went and the bytes moved; returns the results a run."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferEnd:
-    """How a transfer ended. `results`: BlockResult values a run, for stores."""
-
-    outcome: Outcome
-    num_bytes: int
-    message: str
-    results: list[NDArray[np.uint8]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Hold:
-    """What a transfer waits for, and for how long."""
-
-    deadline: Deadline
-    gate: MarkGate | None
-
-    @staticmethod
-    def of(memory: EngineMemory, after: DeviceMark | None, timeout_s: float) -> "_Hold":
-        """Raises INVALID_FIELD for a mark that this session has not."""
-        deadline = Deadline(timeout_s)
-        return _Hold(deadline, None if after is None else memory.order.gate(after, deadline.mark_passed))
 
 
 class Node:
@@ -106,8 +71,6 @@ class Node:
         self.sessions: dict[str, LiveSession] = {}
         self.started_s = time.monotonic()
         self.drained = asyncio.Event()
-        self.loaded_bytes = 0
-        self.stored_bytes = 0
         self.events = EventHub(publisher)
         self.report_counters = ReportCounters()
         self.watched: Feeds[WatchedReport] = Feeds()
@@ -120,7 +83,7 @@ class Node:
         self.verifier = verifier or Verifier(core, self._arena)
         self.in_place = InPlace(core, self.verifier, self._run_effects)
         self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
-        self._sums = SumThreads()
+        self.transfers = Transfers(core, self._arena, copy_engine, self.verifier, self.events, self.health, self._run_effects)
         self._use_notes = UseNotes(core)
         # Size of the catalog that is written down; one write at a time.
         self._saved = self._catalog_size
@@ -148,7 +111,7 @@ class Node:
         await asyncio.gather(*(self.close_session(session) for session in list(self.sessions.values())))
         await asyncio.gather(*self._saves)
         self.sparse.close()
-        self._sums.close()
+        self.transfers.close()
         for task in self._tasks:
             task.cancel()
 
@@ -323,185 +286,6 @@ class Node:
             for hash_list in report.used_blocks(session.key_space):
                 self.core.touch(session.record.number, [hash_list], now_s, report.retention)
 
-    def load(
-        self,
-        session: LiveSession,
-        transfer_id: str,
-        lease_id: str,
-        runs: list[LoadPositions],
-        block_ids: list[NDArray[np.int64]],
-        timeout_s: float,
-        after: DeviceMark | None = None,
-    ) -> "asyncio.Future[TransferEnd]":
-        """Starts a load. The future is done when nothing is written any more. `after`: nothing is before this mark has passed."""
-        self._check_room(session)
-        memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
-        hold = _Hold.of(memory, after, timeout_s)
-        slots = self.core.begin_load(session.record.number, transfer_id, lease_id, runs)
-
-        def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
-            self.core.end_load(session.record.number, transfer_id, outcome is Outcome.DONE)
-            session.loaded_bytes += num_bytes
-            self.loaded_bytes += num_bytes
-            return []
-
-        return self._transfer(session, transfer_id, memory, slots, block_ids, hold, finish, to_engine=True)
-
-    def store(
-        self,
-        session: LiveSession,
-        transfer_id: str,
-        lease_id: str,
-        runs: list[Run],
-        block_ids: list[NDArray[np.int64]],
-        timeout_s: float,
-        retention: Retention = NO_RETENTION,
-        fence_index: int = 0,
-        contents: Sequence[RunContent] = (),
-        after: DeviceMark | None = None,
-    ) -> "asyncio.Future[TransferEnd]":
-        """Starts a store. The future is done when the blocks are committed or refused and nothing is read any more.
-
-        `contents`: one a run, for events; or none. `after`: nothing is read before this mark has passed.
-        """
-        self._check_room(session)
-        memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
-        session.check_fence(fence_index)
-        for run, ids in zip(runs, block_ids, strict=True):
-            if len(ids) != len(run.hashes):
-                raise HotKVError(
-                    Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a hash"
-                )
-        hold = _Hold.of(memory, after, timeout_s)
-        ttl_s, shard_index = max(timeout_s, 0.0) * 2, memory.layout.shard_index
-        slots = self.core.begin_store(session.record.number, transfer_id, lease_id, runs, shard_index, ttl_s, time.monotonic(), retention)
-
-        sums: list[Sums] = []
-
-        def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
-            kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
-            results = self.core.end_store(session.record.number, transfer_id, kept, time.monotonic(), sums)
-            session.stored_bytes += num_bytes
-            self.stored_bytes += num_bytes
-            if self.events.is_heard and contents:
-                self.events.publish(stored_events(session.record.key_space_id, session.key_space, runs, contents, results))
-            return results
-
-        try:
-            take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
-            return self._transfer(session, transfer_id, memory, slots, block_ids, hold, finish, take_sums, to_engine=False)
-        finally:
-            # Notices of what made room go out while the bytes move.
-            self._run_effects()
-
-    def _check_room(self, session: LiveSession) -> None:
-        """Raises OVERLOADED where the session has more under way than one alone may have."""
-        if len(session.jobs) >= MAX_TRANSFERS_OF_SESSION or session.inflight_bytes >= max(self._arena.num_bytes, MIN_INFLIGHT_BYTES):
-            raise HotKVError(
-                Reason.OVERLOADED,
-                f"transfer_id: the session has {len(session.jobs)} transfers of {session.inflight_bytes} bytes in flight; wait for some",
-            )
-
-    def _take_sums(self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]) -> None:
-        """What a store has written, for its check values. In the copy thread that wrote last."""
-        stride, record = self.core.config.check_stride, self.core.catalog.record(key_space_id)
-        for run in slots if stride else ():
-            shard_bytes, found = record.shape(run.group_index).shard_bytes, np.zeros(len(run.offsets), np.uint64)
-            strides = np.full(len(found), stride)
-            self._sums.add_sums(
-                self._arena, run.offsets + sum(shard_bytes[:shard_index]), shard_bytes[shard_index], shard_index, strides, found
-            )
-            sums.append(found)
-
-    def cancel(self, session: LiveSession, transfer_id: str) -> bool:
-        """Asks a transfer to end early; False where it has ended."""
-        job = session.jobs.get(transfer_id)
-        if job is None:
-            return False
-        job.cancel()
-        return True
-
-    def _transfer(
-        self,
-        session: LiveSession,
-        transfer_id: str,
-        memory: EngineMemory,
-        slots: Sequence[SlotRun],
-        block_ids: Sequence[NDArray[np.int64]],
-        hold: "_Hold",
-        finish: Finish,
-        then: Callable[[], None] | None = None,
-        *,
-        to_engine: bool,
-    ) -> "asyncio.Future[TransferEnd]":
-        """`then`: called in a copy thread when all has been copied."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[TransferEnd] = loop.create_future()
-        record = self.core.catalog.record(session.record.key_space_id)
-        try:
-            plans = [
-                plan
-                for run, ids in zip(slots, block_ids, strict=True)
-                for plan in block_copies(
-                    memory.layout.recipes(session.named(run.group_index), record.shape(run.group_index)),
-                    ids[run.positions],
-                    run.offsets,
-                    self._arena,
-                    memory.regions,
-                    to_engine=to_engine,
-                )
-            ]
-        except BaseException:
-            # The core has begun the transfer; it must not stay in its books.
-            finish(Outcome.FAILED, 0)
-            raise
-
-        def ended(outcome: Outcome, message: str) -> None:
-            hold.deadline.end()
-            del session.jobs[transfer_id]
-            session.inflight_bytes -= job.total_bytes
-            session.settled.set()
-            if self.health.breach:
-                outcome, message = Outcome.FAILED, "the server ends: its books can't be trusted"
-            elif not memory.is_whole():
-                outcome, message = Outcome.FAILED, "the file of the engine's memory has been truncated"
-                log.warning("memory cut short %s transfer=%s", session.name, transfer_id)
-            elif to_engine and outcome is Outcome.DONE and self.verifier.is_doubtful(slots):
-                outcome, message = Outcome.FAILED, CONDEMNED_MESSAGE
-            moved = job.total_bytes if outcome is Outcome.DONE else 0
-            results = finish(outcome, moved)
-            self._run_effects()
-            if not future.cancelled():
-                future.set_result(TransferEnd(outcome, moved, message or hold.deadline.message, results))
-
-        def on_done(outcome: Outcome, message: str) -> None:
-            try:
-                if then is not None and outcome is Outcome.DONE:
-                    then()
-            except Exception as error:  # noqa: BLE001 The edge of the effect executor: what can't be checked is not kept.
-                outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
-            loop.call_soon_threadsafe(ended, outcome, message)
-
-        job = CopyJob(plans, on_done, hold.gate, self.core.owner(session.record))
-        session.jobs[transfer_id] = job
-        session.inflight_bytes += job.total_bytes
-        hold.deadline.begin(job, has_mark=hold.gate is not None)
-        cases = self.verifier.unverified(slots) if to_engine else []
-        if not cases:
-            self.copy_engine.submit(job)
-            return future
-
-        def judged(checking: "asyncio.Future[list[NDArray[np.bool_]]]") -> None:
-            if (error := checking.exception()) is not None:
-                ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
-            elif len(self.verifier.settle(cases, checking.result())):
-                ended(Outcome.FAILED, CONDEMNED_MESSAGE)
-            else:
-                self.copy_engine.submit(job)
-
-        loop.run_in_executor(None, self.verifier.judge, cases).add_done_callback(judged)
-        return future
-
     # Draining, effects, time
 
     def drain(self, timeout_s: float) -> None:
@@ -579,13 +363,3 @@ def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
     """A notice in parts that fit a message."""
     for start in range(0, len(notice.hashes), NOTICE_BLOCKS):
         yield replace(notice, hashes=notice.hashes[start : start + NOTICE_BLOCKS])
-
-
-def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]], groups: Sequence[int]) -> EngineMemory:
-    """The session's memory, checked against the block ids and groups of a transfer."""
-    if session.closing:
-        raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
-    if session.memory is None:
-        raise HotKVError(Reason.NO_MEMORY_REGISTERED, "the session has registered no memory; send register_memory first")
-    session.memory.check_use(block_ids, [session.named(group_index) for group_index in groups if group_index >= MAX_GROUPS])
-    return session.memory

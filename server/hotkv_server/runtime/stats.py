@@ -41,8 +41,8 @@ def tier(node: Node) -> TierStats:
 def counters(node: Node) -> dict[str, float]:
     """Counters by their metric names, without the `hotkv_` prefix."""
     values = {f"{name}_total": float(value) for name, value in asdict(node.core.counters).items()}
-    values["loaded_bytes_total"] = float(node.loaded_bytes)
-    values["stored_bytes_total"] = float(node.stored_bytes)
+    values["loaded_bytes_total"] = float(node.transfers.loaded_bytes)
+    values["stored_bytes_total"] = float(node.transfers.stored_bytes)
     values["events_lost_by_readers_total"] = float(node.events.feeds.lost_items)
     values["watched_requests_lost_total"] = float(node.watched.lost_items)
     values["verified_blocks_total"] = float(node.verifier.verified_blocks)

@@ -39,7 +39,7 @@ POINTS = {
     "end_store": "hotkv_server.core.cache:CacheCore.end_store",
     "representations": "hotkv_server.core.representations:Representations.publish",
     "copy": "hotkv_server.dataplane.host:HostCopyEngine._copy",
-    "sums": "hotkv_server.runtime.node:Node._take_sums",
+    "sums": "hotkv_server.runtime.transfers:Transfers._take_sums",
     "restore": "hotkv_server.runtime.takeover:restore",
     "adopt": "hotkv_server.memory.arena:NodeMemory.adopt",
     "open": "hotkv_server.memory.arena:NodeMemory.open",
