@@ -95,6 +95,7 @@ class Session:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._connection: _Connection | None = None
+        self._awaited: grpc.Future[None] | None = None
         self._state = LinkState.ABSENT
         self._epoch = 0
         self._wants_token_ids = False
@@ -155,9 +156,11 @@ class Session:
         """Ends the session; the server settles its transfers and drops its leases. Blocks until the server is done, 5 seconds at most."""
         self._closed.set()
         with self._lock:
-            connection = self._connection
+            connection, awaited = self._connection, self._awaited
         if connection is not None:
             connection.outbox.put(None)
+        if awaited is not None:
+            awaited.cancel()
         if self._thread.is_alive():
             self._thread.join(5.0)
         self._set_state(LinkState.CLOSED, "closed")
@@ -397,7 +400,9 @@ class Session:
         why_no_ticket = ""
         try:
             try:
-                grpc.channel_ready_future(connection.channel).result(self.config.connect_timeout_s)
+                self._await_server(connection.channel)
+            except grpc.FutureCancelledError:
+                return "closed"
             except grpc.FutureTimeoutError:
                 return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
             ticket, why_no_ticket = self._ticket()
@@ -423,6 +428,20 @@ class Session:
             return f"{refusal}{f' (no ticket: {why_no_ticket})' if refusal.reason is Reason.UNAUTHENTICATED and why_no_ticket else ''}"
         finally:
             self._lose(connection)
+
+    def _await_server(self, channel: grpc.Channel) -> None:
+        """Blocks until a server answers. Raises grpc.FutureTimeoutError when the time is up, grpc.FutureCancelledError after `close`."""
+        ready = grpc.channel_ready_future(channel)
+        with self._lock:
+            self._awaited = ready
+        # `close` sets the event before it looks for what to cancel.
+        if self._closed.is_set():
+            ready.cancel()
+        try:
+            ready.result(self.config.connect_timeout_s)
+        finally:
+            with self._lock:
+                self._awaited = None
 
     def _ticket(self) -> tuple[bytes, str]:
         """The proof of this process's user, and why there is none. A server without tenants needs none, so that is no failure yet."""
