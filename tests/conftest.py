@@ -15,6 +15,9 @@ settings.register_profile("thorough", max_examples=400, stateful_step_count=80, 
 settings.register_profile("hunt", settings.get_profile("thorough"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# Hundreds of servers are started; none should compile what the one before has compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts files that have slow tests before all others, so that no worker of `make test` is left alone with a long one at the end."""
