@@ -4,7 +4,7 @@ Importing vLLM takes as long as all that most tests do with an engine. `nursery(
 a test what `subprocess.Popen` would be. Children die with the nursery, and the nursery with the tests.
 
 Children share what was imported: it is frozen for the garbage collector, also where vLLM would thaw it. A collection would otherwise walk
-half a million objects, which vLLM asks for five times in each start and twice in each stop: two thirds of both.
+700,000 objects for a third of a second, and vLLM asks for several in each start and each stop.
 """
 
 import contextlib
