@@ -166,13 +166,16 @@ def test_a_pipeline_whose_steps_overlap_on_a_device_too_small(start: Start) -> N
     roomy = start("llama", shape=shape, **PP)
     tight = start("llama", shape=shape, **PP, num_gpu_blocks_override=44, max_num_batched_tokens=96, max_num_seqs=6)
     cold = {tuple(prompt): roomy.ask("generate", prompts=[prompt], max_tokens=16) for prompt in batch}
-    for turn in range(3):
+    # How much is loaded depends on what was stored in time: three turns at least, more until enough was.
+    for turn in range(len(batch)):
         asked = batch[turn:] + batch[:turn]
         answers = tight.ask("generate", prompts=asked, max_tokens=16)
         for index, prompt in enumerate(asked):
             one = {name: [answers[name][index]] for name in ("tokens", "logprobs")}
             assert one["tokens"] == cold[tuple(prompt)]["tokens"] and difference(cold[tuple(prompt)], one) < TOLERANCE
-    totals = tight.ask("stats")["totals"]
+        totals = tight.ask("stats")["totals"]
+        if turn >= 2 and totals["loads"] > 10:
+            break
     assert totals["loads"] > 10 and not {"failed_loads", "hook_errors"} & totals.keys()
 
 
