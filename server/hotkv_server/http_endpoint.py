@@ -6,6 +6,7 @@ restart helps, /readyz also while the server drains; both say what it is.
 
 import asyncio
 import itertools
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -105,6 +106,12 @@ class _Listener(ThreadingHTTPServer):
         """Called once a turn, twice a second at least."""
         self.last_turn_s = time.monotonic()
 
+    def end(self) -> None:
+        """Stops listening; returns when the serving thread has left its loop. That looks twice a second, so it is woken."""
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.shutdown()
+        self.server_close()
+
 
 def _probe(node: Node, *, also_draining: bool) -> tuple[int, bytes]:
     """Status and body of a probe."""
@@ -168,5 +175,4 @@ class HttpServer:
 
     def close(self) -> None:
         """Stops listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.end()
