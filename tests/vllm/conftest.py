@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,18 +57,6 @@ def server() -> Any:
     from hotkv_client.testing import FakeServer
 
     return FakeServer()
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Any]:
-    """A `Daemon` that the tests of a file share."""
-    from tests.vllm.processes import Daemon
-
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run").start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
