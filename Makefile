@@ -27,7 +27,7 @@ demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a lon
 	@$(BIN)/python -m demo
 
 test: $(STAMPS)/dev ## all tests that run without a GPU; PYTEST="-k name" for some, JOBS=1 for one at a time
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs
 	$(BIN)/python -m tests.robustness.campaign --kills 1000

@@ -95,7 +95,7 @@ class Session:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._connection: _Connection | None = None
-        self._connecting: Any = None
+        self._awaited: grpc.Future[None] | None = None
         self._state = LinkState.ABSENT
         self._epoch = 0
         self._wants_token_ids = False
@@ -157,14 +157,13 @@ class Session:
         A fence of the session's own goes with it.
         """
         self._closed.set()
-        connecting = self._connecting
-        if connecting is not None:
-            # Without a server the thread would wait for one until its time is up.
-            connecting.cancel()
         with self._lock:
-            connection = self._connection
+            connection, awaited = self._connection, self._awaited
         if connection is not None:
             connection.outbox.put(None)
+        if awaited is not None:
+            # Without a server the thread would wait for one until its time is up.
+            awaited.cancel()
         if self._thread.is_alive():
             self._thread.join(5.0)
         if isinstance(self._fence, Fence) and not self._thread.is_alive():
@@ -408,9 +407,12 @@ class Session:
         connection = _Connection(channels.open_channel(self.config.target, self.config.credentials), outbox, {})
         why_no_ticket = ""
         try:
-            why_not = self._await_ready(connection.channel)
-            if why_not:
-                return why_not
+            try:
+                self._await_server(connection.channel)
+            except grpc.FutureCancelledError:
+                return "closed"
+            except grpc.FutureTimeoutError:
+                return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
             ticket, why_no_ticket = self._ticket()
             outbox.put(_wire.open_session(self.config, ticket))
             connection.call = _wire.connect(connection.channel, iter(outbox.get, None), metadata)
@@ -435,21 +437,19 @@ class Session:
         finally:
             self._lose(connection)
 
-    def _await_ready(self, channel: grpc.Channel) -> str:
-        """Blocks until a server answers, the time is up, or `close` is called; returns why there is none, else an empty string."""
-        ready = self._connecting = grpc.channel_ready_future(channel)
+    def _await_server(self, channel: grpc.Channel) -> None:
+        """Blocks until a server answers. Raises grpc.FutureTimeoutError when the time is up, grpc.FutureCancelledError after `close`."""
+        ready = grpc.channel_ready_future(channel)
+        with self._lock:
+            self._awaited = ready
+        # `close` sets the event before it looks for what to cancel.
+        if self._closed.is_set():
+            ready.cancel()
         try:
-            # `close` cancels what it sees, and may have come before.
-            if self._closed.is_set():
-                return "closed"
             ready.result(self.config.connect_timeout_s)
-        except grpc.FutureCancelledError:
-            return "closed"
-        except grpc.FutureTimeoutError:
-            return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
         finally:
-            self._connecting = None
-        return ""
+            with self._lock:
+                self._awaited = None
 
     def _ticket(self) -> tuple[bytes, str]:
         """The proof of this process's user, and why there is none. A server without tenants needs none, so that is no failure yet."""

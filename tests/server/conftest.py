@@ -12,11 +12,14 @@ from hotkv.sparse.centre import Centres
 from hotkv_client.testing import PagedEngine
 from tests.server.sparse_support import RepresentationEngine
 
+SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")
+"""Messages that make no sense are answered at once; how they wait is tested in test_pace."""
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """A server with 64 MiB that the module's tests share."""
-    with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", "--arena.slab-bytes", "256KiB") as running:
+    with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", *SHARED_FLAGS) as running:
         running.wait_ready()
         yield running
 

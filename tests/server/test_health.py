@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from demo.processes import Child, Server, runtime_folder
 from hotkv.errors import HotKVError, SessionLostError
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus, cli
 from hotkv_client.testing import PagedEngine
+from hotkv_server.http_endpoint import _Listener
 from hotkv_server.runtime.health import CHECK_S, STALLED_S, Health
 from tests.server.support import block_ids, hashes
 from tests.server.test_life import wait_until
@@ -144,6 +146,8 @@ def test_what_has_died_is_named(folder: Path, point: str, how: str, name: str, c
         assert "not serving" in capsys.readouterr().out
         assert name in server.status()["state"]
         assert f"health problems={name}" in server.log.read_text()
+        # A store that nobody copies any more would hold up its session's end and the server's.
+        os.kill(server.pid, signal.SIGKILL)
         engine.close()
 
 
@@ -183,6 +187,17 @@ def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:
     wait_until(lambda: copies.stalled_s(time.monotonic() + 100) == 0.0)
     assert np.array_equal(source, target)
     copies.close()
+
+
+def test_a_listener_ends_without_waiting_for_its_next_turn() -> None:
+    listener = _Listener(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    serving = threading.Thread(target=listener.serve_forever, args=(3600.0,), daemon=True)
+    serving.start()
+    ending = threading.Thread(target=listener.end, daemon=True)
+    ending.start()
+    for thread in (ending, serving):
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:

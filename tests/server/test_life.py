@@ -13,9 +13,11 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv_client import BlockRun, GroupHashes, LinkState, LoadRun, TransferStatus
+from hotkv.keys import KeySpace
+from hotkv_client import BlockRun, GroupHashes, LinkState, LoadRun, Role, Session, SessionConfig, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from tests.server.support import FULL
 
 Make = Callable[..., PagedEngine]
 
@@ -47,6 +49,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def mapped_engine_memory(pid: int) -> int:
     return sum("hotkv-engine" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+def test_a_session_that_waits_for_a_server_ends_when_it_is_closed(tmp_path: Path) -> None:
+    """An engine without a server stops at once."""
+    key_space = KeySpace("model", "revision", "bfloat16", (FULL,), 16)
+    session = Session(SessionConfig(f"unix:{tmp_path}/none.sock", "engine", Role.SCHEDULER, key_space, connect_timeout_s=60.0))
+    session.start()
+    wait_until(lambda: session._awaited is not None)
+    session.close()
+    assert not session._thread.is_alive()
 
 
 def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:

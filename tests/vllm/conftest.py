@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,23 +16,47 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py", "harness.py"]
 
 
-@pytest.fixture
-def server() -> Any:
-    from hotkv_client.testing import FakeServer
+@pytest.fixture(scope="session", autouse=True)
+def _models_are_inspected_here() -> None:
+    from tests.vllm.nursery import inspect_models_here
 
-    return FakeServer()
+    inspect_models_here()
+
+
+@pytest.fixture
+def daemon() -> Iterator[Any]:
+    """A hotkv-server of the test's own (`processes.Daemon`), not started yet."""
+    from tests.vllm.processes import own_daemon
+
+    with own_daemon() as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[Any]:
-    """A `Daemon` that the tests of a file share."""
-    from tests.vllm.processes import Daemon
+def shared_daemon() -> Iterator[Any]:
+    """The running hotkv-server of a file's tests, each of which takes a key space of its own (`weights_identity`)."""
+    from tests.vllm.processes import own_daemon
 
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run").start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with own_daemon() as one:
+        yield one.start()
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Any]:
+    """Starts vLLM engines in processes of their own (`processes.Engines`); stops them at the end."""
+    from tests.vllm.processes import Engines
+
+    made = Engines(tmp_path)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def server() -> Any:
+    """What engines of the harness talk to."""
+    from hotkv_client.testing import FakeServer
+
+    return FakeServer()
 
 
 @pytest.fixture

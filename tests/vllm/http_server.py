@@ -1,7 +1,7 @@
-"""vLLM's HTTP server as a child process, started with the command that README gives."""
+"""vLLM's HTTP server as a child process: with the command that README gives, or forked (`module_driver`), which takes a second."""
 
 import contextlib
-import ctypes
+import functools
 import json
 import os
 import re
@@ -13,71 +13,51 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
-from tests.vllm.nursery import PR_SET_PDEATHSIG
-from tests.vllm.tiny import BLOCK_TOKENS, COMMON, MODELS, write_model
-from tests.vllm.tokenizer import write_tokenizer
+from tests.vllm.nursery import Child, end_with_the_parent, nursery
+from tests.vllm.tiny import BLOCK_TOKENS
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-def readme_command() -> list[str]:
-    """The command of README's chapter on vLLM, in the form for vLLM's CPU package."""
+def readme_command(model: Path, target: str) -> list[str]:
+    """The command of README's chapter on vLLM, in the form for vLLM's CPU package: what stands behind `python -m`, module first."""
     chapter = README.read_text().partition("## Give it to vLLM")[2].partition("\n## ")[0]
     command = next(block for block in chapter.split("\n\n") if block.startswith("    vllm serve MODEL"))
-    module = re.search(r"`python (-m \S+ --model MODEL)`", chapter)
+    module = re.search(r"`python -m (\S+ --model MODEL)`", chapter)
     assert module is not None, "README does not say how to start vLLM's CPU package"
-    return [sys.executable, *module[1].split(), *shlex.split(command)[3:]]
-
-
-def write_weights(folder: Path) -> Path:
-    """Writes the tiny Llama with its weights as a safetensors file and a tokenizer. Returns the folder."""
-    write_tokenizer(write_model(folder, "llama"))
-    config = COMMON | MODELS["llama"]
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes = {"model.embed_tokens": (config["vocab_size"], hidden), "lm_head": (config["vocab_size"], hidden), "model.norm": (hidden,)}
-    for index in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{index}"
-        shapes |= {f"{layer}.self_attn.{name}_proj": (size, hidden) for name, size in (("q", queries), ("k", keys), ("v", keys))}
-        shapes |= {f"{layer}.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
-        shapes |= {f"{layer}.self_attn.o_proj": (hidden, queries), f"{layer}.mlp.down_proj": (hidden, inner)}
-        shapes |= {f"{layer}.input_layernorm": (hidden,), f"{layer}.post_attention_layernorm": (hidden,)}
-    generator = torch.Generator().manual_seed(1)
-    weights = {}
-    for name, shape in shapes.items():
-        values = torch.randn(shape, generator=generator)
-        scale = 0.05 if "embed" in name else 1.5 * shape[-1] ** -0.5
-        weights[f"{name}.weight"] = values * scale if len(shape) > 1 else 1.0 + 0.1 * values
-    save_file(weights, folder / "model.safetensors")
-    return folder
-
-
-def _end_with_the_tests() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    words = [*module[1].split(), *shlex.split(command)[3:]]
+    words = [str(model) if word == "MODEL" else word.replace("unix:/run/hotkv/grpc.sock", target) for word in words]
+    assert any(target in word for word in words)
+    words += ["--served-model-name", "tiny", "--enable-prompt-tokens-details", "--dtype", "float32", "--block-size", str(BLOCK_TOKENS)]
+    return [*words, "--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20)]
 
 
 class HttpServer:
-    """`python -m vllm…` on a free port of this machine."""
+    """`python -m` and `command`, on a free port of this machine. `is_forked`: not a Python of its own, which imports vLLM three times."""
 
-    def __init__(self, model: Path, target: str, log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, *, is_forked: bool, environment: Mapping[str, str] | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        module, *arguments = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         self.log_path = log
-        command = [str(model) if word == "MODEL" else word.replace("unix:/run/hotkv/grpc.sock", target) for word in readme_command()]
-        assert any(target in word for word in command)
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny", "--enable-prompt-tokens-details"]
-        command += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048", "--enforce-eager"]
-        command += ["--kv-cache-memory-bytes", str(64 << 20)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
         self._log = log.open("ab")
-        self.process = subprocess.Popen(command, env=environment, stdout=self._log, stderr=self._log, preexec_fn=_end_with_the_tests)
+        self.process: subprocess.Popen[bytes] | Child
+        if is_forked:
+            self.process = nursery().fork_module(module, arguments, self._log, environment)
+        else:
+            variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                env=variables | dict(environment or {}),
+                stdout=self._log,
+                stderr=self._log,
+                preexec_fn=functools.partial(end_with_the_parent, signal.SIGTERM),
+            )
 
     def ready(self, timeout_s: float = 480.0) -> "HttpServer":
         until_s = time.monotonic() + timeout_s
@@ -98,13 +78,21 @@ class HttpServer:
             text: str = answer.read().decode()
         return text
 
+    def call(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """Posts. Returns the status, and the answer's JSON."""
+        try:
+            status, text = 200, self._post(path, body)
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read().decode()
+        return status, json.loads(text) if text.startswith("{") else text
+
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._post(path, body))
+        answer: dict[str, Any] = json.loads(self._post(path, {"model": "tiny", **body}))
         return answer
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The events of a streamed answer; the last one holds the usage."""
-        text = self._post(path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+        text = self._post(path, {"model": "tiny", **body, "stream": True, "stream_options": {"include_usage": True}})
         lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
@@ -119,9 +107,10 @@ class HttpServer:
                 found[name.partition("{")[0] + (f" {source[1]}" if source else "")] = float(value)
         return found
 
-    def _post(self, path: str, body: dict[str, Any]) -> str:
-        data = json.dumps({"model": "tiny", **body}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"})
+    def _post(self, path: str, body: Any) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        url, headers = f"http://127.0.0.1:{self.port}{path}", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, data, headers, method="POST")
         with urllib.request.urlopen(request, timeout=120) as answer:
             text: str = answer.read().decode()
         return text
@@ -136,7 +125,7 @@ class HttpServer:
 
     def stop(self) -> None:
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            os.kill(self.process.pid, signal.SIGTERM)
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:

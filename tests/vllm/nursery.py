@@ -2,11 +2,15 @@
 
 Importing vLLM takes as long as all that most tests do with an engine. `nursery()` starts one such process for the whole run; `Child` is to
 a test what `subprocess.Popen` would be. Children die with the nursery, and the nursery with the tests.
+
+Children share what was imported: it is frozen for the garbage collector, also where vLLM would thaw it. A collection would otherwise walk
+700,000 objects for a third of a second, and vLLM asks for several in each start and each stop.
 """
 
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -15,12 +19,24 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 HERE = Path(__file__).parent
 PR_SET_PDEATHSIG = 1
 MAX_ORDER_BYTES = 1 << 16
+IMPORTS = (
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "hotkv_vllm.connector",
+)
+"""What every engine imports before it has its model."""
 
 
 class Child:
@@ -68,6 +84,14 @@ class Nursery:
         assert answer, "the process that forks engines has ended"
         return Child(json.loads(answer)["pid"], os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
 
+    def fork_module(self, module: str, arguments: Sequence[str], log: IO[bytes], environment: Mapping[str, str] | None = None) -> Child:
+        """Runs a module as `python -m` would. What it prints goes to `log`; at its end standard output says its exit status as JSON."""
+        child = self.fork("module_driver.py", log)
+        order = {"module": module, "arguments": list(arguments), "environment": dict(environment or {})}
+        child.stdin.write(json.dumps(order).encode() + b"\n")
+        child.stdin.flush()
+        return child
+
 
 @functools.cache
 def nursery() -> Nursery:
@@ -77,7 +101,7 @@ def nursery() -> Nursery:
 
 def _become(driver: str, fds: list[int], link: socket.socket) -> None:
     """In the child: the driver's main, as if it had been started as a script."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_the_parent(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     link.close()
     for number, fd in enumerate(fds):
@@ -88,19 +112,47 @@ def _become(driver: str, fds: list[int], link: socket.socket) -> None:
     module.engine_driver.main() if hasattr(module, "engine_driver") else module.main()
 
 
+def end_with_the_parent(number: int) -> None:
+    """The calling process gets this signal when its parent ends. A fork or another program must ask for it anew."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def inspect_models_here() -> None:
+    """From now on vLLM looks at model classes in this process. It would start Python anew for each and import itself there."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def _register_kernels() -> None:
+    """Puts vLLM's CPU kernels in the place of Triton's, once for all children: vLLM looks through every module for each of them."""
+    from vllm.platforms import current_platform
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
 def main() -> None:
     """Imports vLLM, then forks on request until the tests end."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.path.insert(0, str(HERE))
-    for module in ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner"):
+    for module in IMPORTS:
         importlib.import_module(module)
+    inspect_models_here()
+    _register_kernels()
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None
     link = socket.socket(fileno=int(sys.argv[1]))
     # Nobody waits for the children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         order, fds, _, _ = socket.recv_fds(link, MAX_ORDER_BYTES, 3)
         if not order:
-            return
+            # The interpreter's own end would take seconds, and triton reports leaks.
+            os._exit(0)
         pid = os.fork()
         if pid == 0:
             status = 1

@@ -1,13 +1,16 @@
 """Real daemons and engines as child processes of a test."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,18 @@ class Daemon:
             return getattr(client, what)(**arguments)
 
 
+@contextlib.contextmanager
+def own_daemon() -> Iterator[Daemon]:
+    """A daemon that is not started yet, in a folder that goes with it. The path is short: a Unix socket's name has at most 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
+    one = Daemon(folder / "run")
+    try:
+        yield one
+    finally:
+        one.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class EngineProcess:
     """A vLLM engine with the connector (`target` None: without)."""
 
@@ -91,6 +106,7 @@ class EngineProcess:
         self.process = nursery().fork(driver, self._log)
         self._send(settings)
         self._ready: dict[str, Any] | None = None
+        self._is_stopping = False
 
     def ready(self) -> "EngineProcess":
         if self._ready is None:
@@ -121,9 +137,15 @@ class EngineProcess:
         self.process.wait(30)
         self._log.close()
 
-    def stop(self) -> None:
-        if self.process.poll() is None:
+    def begin_stop(self) -> None:
+        """Tells the engine to stop, and does not wait for it."""
+        if not self._is_stopping and self.process.poll() is None:
+            self._is_stopping = True
             self._send({"op": "stop"})
+
+    def stop(self) -> None:
+        self.begin_stop()
+        if self.process.poll() is None:
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
@@ -134,3 +156,25 @@ class EngineProcess:
     def _send(self, value: dict[str, Any]) -> None:
         self.process.stdin.write(json.dumps(value).encode() + b"\n")
         self.process.stdin.flush()
+
+
+class Engines:
+    """The engines of one test or of one file. Those that are started before the first one is asked come up together; all stop together."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: list[EngineProcess] = []
+
+    def __iter__(self) -> Iterator[EngineProcess]:
+        return iter(self._made)
+
+    def start(self, model: Path, target: str | None, **settings: Any) -> EngineProcess:
+        """Starts one with the settings of `EngineProcess`; logs lie in the folder."""
+        self._made.append(EngineProcess(model, self._folder / f"engine{len(self._made)}.log", target, **settings))
+        return self._made[-1]
+
+    def stop(self) -> None:
+        for one in self._made:
+            one.begin_stop()
+        for one in self._made:
+            one.stop()

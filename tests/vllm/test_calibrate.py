@@ -1,6 +1,6 @@
 """Calibration as a user runs it, on tiny models in real vLLM, against the keys that transformers computes for the same tokens."""
 
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from hotkv.sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS
 from hotkv.sparse.centre_file import read_centres
 from hotkv_vllm.sparse.calibrate import QUERY_EVERY_TOKENS, Recorder, contexts_of, default_text
+from tests.vllm.nursery import nursery
 
 VOCAB = 128
 NUM_TOKENS = 1500
@@ -53,10 +54,12 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hotkv_vllm.sparse.calibrate", *arguments]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+def run(log: Path, *arguments: str) -> tuple[int, str]:
+    """Runs the command, forked from a process that has imported vLLM. Returns its status and what it printed."""
+    with log.open("wb") as output:
+        child = nursery().fork_module("hotkv_vllm.sparse.calibrate", arguments, output, {"VLLM_CPU_KVCACHE_SPACE": "1"})
+        status = json.loads(child.stdout.read())["status"]
+    return status, log.read_text(errors="replace")
 
 
 @pytest.mark.slow
@@ -75,8 +78,8 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
         files[-1].write_text(text(seed, length))
     output = tmp_path / "centres.npz"
     arguments = ["--model", str(saved(model, tmp_path / "tiny")), "--output", str(output), "--dtype", "float32", "--tokens", "1800"]
-    done = run(*arguments, "--texts", *map(str, files))
-    assert done.returncode == 0, done.stderr
+    status, printed = run(tmp_path / "log", *arguments, "--texts", *map(str, files))
+    assert status == 0, printed
     found = read_centres(output)
     assert found.model == "tiny" and sorted(found.layers) == [0, 1, 2]
     assert found.num_tokens == NUM_TOKENS + 1800 - 2 * FIRST_TOKENS
@@ -96,8 +99,9 @@ def test_models_without_full_attention_are_refused(tmp_path: Path) -> None:
 
     folder = saved(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=96)), tmp_path / "windows")
     (tmp_path / "a.txt").write_text(text(0, NUM_TOKENS))
-    done = run("--model", str(folder), "--output", str(tmp_path / "a.npz"), "--texts", str(tmp_path / "a.txt"))
-    assert done.returncode == 2 and "has no layer of plain full attention" in done.stderr
+    given = ["--model", str(folder), "--output", str(tmp_path / "a.npz"), "--texts", str(tmp_path / "a.txt")]
+    status, printed = run(tmp_path / "log", *given)
+    assert status == 2 and "has no layer of plain full attention" in printed
     assert not (tmp_path / "a.npz").exists()
 
 
@@ -145,5 +149,6 @@ def test_python_brings_a_long_text() -> None:
     ],
 )
 def test_bad_arguments_are_refused_before_an_engine_starts(arguments: list[str], message: str) -> None:
-    done = run("--model", "m", *arguments)
+    command = [sys.executable, "-m", "hotkv_vllm.sparse.calibrate", "--model", "m", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and message in done.stderr

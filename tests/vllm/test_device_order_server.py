@@ -1,8 +1,6 @@
 """Transfers behind marks through a real server: words in a file stand for device memory, and a device that works when told writes them."""
 
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,23 +26,14 @@ class RealServer:
         self.open = open_session
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run").start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture
-def make(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes engines that share a key space of the test's own; shuts them down."""
     made: list[Engine] = []
 
     def start(**settings: Any) -> Engine:
-        extra = {"target": daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
-        server: Any = RealServer(daemon.target)
+        extra = {"target": shared_daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
+        server: Any = RealServer(shared_daemon.target)
         made.append(Engine(server, tmp_path / "model", monkeypatch, extra=extra | settings.pop("extra", {}), **settings))
         return made[-1]
 

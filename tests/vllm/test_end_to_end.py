@@ -1,18 +1,17 @@
 """Real vLLM, real daemon, each in a process of its own; a model with random weights."""
 
+import functools
 import os
 import random
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.tiny import BLOCK_TOKENS, VOCAB, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -45,26 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def daemon() -> Iterator[Daemon]:
-    # A short path: a Unix socket's name has at most 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run")
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
-    made: list[EngineProcess] = []
-
-    def make(target: str | None, *, folder: Path = model, **settings: Any) -> EngineProcess:
-        made.append(EngineProcess(folder, tmp_path / f"engine{len(made)}.log", target, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.stop()
+def start(model: Path, engines: Engines) -> Callable[..., EngineProcess]:
+    return functools.partial(engines.start, model)
 
 
 def settled(engine: EngineProcess) -> dict[str, float]:

@@ -4,8 +4,6 @@
 """
 
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.test_end_to_end import difference, prompts, settled, usable
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, write_model
 from tests.vllm.tokenizer import write_tokenizer
@@ -61,38 +59,26 @@ WHISPER = {
 Start = Callable[..., EngineProcess]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run").start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 class Starter:
     """Starts engines of one server, each model in a key space of its own."""
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self.folder, self._daemon = folder, daemon
-        self._made: list[EngineProcess] = []
+        self._engines = Engines(folder)
 
     def __call__(self, model: Path, **settings: Any) -> EngineProcess:
         settings = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024} | settings
         settings |= {"skip_tokenizer_init": not (model / "tokenizer.json").exists()}
         connector = {"weights_identity": str(model), "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
-        log = self.folder / f"engine{len(self._made)}.log"
-        self._made.append(EngineProcess(model, log, self._daemon.target, connector=connector, driver="feature_driver.py", **settings))
-        return self._made[-1]
+        return self._engines.start(model, self._daemon.target, connector=connector, driver="feature_driver.py", **settings)
 
     def stop(self) -> None:
-        for one in self._made:
-            one.stop()
+        self._engines.stop()
 
 
 @pytest.fixture
-def start(daemon: Daemon, tmp_path: Path) -> Iterator[Starter]:
-    starter = Starter(daemon, tmp_path)
+def start(shared_daemon: Daemon, tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(shared_daemon, tmp_path)
     yield starter
     starter.stop()
 
@@ -110,9 +96,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("features")
-    starter = Starter(daemon, folder)
+    starter = Starter(shared_daemon, folder)
     model = write_tokenizer(write_model(folder / "model"))
     yield Pair(starter(model, enable_prompt_embeds=True), starter(model, enable_prompt_embeds=True, enable_prefix_caching=False))
     starter.stop()

@@ -2,9 +2,7 @@
 
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ from hotkv_vllm.holds import HeldBlocks
 from hotkv_vllm.loads import Loads, never_begun
 from hotkv_vllm.metadata import HotKVWorkerMetadata, LoadJob
 from tests.vllm.harness import full_model, hybrid_model, prompt
-from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.processes import Daemon, Engines
 from tests.vllm.test_end_to_end import _state, prompts, settled
 from tests.vllm.test_sleep import Core
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
@@ -315,43 +313,30 @@ def test_a_worker_that_is_lost_later_is_said_after_a_while(engine: Any, server: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_stopped_server_does_not_hold_its_requests(tmp_path: Path) -> None:
+def test_a_stopped_server_does_not_hold_its_requests(daemon: Daemon, engines: Engines, tmp_path: Path) -> None:
     """A real server is stopped in the middle of a load, and goes on while others use the engine: what they get is right."""
-    # A short path: a Unix socket's name has at most 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    daemon = Daemon(folder / "run").start()
-    engine = EngineProcess(
-        write_model(tmp_path / "model"),
-        tmp_path / "engine.log",
-        daemon.target,
-        connector={"load_timeout_s": 0.2, "lookup_timeout_s": 0.3},
-        blocks=64,
-        max_model_len=1024,
-    )
-    try:
-        batch, others = prompts(2, (300, 333)), prompts(3, (410, 420, 430))
-        cold = engine.ask("generate", prompts=batch, max_tokens=8)
-        other = engine.ask("generate", prompts=others, max_tokens=8)
-        settled(engine)
-        engine.ask("reset")
-        engine.ask("freeze", call="load", pid=daemon.pid)
-        answer = engine.ask("generate", prompts=batch, max_tokens=8)
-        assert _state(daemon.pid) == "T", "it is stopped all the while"
-        assert answer["tokens"] == cold["tokens"]
-        totals = engine.ask("stats")["totals"]
-        assert totals["hung_loads"] >= 1 and totals["failed_loads"] >= 1 and "hook_errors" not in totals
-        engine.begin("generate", prompts=others * 3, max_tokens=64)
-        os.kill(daemon.pid, signal.SIGCONT)
-        assert [tokens[:8] for tokens in engine.answer()["tokens"]] == other["tokens"] * 3
-        assert engine.ask("wait", connected=True, timeout_s=20)["connected"] == [True, True]
-        # All blocks are back in use.
-        engine.ask("generate", prompts=others, max_tokens=8)
-        assert engine.ask("reset")["done"]
-        settled(engine)
-        engine.ask("reset")
-        warm = engine.ask("generate", prompts=batch, max_tokens=8)
-        assert warm["tokens"] == cold["tokens"] and warm["cached"] == [(len(p) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for p in batch]
-    finally:
-        engine.stop()
-        daemon.stop()
-        shutil.rmtree(folder, ignore_errors=True)
+    daemon.start()
+    connector = {"load_timeout_s": 0.2, "lookup_timeout_s": 0.3}
+    engine = engines.start(write_model(tmp_path / "model"), daemon.target, connector=connector, blocks=64, max_model_len=1024)
+    batch, others = prompts(2, (300, 333)), prompts(3, (410, 420, 430))
+    cold = engine.ask("generate", prompts=batch, max_tokens=8)
+    other = engine.ask("generate", prompts=others, max_tokens=8)
+    settled(engine)
+    engine.ask("reset")
+    engine.ask("freeze", call="load", pid=daemon.pid)
+    answer = engine.ask("generate", prompts=batch, max_tokens=8)
+    assert _state(daemon.pid) == "T", "it is stopped all the while"
+    assert answer["tokens"] == cold["tokens"]
+    totals = engine.ask("stats")["totals"]
+    assert totals["hung_loads"] >= 1 and totals["failed_loads"] >= 1 and "hook_errors" not in totals
+    engine.begin("generate", prompts=others * 3, max_tokens=64)
+    os.kill(daemon.pid, signal.SIGCONT)
+    assert [tokens[:8] for tokens in engine.answer()["tokens"]] == other["tokens"] * 3
+    assert engine.ask("wait", connected=True, timeout_s=20)["connected"] == [True, True]
+    # All blocks are back in use.
+    engine.ask("generate", prompts=others, max_tokens=8)
+    assert engine.ask("reset")["done"]
+    settled(engine)
+    engine.ask("reset")
+    warm = engine.ask("generate", prompts=batch, max_tokens=8)
+    assert warm["tokens"] == cold["tokens"] and warm["cached"] == [(len(p) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for p in batch]

@@ -1,33 +1,24 @@
 """vLLM's HTTP server with the command of README: what its users get back, and see in its metrics, before and after a kill -9."""
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hotkv_vllm.stats import COUNTERS
-from tests.vllm.http_server import HttpServer, write_weights
+from tests.vllm.checkpoint import write_weights
+from tests.vllm.http_server import HttpServer, readme_command
 from tests.vllm.processes import Daemon
 from tests.vllm.test_end_to_end import prompts, usable
+from tests.vllm.tiny import write_model
+from tests.vllm.tokenizer import write_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PROMPT, OTHER = prompts(21, (700, 333))
 ASK = {"max_tokens": 12, "temperature": 0, "logprobs": 0, "ignore_eos": True, "return_token_ids": True}
 CHAT = [{"role": "system", "content": "You are brief. " * 20}, {"role": "user", "content": "Why is the sky blue?"}]
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run").start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Cold:
@@ -47,16 +38,17 @@ class Cold:
 
 
 @pytest.fixture(scope="module")
-def servers(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cold, HttpServer]]:
+def servers(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cold, HttpServer]]:
     """What a server that was killed said, and the one that was started after it."""
     folder = tmp_path_factory.mktemp("http")
-    model = write_weights(folder / "model")
-    first = HttpServer(model, daemon.target, folder / "first.log")
+    command = readme_command(write_weights(write_tokenizer(write_model(folder / "model"))), shared_daemon.target)
+    # The first one is started as users do.
+    first = HttpServer(command, folder / "first.log", is_forked=False)
     try:
-        cold = Cold(first.ready(), daemon)
+        cold = Cold(first.ready(), shared_daemon)
     finally:
         first.kill()
-    second = HttpServer(model, daemon.target, folder / "second.log")
+    second = HttpServer(command, folder / "second.log", is_forked=True)
     try:
         yield cold, second.ready()
     finally:

@@ -1,6 +1,6 @@
 """The life of an engine's connector, from its start to after its end: nothing stays behind, and no order of calls breaks the engine.
 
-With a real daemon, as descriptors, threads and mappings are those of the real client.
+With a real shared_daemon, as descriptors, threads and mappings are those of the real client.
 """
 
 import gc
@@ -37,12 +37,12 @@ Held = Counter[str]
 
 
 @pytest.fixture
-def make(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Engines that share a key space of the test's own; the test shuts them down."""
 
     def start(**settings: Any) -> Engine:
-        extra = {"target": daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
-        server: Any = RealServer(daemon.target)
+        extra = {"target": shared_daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
+        server: Any = RealServer(shared_daemon.target)
         return Engine(server, tmp_path / "model", monkeypatch, extra=extra | settings.pop("extra", {}), **settings)
 
     return start
@@ -90,7 +90,7 @@ ENGINES = pytest.mark.parametrize(
 
 
 @ENGINES
-def test_engines_one_after_another_leave_nothing_behind(daemon: Daemon, make: Make, model: Any, settings: dict[str, Any]) -> None:
+def test_engines_one_after_another_leave_nothing_behind(shared_daemon: Daemon, make: Make, model: Any, settings: dict[str, Any]) -> None:
     """Each is shut down with stores and loads under way, in one process and at one server."""
 
     gc.collect()
@@ -103,7 +103,7 @@ def test_engines_one_after_another_leave_nothing_behind(daemon: Daemon, make: Ma
         one.add("under way", [*PROMPT, *prompt(2, 200)], 4)
         for _ in range(3):
             one.step()
-        assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys() and len(daemon.admin("sessions")) == 2
+        assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys() and len(shared_daemon.admin("sessions")) == 2
         end(one)
         # At once, while the engine itself is still there.
         left = held() - others
@@ -112,13 +112,16 @@ def test_engines_one_after_another_leave_nothing_behind(daemon: Daemon, make: Ma
 
     life("a")
     gc.collect()
-    before, at_server = settled(held, held()), held(daemon.pid)
+    before, at_server = settled(held, held()), held(shared_daemon.pid)
     for name in "bc":
         ended = life(name)
         gc.collect()
         assert ended() is None
         assert not settled(lambda: held() - before, Counter())
-        assert not settled(lambda: held(daemon.pid) - at_server, Counter()) and settled(lambda: daemon.admin("sessions"), []) == []
+        assert (
+            not settled(lambda: held(shared_daemon.pid) - at_server, Counter())
+            and settled(lambda: shared_daemon.admin("sessions"), []) == []
+        )
 
 
 @pytest.mark.parametrize("kind", [Fence, SharedFence])
@@ -186,7 +189,7 @@ def test_shutdown_at_any_time_and_twice(
         assert "hook_errors" not in one.counters and all(session.closed for session in server.sessions)
 
 
-def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(daemon: Daemon, make: Make) -> None:
+def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(shared_daemon: Daemon, make: Make) -> None:
     folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
     elsewhere = {"target": f"unix:{folder}/run/grpc.sock", "startup_wait_s": 0.05}
     try:
@@ -197,7 +200,7 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(daemon: D
         end(without)
         # Neither the start nor the end waits for a server that is not there.
         assert time.monotonic() - began_s < 4.0
-        (folder / "run").symlink_to(daemon.folder)
+        (folder / "run").symlink_to(shared_daemon.folder)
         until_s = time.monotonic() + 30
         number = 0
         while one.external.get(f"b{number}", 0) != USABLE and time.monotonic() < until_s:

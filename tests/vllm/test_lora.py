@@ -6,8 +6,6 @@ each in memory: another one evicts it.
 
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.test_end_to_end import difference, settled
 from tests.vllm.tiny import COMMON, VOCAB, write_model
 
@@ -28,7 +26,7 @@ RANK = 8
 LORA = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
 
 
-class Engines(NamedTuple):
+class Three(NamedTuple):
     """Two engines with LoRA and one without, over one server. `folder`: for adapters."""
 
     one: EngineProcess
@@ -38,21 +36,16 @@ class Engines(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    daemon = Daemon(folder / "run").start()
+def three(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
+    folder = tmp_path_factory.mktemp("lora")
+    made, model = Engines(folder), write_model(folder / "model")
     settings: dict[str, Any] = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
     connector = {"weights_identity": "test-lora", "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
-    model = write_model(folder / "model")
-    made = [
-        EngineProcess(model, folder / f"engine{number}.log", daemon.target, connector=connector, **settings, **lora)
-        for number, lora in enumerate((LORA, LORA, {}))
-    ]
-    yield Engines(*made, folder)
-    for one in made:
-        one.stop()
-    daemon.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    one, other, plain = (
+        made.start(model, shared_daemon.target, connector=connector, **settings, **lora) for lora in (LORA, LORA, dict[str, Any]())
+    )
+    yield Three(one, other, plain, folder)
+    made.stop()
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -93,53 +86,53 @@ def ask(engine: EngineProcess, tokens: list[int], path: Path | None = None) -> d
     return answer
 
 
-def test_an_adapter_is_found_in_another_engine_and_nothing_else_is(engines: Engines) -> None:
-    a, b = (write_adapter(engines.folder / name, seed) for seed, name in enumerate("ab"))
-    cold = ask(engines.one, prompt(1), a)
-    base = ask(engines.plain, prompt(1))
-    other = ask(engines.one, prompt(1), b)
+def test_an_adapter_is_found_in_another_engine_and_nothing_else_is(three: Three) -> None:
+    a, b = (write_adapter(three.folder / name, seed) for seed, name in enumerate("ab"))
+    cold = ask(three.one, prompt(1), a)
+    base = ask(three.plain, prompt(1))
+    other = ask(three.one, prompt(1), b)
     assert cold["cached"] == base["cached"] == other["cached"] == [0]
     # The control: adapters move the logprobs by more than any tolerance here.
     assert min(difference(cold, base), difference(other, base), difference(cold, other)) > 100 * TOLERANCE
     for path, expected in ((a, cold), (b, other), (None, base), (a, cold)):
-        engines.other.ask("reset")
-        warm = ask(engines.other, prompt(1), path)
+        three.other.ask("reset")
+        warm = ask(three.other, prompt(1), path)
         assert warm["cached"] == [HIT]
         assert warm["tokens"] == expected["tokens"] and difference(warm, expected) < TOLERANCE
 
 
-def test_an_adapter_that_was_added_before_its_first_request_is_found(engines: Engines) -> None:
-    path = write_adapter(engines.folder / "added", 3)
-    for engine in engines[:2]:
+def test_an_adapter_that_was_added_before_its_first_request_is_found(three: Three) -> None:
+    path = write_adapter(three.folder / "added", 3)
+    for engine in three[:2]:
         assert engine.ask("add_adapter", adapter=adapter(path))["added"]
-    cold = ask(engines.one, prompt(3), path)
-    warm = ask(engines.other, prompt(3), path)
+    cold = ask(three.one, prompt(3), path)
+    warm = ask(three.other, prompt(3), path)
     assert (cold["cached"], warm["cached"]) == ([0], [HIT])
     assert difference(warm, cold) < TOLERANCE
 
 
-def test_an_adapter_that_was_rewritten_in_place_is_another_adapter_in_the_next_engine(engines: Engines) -> None:
-    path = write_adapter(engines.folder / "rewritten", 4)
-    before = ask(engines.one, prompt(4), path)
+def test_an_adapter_that_was_rewritten_in_place_is_another_adapter_in_the_next_engine(three: Three) -> None:
+    path = write_adapter(three.folder / "rewritten", 4)
+    before = ask(three.one, prompt(4), path)
     write_adapter(path, 5)
-    after = ask(engines.other, prompt(4), path)
+    after = ask(three.other, prompt(4), path)
     assert after["cached"] == [0] and difference(before, after) > 100 * TOLERANCE
-    own = ask(engines.one, prompt(4), write_adapter(engines.folder / "copy", 5))
+    own = ask(three.one, prompt(4), write_adapter(three.folder / "copy", 5))
     assert own["cached"] == [0] and difference(own, after) < TOLERANCE
 
 
-def test_an_adapter_that_is_rewritten_while_an_engine_runs_is_left_out_there(engines: Engines) -> None:
-    path = write_adapter(engines.folder / "live", 6)
-    old = ask(engines.one, prompt(6), path)
-    ask(engines.one, prompt(7), write_adapter(engines.folder / "evicts", 7))
+def test_an_adapter_that_is_rewritten_while_an_engine_runs_is_left_out_there(three: Three) -> None:
+    path = write_adapter(three.folder / "live", 6)
+    old = ask(three.one, prompt(6), path)
+    ask(three.one, prompt(7), write_adapter(three.folder / "evicts", 7))
     write_adapter(path, 8)
-    stored = settled(engines.one)["stored_blocks"]
-    live = ask(engines.one, prompt(8), path)
-    assert settled(engines.one)["stored_blocks"] == stored
-    assert f"requests of LoRA adapter 'live' ({path}) do not use the shared cache in this engine" in engines.one.log()
-    new = ask(engines.other, prompt(8), path)
+    stored = settled(three.one)["stored_blocks"]
+    live = ask(three.one, prompt(8), path)
+    assert settled(three.one)["stored_blocks"] == stored
+    assert f"requests of LoRA adapter 'live' ({path}) do not use the shared cache in this engine" in three.one.log()
+    new = ask(three.other, prompt(8), path)
     assert new["cached"] == [0] and difference(new, live) < TOLERANCE
-    fresh = ask(engines.other, prompt(6), path)
+    fresh = ask(three.other, prompt(6), path)
     assert fresh["cached"] == [0] and difference(fresh, old) > 100 * TOLERANCE
     # Others go on.
-    assert ask(engines.one, prompt(1), engines.folder / "a")["cached"] == [HIT]
+    assert ask(three.one, prompt(1), three.folder / "a")["cached"] == [HIT]

@@ -4,16 +4,14 @@ Weights are random but large, so that a wrong block shows (`random_weights`); in
 """
 
 import random
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.test_end_to_end import difference, prompts, settled
 from tests.vllm.tiny import VOCAB, write_model
 
@@ -31,31 +29,15 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 Start = Callable[..., EngineProcess]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run").start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture
-def start(daemon: Daemon, tmp_path: Path) -> Iterator[Start]:
-    """Starts engines; those that are started before the first is asked come up together."""
-    made: list[EngineProcess] = []
-
+def start(shared_daemon: Daemon, engines: Engines, tmp_path: Path) -> Start:
     def make(kind: str, *, connector: dict[str, Any] | None = None, **settings: Any) -> EngineProcess:
         settings = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024} | settings
         # A key space of the test's own in the server that all tests share.
         connector = {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0, "startup_wait_s": 20.0} | (connector or {})
-        log = tmp_path / f"engine{len(made)}.log"
-        made.append(EngineProcess(write_model(tmp_path / kind, kind), log, daemon.target, connector=connector, **settings))
-        return made[-1]
+        return engines.start(write_model(tmp_path / kind, kind), shared_daemon.target, connector=connector, **settings)
 
-    yield make
-    for one in made:
-        one.stop()
+    return make
 
 
 def clean(totals: dict[str, float]) -> bool:

@@ -1,15 +1,13 @@
 """Real vLLM with a MultiConnector and a real daemon: hotkv as first and as second child."""
 
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.test_end_to_end import _state, difference, prompts, settled, usable
 from tests.vllm.tiny import transfer_config, write_model
 
@@ -18,33 +16,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Start = Callable[..., EngineProcess]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run").start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture
-def start(tmp_path: Path, daemon: Daemon) -> Iterator[Start]:
+def start(tmp_path: Path, shared_daemon: Daemon, engines: Engines) -> Start:
     """Engines whose MultiConnector holds hotkv (None in `children`) and others."""
-    made: list[EngineProcess] = []
     model = write_model(tmp_path / "model")
 
     def make(children: list[dict[str, Any] | None], role: str = "kv_both", **more: Any) -> EngineProcess:
-        ours = transfer_config(target=daemon.target, weights_identity=tmp_path.name, lookup_timeout_s=3.0, startup_wait_s=10.0)
+        ours = transfer_config(target=shared_daemon.target, weights_identity=tmp_path.name, lookup_timeout_s=3.0, startup_wait_s=10.0)
         all_of_them = [{"kv_role": role, **ours} if child is None else child for child in children]
         several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": all_of_them}}
         settings = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **more}
-        log = tmp_path / f"engine{len(made)}.log"
-        made.append(EngineProcess(model, log, None, kv_transfer_config=several, **settings))
-        return made[-1]
+        return engines.start(model, None, kv_transfer_config=several, **settings)
 
-    yield make
-    for one in made:
-        one.stop()
+    return make
 
 
 def example(folder: Path) -> dict[str, Any]:
@@ -75,7 +59,7 @@ def test_beside_the_example_connector(start: Start, tmp_path: Path, ours_first: 
     assert not {"hook_errors", "failed_loads"} & totals.keys()
 
 
-def test_beside_one_that_checks_its_handshake(start: Start, daemon: Daemon) -> None:
+def test_beside_one_that_checks_its_handshake(start: Start, shared_daemon: Daemon) -> None:
     """The engines start, the first request ever hits, and loads that a killed server leaves behind are computed."""
     first = start([None, CHECKING])
     batch = prompts(2, (300, 333, 411))
@@ -87,14 +71,14 @@ def test_beside_one_that_checks_its_handshake(start: Start, daemon: Daemon) -> N
     for engine in (second, first):
         engine.ask("wait", connected=True, timeout_s=20)
         engine.ask("reset")
-        engine.ask("freeze", call="load", pid=daemon.pid)
+        engine.ask("freeze", call="load", pid=shared_daemon.pid)
         engine.begin("generate", prompts=batch, max_tokens=8)
         until_s = time.monotonic() + 30
-        while time.monotonic() < until_s and _state(daemon.pid) != "T":
+        while time.monotonic() < until_s and _state(shared_daemon.pid) != "T":
             time.sleep(0.01)
-        daemon.kill()
+        shared_daemon.kill()
         answer = engine.answer()
         assert answer["ended"] == ["length"] * 3 and answer["tokens"] == cold["tokens"] and difference(cold, answer) < 1e-3
         totals = engine.ask("stats")["totals"]
         assert totals["failed_loads"] >= 1 and "hook_errors" not in totals
-        daemon.start()
+        shared_daemon.start()

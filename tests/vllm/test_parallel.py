@@ -6,18 +6,16 @@ digits. Weights come from a file, so that ranks hold shards of one model and a s
 
 import itertools
 import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vllm.checkpoint import write_weights
-from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.test_end_to_end import difference, prompts, usable
 from tests.vllm.test_lora import LORA, adapter, write_adapter
 from tests.vllm.tiny import write_model
@@ -33,19 +31,9 @@ PP = {"pipeline_parallel_size": 2}
 Start = Callable[..., EngineProcess]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run").start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture
-def start(daemon: Daemon, tmp_path: Path) -> Iterator[Start]:
-    """Starts engines of one model; those that are started before the first is asked come up together."""
-    made: list[EngineProcess] = []
+def start(shared_daemon: Daemon, engines: Engines, tmp_path: Path) -> Start:
+    """Starts engines of one model."""
 
     def make(kind: str, *, shape: dict[str, Any] | None = None, driver: str = "parallel_driver.py", **settings: Any) -> EngineProcess:
         folder = tmp_path / kind
@@ -60,13 +48,9 @@ def start(daemon: Daemon, tmp_path: Path) -> Iterator[Start]:
             "max_model_len": 1024,
         } | settings
         connector = {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
-        log = tmp_path / f"engine{len(made)}.log"
-        made.append(EngineProcess(folder, log, daemon.target, connector=connector, driver=driver, **settings))
-        return made[-1]
+        return engines.start(folder, shared_daemon.target, connector=connector, driver=driver, **settings)
 
-    yield make
-    for one in made:
-        one.stop()
+    return make
 
 
 def settled(engine: EngineProcess, num_blocks: int) -> dict[str, float]:
@@ -130,7 +114,7 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
         pytest.param("gemma3", PP, id="pp2-hybrid"),
     ],
 )
-def test_warm_is_as_good_as_cold_until_a_rank_is_killed(daemon: Daemon, start: Start, kind: str, settings: dict[str, Any]) -> None:
+def test_warm_is_as_good_as_cold_until_a_rank_is_killed(shared_daemon: Daemon, start: Start, kind: str, settings: dict[str, Any]) -> None:
     batch = prompts(9, LENGTHS)
     first, second = start(kind, **settings), start(kind, **settings)
     cold = first.ask("generate", prompts=batch, max_tokens=20)
@@ -144,7 +128,7 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(daemon: Daemon, start: S
         totals = engine.ask("stats")["totals"]
         assert totals["loads"] == len(batch) and clean(totals)
     fresh = prompts(10, (300,))
-    kill_a_rank(daemon, first, fresh[0])
+    kill_a_rank(shared_daemon, first, fresh[0])
     assert second.ask("generate", prompts=fresh, max_tokens=1)["cached"] == [0]
     second.ask("reset")
     warm = second.ask("generate", prompts=batch, max_tokens=20)
@@ -181,7 +165,7 @@ def test_adapters_and_weights_that_change_on_several_ranks(start: Start, tmp_pat
         assert all(difference(x, y) < TOLERANCE for x, y in zip(cold, warm, strict=True))
 
 
-def test_one_kv_head_on_two_ranks(daemon: Daemon, start: Start) -> None:
+def test_one_kv_head_on_two_ranks(shared_daemon: Daemon, start: Start) -> None:
     """vLLM does not say that both hold the same (`kv_tp_replicas` is 1), so each rank stores its own."""
     batch, one = prompts(9, LENGTHS), start("llama", shape={"num_key_value_heads": 1}, **TP)
     cold = one.ask("generate", prompts=batch, max_tokens=20)
@@ -191,7 +175,7 @@ def test_one_kv_head_on_two_ranks(daemon: Daemon, start: Start) -> None:
     assert warm["cached"] == [usable(prompt) for prompt in batch] and difference(cold, warm) < TOLERANCE
 
 
-def test_of_ranks_with_the_same_kv_the_first_one_writes(daemon: Daemon, start: Start) -> None:
+def test_of_ranks_with_the_same_kv_the_first_one_writes(shared_daemon: Daemon, start: Start) -> None:
     """Latent attention: a slot has one shard, and both ranks load it. vLLM's CPU kernels answer otherwise after any hit, their own too."""
     # float32 would not do: where there is AMX its kernels want bfloat16.
     (prompt,), one = prompts(9, (257,)), start("deepseek", dtype="bfloat16", block_size=None, enable_prefix_caching=True, **TP)
@@ -202,7 +186,7 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(daemon: Daemon, start: S
     warm = one.ask("generate", prompts=[prompt], max_tokens=20)
     assert warm["cached"] == local["cached"] == [256]
     assert warm["tokens"] == local["tokens"] and difference(local, warm) < 2e-3
-    ranks = [session for session in daemon.admin("sessions") if session["role"] == "worker"]
+    ranks = [session for session in shared_daemon.admin("sessions") if session["role"] == "worker"]
     assert sorted(bool(rank["stored_byte_count"]) for rank in ranks) == [False, True]
     assert ranks[0]["loaded_byte_count"] == ranks[1]["loaded_byte_count"] > 0
 
@@ -214,29 +198,32 @@ def test_a_pipeline_whose_steps_overlap_on_a_device_too_small(start: Start) -> N
     roomy = start("llama", shape=shape, **PP)
     tight = start("llama", shape=shape, **PP, num_gpu_blocks_override=44, max_num_batched_tokens=96, max_num_seqs=6)
     cold = {tuple(prompt): roomy.ask("generate", prompts=[prompt], max_tokens=16) for prompt in batch}
-    for turn in range(3):
+    # How much is loaded depends on what was stored in time: three turns at least, more until enough was.
+    for turn in range(len(batch)):
         asked = batch[turn:] + batch[:turn]
         answers = tight.ask("generate", prompts=asked, max_tokens=16)
         for index, prompt in enumerate(asked):
             one = {name: [answers[name][index]] for name in ("tokens", "logprobs")}
             assert one["tokens"] == cold[tuple(prompt)]["tokens"] and difference(cold[tuple(prompt)], one) < TOLERANCE
-    totals = tight.ask("stats")["totals"]
+        totals = tight.ask("stats")["totals"]
+        if turn >= 2 and totals["loads"] > 10:
+            break
     assert totals["loads"] > 10 and not {"failed_loads", "hook_errors"} & totals.keys()
 
 
-def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon: Daemon, start: Start) -> None:
+def test_a_data_parallel_engine_hits_what_its_sibling_stored(shared_daemon: Daemon, start: Start) -> None:
     """Two engines, each with an id and sessions of its own, in one key space."""
     batch, both = prompts(9, LENGTHS), start("llama", driver="dp_driver.py", data_parallel_size=2)
     cold = both.ask("generate", prompts=batch, max_tokens=20, rank=0)
 
     def stored() -> bool:
         both.ask("generate", prompts=[[7, 8, 9]], max_tokens=2, rank=0)
-        return bool(daemon.admin("key_spaces")[-1]["block_count"] >= blocks_of(batch, 20))
+        return bool(shared_daemon.admin("key_spaces")[-1]["block_count"] >= blocks_of(batch, 20))
 
     wait_until(stored)
     warm = both.ask("generate", prompts=batch, max_tokens=20, rank=1)
     assert warm["cached"] == [usable(prompt) for prompt in batch]
     assert warm["tokens"] == cold["tokens"] and difference(cold, warm) < TOLERANCE
-    workers = [session for session in daemon.admin("sessions") if session["role"] == "worker"]
+    workers = [session for session in shared_daemon.admin("sessions") if session["role"] == "worker"]
     assert sorted(session["engine_id"][-4:] for session in workers) == ["_dp0", "_dp1"]
     assert len({session["key_space_id"] for session in workers}) == 1

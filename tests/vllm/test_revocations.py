@@ -2,12 +2,9 @@
 
 import os
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,18 +253,9 @@ def test_a_step_whose_planning_broke_takes_all_back(engine: Any, server: Any, mo
     assert not server.blocks
 
 
-@pytest.fixture
-def daemon() -> Iterator[Daemon]:
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    one = Daemon(folder / "run").start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store waits for the device while its blocks are zeroed; the server then copies zeroes, and finds it revoked."""
-    device, server = ToldDevice(), RealServer(daemon.target)
+    device, server = ToldDevice(), RealServer(daemon.start().target)
     extra = {"target": daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
     common: dict[str, Any] = {"specs": mixed_model(), "extra": extra}
     one = Engine(server, tmp_path / "model", monkeypatch, v2=True, blocks=64, max_tokens_per_step=256, device=device, **common)  # type: ignore[arg-type]

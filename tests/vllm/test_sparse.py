@@ -1,14 +1,14 @@
 """Sparse decode in real vLLM on CPU: exact where the budget covers the context, bounded where it does not, dense where it breaks."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.test_end_to_end import daemon, difference, settled  # noqa: F401 - a fixture
+from tests.vllm.processes import Daemon, EngineProcess, Engines
+from tests.vllm.test_end_to_end import difference, settled
 from tests.vllm.tiny import BLOCK_TOKENS, VOCAB, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,9 +28,7 @@ def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    made: list[EngineProcess] = []
-
+def start(engines: Engines, tmp_path: Path) -> Start:
     def make(sparse: dict[str, Any] | None, *, kind: str = "llama", target: str | None = None, **settings: Any) -> EngineProcess:
         """An engine with the connector; its server is absent unless `target` names one."""
         layers = {"hf_overrides": {"num_hidden_layers": 4}} if kind == "llama" else {}
@@ -38,14 +36,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         connector = {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0, "sparse_recall_steps": 4}
         connector |= {} if target else {"startup_wait_s": 0.0}
         connector |= {} if sparse is None else {"sparse": sparse}
-        model, log = write_model(tmp_path / kind, kind), tmp_path / f"engine{len(made)}.log"
         target = target or f"unix:{tmp_path}/none.sock"
-        made.append(EngineProcess(model, log, target, connector=connector, driver="sparse_driver.py", **settings))
-        return made[-1]
+        return engines.start(write_model(tmp_path / kind, kind), target, connector=connector, driver="sparse_driver.py", **settings)
 
-    yield make
-    for one in made:
-        one.stop()
+    return make
 
 
 def totals(engine: EngineProcess) -> dict[str, float]:
@@ -117,7 +111,7 @@ def test_local_prefix_hits_and_preemption(start: Start) -> None:
     assert counted["sparse_attended_blocks"] == counted["sparse_context_blocks"]
 
 
-def test_blocks_that_hotkv_loads(start: Start, daemon: Daemon) -> None:  # noqa: F811 - a fixture
+def test_blocks_that_hotkv_loads(start: Start, daemon: Daemon) -> None:
     """A loaded prompt decodes as the one that was computed, whatever was in its blocks before."""
     target = daemon.start().target
     first, second = (start(SMALL, target=target) for _ in range(2))

@@ -8,7 +8,7 @@ import pytest
 
 from hotkv_client import cli
 from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.test_end_to_end import daemon, difference  # noqa: F401 - a fixture
+from tests.vllm.test_end_to_end import difference
 from tests.vllm.test_sparse import NOISE, SMALL, prompts
 from tests.vllm.test_sparse_sharing import SPARSE_LAYERS, Start, growth, start  # noqa: F401 - a fixture
 from tests.vllm.tiny import BLOCK_TOKENS
@@ -51,7 +51,7 @@ def remembering(engine: EngineProcess, prompt: list[int], *, is_loaded: bool = F
 
 def test_a_request_starts_from_what_another_ended_with(
     start: Start,  # noqa: F811 - a fixture
-    daemon: Daemon,  # noqa: F811 - a fixture
+    daemon: Daemon,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (prompt,) = prompts(9, (LENGTH,))
@@ -95,7 +95,7 @@ def test_a_request_starts_from_what_another_ended_with(
 
 def test_a_server_that_dies_while_requests_decode(
     start: Start,  # noqa: F811 - a fixture
-    daemon: Daemon,  # noqa: F811 - a fixture
+    daemon: Daemon,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The answer is that without a fault; reports go on, and the sequences are known again: their hot sets reach the next request."""

@@ -1,6 +1,6 @@
 """Representations go with blocks from engine to engine: real vLLM, a real daemon, one engine after the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ import pytest
 
 from hotkv.sparse.centre import Centres, LayerCentre
 from hotkv.sparse.centre_file import write_centres
-from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.test_end_to_end import daemon, difference, settled  # noqa: F401 - a fixture
+from tests.vllm.processes import Daemon, EngineProcess, Engines
+from tests.vllm.test_end_to_end import difference, settled
 from tests.vllm.test_sparse import NOISE, SMALL, prompts
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config, write_model
 
@@ -28,32 +28,27 @@ STEPS = ("sparse_selects", "sparse_selected_blocks", "sparse_attended_blocks", "
 
 
 @pytest.fixture
-def start(tmp_path: Path, daemon: Daemon) -> Iterator[Start]:  # noqa: F811 - a fixture
-    made: list[EngineProcess] = []
+def start(tmp_path: Path, daemon: Daemon, engines: Engines) -> Start:
     daemon.start()
 
     def make(sparse: dict[str, Any] | None, *, beside: bool = False, **connector: Any) -> EngineProcess:
         """The only engine that runs: the one before is stopped. `beside`: the server is that of a second connector."""
-        for one in made:
-            one.stop()
+        engines.stop()
         connector |= {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0, "sparse_recall_steps": 4}
         connector |= {} if sparse is None else {"sparse": sparse}
         settings: dict[str, Any] = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
         settings |= {"hf_overrides": {"num_hidden_layers": 4}, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 90}
-        model, log = write_model(tmp_path / "llama", "llama"), tmp_path / f"engine{len(made)}.log"
+        model = write_model(tmp_path / "llama", "llama")
         if beside:
             ours = transfer_config(**connector, target=f"unix:{tmp_path}/none.sock", startup_wait_s=0.0)
             other = transfer_config(target=daemon.target, weights_identity=tmp_path.name, lookup_timeout_s=3.0, startup_wait_s=30.0)
             both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [ours, other]}}
-            made.append(EngineProcess(model, log, None, driver="sparse_driver.py", kv_transfer_config=both, **settings))
-            return made[-1]
-        made.append(EngineProcess(model, log, daemon.target, connector=connector, driver="sparse_driver.py", **settings))
-        made[-1].ask("wait", connected=True, timeout_s=60.0)
-        return made[-1]
+            return engines.start(model, None, driver="sparse_driver.py", kv_transfer_config=both, **settings)
+        made = engines.start(model, daemon.target, connector=connector, driver="sparse_driver.py", **settings)
+        made.ask("wait", connected=True, timeout_s=60.0)
+        return made
 
-    yield make
-    for one in made:
-        one.stop()
+    return make
 
 
 def growth(engine: EngineProcess, act: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
@@ -72,7 +67,7 @@ def kept(one: Daemon) -> tuple[int, int, int]:
     return row["block_count"], row["representation_count"], len(row["representations"])
 
 
-def test_a_hit_brings_representations_and_nothing_is_built_again(start: Start, daemon: Daemon) -> None:  # noqa: F811
+def test_a_hit_brings_representations_and_nothing_is_built_again(start: Start, daemon: Daemon) -> None:
     batch = prompts(4, LENGTHS)
 
     def ask() -> dict[str, Any]:
@@ -131,7 +126,7 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(start: Start, d
     assert counted.get("sparse_loaded_blocks") == SPARSE_LAYERS * HIT_BLOCKS, counted
 
 
-def test_a_centre_is_part_of_the_version(start: Start, daemon: Daemon, tmp_path: Path) -> None:  # noqa: F811
+def test_a_centre_is_part_of_the_version(start: Start, daemon: Daemon, tmp_path: Path) -> None:
     """Engines with the same centre share representations, others do not."""
     dice = np.random.default_rng(0)
     mu = {layer: LayerCentre(dice.normal(0, 0.1, (2, 32)).astype(np.float32), {"rot2u": 0.25}) for layer in range(4)}

@@ -1,13 +1,13 @@
 """Weights that change in place, in real vLLM: an engine that reloads them shares KV with engines that have the same, and with no others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.vllm.checkpoint import write_weights
-from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.test_end_to_end import daemon, difference, settled  # noqa: F401 - a fixture
+from tests.vllm.processes import Daemon, EngineProcess, Engines
+from tests.vllm.test_end_to_end import difference, settled
 from tests.vllm.test_sparse import NOISE, prompts
 from tests.vllm.tiny import write_model
 
@@ -15,20 +15,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def start(tmp_path: Path, daemon: Daemon) -> Iterator[Callable[[Path], EngineProcess]]:  # noqa: F811 - a fixture
-    made: list[EngineProcess] = []
+def start(daemon: Daemon, engines: Engines) -> Callable[[Path], EngineProcess]:
     daemon.start()
 
     def make(model: Path) -> EngineProcess:
         connector = {"flush_timeout_s": 5.0, "startup_wait_s": 30.0}
         settings = {"load_format": "auto", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
-        log = tmp_path / f"engine{len(made)}.log"
-        made.append(EngineProcess(model, log, daemon.target, connector=connector, **settings))
-        return made[-1].ready()
+        return engines.start(model, daemon.target, connector=connector, **settings).ready()
 
-    yield make
-    for one in made:
-        one.stop()
+    return make
 
 
 def test_reloaded_weights(start: Callable[[Path], EngineProcess], tmp_path: Path) -> None:
