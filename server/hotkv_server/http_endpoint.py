@@ -204,9 +204,16 @@ class HttpServer:
 
     def _run(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._loop.create_server(lambda: _Connection(self), sock=listener))
+        server = self._loop.run_until_complete(self._loop.create_server(lambda: _Connection(self), sock=listener))
         self._turn()
         self._loop.run_forever()
+        server.close()
+
+    def _end(self) -> None:
+        for connection in list(self._connections):
+            connection.drop()
+        # Behind what that has asked for.
+        self._loop.call_soon(self._loop.stop)
 
     def _turn(self) -> None:
         self._last_turn_s = time.monotonic()
@@ -256,6 +263,6 @@ class HttpServer:
 
     def close(self) -> None:
         """Stops listening, and ends connections."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._end)
         self._thread.join()
         self._loop.close()

@@ -1,5 +1,7 @@
 """Self-knowledge: what dies or stalls is named by every probe, a broken invariant ends the server, a start that fails says what to do."""
 
+import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -12,8 +14,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from demo.processes import Child, Server, runtime_folder
 from hotkv.errors import HotKVError, SessionLostError
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus, cli
 from hotkv_client.testing import PagedEngine
-from hotkv_server.http_endpoint import _Listener
+from hotkv_server.http_endpoint import HttpServer
 from hotkv_server.runtime.health import CHECK_S, STALLED_S, Health
 from tests.server.support import block_ids, hashes
 from tests.server.test_life import wait_until
@@ -189,15 +191,20 @@ def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:
     copies.close()
 
 
-def test_a_listener_ends_without_waiting_for_its_next_turn() -> None:
-    listener = _Listener(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    serving = threading.Thread(target=listener.serve_forever, args=(3600.0,), daemon=True)
-    serving.start()
-    ending = threading.Thread(target=listener.end, daemon=True)
-    ending.start()
-    for thread in (ending, serving):
-        thread.join(20)
-        assert not thread.is_alive()
+def test_http_ends_without_waiting_for_connections() -> None:
+    async def scenario() -> None:
+        node: Any = None
+        http = HttpServer("127.0.0.1", 0, node)
+        with socket.create_connection(("127.0.0.1", http.port)) as idle:
+            ending = threading.Thread(target=http.close, daemon=True)
+            ending.start()
+            await asyncio.get_running_loop().run_in_executor(None, ending.join, 20)
+            assert not ending.is_alive() and not http.is_alive()
+            idle.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                assert idle.recv(1) == b""
+
+    asyncio.run(scenario())
 
 
 def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
