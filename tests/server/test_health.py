@@ -196,6 +196,7 @@ def test_http_ends_without_waiting_for_connections() -> None:
         node: Any = None
         http = HttpServer("127.0.0.1", 0, node)
         with socket.create_connection(("127.0.0.1", http.port)) as idle:
+            wait_until(lambda: len(http._connections) == 1)
             ending = threading.Thread(target=http.close, daemon=True)
             ending.start()
             await asyncio.get_running_loop().run_in_executor(None, ending.join, 20)
