@@ -13,8 +13,8 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import h11
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
@@ -26,7 +26,7 @@ from hotkv.errors import Reason
 from hotkv_server.runtime.devices import Devices
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.sparse import SparseDecode
-from hotkv_server.runtime.stats import counters, gauges
+from hotkv_server.runtime.stats import census, counters, gauges
 from hotkv_server.sparse.figures import LATENCY_BOUNDS_S
 
 ANSWER_TIMEOUT_S = 2.0
@@ -46,14 +46,15 @@ class _NodeCollector(Collector):
         self._node = node
         self._metrics: list[Metric] = []
 
-    def read(self) -> None:
+    async def read(self) -> None:
         """On the node's loop."""
+        counted = await census(self._node)
         metrics: list[Metric] = []
         for name, value in counters(self._node).items():
             metrics.append(
                 CounterMetricFamily(f"hotkv_{name}", name.removesuffix("_total").replace("_", " ") + " since start", value=value)
             )
-        for name, value in gauges(self._node).items():
+        for name, value in gauges(self._node, counted).items():
             metrics.append(GaugeMetricFamily(f"hotkv_{name}", name.replace("_", " "), value=value))
         self._metrics = [*metrics, *_sparse_metrics(self._node.sparse), _refusals(self._node), *_device_metrics(self._node.devices)]
 
@@ -111,7 +112,7 @@ def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
     return [*metrics, latency]
 
 
-def _probe(node: Node, *, also_draining: bool) -> tuple[int, bytes]:
+async def _probe(node: Node, *, also_draining: bool) -> tuple[int, bytes]:
     """Status and body of a probe."""
     problems = node.health.problems(time.monotonic())
     if also_draining and node.core.draining:
@@ -238,20 +239,16 @@ class HttpServer:
                     self._generating = asyncio.create_task(self._metrics())
                 return 200, await asyncio.shield(self._generating)
             case "/livez" | "/readyz":
-                return await self._of_node(lambda: _probe(self._node, also_draining=path == "/readyz"))
+                return await self._of_node(_probe(self._node, also_draining=path == "/readyz"))
         return 404, b"try /metrics, /livez or /readyz\n"
 
     async def _metrics(self) -> bytes:
-        await self._of_node(self._collector.read)
+        await self._of_node(self._collector.read())
         return generate_latest(self._registry)
 
-    async def _of_node(self, read: Callable[[], T]) -> T:
-        """What `read` returns on the node's loop."""
-
-        async def call() -> T:
-            return read()
-
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._node_loop))
+    async def _of_node(self, read: Coroutine[Any, Any, T]) -> T:
+        """What `read` returns, run on the node's loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(read, self._node_loop))
 
     def is_alive(self) -> bool:
         """False where the thread has died."""

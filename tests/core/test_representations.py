@@ -11,6 +11,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
+from hotkv_server.core import census
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.catalog import MAX_REPRESENTATIONS
 from hotkv_server.core.policies import LRU, POLICIES
@@ -365,12 +366,17 @@ def test_a_block_that_is_written_anew_is_none_to_go_with() -> None:
     assert cases.end("anew") == [{BlockResult.STORED}] and cases.found(0) == [1, 2]
 
 
-def test_the_version_stored_last_is_kept() -> None:
+def test_the_version_stored_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = Cases()
     assert cases.store((0, [1, 2, 3]), (MAX_GROUPS, [1, 2, 3])) == [{BlockResult.STORED}] * 2
     assert cases.store((MAX_GROUPS + 1, [2])) == [{BlockResult.STORED}]
     assert (cases.found(MAX_GROUPS), cases.found(MAX_GROUPS + 1)) == ([1, 3], [2])
-    assert cases.core.space.representations.num_bytes() == 3 * SLOT_ALIGN
+    # In parts of any size it is the same.
+    for part in (1, 2, 1 << 17):
+        monkeypatch.setattr(census, "PART_ENTRIES", part)
+        *_, counted = census.take(cases.core.space, len(cases.core.key_spaces))
+        assert (counted.representation_bytes, counted.num_blocks) == (3 * SLOT_ALIGN, 3)
+        assert (counted.blocks[1], counted.representations[1], counted.blocks.sum()) == (3, 3, 3)
 
 
 def test_where_slabs_are_short_blocks_outlive_their_representations() -> None:

@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv.table import SLOT_ALIGN
+from hotkv_server.core.census import take
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.slabs import aligned
 from hotkv_server.core.space import Space
@@ -119,7 +120,9 @@ class SpaceMachine(RuleBasedStateMachine):
         assert {int(e) for e in np.flatnonzero(states == 2)} == self.ready
         held = np.array(sorted(self.ready | self.reserved), np.uint32)
         assert self.space.used_bytes() == int(self.space.index.slot_bytes(held).sum())
-        assert self.space.pinned_bytes() == int(self.space.index.slot_bytes(np.array(sorted(self.pinned), np.uint32)).sum())
+        *_, counted = take(self.space, 1)
+        assert counted.pinned_bytes == int(self.space.index.slot_bytes(np.array(sorted(self.pinned), np.uint32)).sum())
+        assert counted.num_blocks == len(self.ready) == counted.blocks.sum() and not counted.representation_bytes
 
 
 TestSpaceMachine = SpaceMachine.TestCase

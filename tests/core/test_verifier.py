@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from hotkv.errors import HotKVError
 from hotkv.keys import Representation
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
@@ -10,6 +11,7 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, Entries, HashList, LoadPositions, Run
 from hotkv_server.dataplane.checks import add_sums
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.runtime import verify
 from hotkv_server.runtime.takeover import UseNotes
 from hotkv_server.runtime.verify import Case, Verifier
 from tests.core.support import make_key_space, make_table, words_of
@@ -113,7 +115,9 @@ def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) ->
     slots = arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(5))])
     assert not arena.verifier.unverified(slots)
     arena.spoil(3)
-    scrubbed = arena.verifier.cases(arena.verifier.next_batch())
+    batch = arena.verifier.next_batch()
+    assert batch is not None
+    scrubbed = arena.verifier.cases(batch)
     arena.verifier.settle(scrubbed, arena.verifier.judge(scrubbed))
     again = arena.verifier.unverified(slots)
     assert len(arena.verifier.settle(again, arena.verifier.judge(again))) == 1
@@ -132,10 +136,15 @@ def test_a_block_that_is_flushed_under_a_lease_is_still_compared(arena: Arena) -
     assert int(arena.core.space.index.unverified.sum()) == 1, "what agrees is cleared"
 
 
-def test_a_block_that_a_load_names_twice_is_condemned_once(arena: Arena) -> None:
+def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
     arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
-    both = [LoadPositions(0, np.arange(5)), LoadPositions(0, np.array([3, 3]))]
-    slots = arena.core.begin_load(arena.session, "t", "held", both)
+    for twice in ([3, 3], [3], [4, 0]):
+        with pytest.raises(HotKVError, match="lease_positions name a block twice"):
+            arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(5)), LoadPositions(0, np.array(twice))])
+    slots = [
+        *arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(5))]),
+        *arena.core.begin_load(arena.session, "u", "held", [LoadPositions(0, np.array([3]))]),
+    ]
     arena.spoil(3)
     cases = arena.verifier.unverified(slots)
     assert len(arena.verifier.settle(cases, arena.verifier.judge(cases))) == 1
@@ -167,14 +176,21 @@ def test_what_went_with_a_condemned_block_is_not_looked_at(arena: Arena, monkeyp
     assert arena.verifier.condemned_blocks == 10 and not index.num_entries
 
 
-def test_a_pass_of_the_scrubber_sees_every_block_once(arena: Arena) -> None:
+@pytest.mark.parametrize("scanned", [1, 3, 10, 1 << 17])
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
+def test_a_pass_of_the_scrubber_sees_every_block_once(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, scanned: int, batch_bytes: int
+) -> None:
+    """However little it looks at in one go, so that millions of entries hold up nobody."""
+    monkeypatch.setattr(verify, "SCANNED_ENTRIES", scanned)
+    monkeypatch.setattr(verify, "BATCH_BYTES", max(batch_bytes, SLOT_ALIGN))
     arena.verifier._next_entry = 4
     seen: list[int] = []
-    while len(batch := arena.verifier.next_batch()):
-        seen += batch.tolist()
-    while len(batch := arena.verifier.next_batch()):
-        seen += batch.tolist()
-    assert sorted(seen) == sorted([*range(4, 11), *range(1, 11)])
+    for _ in range(2):
+        while (batch := arena.verifier.next_batch()) is not None:
+            assert len(batch) <= scanned
+            seen += batch.tolist()
+    assert arena.verifier.passes == 2 and sorted(seen) == sorted([*range(4, 11), *range(1, 11)])
 
 
 @pytest.mark.parametrize("num_parts", [1, 3, 7, 50])

@@ -148,7 +148,8 @@ class BlockIndex:
 
     def remove_detached(self, entries: Entries) -> None:
         """Drops detached entries; their numbers are free again."""
-        assert np.all(self.states()[entries] == table.STATE_DETACHED), "dropped an entry that is in the table"
+        states = self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16)
+        assert np.all(states == table.STATE_DETACHED), "dropped an entry that is in the table"
         self.table.records[entries, table.W_GROUP_STATE] = 0
         self._release(entries)
 
@@ -195,9 +196,22 @@ class BlockIndex:
         words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
         return words.view(np.uint64)[:, 0]
 
-    def states(self) -> NDArray[np.uint32]:
-        """State of every entry number that was ever used: 0 free, STATE_RESERVED, STATE_READY or STATE_DETACHED."""
-        return self.table.records[: self._next_unused, table.W_GROUP_STATE] >> np.uint32(16)
+    @property
+    def num_numbers(self) -> int:
+        """Entry numbers that were ever used are below this."""
+        return self._next_unused
+
+    def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
+        """State of every entry number that was ever used, or of those from `first` to `end`: 0 free, STATE_RESERVED, STATE_READY or
+        STATE_DETACHED.
+        """
+        upto = self._next_unused if end is None else min(end, self._next_unused)
+        return self.table.records[first:upto, table.W_GROUP_STATE] >> np.uint32(16)
+
+    def is_ready(self, entries: Entries) -> NDArray[np.bool_]:
+        """Which entries [n] are ready."""
+        ready: NDArray[np.bool_] = self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY
+        return ready
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
         """Which entries [n] are ready or detached: their slots hold whole blocks."""

@@ -50,11 +50,6 @@ class Representations:
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
-    def num_bytes(self) -> int:
-        """Bytes in slots of representations, in whatever state. Linear in capacity."""
-        entries = np.flatnonzero(self._index.states()).astype(np.uint32)
-        return int(self._index.slot_bytes(entries[self.among(entries)]).sum())
-
     def of(self, entries: Entries) -> Entries:
         """The representation of each ready block [n], 0 for none."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]

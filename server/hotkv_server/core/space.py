@@ -217,11 +217,6 @@ class Space:
         """Bytes in slots that are reserved or ready."""
         return sum(s.slot_bytes * s.num_used for s in self.pool.stats())
 
-    def pinned_bytes(self) -> int:
-        """Bytes in slots that are pinned."""
-        pinned = np.flatnonzero(self.index.pins).astype(np.uint32)
-        return int(self.index.slot_bytes(pinned).sum())
-
     def _make_room(self, slot_bytes: int, num_slots: int, taker: int) -> None:
         """Evicts until a tenant can have `num_slots` slots of this size, or nothing more may go for it."""
         # What goes of its own blocks meanwhile gives it no claim that it did not have.

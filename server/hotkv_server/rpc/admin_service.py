@@ -1,16 +1,19 @@
 """AdminService: what the server holds, and levers."""
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import hotkv
 from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc
+from hotkv_server.core.census import PART_ENTRIES
 from hotkv_server.rpc import convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
@@ -18,7 +21,7 @@ from hotkv_server.rpc.explain import explain
 from hotkv_server.rpc.streams import stream
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.reports import WatchedReport
-from hotkv_server.runtime.stats import counters, gauges, tier
+from hotkv_server.runtime.stats import census, counters, gauges, tier
 
 STATES = {table.STATE_RESERVED: "reserved", table.STATE_READY: "ready", table.STATE_DETACHED: "flushed"}
 DEFAULT_PAGE = 100
@@ -35,7 +38,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._node = node
 
     async def GetInfo(self, request: admin_pb2.GetInfoRequest, context: Any) -> admin_pb2.GetInfoResponse:
-        node = self._node
+        node, counted = self._node, await census(self._node)
         return admin_pb2.GetInfoResponse(
             version=hotkv.__version__,
             protocol_version=hotkv.PROTOCOL_VERSION,
@@ -43,12 +46,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             pid=os.getpid(),
             uptime_s=time.monotonic() - node.started_s,
             state="; ".join(node.health.problems(time.monotonic())) or ("draining" if node.core.draining else "ready"),
-            counters=[admin_pb2.Counter(name=name, value=value) for name, value in {**counters(node), **gauges(node)}.items()],
+            counters=[admin_pb2.Counter(name=name, value=value) for name, value in {**counters(node), **gauges(node, counted)}.items()],
             devices=device_report(node.devices),
         )
 
     async def ListTiers(self, request: admin_pb2.ListTiersRequest, context: Any) -> admin_pb2.ListTiersResponse:
-        host = tier(self._node)
+        host = tier(self._node, await census(self._node))
         message = admin_pb2.Tier(
             name="host",
             capacity_byte_count=host.capacity_bytes,
@@ -68,23 +71,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListTiersResponse(tiers=[message])
 
     async def ListKeySpaces(self, request: admin_pb2.ListKeySpacesRequest, context: Any) -> admin_pb2.ListKeySpacesResponse:
-        space = self._node.core.space
-        records, num_rows = space.index.table.records, len(self._node.core.key_spaces) + 1
-        held, represented = (
-            np.bincount(records[entries, table.W_KEY_SPACE], minlength=num_rows)
-            for entries in (space.index.ready_blocks(), space.representations.ready())
-        )
+        counted = await census(self._node)
         return admin_pb2.ListKeySpacesResponse(
             key_spaces=[
                 admin_pb2.KeySpaceInfo(
                     key_space_id=number,
                     fingerprint=record.key_space.fingerprint.hex(),
                     key_space=convert.key_space_message(record.key_space),
-                    block_count=int(held[number]),
+                    block_count=int(counted.blocks[number]),
                     representations=[convert.representation_message(kind) for kind in record.representations],
-                    representation_count=int(represented[number]),
+                    representation_count=int(counted.representations[number]),
                 )
-                for number, record in sorted(self._node.core.key_spaces.items())
+                for number, record in sorted(self._node.core.key_spaces.items())[: len(counted.blocks) - 1]
             ]
         )
 
@@ -116,30 +114,40 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Any) -> admin_pb2.ListBlocksResponse:
         async def call() -> admin_pb2.ListBlocksResponse:
-            return self._list_blocks(request)
+            return await self._list_blocks(request)
 
         return await answer(self._node, context, call)
 
-    def _list_blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
-        index = self._node.core.space.index
+    async def _list_blocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
         if not request.page_token.isdecimal() and request.page_token:
             raise HotKVError(Reason.INVALID_FIELD, "page_token is none that this server gave out; leave it empty to begin")
         if not 0 <= request.page_size <= MAX_PAGE:
             raise HotKVError(Reason.INVALID_FIELD, f"page_size is {request.page_size}; allowed are 0 (for {DEFAULT_PAGE}) to {MAX_PAGE}")
         start, size = int(request.page_token or 0), min(request.page_size or DEFAULT_PAGE, SERVED_PAGE)
-        states = index.states()
-        wanted = states != 0
         if request.key_space_id:
             self._node.core.key_space(request.key_space_id)
-            wanted &= index.table.records[: len(states), table.W_KEY_SPACE] == request.key_space_id
-        wanted[:start] = False
-        entries = np.flatnonzero(wanted).astype(np.uint32)
-        entries = entries[~self._node.core.space.representations.among(entries)]
-        page = entries[:size]
+        entries = await self._listed(start, size + 1, request.key_space_id)
+        # What was found first may have gone since.
+        records = self._node.core.space.index.table.records
+        page = entries[:size][records[entries[:size], table.W_GROUP_STATE] >> np.uint32(16) != 0]
         now_s = time.monotonic()
         used_s = self._node.core.space.policy.last_used_s(page)
         blocks = [self._block(int(entry), max(0.0, now_s - float(used)) if used else 0.0) for entry, used in zip(page, used_s, strict=True)]
         return admin_pb2.ListBlocksResponse(blocks=blocks, next_page_token=str(int(entries[size])) if len(entries) > size else "")
+
+    async def _listed(self, start: int, most: int, key_space_id: int) -> NDArray[np.uint32]:
+        """The first `most` blocks with numbers from `start` on, of one key space unless that is 0. Others are served meanwhile."""
+        index, found = self._node.core.space.index, [np.empty(0, np.uint32)]
+        while start < index.num_numbers and sum(map(len, found)) < most:
+            states = index.states(start, start + PART_ENTRIES)
+            wanted = states != 0
+            if key_space_id:
+                wanted &= index.table.records[start : start + len(states), table.W_KEY_SPACE] == key_space_id
+            entries = start + np.flatnonzero(wanted).astype(np.uint32)
+            found.append(entries[~self._node.core.space.representations.among(entries)])
+            start += PART_ENTRIES
+            await asyncio.sleep(0)
+        return np.concatenate(found)[:most]
 
     def _block(self, entry: int, idle_s: float) -> admin_pb2.Block:
         index = self._node.core.space.index

@@ -1,9 +1,10 @@
 """Figures of a running node, for metrics and the admin service. Read on the event loop only."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
+from hotkv_server.core.census import Census, take
 from hotkv_server.core.slabs import SlabClassStats
 from hotkv_server.runtime.node import Node
 
@@ -22,16 +23,28 @@ class TierStats:
     slab_classes: list[SlabClassStats]
 
 
-def tier(node: Node) -> TierStats:
+async def census(node: Node) -> Census:
+    """All that is there; others are served while it is counted."""
+    *_, whole = [counted async for counted in _counting(node)]
+    return whole
+
+
+async def _counting(node: Node) -> AsyncIterator[Census]:
+    for counted in take(node.core.space, len(node.core.key_spaces)):
+        yield counted
+        await asyncio.sleep(0)
+
+
+def tier(node: Node, counted: Census) -> TierStats:
     """The host tier."""
     space = node.core.space
     pool = space.pool
     return TierStats(
         pool.num_slabs * pool.slab_bytes,
         space.used_bytes(),
-        space.pinned_bytes(),
-        space.representations.num_bytes(),
-        len(space.index.ready_blocks()),
+        counted.pinned_bytes,
+        counted.representation_bytes,
+        counted.num_blocks,
         pool.num_free_slabs,
         pool.slab_bytes,
         pool.stats(),
@@ -56,9 +69,9 @@ def counters(node: Node) -> dict[str, float]:
     return values
 
 
-def gauges(node: Node) -> dict[str, float]:
+def gauges(node: Node, counted: Census) -> dict[str, float]:
     """Gauges by their metric names, without the `hotkv_` prefix."""
-    host = tier(node)
+    host = tier(node, counted)
     pool = node.core.space.pool.figures()
     return {
         "sessions": float(len(node.sessions)),
@@ -76,7 +89,7 @@ def gauges(node: Node) -> dict[str, float]:
         "arena_imbalance_ratio": pool.imbalance_ratio,
         "representation_bytes": float(host.representation_bytes),
         "ready_blocks": float(host.num_blocks),
-        "unverified_blocks": float(np.count_nonzero(node.core.space.index.unverified)),
+        "unverified_blocks": float(counted.num_unverified),
         "arena_registered_bytes": float(node.devices.pinned_bytes),
         "device_allocations_open": float(node.devices.num_open),
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),

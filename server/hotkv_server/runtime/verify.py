@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 64 << 20
 """Slots that are compared in one go."""
+SCANNED_ENTRIES = 1 << 17
+"""Looked at in a millisecond."""
 MIN_PAUSE_S = 0.05
+PASS_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class Verifier:
             self.verified_blocks += int((same & good).sum())
             disagreeing.append(entries[same & ~good])
         bad = np.unique(np.concatenate(disagreeing))
-        ready = bad[index.states()[bad] == table.STATE_READY]
+        ready = bad[index.is_ready(bad)]
         if len(ready):
             self.condemned_blocks += len(ready)
             first = self._name(int(ready[0]))
@@ -127,16 +130,19 @@ class Verifier:
 
     # In the background
 
-    def next_batch(self) -> Entries:
-        """The ready entries that a scrub looks at next: by number, round and round; empty at the end of a pass."""
-        states = self._core.space.index.states()
-        ready = self._next_entry + np.flatnonzero(states[self._next_entry :] == table.STATE_READY).astype(np.uint32)
-        if not len(ready):
+    def next_batch(self) -> Entries | None:
+        """The ready entries that a scrub looks at next: by number, round and round; None at the end of a pass. Looks at SCANNED_ENTRIES at
+        most, so there may be none in a batch.
+        """
+        index, first = self._core.space.index, self._next_entry
+        if first >= index.num_numbers:
             self._next_entry = 1
             self.passes += 1
-            return ready
+            return None
+        end = min(first + SCANNED_ENTRIES, index.num_numbers)
+        ready = first + np.flatnonzero(index.states(first, end) == table.STATE_READY).astype(np.uint32)
         batch = ready[: self._batch_length(ready)]
-        self._next_entry = int(batch[-1]) + 1
+        self._next_entry = int(batch[-1]) + 1 if len(batch) < len(ready) else end
         return batch
 
     def stalled_s(self, now_s: float) -> float:
@@ -147,6 +153,9 @@ class Verifier:
         """Compares everything, again and again, slots of `bytes_per_s` in a second; `tell` after each batch. Runs until it is cancelled."""
         while True:
             batch = self.next_batch()
+            if batch is None or not len(batch):
+                await asyncio.sleep(PASS_PAUSE_S if batch is None else MIN_PAUSE_S)
+                continue
             began_s = time.monotonic()
             num_bytes = int(self._core.space.index.slot_bytes(batch).sum())
             cases = self.cases(batch)
@@ -156,4 +165,4 @@ class Verifier:
             self.settle(cases, verdicts)
             tell()
             pause_s = num_bytes / bytes_per_s - (time.monotonic() - began_s)
-            await asyncio.sleep(max(pause_s, MIN_PAUSE_S) if len(batch) else 1.0)
+            await asyncio.sleep(max(pause_s, MIN_PAUSE_S))
