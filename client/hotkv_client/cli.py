@@ -62,6 +62,12 @@ def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     return {**client.info(), "tiers": client.tiers(), "key_spaces": client.key_spaces(), "sessions": client.sessions()}
 
 
+def loop_line(counters: dict[str, Any], held_by: str) -> str:
+    """How late the server's event loop has been in the last minute."""
+    p50, p99, longest = (f"{counters[f'loop_lag_{name}_seconds'] * 1e3:.1f} ms" for name in ("p50", "p99", "longest"))
+    return f"event loop late by {p50} (p50), {p99} (p99), {longest} (longest{', in ' + held_by if held_by else ''})"
+
+
 def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
     counters = answer["counters"]
     acquired, missed = counters.get("acquired_blocks_total", 0), counters.get("missed_blocks_total", 0)
@@ -73,6 +79,7 @@ def show_status(answer: dict[str, Any], options: argparse.Namespace) -> str:
         f"sessions {len(answer['sessions'])}  stored {moved['stored']}  loaded {moved['loaded']}  leased blocks found {rate}  "
         f"evicted {counters['evicted_blocks_total']:.0f}  no space {counters['no_space_blocks_total']:.0f}",
         *([gpu_line(answer["devices"])] if answer["devices"]["devices"] else []),
+        loop_line(counters, answer["loop_held_by"]),
         "",
         table(
             ("tier", "used", "capacity", "share", "pinned", "representations", "blocks"),

@@ -68,6 +68,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
+    LOOP_HELD_BY_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Software version."""
     protocol_version: builtins.int
@@ -80,6 +81,8 @@ class GetInfoResponse(google.protobuf.message.Message):
     """Seconds since start."""
     state: builtins.str
     """`ready`, `draining`, or what keeps the server from serving, in words."""
+    loop_held_by: builtins.str
+    """In which function the event loop was when it was latest in the last minute, as module:name; empty where it was never late for long."""
     @property
     def counters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Counter]:
         """Counters and gauges."""
@@ -99,9 +102,10 @@ class GetInfoResponse(google.protobuf.message.Message):
         state: builtins.str = ...,
         counters: collections.abc.Iterable[Global___Counter] | None = ...,
         devices: Global___DeviceReport | None = ...,
+        loop_held_by: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["devices", b"devices"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["counters", b"counters", "devices", b"devices", "epoch", b"epoch", "pid", b"pid", "protocol_version", b"protocol_version", "state", b"state", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counters", b"counters", "devices", b"devices", "epoch", b"epoch", "loop_held_by", b"loop_held_by", "pid", b"pid", "protocol_version", b"protocol_version", "state", b"state", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse
 

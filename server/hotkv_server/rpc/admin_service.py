@@ -48,6 +48,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             state="; ".join(node.health.problems(time.monotonic())) or ("draining" if node.core.draining else "ready"),
             counters=[admin_pb2.Counter(name=name, value=value) for name, value in {**counters(node), **gauges(node, counted)}.items()],
             devices=device_report(node.devices),
+            loop_held_by=node.lag.read().held_by,
         )
 
     async def ListTiers(self, request: admin_pb2.ListTiersRequest, context: Any) -> admin_pb2.ListTiersResponse:

@@ -32,6 +32,7 @@ from hotkv_server.runtime.events import EventHub, EventPublisher, removed_events
 from hotkv_server.runtime.feed import Feeds
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.in_place import InPlace
+from hotkv_server.runtime.lag import LoopLag
 from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
 from hotkv_server.runtime.session import Drain, LiveSession
 from hotkv_server.runtime.sparse import SparseDecode
@@ -77,6 +78,7 @@ class Node:
         self.refusals: Counter[Reason] = Counter()
         self.last_tick_s = time.monotonic()
         self.health = Health()
+        self.lag = LoopLag()
         self.drain_timeout_s = 0.0
         self._drain_timer: asyncio.TimerHandle | None = None
         self._arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
@@ -96,6 +98,7 @@ class Node:
 
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
         """Starts the timer, and the scrubber unless it may read nothing."""
+        self.lag.start()
         self._saved = self._catalog_size
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)
@@ -112,6 +115,7 @@ class Node:
         await asyncio.gather(*self._saves)
         self.sparse.close()
         self.transfers.close()
+        self.lag.close()
         for task in self._tasks:
             task.cancel()
 

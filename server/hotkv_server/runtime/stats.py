@@ -71,9 +71,12 @@ def counters(node: Node) -> dict[str, float]:
 
 def gauges(node: Node, counted: Census) -> dict[str, float]:
     """Gauges by their metric names, without the `hotkv_` prefix."""
-    host = tier(node, counted)
+    host, lag = tier(node, counted), node.lag.read()
     pool = node.core.space.pool.figures()
     return {
+        "loop_lag_p50_seconds": lag.p50_s,
+        "loop_lag_p99_seconds": lag.p99_s,
+        "loop_lag_longest_seconds": lag.longest_s,
         "sessions": float(len(node.sessions)),
         "leases": float(len(node.core.leases)),
         "transfers_in_flight": float(len(node.core.transfers)),

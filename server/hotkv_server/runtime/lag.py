@@ -1,0 +1,95 @@
+"""How late the event loop is, and what it was at when it was latest.
+
+A call of its own, due every TICK_S, measures: what it comes late by, everybody's calls have waited. A thread looks at the loop when it is
+late for long, and notes which function of hotkv it is in. Kept for WINDOW_S.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import FrameType
+
+import numpy as np
+
+TICK_S = 0.02
+WINDOW_S = 60.0
+HELD_S = 0.02
+"""What keeps the loop for so long is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """Of the last WINDOW_S, in seconds. `held_by`: function in which the loop was seen when it was latest; empty where nobody looked."""
+
+    p50_s: float
+    p99_s: float
+    longest_s: float
+    held_by: str
+
+
+class LoopLag:
+    """Watches the loop that it is started on. `read` from that loop only."""
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque([0.0], maxlen=int(WINDOW_S / TICK_S))
+        self._held: deque[tuple[float, float, str]] = deque(maxlen=64)
+        self._due_s = 0.0
+        self._seen = ""
+        self._ended = threading.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop_thread = 0
+
+    def __repr__(self) -> str:
+        return f"LoopLag({len(self._samples)} samples)"
+
+    def start(self) -> None:
+        """Begins to watch the running loop, from the thread that runs it."""
+        self._loop_thread = threading.get_ident()
+        self._wait(asyncio.get_running_loop())
+        threading.Thread(target=self._look, name="hotkv-lag", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the watching."""
+        self._ended.set()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def read(self) -> Lag:
+        """How it has been."""
+        samples, since_s = np.fromiter(self._samples, np.float64), time.monotonic() - WINDOW_S
+        p50_s, p99_s, longest_s = np.percentile(samples, (50, 99, 100)).tolist()
+        named = [(lag_s, name) for at_s, lag_s, name in self._held if at_s > since_s]
+        return Lag(p50_s, p99_s, longest_s, max(named)[1] if named else "")
+
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due_s = time.monotonic() + TICK_S
+        self._timer = loop.call_later(TICK_S, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        now_s = time.monotonic()
+        lag_s = max(0.0, now_s - self._due_s)
+        self._samples.append(lag_s)
+        seen, self._seen = self._seen, ""
+        if seen and lag_s >= HELD_S:
+            self._held.append((now_s, lag_s, seen))
+        self._wait(loop)
+
+    def _look(self) -> None:
+        """In the thread: once for each time that the loop is late."""
+        while not self._ended.wait(TICK_S):
+            if not self._seen and time.monotonic() > self._due_s + HELD_S:
+                self._seen = _function_of(sys._current_frames().get(self._loop_thread))
+
+
+def _function_of(frame: FrameType | None) -> str:
+    """Which function of hotkv's runs in a frame, as module:name; whatever runs where it is none of hotkv's."""
+    innermost = frame
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("hotkv"):
+            return f"{module}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "" if innermost is None else f"{innermost.f_globals.get('__name__', '')}:{innermost.f_code.co_name}"
