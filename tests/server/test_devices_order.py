@@ -173,6 +173,22 @@ def test_memory_whose_size_cuda_does_not_tell_is_taken_as_stated(runtime: FakeRu
     memory.close()
 
 
+def test_a_handle_of_another_tenants_memory_opens_nothing(runtime: FakeRuntime) -> None:
+    """Who has come by the 64 bytes of a handle would read its memory: stores copy from it."""
+    devices, memory = _devices(runtime), FakeAllocation(2 * PAGE)
+    layout = _layout(_cuda("k", memory))
+    mine = open_engine_memory(layout, NO_ORDER, {}, devices, lambda: None, "one")
+    with pytest.raises(HotKVError, match="'k' can't be opened: no such memory"):
+        open_engine_memory(layout, NO_ORDER, {}, devices, lambda: None, "two")
+    # Sessions of its own tenant share it, and once nobody has it open any more it is anybody's.
+    again = open_engine_memory(layout, NO_ORDER, {}, devices, lambda: None, "one")
+    for one in (mine, again):
+        one.close()
+    open_engine_memory(layout, NO_ORDER, {}, devices, lambda: None, "two").close()
+    assert not runtime.held() and not devices.num_open
+    memory.close()
+
+
 def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_path: Path) -> None:
     begun, go_on, closed = threading.Event(), threading.Event(), list[int]()
 

@@ -41,9 +41,10 @@ class Queue:
 
 @dataclass(slots=True)
 class _Opened:
-    """`num_users`: handles of sessions that lie in it."""
+    """`tenant`: whose it is. `num_users`: handles of sessions that lie in it."""
 
     allocation: Allocation
+    tenant: str
     num_users: int = 0
 
 
@@ -119,15 +120,19 @@ class Devices:
         with self._lock:
             self._idle.setdefault(queue.stream.device, []).append(queue)
 
-    def open_memory(self, device: int, handle: bytes) -> Allocation:
+    def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
         """An engine's allocation, open until as many calls of `close_memory`. Blocks.
 
-        Raises DeviceError, and ValueError where it is another device's: CUDA opens that too, where devices reach each other.
+        Raises DeviceError, also where another tenant has it open: who has come by a handle does not so come by the memory. ValueError where
+        it is another device's: CUDA opens that too, where devices reach each other.
         """
         with self._lock:
             opened = self._memory.get((device, handle))
+            if opened is not None and opened.tenant != tenant:
+                log.warning("refused a handle of another tenant's memory device=%d tenant=%r owner=%r", device, tenant, opened.tenant)
+                raise DeviceError("no such memory")
             if opened is None:
-                opened = self._memory[device, handle] = _Opened(self._open(device, handle))
+                opened = self._memory[device, handle] = _Opened(self._open(device, handle), tenant)
             opened.num_users += 1
             return opened.allocation
 

@@ -93,12 +93,12 @@ def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
         raise HotKVError(Reason.INVALID_FIELD, f"order.{error}") from error
 
 
-def _opened(devices: Devices, device: int, index: int, handle: MemoryHandle) -> Allocation:
+def _opened(devices: Devices, device: int, index: int, handle: MemoryHandle, tenant: str) -> Allocation:
     """The allocation of a layout's handle. Raises DeviceError that names the handle and what containers need, ValueError that names the
     field.
     """
     try:
-        return devices.open_memory(device, handle.cuda_handle)
+        return devices.open_memory(device, handle.cuda_handle, tenant)
     except ValueError as error:
         raise ValueError(f"handles[{index}].cuda_ipc.device_uuid {error}; send the UUID of the device that the memory lies on") from error
     except DeviceError as error:
@@ -120,9 +120,10 @@ def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None
 
 
 def open_engine_memory(
-    layout: Layout, order: DeviceOrder, fds: dict[str, int], devices: Devices, on_cut: Callable[[], None]
+    layout: Layout, order: DeviceOrder, fds: dict[str, int], devices: Devices, on_cut: Callable[[], None], tenant: str = ""
 ) -> EngineMemory:
     """Maps all files with their page tables and opens all allocations. Blocks. Takes the descriptors over. `on_cut`: see FileMapping.
+    `tenant`: whose memory it is.
 
     Raises INVALID_LAYOUT.
     """
@@ -132,7 +133,7 @@ def open_engine_memory(
             base, name = handle.base_offset_bytes, f"memory {handle.handle_id!r}"
             if handle.is_cuda:
                 device = devices.find(handle.device_uuid)
-                allocation = _opened(devices, device, index, handle)
+                allocation = _opened(devices, device, index, handle, tenant)
                 memory.allocations.append((device, handle.cuda_handle))
                 _check_end(index, handle, allocation)
                 memory.regions[handle.handle_id] = Region(allocation.address + base, handle.num_bytes, name, device)

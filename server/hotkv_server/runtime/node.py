@@ -242,7 +242,8 @@ class Node:
                 )
         fds = {handle_id: session.received_fds.pop(handle_id) for handle_id in files}
         loop = asyncio.get_running_loop()
-        opening = loop.run_in_executor(None, open_engine_memory, layout, order, fds, self.devices, session.cancel_transfers)
+        tenant = session.key_space.tenant
+        opening = loop.run_in_executor(None, open_engine_memory, layout, order, fds, self.devices, session.cancel_transfers, tenant)
         try:
             memory = await asyncio.shield(opening)
         except asyncio.CancelledError:
