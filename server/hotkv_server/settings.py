@@ -148,7 +148,7 @@ class EventSettings(BaseModel, extra="forbid"):
     topic: str = Field("kv@{host}@{model}", description="Topic; {host}, {model}, {tenant} and {key_space} stand for their values.")
     buffer_steps: Annotated[int, Field(ge=1, le=10_000_000)] = Field(10_000, description="Most messages kept for replay, per topic.")
     buffer_bytes: Annotated[ByteSize, Field(ge=MIB)] = Field(
-        ByteSize(64 * MIB), description="Most bytes that wait to be sent, and most that are kept for replay per topic."
+        ByteSize(64 * MIB), description="Most bytes that wait to be sent, and most that are kept for replay, of all topics together."
     )
     int_hashes: bool = Field(
         True, description="Hashes as 64-bit numbers, as VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=1 has it in engines; false for whole ones."

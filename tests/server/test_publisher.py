@@ -13,7 +13,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from hotkv.results import BlockResult
 from hotkv_server.core.values import EvictionNotice, Run
-from hotkv_server.events.publisher import ZmqPublisher, binds
+from hotkv_server.events.publisher import ZmqPublisher, _Topic, binds
 from hotkv_server.runtime.events import BlocksRemoved, BlocksStored, Event, KeySpaceCleared, RunContent, removed_events, stored_events
 from tests.core.support import hash_of, make_key_space, words_of
 
@@ -133,6 +133,24 @@ def test_replay_keeps_the_last_steps_and_survives_nonsense(publisher: ZmqPublish
                 break
             numbers.append(int.from_bytes(sequence, "big"))
     assert numbers == [last + 3, last + 4, last + 5]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, MIB // 2)), max_size=40))
+def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(sent: list[tuple[int, int]]) -> None:
+    """Clients name models, and so topics: each could have had the bound for itself."""
+    publisher = object.__new__(ZmqPublisher)
+    topics = {str(n): _Topic(str(n).encode()) for n in range(4)}
+    publisher.__dict__.update(_topics=topics, _buffer_bytes=MIB, _buffer_steps=1000, _sent_bytes=0)
+    for number, (place, num_bytes) in enumerate(sent):
+        topic = topics[str(place)]
+        before = {name: one.sent_bytes for name, one in topics.items()}
+        publisher._keep(topic, number, bytes(num_bytes))
+        assert sum(one.sent_bytes for one in topics.values()) == publisher._sent_bytes <= MIB
+        assert all(one.sent_bytes == sum(len(payload) for _, payload in one.sent) for one in topics.values())
+        for name, one in topics.items():
+            # Who has a share or less loses nothing to others.
+            assert one is topic or before[name] > MIB // 4 or one.sent_bytes == before[name]
+        assert not topic.sent or topic.sent[-1][0] == number
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://host:5557", "tcp://[::]:5557", "ipc:///x", "tcp://10.0.0.1:1", "inproc://x"])

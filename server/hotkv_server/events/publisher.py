@@ -91,6 +91,7 @@ class ZmqPublisher:
         # Each is written by one thread only.
         self._put_bytes = 0
         self._taken_bytes = 0
+        self._sent_bytes = 0
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         try:
@@ -210,10 +211,23 @@ class ZmqPublisher:
             log.exception("events of topic %s could not be sent", topic.name.decode())
             return
         self.published_events += len(events)
+        self._keep(topic, number, payload)
+
+    def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
+        """For replay. Clients name models, and so topics: where all together have too much, the one that has most loses its oldest."""
         topic.sent.append((number, payload))
         topic.sent_bytes += len(payload)
-        while len(topic.sent) > self._buffer_steps or topic.sent_bytes > self._buffer_bytes:
-            topic.sent_bytes -= len(topic.sent.popleft()[1])
+        self._sent_bytes += len(payload)
+        if len(topic.sent) > self._buffer_steps:
+            self._forget_oldest(topic)
+        while self._sent_bytes > self._buffer_bytes:
+            has_its_share = topic.sent_bytes * len(self._topics) <= self._buffer_bytes
+            self._forget_oldest(max(list(self._topics.values()), key=lambda one: one.sent_bytes) if has_its_share else topic)
+
+    def _forget_oldest(self, topic: _Topic) -> None:
+        num_bytes = len(topic.sent.popleft()[1])
+        topic.sent_bytes -= num_bytes
+        self._sent_bytes -= num_bytes
 
     def _serve_replay(self, socket: "zmq.Socket[bytes]") -> None:
         """Answers a request: an empty frame, the first sequence number wanted, and, if only one topic is wanted, its name."""
