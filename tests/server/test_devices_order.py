@@ -4,7 +4,6 @@ import asyncio
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -256,10 +255,12 @@ def test_words_are_taken_first(runtime: FakeRuntime) -> None:
     offer = DeviceOrder(memory.device_uuid, tuple(event.handle for event in events), "k", 4)
     opened = _open(_layout(_cuda("k", memory)), devices, offer)
     assert (opened.order.kind, opened.order.message) == (OrderKind.FLAGS, "")
-    gate = _gate(opened.order, 3, 7)
+    gate, another = _gate(opened.order, 3, 7), _gate(opened.order, 2, 5)
     assert not gate.passed()
     memory.words()[3] = 6
-    time.sleep(0.01)
+    memory.words()[2] = 5
+    # All words are read at once: whoever sees the one sees the other.
+    until(another.passed)
     assert not gate.passed() and not gate.passed()
     memory.words()[3] = 7
     until(gate.passed)

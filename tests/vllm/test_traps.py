@@ -76,9 +76,8 @@ def test_unanswered_lease_is_a_miss_and_given_back(engine: Any, server: Any) -> 
     filled(engine)
     one = engine(extra={"lookup_timeout_s": 0.01})
     server.hold = {"acquire"}
-    began_s = time.monotonic()
-    _, external = one.generate("a", PROMPT, 2)
-    assert external == 0 and time.monotonic() - began_s < 1
+    # Nobody answers before `settle`, so that it ends shows that it does not wait for the answer.
+    assert one.generate("a", PROMPT, 2)[1] == 0 and not server.leases
     # While that answer is overdue nobody else waits.
     one.drop_local()
     calls = server.count("acquire")
