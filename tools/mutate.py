@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from demo.processes import ends_cleanly
 from tools.mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,6 +153,7 @@ class Worker:
 
     def __init__(self, folder: Path) -> None:
         self.tree, self.caches, self._num_changed = folder / "tree", folder / "numba", 0
+        self._process: subprocess.Popen[bytes] | None = None
         files = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -169,20 +171,28 @@ class Worker:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={SLOWEST_TEST_S}", *tests]
         with (self.tree.parent / "output").open("w+") as output:
             process = subprocess.Popen(command, cwd=self.tree, env=environment, stdout=output, stderr=output, start_new_session=True)
+            self._process = process
             try:
                 if process.wait(limit_s) == 0:
                     return ""
             except subprocess.TimeoutExpired:
                 return f"longer than {limit_s:.0f} s"
             finally:
-                # Tests that are interrupted clean up behind themselves.
-                for number in (signal.SIGINT, signal.SIGKILL):
-                    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                        os.killpg(process.pid, number)
-                        process.wait(10)
+                self.stop()
             output.seek(0)
             named = [line for line in output if line.startswith(("FAILED", "ERROR"))]
             return named[0].split(" - ")[0].strip() if named else f"exit status {process.returncode}"
+
+    def stop(self) -> None:
+        """Ends the tests that run now. From any thread."""
+        process = self._process
+        if process is None:
+            return
+        # Tests that are interrupted clean up behind themselves.
+        for number in (signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(10)
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant) -> Iterator[Path]:
@@ -241,8 +251,14 @@ def share_out(workers: Sequence[Worker], mutants: Sequence[Mutant], work: Callab
     threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # noqa: BLE001 It is raised below, when the tests have ended.
+        failures.append(error)
+        for worker, thread in zip(workers, threads, strict=True):
+            worker.stop()
+            thread.join()
     if failures:
         raise failures[0]
 
@@ -264,7 +280,7 @@ def main() -> int:
     lines = EQUIVALENTS.read_text().splitlines() if EQUIVALENTS.exists() else []
     equivalents = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
     tally = Tally()
-    with tempfile.TemporaryDirectory(prefix="hotkv-mutate-", ignore_cleanup_errors=True) as folder:
+    with ends_cleanly(), tempfile.TemporaryDirectory(prefix="hotkv-mutate-", ignore_cleanup_errors=True) as folder:
         workers = [Worker(Path(folder) / str(number)) for number in range(flags.jobs)]
         sound: set[str] = set()
         print(f"{num_all} mutants to choose from", flush=True)

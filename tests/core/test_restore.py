@@ -51,6 +51,17 @@ def damage(records: Words, data: st.DataObject) -> Words:
     return records
 
 
+def test_what_goes_with_an_entry() -> None:
+    """A block goes with its representation, which goes alone; to the byte."""
+    core = filled()
+    index, book = core.space.index, core.space.representations
+    blocks, bare = (index.find(1, 0, words_of(numbers)) for numbers in (range(4), range(4, 8)))
+    kept = book.of(blocks)
+    assert kept.all() and not book.of(bare).any()
+    assert book.bytes_with(blocks).tolist() == [2 * SLOT_ALIGN] * 4
+    assert book.bytes_with(bare).tolist() == book.bytes_with(kept).tolist() == [SLOT_ALIGN] * 4
+
+
 def test_what_tenants_hold_is_counted_after_a_start() -> None:
     config = dataclasses.replace(CONFIG, tenants={"a": TenantShare(2 * SLAB), "b": TenantShare(2 * SLAB)})
     core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
