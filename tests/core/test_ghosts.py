@@ -103,3 +103,10 @@ def test_many_ghosts_in_the_room_of_few() -> None:
     assert np.array_equal(values[found], keys[found])
     assert not found[: num_keys - num_ghosts].any()
     assert found[-num_ghosts:].mean() > 0.9
+
+
+def test_a_table_knows_how_many_it_has() -> None:
+    table = GhostTable(100)
+    assert len(table) == 0 and repr(table) == f"GhostTable(0/{table.tags.size} ghosts)"
+    table.remember(np.arange(1, 31, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15), np.ones(30, np.uint64))
+    assert len(table) == 30 == np.count_nonzero(table.tags)

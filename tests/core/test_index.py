@@ -239,6 +239,29 @@ def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
     assert index.find(2, 0, words).tolist() == index.table.probe(hash_prefixes(packed, 16), SALTS[2][0]).tolist() == entries.tolist()
 
 
+@pytest.mark.parametrize("how", ["kernel", "twin"])
+def test_what_went_past_a_full_bucket_is_counted_until_it_goes(how: str) -> None:
+    """Ten blocks of one home: three are in the next bucket, which a search visits as long as one of them is there."""
+    if how == "kernel" and not native.available():
+        pytest.skip("needs numba")
+    index = BlockIndex(make_table(12, num_buckets=4))
+    if how == "twin":
+        index._kernels, index.table._kernels = twins, None
+    index.add_key_space(2, SALTS[2])
+    words = hash_words(b"".join(crafted_hash(3, 4, tag=tag, tail=1, salt=SALTS[2][0], hash_bytes=16) for tag in range(10)), 16)
+    entries = index.insert(2, 0, words, np.arange(10) * SLOT_ALIGN, SLOT_ALIGN, np.arange(10), 1)
+    index.publish(entries, index.mixed(entries), np.zeros(10, np.uint64))
+    # The bucket after the last is the first.
+    assert index.table.buckets[:, table.OVERFLOW].tolist() == [0, 0, 0, 3]
+    assert np.count_nonzero(index.table.buckets[0, table.ENTRIES :]) == 3
+    for gone, left in (([0, 1], 3), ([7], 2), ([9, 8], 0), ([2, 3, 4, 5, 6], 0)):
+        index.remove(entries[gone], index.mixed(entries[gone]))
+        entries[gone] = 0
+        assert index.table.buckets[:, table.OVERFLOW].tolist() == [0, 0, 0, left]
+        assert index.find(2, 0, words).tolist() == entries.tolist()
+    index.check_invariants()
+
+
 @given(capacity=st.integers(1, 5000), epoch=st.integers(-(1 << 63), (1 << 63) - 1), arena_bytes=st.integers(0, (1 << 63) - 1))
 def test_the_header_comes_back_and_the_table_has_room(capacity: int, epoch: int, arena_bytes: int) -> None:
     geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)

@@ -1,5 +1,7 @@
 """Taking over an old table: whatever its records say, what comes back is consistent; sums of shards make one check value."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.checks import strides_of
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import restore
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
 from tests.core.support import evict_all, make_key_space, make_table, taken_over, words_of
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 12, 40
@@ -47,6 +49,30 @@ def damage(records: Words, data: st.DataObject) -> Words:
         value = data.draw(st.one_of(st.just(other), st.integers(0, 40), st.integers(0, 2**32 - 1), st.just(other ^ (1 << 16))))
         records[row, word] = value
     return records
+
+
+def test_what_goes_with_an_entry() -> None:
+    """A block goes with its representation, which goes alone; to the byte."""
+    core = filled()
+    index, book = core.space.index, core.space.representations
+    blocks, bare = (index.find(1, 0, words_of(numbers)) for numbers in (range(4), range(4, 8)))
+    kept = book.of(blocks)
+    assert kept.all() and not book.of(bare).any()
+    assert book.bytes_with(blocks).tolist() == [2 * SLOT_ALIGN] * 4
+    assert book.bytes_with(bare).tolist() == book.bytes_with(kept).tolist() == [SLOT_ALIGN] * 4
+
+
+def test_what_tenants_hold_is_counted_after_a_start() -> None:
+    config = dataclasses.replace(CONFIG, tenants={"a": TenantShare(2 * SLAB), "b": TenantShare(2 * SLAB)})
+    core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
+    for tenant, count in (("a", 3), ("b", 5)):
+        session = core.open_session(tenant, "rank", dataclasses.replace(KEY_SPACE, tenant=tenant), 0.0).number
+        core.begin_store(session, "t", "l", [Run(0, words_of(range(count))), Run(1, words_of(range(count)))], 0, 0.0, 1.0)
+        core.end_store(session, "t", True, 1.0)
+    again, _ = taken_over(core, "lru", 1.0, 5.0)
+    used = [int(again.space.tenants.used[again.space.tenants.number(number)]) for number in (1, 2)]
+    assert used == [3 * 3 * SLOT_ALIGN, 5 * 3 * SLOT_ALIGN]
+    again.check_invariants()
 
 
 @settings(max_examples=300, deadline=None)

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -282,7 +281,7 @@ def test_freeing_waits_for_the_device() -> None:
     runtime.copy(stream, device, pinned, 4 * KIB)
     freeing = threading.Thread(target=runtime.free, args=(0, device))
     freeing.start()
-    time.sleep(0.02)
+    freeing.join(0.2)
     assert freeing.is_alive()
     run_all(runtime)
     freeing.join(10)

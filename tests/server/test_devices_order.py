@@ -1,9 +1,9 @@
 """Marks and engine memory of devices, over a device runtime without a device: what a session opens, asks and lets go of."""
 
 import asyncio
+import ctypes
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind, has_reached
+from hotkv.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig
@@ -271,10 +271,12 @@ def test_words_are_taken_first(runtime: FakeRuntime) -> None:
     offer = DeviceOrder(memory.device_uuid, tuple(event.handle for event in events), "k", 4)
     opened = _open(_layout(_cuda("k", memory)), devices, offer)
     assert (opened.order.kind, opened.order.message) == (OrderKind.FLAGS, "")
-    gate = _gate(opened.order, 3, 7)
+    gate, another = _gate(opened.order, 3, 7), _gate(opened.order, 2, 5)
     assert not gate.passed()
     memory.words()[3] = 6
-    time.sleep(0.01)
+    memory.words()[2] = 5
+    # All words are read at once: whoever sees the one sees the other.
+    until(another.passed)
     assert not gate.passed() and not gate.passed()
     memory.words()[3] = 7
     until(gate.passed)
@@ -366,6 +368,11 @@ def test_marks_that_the_session_has_not(mark: DeviceMark, word: str) -> None:
     opened.close()
 
 
+def _is_at(word: int, value: int) -> bool:
+    """The driver's comparison: `(int32_t)(*addr - value) >= 0`."""
+    return ctypes.c_int32(word - value).value >= 0
+
+
 @given(
     start=st.integers(0, (1 << 32) - 1), steps=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30), seed=st.integers(0, 99)
 )
@@ -384,14 +391,14 @@ def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(start: int, s
             counts[index] = (counts[index] + 1) % (1 << 32)
             gates.append((index, counts[index], _gate(opened.order, index, counts[index])))
         for at, value, gate in gates:
-            assert not gate.passed() or has_reached(int(memory.words()[at]), value)
+            assert not gate.passed() or _is_at(int(memory.words()[at]), value)
         runtime.run(seed % 3)
     for _ in range(8):
         for _, _, gate in gates:
             gate.passed()
         runtime.run(100)
     for at, value, gate in gates:
-        assert gate.passed() == has_reached(int(memory.words()[at]), value)
+        assert gate.passed() == _is_at(int(memory.words()[at]), value)
     opened.close()
     assert not runtime.held()
     memory.close()

@@ -107,6 +107,22 @@ def test_a_revoked_store_is_not_kept(place: Place) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("num_bytes", [FENCE_BYTES - 1, 13, 12, 0])
+def test_a_page_that_is_cut_short_after_the_copy_revokes(place: Place, num_bytes: int) -> None:
+    """Also where the word itself is still there, and not set: the engine could have meant any."""
+
+    async def scenario() -> None:
+        fd = memory_file(FENCE_BYTES)
+        session = await place.open(os.dup(fd))
+        assert not session.is_revoked(3) and not session.is_revoked(0)
+        os.truncate(fd, num_bytes)
+        assert session.is_revoked(3) and not session.is_revoked(0)
+        await place.node.close()
+        os.close(fd)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_fence_that_is_cut_short_revokes_everything(place: Place, when: str) -> None:
     async def scenario() -> None:
@@ -123,6 +139,21 @@ def test_a_fence_that_is_cut_short_revokes_everything(place: Place, when: str) -
         assert await place.store(session, 0) == BlockResult.STORED
         await place.node.close()
         os.close(fd)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, FENCE_BYTES - 1])
+def test_a_page_that_is_too_short_is_no_fence(place: Place, num_bytes: int) -> None:
+    async def scenario() -> None:
+        session = await place.node.open_session("e", "worker", KEY_SPACE, "test")
+        fd = memory_file(num_bytes)
+        with pytest.raises(ValueError, match=str(num_bytes)):
+            session.receive(FENCE_HANDLE, fd)
+        assert session.fence is None
+        with pytest.raises(OSError):
+            os.fstat(fd)
+        await place.node.close()
 
     asyncio.run(scenario())
 

@@ -114,6 +114,7 @@ def test_refusals_on_the_stream(server: Server, stored: tuple[PagedEngine, list[
         (session.store("a", "l", [run([1], group=7)], 5), Reason.INVALID_FIELD, "group_index"),
         (session.store("a", "l", [run([1], depth=-1)], 5), Reason.INVALID_FIELD, "depth"),
         (session.store("a", "l", [run([1], parent_hash=b"short")], 5), Reason.INVALID_HASH, "parent_hash"),
+        (session.store("a", "l", [run([1], parent_hash=bytes(64))], 5), Reason.INVALID_HASH, "runs.parent_hash has 64 bytes"),
         (session.store("a", "l", [run([1], hashes=[b"short"])], 5), Reason.INVALID_HASH, "hashes"),
         (session.store("a", "l" * 300, [run([1])], 5), Reason.TOO_LARGE, "lease_id"),
         (session.store("a" * 300, "l", [run([1])], 5), Reason.TOO_LARGE, "transfer_id"),

@@ -1,5 +1,6 @@
 """A device that works when it is told to: kernels, events and words in one queue, run by the test."""
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hotkv.layout import MemoryHandle
-from hotkv.order import OrderKind, has_reached
+from hotkv.order import OrderKind
 from hotkv_client.types import After
 from hotkv_vllm.device_order import WORDS_HANDLE
 
@@ -95,4 +96,4 @@ class ToldDevice:
         if after.kind is OrderKind.EVENTS:
             return self.events[after.mark.index].query()
         assert self.words is not None
-        return has_reached(int(self.words.words[after.mark.index]), after.mark.value)
+        return ctypes.c_int32(int(self.words.words[after.mark.index]) - after.mark.value).value >= 0

@@ -77,7 +77,8 @@ def test_nothing_is_read_before_the_device_is_there(make: Make) -> None:
     one.queue.append((scheduled := one.scheduler.schedule(), *one._execute(scheduled)))
     (store,) = one.worker._worker._stores.values()
     assert store.after.after is not None and not store.after.passed()
-    time.sleep(0.1)
+    # The server answers in order what it can answer: it has the store.
+    one.worker._worker.session.ping(20)
     assert not store.answer.done()
     device.run()
     assert store.answer.result(20).num_bytes

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from hotkv.layout import FENCE_WORDS
 from hotkv.order import OrderKind
 from hotkv_client import fence
 from hotkv_client.fence import FencePlace, Revocations, SharedFence
@@ -121,9 +122,10 @@ def test_a_page_that_is_not_there_or_is_another_is_refused(tmp_path: Path) -> No
     assert Revocations([page.place, other.place]).take()
     with pytest.raises(ValueError, match="another fence"):
         Revocations([replace(page.place, fd=other.fd)])
-    (tmp_path / "short").write_bytes(b"x")
-    with (tmp_path / "short").open("r+b") as short, pytest.raises(ValueError, match="is no fence"):
-        Revocations([replace(page.place, fd=short.fileno())])
+    for num_bytes in (0, 1, 4 * FENCE_WORDS - 1, 4 * FENCE_WORDS + 1):
+        (tmp_path / "odd").write_bytes(bytes(num_bytes))
+        with (tmp_path / "odd").open("r+b") as odd, pytest.raises(ValueError, match="is no fence"):
+            Revocations([replace(page.place, fd=odd.fileno())])
     with pytest.raises(OSError, match="proc"):
         Revocations([replace(page.place, fd=1 << 20)])
     for index in (0, -1, fence.SHARED_WORDS):

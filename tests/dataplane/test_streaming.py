@@ -1,0 +1,146 @@
+"""Copies of runs against plain slices, streamed and not: odd sizes, every misalignment, and no byte beside them."""
+
+import ctypes
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hotkv import native
+from hotkv_server.dataplane import host
+from hotkv_server.dataplane.engine import CopyJob
+from hotkv_server.dataplane.host import HostCopyEngine, copy_twin
+from hotkv_server.dataplane.plan import CopyPlan, Region
+
+GUARD = 0xA5
+GAP_BYTES = 130
+"""More than two lines between runs, so that a line too many shows."""
+LINE_BYTES = 64
+FIRST_STREAMED_BYTES = 1024
+SIZES = [0, 1, 63, 64, 65, 1023, 1024, 1025, 1024 + 63, 1088, 2048 + 31, 2048 + 32, 4096, 4097, 70_001]
+HOWS = [
+    pytest.param("streamed", marks=pytest.mark.skipif(not native.available(), reason="needs numba")),
+    pytest.param("plain", marks=pytest.mark.skipif(not native.available(), reason="needs numba")),
+    "twin",
+]
+
+
+class Memories:
+    """Random source bytes, and a destination of guard bytes that begins at a multiple of 64."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.src = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
+        self._room = np.full(num_bytes + LINE_BYTES, GUARD, np.uint8)
+        start = -self._room.ctypes.data % LINE_BYTES
+        self.dst = self._room[start : start + num_bytes]
+
+    def copy(self, how: str, runs: list[tuple[int, int, int]], start: int, end: int) -> None:
+        """Copies runs start..end of (destination, source, bytes)."""
+        to, at, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
+        regions = [Region(memory.ctypes.data, len(memory), "memory") for memory in (self.dst, self.src)]
+        plan = CopyPlan(*regions, to, at, sizes)
+        if how == "twin":
+            copy_twin(plan, start, end)
+            return
+        kernels: Any = native.load("hotkv.kernels")
+        kernels.copy_runs(plan.dst.address, plan.src.address, to, at, sizes, start, end, how == "streamed")
+
+    def check(self, runs: list[tuple[int, int, int]]) -> None:
+        """These runs have been copied, and nothing else was touched."""
+        expected = np.full(len(self.dst), GUARD, np.uint8)
+        for to, at, size in runs:
+            expected[to : to + size] = self.src[at : at + size]
+        wrong = np.flatnonzero(self.dst != expected)
+        assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("misalignment", [0, 1, 7, 31, 32, 33, 63])
+def test_every_byte_of_a_run_and_none_beside_it(how: str, misalignment: int) -> None:
+    runs, to, at = [], misalignment, 3
+    for size in SIZES:
+        runs.append((to, at, size))
+        to += -(-(size + GAP_BYTES) // LINE_BYTES) * LINE_BYTES
+        at += size + 5
+    memories = Memories(to)
+    memories.copy(how, runs, 0, len(runs))
+    memories.check(runs)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
+    """All heads and tails that there are, of the shortest runs that are streamed."""
+    size_bytes = FIRST_STREAMED_BYTES + 2 * LINE_BYTES
+    pitch = size_bytes + GAP_BYTES
+    shapes = [(head, tail) for head in range(LINE_BYTES) for tail in range(0, LINE_BYTES, 7)]
+    pitch = -(-pitch // LINE_BYTES) * LINE_BYTES
+    runs = [(n * pitch + head, n * pitch + 1, FIRST_STREAMED_BYTES + tail) for n, (head, tail) in enumerate(shapes)]
+    memories = Memories((len(shapes) + 1) * pitch)
+    memories.copy(how, runs, 0, len(runs))
+    memories.check(runs)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_piece_copies_its_own_runs_alone(how: str, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=8))
+    runs, to = [], data.draw(st.integers(0, 200))
+    for size in sizes:
+        runs.append((to, data.draw(st.integers(0, 5000)), size))
+        to += size + data.draw(st.integers(0, 3 * LINE_BYTES))
+    start = data.draw(st.integers(0, len(runs)))
+    end = data.draw(st.integers(start, len(runs)))
+    memories = Memories(to + 9000)
+    memories.copy(how, runs, start, end)
+    memories.check(runs[start:end])
+
+
+class Kernels:
+    """Takes the place of the kernels; notes which copies were to be streamed."""
+
+    def __init__(self) -> None:
+        self.streamed: list[bool] = []
+
+    def copy_runs(self, to: int, at: int, to_offsets: Any, at_offsets: Any, sizes: Any, start: int, end: int, streaming: bool) -> None:
+        self.streamed.append(streaming)
+        for n in range(start, end):
+            ctypes.memmove(to + int(to_offsets[n]), at + int(at_offsets[n]), int(sizes[n]))
+
+
+@pytest.mark.parametrize(("less", "streamed"), [(1, False), (0, True)])
+def test_jobs_of_eight_mib_and_more_are_streamed(monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool) -> None:
+    assert host.STREAMED_JOB_BYTES == 8 << 20
+    kernels, ends = Kernels(), []
+    monkeypatch.setattr(native, "load", lambda name: kernels)
+    memories, size = Memories(9 << 20), (8 << 20) - less
+    regions = [Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)]
+    # Two plans: what counts is the job, not a piece of it.
+    halves = [(0, 0, size // 2), (size // 2, size // 2, size - size // 2)]
+    plans = [CopyPlan(*regions, *(np.array([number], np.int64) for number in half)) for half in halves]
+    engine = HostCopyEngine(1)
+    engine.submit(CopyJob(plans, lambda *outcome: ends.append(outcome), None))
+    engine.close()
+    assert len(ends) == 1 and kernels.streamed and set(kernels.streamed) == {streamed}
+    memories.check(halves)
+
+
+@pytest.mark.skipif(not native.available(), reason="needs numba")
+def test_a_large_job_has_every_byte() -> None:
+    """Streamed by the engine itself, on several threads, in runs that no line divides."""
+    rng = np.random.default_rng(8)
+    runs, to, at = [], 5, 11
+    while sum(size for _, _, size in runs) < host.STREAMED_JOB_BYTES:
+        size = int(rng.integers(1, 90_000))
+        runs.append((to, at, size))
+        to, at = to + size + int(rng.integers(0, 150)), at + size + int(rng.integers(0, 9))
+    memories, ends = Memories(max(to, at)), []
+    regions = [Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)]
+    plan = CopyPlan(*regions, *(np.array(column, np.int64) for column in zip(*runs, strict=True)))
+    engine = HostCopyEngine(2)
+    engine.submit(CopyJob([plan], lambda *outcome: ends.append(outcome), None))
+    engine.close()
+    assert len(ends) == 1
+    memories.check(runs)

@@ -1,0 +1,183 @@
+"""Readers beside a writer that changes their bucket between the two times at which they look at its sequence number.
+
+Each step of a reader is followed by one of the writer's, so that nothing depends on time. Of the compiled kernels the Python source
+runs, with `load32` and `reload32` written as Python.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv import native, table
+from hotkv.table import RECORD_WORDS, SLOT_ALIGN, Words, find_twin, hash_prefixes, hash_words, probe_twin
+from hotkv_server.core.index import BlockIndex
+from tests.core.support import make_table
+from tests.core.test_index import crafted_hash
+
+SALT = 3
+NUM_BUCKETS = 2
+TAG, OTHER_TAG = 7, 8
+BLOCK = crafted_hash(0, NUM_BUCKETS, TAG, 1, SALT, 16)
+OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
+
+
+class Scene:
+    """A table with `BLOCK` in bucket 0; the writer takes it away and gives its place to `OTHER`, in two halves.
+
+    `half`: the entry word is the new one, the tag still the old. `rest`: the tag follows. The second half may come at the reread, or later.
+    """
+
+    def __init__(self) -> None:
+        index = BlockIndex(make_table(8, NUM_BUCKETS))
+        index.add_key_space(2, [SALT])
+        words = hash_words(BLOCK, 16)
+        entries = index.insert(2, 0, words, np.arange(1) * SLOT_ALIGN, SLOT_ALIGN, np.arange(1), 1)
+        index.publish(entries, index.mixed(entries), np.zeros(1, np.uint64))
+        self.entry = int(entries[0])
+        self.buckets: Words = index.table.buckets
+        self.records: Words = index.table.records
+        self.way = int(np.flatnonzero(self.buckets[0, table.ENTRIES :] == self.entry)[0])
+        # The other block's record, as a later change of the same bucket would show it.
+        self.other_entry = self.entry + 1
+        self.records[self.other_entry] = self.records[self.entry]
+        self.records[self.other_entry, table.W_OFFSET] = 99
+        self.reads = 0
+
+    def half(self) -> None:
+        self.buckets[0, table.SEQ] += 1
+        self.buckets[0, table.ENTRIES + self.way] = self.other_entry
+
+    def rest(self) -> None:
+        self.buckets[0, table.TAGS + self.way] = OTHER_TAG
+        self.records[self.other_entry, :4] = hash_words(OTHER, 16)[0, :4]
+        self.buckets[0, table.SEQ] += 1
+
+    def step(self) -> None:
+        """The writer's next step."""
+        self.reads += 1
+        if self.reads == 1:
+            self.half()
+        elif self.reads == 2:
+            self.rest()
+
+
+class Watched(np.ndarray[Any, Any]):
+    """An array whose reader is followed by `after`."""
+
+    after: Callable[[], None] = staticmethod(lambda: None)
+
+    def __getitem__(self, at: Any) -> Any:
+        value = np.asarray(self)[at]
+        value = value.copy() if isinstance(value, np.ndarray) else value
+        self.after()
+        return value
+
+
+def watched(array: Words, after: Callable[[], None]) -> Any:
+    view = array.view(Watched)
+    view.after = after  # type: ignore[method-assign]
+    return view
+
+
+def as_python(name: str, scene: Scene) -> Callable[..., None]:
+    """A kernel's source, with the writer's steps after its first load of a sequence number and before its reload."""
+    kernels: Any = native.load("hotkv.kernels")
+
+    def load32(array: Words, row: int, column: int) -> np.uint32:
+        value = array[row, column]
+        if scene.reads == 0:
+            scene.step()
+        return value
+
+    def reload32(array: Words, row: int, column: int) -> np.uint32:
+        if scene.reads == 1:
+            scene.step()
+        return array[row, column]
+
+    def source(function: Any) -> Callable[..., Any]:
+        return types.FunctionType(function.py_func.__code__, names)
+
+    names = {**vars(kernels), "load32": load32, "reload32": reload32, "prefetch": lambda array, row: None}
+    names.update({inner: source(getattr(kernels, inner)) for inner in ("mix", "home_bucket", "_same_key")})
+    return source(getattr(kernels, name))
+
+
+def probed(how: str, scene: Scene) -> int:
+    prefixes = hash_prefixes(BLOCK, 16)
+    if how == "twin":
+        # Before, the row, after: the writer's halves come between them.
+        return int(probe_twin(watched(scene.buckets, scene.step), prefixes, SALT)[0])
+    out = np.empty(1, np.uint32)
+    with np.errstate(over="ignore"):
+        as_python("probe", scene)(scene.buckets, prefixes, np.uint64(SALT), out)
+    return int(out[0])
+
+
+def found(how: str, scene: Scene) -> tuple[int, Words]:
+    words, out, records = hash_words(BLOCK, 16), np.empty(1, np.uint32), np.empty((1, RECORD_WORDS), np.uint32)
+    if how == "twin":
+        # The row is read whole; the writer comes while its records are read, so that they are another block's.
+        def step() -> None:
+            if scene.reads == 0:
+                scene.half()
+                scene.rest()
+                scene.reads = 2
+
+        find_twin(scene.buckets, watched(scene.records, step), words, SALT, 2, 0, out, records)
+    else:
+        with np.errstate(over="ignore"):
+            as_python("find", scene)(scene.buckets, scene.records, words, np.uint64(SALT), np.uint32(2), np.uint32(0), out, records)
+    return int(out[0]), records
+
+
+HOWS = [pytest.param("kernel", marks=pytest.mark.skipif(not native.available(), reason="needs numba")), "twin"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_probe_looks_again_when_its_bucket_has_changed(how: str) -> None:
+    scene = Scene()
+    assert probed(how, scene) == 0, "what was read belongs to two states of the bucket"
+    assert scene.reads >= 2
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_search_looks_again_when_its_bucket_has_changed(how: str) -> None:
+    scene = Scene()
+    assert found(how, scene)[0] == 0
+    assert scene.reads >= 2
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_bucket_that_stays_is_believed(how: str) -> None:
+    scene = Scene()
+    scene.reads = 2
+    assert probed(how, scene) == scene.entry
+    number, records = found(how, scene)
+    assert number == scene.entry and np.array_equal(records[0], scene.records[scene.entry])
+
+
+@pytest.mark.parametrize("when", ["between the number and the row", "between the row and the number", "whole change between"])
+def test_a_row_is_read_again_when_its_number_has_moved(when: str) -> None:
+    """`_stable_rows` gives one state of the bucket, the one at the end, whatever the writer did meanwhile."""
+    scene = Scene()
+    at = 0 if when == "between the number and the row" else 1
+
+    def step() -> None:
+        if scene.reads == at:
+            scene.half()
+        if scene.reads == (at if when == "whole change between" else at + 1):
+            scene.rest()
+        scene.reads += 1
+
+    rows = table._stable_rows(watched(scene.buckets, step), np.array([0, 1]))
+    assert np.array_equal(rows, scene.buckets) and scene.reads >= 5
+
+
+def test_a_row_whose_writer_never_ends_is_empty() -> None:
+    scene = Scene()
+    scene.half()
+    rows = table._stable_rows(scene.buckets, np.array([1, 0]))
+    assert np.array_equal(rows[0], scene.buckets[1]) and rows[1].tolist() == [1] + [0] * 15
