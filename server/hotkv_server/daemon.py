@@ -1,4 +1,4 @@
-"""The daemon: bind, map, prefault, then ready; on SIGTERM drain, then stop.
+"""The daemon: bind, map, prefault a first part, then ready; on SIGTERM drain, then stop.
 
 Owns the order of start and stop, and the lock on the runtime directory: the second server on one directory refuses. Where the core's books
 turn out to be wrong it closes nothing and saves nothing, but ends like one that was killed, with BROKEN_STATUS.
@@ -16,7 +16,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -146,6 +145,7 @@ def watch_all(node: Node, settings: Settings, cuda: CudaPart, http: HttpServer |
     health, copies = node.health, node.copy_engine
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
     health.watch_fault(cuda.fault)
+    health.watch("the thread that brings the arena in", node.memory.filling.is_alive)
     if cuda.pinner is not None:
         health.watch("the thread that pins the arena", cuda.pinner.is_alive)
     for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
@@ -170,7 +170,8 @@ class Herald:
         node, problems = self._node, self._node.health.problems(time.monotonic())
         draining = node.core.draining
         await self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
-        says = "; ".join(filter(None, (*(problems or ["serving"] * (not draining)), "draining" * draining, self._cuda.progress())))
+        background = (node.memory.filling.progress(), self._cuda.progress())
+        says = "; ".join(filter(None, (*(problems or ["serving"] * (not draining)), "draining" * draining, *background)))
         if says != self._said:
             self._said = says
             systemd.notify(f"STATUS={says}", *(["STOPPING=1", systemd.extension(node.drain_timeout_s + STOP_S)] if draining else []))
@@ -290,6 +291,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         max_blocks_per_call=MAX_BLOCKS_PER_CALL,
         check_stride=settings.integrity.stride,
         tenants=tenant_shares(settings.security),
+        is_backed=False,
     )
     core = CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity))
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
@@ -318,14 +320,21 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     gc.freeze()
     trim_memory()
     log.info(
-        "ready version=%s socket=%s arena_bytes=%d huge_bytes=%d copy_threads=%d http_port=%s tcp_port=%s kernels=%s start_s=%.2f",
-        hotkv.__version__, settings.grpc_socket, settings.arena.bytes, memory.arena.huge_bytes, settings.copy_.num_threads,
+        "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d http_port=%s tcp_port=%s kernels=%s "
+        "start_s=%.2f",
+        hotkv.__version__, settings.grpc_socket, settings.arena.bytes, memory.filling.filled_bytes, memory.arena.huge_bytes,
+        settings.copy_.num_threads,
         http.port if http else "none", rpc.tcp_port or "none", native.available(), time.monotonic() - started_s,
     )  # fmt: skip
     systemd.notify("READY=1")
     cuda.start()
-    if settings.arena.prefault and cuda.pinner is None:
-        threading.Thread(target=memory.settle, name="hotkv-huge-pages", daemon=True).start()
+    if settings.arena.prefault:
+
+        def on_filled(filled_bytes: int, coming_bytes: int) -> None:
+            loop.call_soon_threadsafe(node.grow, filled_bytes, coming_bytes)
+
+        # The pinner settles what it is about to pin.
+        memory.filling.start(on_filled, settles=cuda.pinner is None)
     watch_all(node, settings, cuda, http, publisher)
     herald = Herald(node, rpc, cuda)
     checking = asyncio.create_task(keep_checking(node.health, herald.tell), name="health")
@@ -340,6 +349,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     descriptors.close()
     if http is not None:
         http.close()
+    memory.filling.close()
     cuda.close()
     if publisher is not None:
         publisher.close()

@@ -10,7 +10,7 @@ from hotkv_server.runtime.node import Node
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier, in bytes, blocks and slabs."""
+    """One tier, in bytes, blocks and slabs. `capacity_bytes`: as far as it has memory."""
 
     capacity_bytes: int
     used_bytes: int
@@ -27,7 +27,7 @@ def tier(node: Node) -> TierStats:
     space = node.core.space
     pool = space.pool
     return TierStats(
-        pool.num_slabs * pool.slab_bytes,
+        pool.capacity_bytes,
         space.used_bytes(),
         space.pinned_bytes(),
         space.representations.num_bytes(),
@@ -66,6 +66,7 @@ def gauges(node: Node) -> dict[str, float]:
         "transfers_in_flight": float(len(node.core.transfers)),
         "copy_pieces_queued": float(node.copy_engine.num_queued),
         "arena_capacity_bytes": float(host.capacity_bytes),
+        "arena_full_capacity_bytes": float(node.core.space.pool.num_slabs * host.slab_bytes),
         "arena_used_bytes": float(host.used_bytes),
         "arena_pinned_bytes": float(host.pinned_bytes),
         "arena_lent_bytes": float(pool.lent_bytes),
