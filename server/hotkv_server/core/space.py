@@ -356,7 +356,7 @@ class Space:
         return blocks
 
     def _emptying_costs(self, slot_bytes: int, first: Int64s, last: Int64s, heat: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Per slab, the heat of the hottest block in it; -inf for free ones, inf if it can't be emptied, is without memory, or this size's."""
+        """Per slab, the heat of the hottest block in it; -inf for free ones, inf if it can't be emptied, has no memory, is this size's."""
         cost = np.full(self.pool.num_slabs, -np.inf)
         for step in range(int((last - first).max(initial=0)) + 1):
             spans = first + step <= last

@@ -1,7 +1,7 @@
 """A server whose arena fills as fast as a test lets it: `python -m hotkv_server.testing.dammed DAM run FLAGS...`.
 
-`DAM` is a file with a number: no piece of the arena that ends beyond so many bytes is brought in before the number is larger; if the file
-says `short`, the kernel refuses the next piece. All else is the real server.
+`DAM` is a file with a number. The start brings in one piece of the arena; after that no piece that ends beyond so many bytes comes before
+the number is larger. If the file says `short`, the kernel refuses the next piece. All else is the real server.
 """
 
 import errno
@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from hotkv_server.memory import arena
 from hotkv_server.memory.filling import Filling
 
 LOOK_S = 0.01
@@ -18,18 +19,19 @@ LOOK_S = 0.01
 def build(dam: Path) -> None:
     """Puts the dam in place."""
     bring_in_next = Filling._bring_in_next
+    arena.FIRST_FILL_S = 0.0
 
     def dammed(filling: Filling, start: int, length: int) -> None:
-        while not filling._stop.is_set():
+        while filling._thread is not None and not filling._stop.is_set():
             said = dam.read_text().strip()
             if said == "short":
                 raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
             if start + length <= int(said or 0):
-                return bring_in_next(filling, start, length)
+                break
             time.sleep(LOOK_S)
-        raise OSError(errno.EINTR, "stopped")
+        bring_in_next(filling, start, length)
 
-    Filling._bring_in_next = dammed  # type: ignore[method-assign]
+    Filling._bring_in_next = dammed  # type: ignore[method-assign, assignment]
 
 
 def main() -> int:
