@@ -34,8 +34,9 @@ from hotkv_server.cuda_start import CudaError, CudaPart, look_in_background, ope
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.http_endpoint import HttpServer
-from hotkv_server.memory import guard, limits
+from hotkv_server.memory import guard, left_behind, limits
 from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, BusyError, NodeMemory, clear, lock_file
+from hotkv_server.memory.left_behind import write_owner
 from hotkv_server.rpc.descriptors import DescriptorServer
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
@@ -104,6 +105,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
         )  # fmt: skip
     if limits.memlock_bytes() < arena.bytes:
         log.info("locked memory is limited to %d bytes: enough for engines on CPU, too little to pin the arena", limits.memlock_bytes())
+    warn_of_others(settings)
     try:
         if reset:
             clear(settings.arena_dir)
@@ -118,6 +120,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
                 prefault=arena.prefault,
                 place=placer(arena.numa),
             )
+        write_owner(settings.arena_dir, settings.runtime_dir.absolute(), hotkv.__version__)
     except BusyError as error:
         raise StartError(f"arena.dir: {error}") from error
     except OSError as error:
@@ -126,6 +129,26 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
     if arena.prefault and memory.leftover is None and not memory.arena.huge_bytes:
         log.warning("no huge pages, so copies are slower: %s", limits.why_no_huge_pages())
     return memory
+
+
+def warn_of_others(settings: Settings) -> None:
+    """Says so if arenas of other servers, above all of those that are gone, leave too little memory for this one."""
+    directory = settings.arena_dir.absolute()
+    folder = left_behind.SHARED_MEMORY if directory.is_relative_to(left_behind.SHARED_MEMORY) else directory.parent
+    others = [other for other in left_behind.find(folder) if other.path != directory]
+    gone_bytes = sum(other.num_bytes for other in others if other.is_stale)
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return
+    free_bytes = min(space.f_bavail * space.f_frsize, limits.available_bytes())
+    missing_bytes = settings.arena.bytes - limits.allocated_bytes(settings.arena_dir / ARENA_FILE) - free_bytes
+    if missing_bytes > 0 and any(other.num_bytes for other in others):
+        log.warning(
+            "%d MiB are missing for the arena, and other arenas in %s hold %d MiB, those whose server is gone %d MiB of it: `hotkv-server "
+            "arenas --folder %s` lists them, and with --remove-stale gives the memory of the latter back",
+            missing_bytes >> 20, folder, sum(other.num_bytes for other in others) >> 20, gone_bytes >> 20, folder,
+        )  # fmt: skip
 
 
 def listen_http(settings: Settings, node: Node) -> HttpServer | None:

@@ -76,6 +76,13 @@ def test_small_arenas_are_whole_at_once(arena: FileMapping, place: Path) -> None
     filling.close()
 
 
+def test_the_start_fills_so_much_at_least(arena: FileMapping, place: Path) -> None:
+    filling = Filling(arena, place / "filled", 0)
+    filling.fill_for(0, COLLAPSE_BYTES + 1)
+    assert filling.filled_bytes == 2 * COLLAPSE_BYTES
+    filling.close()
+
+
 def test_the_note_is_of_one_file(arena: FileMapping, place: Path) -> None:
     filling, note = Filling(arena, place / "filled", 0), place / "filled"
     filling.fill_for(0)
@@ -123,7 +130,7 @@ def test_memory_that_runs_short_ends_it_where_it_is(arena: FileMapping, place: P
 def test_a_start_without_memory_for_anything_fails(arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "available_bytes", lambda: RESERVE_BYTES + COLLAPSE_BYTES - 1)
     filling = Filling(arena, place / "filled", 0)
-    with pytest.raises(OSError, match="159 MiB of memory are free"):
+    with pytest.raises(OSError, match="95 MiB of memory are free"):
         filling.fill_for(0)
     assert allocated_bytes(arena) == 0, "nothing is begun that would not fit"
     monkeypatch.setattr(limits, "available_bytes", lambda: RESERVE_BYTES + COLLAPSE_BYTES)
@@ -229,6 +236,7 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(place: Path, monkeypatch
     """They lie beyond what is filled if the old server brought in nothing by itself: stores may go on in them at once."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
+    monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)
     memory = NodeMemory.open(place / "here", num_slabs * slab, slab, 100, 7)
     config = CoreConfig(num_slabs * slab, slab, 100, is_backed=False)
     core = CacheCore(config, make_table(100), POLICIES["lru"](100))

@@ -25,13 +25,17 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
 ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = "arena", "table", "table.new", "state.json", "use", "lock"
-FILLED_FILE = "filled"
+FILLED_FILE, OWNER_FILE = "filled", "server.json"
 CALIBRATION_FILES = "calibration-*.json"
 """How fast devices copy, one file a device: no part of the cache, kept until the directory goes."""
-FILES: Final = (STATE_FILE, USE_FILE, TABLE_FILE, NEW_TABLE_FILE, FILLED_FILE, ARENA_FILE)
+FILES: Final = (STATE_FILE, USE_FILE, TABLE_FILE, NEW_TABLE_FILE, FILLED_FILE, ARENA_FILE, OWNER_FILE)
 """In the order in which they go: without the state nothing of the rest counts."""
-FIRST_FILL_S = 0.5
-"""How long the start brings the arena in before it goes on; small arenas are whole by then."""
+FIRST_FILL_S = 0.25
+FIRST_FILL_BYTES = 64 << 20
+"""How long the start brings the arena in before it goes on, and how much of it at least."""
+LOCK_TRIES = 5
+LOCK_RETRY_S = 0.01
+"""Who only looks whether a server runs holds its lock for microseconds."""
 USE_HEADER: Final = struct.Struct("<8sqdq")
 USE_MAGIC: Final = b"HOTKVUS1"
 
@@ -122,7 +126,7 @@ class NodeMemory:
                 place(arena.address, arena.num_bytes)
             if prefault:
                 os.posix_fallocate(table_file.fd, 0, table_file.num_bytes)
-                filling.fill_for(FIRST_FILL_S)
+                filling.fill_for(FIRST_FILL_S, FIRST_FILL_BYTES)
         except BaseException:
             memory.release()
             raise
@@ -184,13 +188,27 @@ def clear(directory: Path) -> None:
 
 def remove_files(directory: Path, lock_fd: int) -> None:
     """Removes all files, then the lock, which is given up, and the directory where nothing else is in it."""
+    _remove_all(directory, lock_fd)
+    if not any(directory.iterdir()):
+        directory.rmdir()
+
+
+def remove_by_descriptor(directory_fd: int) -> None:
+    """Removes the files of a directory that is open, whatever its path means by now; the directory stays.
+
+    Raises BusyError if a server runs on it, and then has removed nothing; OSError.
+    """
+    directory = Path(f"/proc/self/fd/{directory_fd}")
+    _remove_all(directory, _locked(directory))
+
+
+def _remove_all(directory: Path, lock_fd: int) -> None:
+    """Also the lock, which is given up."""
     _remove_files(directory)
     for path in directory.glob(CALIBRATION_FILES):
         path.unlink(missing_ok=True)
     (directory / LOCK_FILE).unlink(missing_ok=True)
     os.close(lock_fd)
-    if not any(directory.iterdir()):
-        directory.rmdir()
 
 
 def _remove_files(directory: Path) -> None:
@@ -201,12 +219,17 @@ def _remove_files(directory: Path) -> None:
 def lock_file(path: Path) -> int:
     """Descriptor of the locked file, with this process's pid in it. Raises BusyError, or OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise BusyError(f"{path.parent} is in use by hotkv-server with pid {pid or 'unknown'}") from error
+    for left in reversed(range(LOCK_TRIES)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if left:
+                time.sleep(LOCK_RETRY_S)
+                continue
+            pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            os.close(fd)
+            raise BusyError(f"{path.parent} is in use by hotkv-server with pid {pid or 'unknown'}") from error
     os.truncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd

@@ -7,6 +7,7 @@ the kernel would end a process for it.
 """
 
 import logging
+import mmap
 import os
 import struct
 import threading
@@ -20,7 +21,7 @@ from hotkv_server.memory.mapping import COLLAPSE_BYTES, HUGE_PAGE_BYTES, FileMap
 
 log = logging.getLogger(__name__)
 
-RESERVE_BYTES = 128 << 20
+RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
 """Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest comes as it comes, to be turned into huge pages
 behind."""
@@ -85,8 +86,8 @@ class Filling:
             return self.problem
         return f"bringing the arena in: {self._filled_bytes >> 20} of {self._arena.num_bytes >> 20} MiB"
 
-    def fill_for(self, budget_s: float) -> None:
-        """Fills for so long, and one piece at least. Blocks. Raises OSError if not even one piece can be had."""
+    def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
+        """Fills for so long, and one piece and `least_bytes` at least. Blocks. Raises OSError if not even one piece can be had."""
         deadline_s = time.monotonic() + budget_s
         while not self.is_done and not self.problem:
             try:
@@ -95,7 +96,7 @@ class Filling:
                 if not self._filled_bytes:
                     raise
                 self._end_early(error)
-            if time.monotonic() >= deadline_s:
+            if time.monotonic() >= deadline_s and self._filled_bytes >= least_bytes:
                 break
 
     def bring_in(self, start: int, num_bytes: int) -> None:
@@ -177,7 +178,9 @@ class Filling:
         """Blocks for one piece. Raises OSError when memory is short."""
         start = self._filled_bytes
         length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
-        available_bytes = limits.available_bytes()
+        # Huge pages of hugetlbfs were set aside before, so they are not counted as available.
+        is_set_aside = os.fstatvfs(self._arena.fd).f_bsize > mmap.PAGESIZE
+        available_bytes = limits.NO_LIMIT if is_set_aside else limits.available_bytes()
         if available_bytes < length + RESERVE_BYTES:
             raise OSError(f"only {available_bytes >> 20} MiB of memory are free")
         self._bring_in_next(start, length)

@@ -19,7 +19,7 @@ LOOK_S = 0.01
 def build(dam: Path) -> None:
     """Puts the dam in place."""
     bring_in_next = Filling._bring_in_next
-    arena.FIRST_FILL_S = 0.0
+    arena.FIRST_FILL_S, arena.FIRST_FILL_BYTES = 0.0, 0
 
     def dammed(filling: Filling, start: int, length: int) -> None:
         while filling._thread is not None and not filling._stop.is_set():
