@@ -53,11 +53,11 @@ def allocated_bytes(arena: FileMapping) -> int:
 def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(arena: FileMapping, place: Path) -> None:
     filling = Filling(arena, place / "filled", 0)
     told: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, int]] = []
 
     def on_filled(filled_bytes: int, coming_bytes: int) -> None:
-        assert allocated_bytes(arena) >= filled_bytes == filling.filled_bytes == read_note(place / "filled", arena)
-        assert coming_bytes <= ARENA - filled_bytes
         told.append((filled_bytes, coming_bytes))
+        seen.append((allocated_bytes(arena), filling.filled_bytes, read_note(place / "filled", arena)))
 
     assert filling.progress() == "bringing the arena in: 0 of 96 MiB"
     filling.fill_for(0)
@@ -66,6 +66,8 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(arena: F
     filling.wait(ARENA)
     filling.close()
     assert [filled for filled, _ in told] == PIECES[1:] and told[-1][1] == 0
+    for (filled_bytes, coming_bytes), (num_allocated_bytes, known_bytes, noted_bytes) in zip(told, seen, strict=True):
+        assert num_allocated_bytes >= filled_bytes == known_bytes == noted_bytes and coming_bytes <= ARENA - filled_bytes
     assert filling.is_done and filling.is_alive() and filling.progress() == "" and not arena.has_holes()
 
 
