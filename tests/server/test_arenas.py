@@ -1,5 +1,6 @@
 """Arenas that servers leave behind: listed as what they are, removed when asked and never under a running server, told of at start."""
 
+import fcntl
 import json
 import logging
 import os
@@ -120,6 +121,8 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     outside.mkdir(parents=True)
     shutil.move(elsewhere, outside / "arena")
     (folder.path / "link").symlink_to(outside / "arena")
+    (folder.path / "far").symlink_to(outside)
+    num_open = len(os.listdir("/proc/self/fd"))
     (arena / "notes").write_text("somebody's")
     (arena / "calibration-00.json").write_text("{}")
     (folder.path / "empty").mkdir()
@@ -135,6 +138,7 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     assert [*folder.listed()] == ["mine", "odd"], "links are not followed, nor is anything else taken for an arena"
     assert folder.command("--remove-stale") == 0
     assert [path.name for path in arena.iterdir()] == ["notes"] and not (folder.path / "odd").exists()
+    assert len(os.listdir("/proc/self/fd")) == num_open
     assert (outside / "arena" / "arena").exists() and (folder.path / "only-a-lock" / LOCK_FILE).exists()
 
 
@@ -156,6 +160,9 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
     try:
         for _ in range(300):
             os.close(lock_file(directory / LOCK_FILE))
+        glance = os.open(directory / LOCK_FILE, os.O_RDONLY)
+        fcntl.flock(glance, fcntl.LOCK_SH)
+        threading.Timer(0.015, os.close, (glance,)).start()
         fd = lock_file(directory / LOCK_FILE)
         with pytest.raises(BusyError, match=str(os.getpid())):
             lock_file(directory / LOCK_FILE)
