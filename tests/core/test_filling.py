@@ -161,7 +161,8 @@ print(filling.filled_bytes >> 20, filling.problem)
 
 @pytest.mark.parametrize("kernel", ["this kernel", "old kernel"])
 def test_a_file_system_that_is_full_kills_nobody(tmp_path: Path, kernel: str) -> None:
-    script = f'mount -t tmpfs -o size=64m none {tmp_path} && exec "$0" -c "$1" {tmp_path} "$2"'
+    # 64 MiB, and a page for the note.
+    script = f'mount -t tmpfs -o size=65540k none {tmp_path} && exec "$0" -c "$1" {tmp_path} "$2"'
     done = subprocess.run(["unshare", "-m", "sh", "-c", script, sys.executable, FULL, kernel], capture_output=True, text=True, timeout=60)
     if "mount:" in done.stderr or "unshare:" in done.stderr:
         pytest.skip("this user may mount nothing")
