@@ -1,4 +1,4 @@
-"""`hotkv-server`: run the server, check its configuration, compile its kernels ahead, or simulate a cache over a trace."""
+"""`hotkv-server`: run the server, check its configuration, compile its kernels, look after arenas, or simulate a cache over a trace."""
 
 import argparse
 import asyncio
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hotkv
 from hotkv import native
+from hotkv_server import arenas
 from hotkv_server.simulate import command as simulation
 
 USAGE_ERROR = 2
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--reset", action="store_true", help="start with an empty cache, whatever an earlier server has left")
     run.add_argument("--help-settings", action="store_true", help="list all settings and exit")
     commands.add_parser("compile", help="compile the kernels, so that the first start need not; NUMBA_CACHE_DIR says where to")
+    left = commands.add_parser("arenas", help="list arenas in shared memory, and give back the memory of those whose server is gone")
+    arenas.add_arguments(left)
     simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
     simulation.add_arguments(simulate)
     known, flags = parser.parse_known_args(arguments)
@@ -44,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown arguments: {' '.join(flags)}")
     if known.command == "compile":
         return _compile()
+    if known.command == "arenas":
+        return arenas.run(known)
     return simulation.run(known)
 
 

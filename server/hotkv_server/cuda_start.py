@@ -142,7 +142,7 @@ def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: F
             raise CudaError(f"copy.cuda is on: {found.why_none}")
         log.info("no devices: %s", found.why_none)
         return CudaPart(Devices(None, why_none=found.why_none), CopyEngines(host, {}))
-    pinner = ArenaPinner(found.runtime, arena.address, arena.num_bytes, settings.arena.pin_piece_bytes, memory.settle)
+    pinner = ArenaPinner(found.runtime, arena.address, arena.num_bytes, settings.arena.pin_piece_bytes, memory.filling.settle)
     if settings.arena.pin == "required":
         try:
             pinner.pin_next()

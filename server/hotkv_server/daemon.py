@@ -1,4 +1,4 @@
-"""The daemon: bind, map, prefault, then ready; on SIGTERM drain, then stop.
+"""The daemon: bind, map, prefault a first part, then ready; on SIGTERM drain, then stop.
 
 Owns the order of start and stop, and the lock on the runtime directory: the second server on one directory refuses. Where the core's books
 turn out to be wrong it closes nothing and saves nothing, but ends like one that was killed, with BROKEN_STATUS.
@@ -16,7 +16,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -35,8 +34,9 @@ from hotkv_server.cuda_start import CudaError, CudaPart, look_in_background, ope
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.http_endpoint import HttpServer
-from hotkv_server.memory import guard, limits
+from hotkv_server.memory import guard, left_behind, limits
 from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, BusyError, NodeMemory, clear, lock_file
+from hotkv_server.memory.left_behind import write_owner
 from hotkv_server.rpc.descriptors import DescriptorServer
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
@@ -107,6 +107,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
         )  # fmt: skip
     if limits.memlock_bytes() < arena.bytes:
         log.info("locked memory is limited to %d bytes: enough for engines on CPU, too little to pin the arena", limits.memlock_bytes())
+    warn_of_others(settings)
     try:
         if reset:
             clear(settings.arena_dir)
@@ -121,6 +122,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
                 prefault=arena.prefault,
                 place=placer(arena.numa),
             )
+        write_owner(settings.arena_dir, settings.runtime_dir.absolute(), hotkv.__version__)
     except BusyError as error:
         raise StartError(f"arena.dir: {error}") from error
     except OSError as error:
@@ -129,6 +131,26 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
     if arena.prefault and memory.leftover is None and not memory.arena.huge_bytes:
         log.warning("no huge pages, so copies are slower: %s", limits.why_no_huge_pages())
     return memory
+
+
+def warn_of_others(settings: Settings) -> None:
+    """Says so if arenas of other servers, above all of those that are gone, leave too little memory for this one."""
+    directory = settings.arena_dir.absolute()
+    folder = left_behind.SHARED_MEMORY if directory.is_relative_to(left_behind.SHARED_MEMORY) else directory.parent
+    others = [other for other in left_behind.find(folder) if other.path != directory]
+    gone_bytes = sum(other.num_bytes for other in others if other.is_stale)
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return
+    free_bytes = min(space.f_bavail * space.f_frsize, limits.available_bytes())
+    missing_bytes = settings.arena.bytes - limits.allocated_bytes(settings.arena_dir / ARENA_FILE) - free_bytes
+    if missing_bytes > 0 and any(other.num_bytes for other in others):
+        log.warning(
+            "%d MiB are missing for the arena, and other arenas in %s hold %d MiB, those whose server is gone %d MiB of it: `hotkv-server "
+            "arenas --folder %s` lists them, and with --remove-stale gives the memory of the latter back",
+            missing_bytes >> 20, folder, sum(other.num_bytes for other in others) >> 20, gone_bytes >> 20, folder,
+        )  # fmt: skip
 
 
 def listen_http(settings: Settings, node: Node) -> HttpServer | None:
@@ -148,6 +170,7 @@ def watch_all(node: Node, settings: Settings, cuda: CudaPart, http: HttpServer |
     health, copies = node.health, node.copy_engine
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
     health.watch_fault(cuda.fault)
+    health.watch("the thread that brings the arena in", node.memory.filling.is_alive)
     if cuda.pinner is not None:
         health.watch("the thread that pins the arena", cuda.pinner.is_alive)
     for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
@@ -172,7 +195,8 @@ class Herald:
         node, problems = self._node, self._node.health.problems(time.monotonic())
         draining = node.core.draining
         self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
-        says = "; ".join(filter(None, (*(problems or ["serving"] * (not draining)), "draining" * draining, self._cuda.progress())))
+        background = (node.memory.filling.progress(), self._cuda.progress())
+        says = "; ".join(filter(None, (*(problems or ["serving"] * (not draining)), "draining" * draining, *background)))
         if says != self._said:
             self._said = says
             systemd.notify(f"STATUS={says}", *(["STOPPING=1", systemd.extension(node.drain_timeout_s + STOP_S)] if draining else []))
@@ -298,6 +322,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         max_blocks_per_call=MAX_BLOCKS_PER_CALL,
         check_stride=settings.integrity.stride,
         tenants=tenant_shares(settings.security),
+        is_backed=False,
     )
     core = CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity))
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
@@ -326,14 +351,21 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     gc.freeze()
     trim_memory()
     log.info(
-        "ready version=%s socket=%s arena_bytes=%d huge_bytes=%d copy_threads=%d http_port=%s tcp_port=%s kernels=%s start_s=%.2f",
-        hotkv.__version__, settings.grpc_socket, settings.arena.bytes, memory.arena.huge_bytes, settings.copy_.num_threads,
+        "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d http_port=%s tcp_port=%s kernels=%s "
+        "start_s=%.2f",
+        hotkv.__version__, settings.grpc_socket, settings.arena.bytes, memory.filling.filled_bytes, memory.arena.huge_bytes,
+        settings.copy_.num_threads,
         http.port if http else "none", rpc.tcp_port or "none", native.available(), time.monotonic() - started_s,
     )  # fmt: skip
     systemd.notify("READY=1")
     cuda.start()
-    if settings.arena.prefault and cuda.pinner is None:
-        threading.Thread(target=memory.settle, name="hotkv-huge-pages", daemon=True).start()
+    if settings.arena.prefault:
+
+        def on_filled(filled_bytes: int, coming_bytes: int) -> None:
+            loop.call_soon_threadsafe(node.grow, filled_bytes, coming_bytes)
+
+        # The pinner settles what it is about to pin.
+        memory.filling.start(on_filled, settles=cuda.pinner is None)
     watch_all(node, settings, cuda, http, publisher)
     herald = Herald(node, rpc, cuda)
     checking = asyncio.create_task(keep_checking(node.health, herald.tell), name="health")
@@ -348,6 +380,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     descriptors.close()
     if http is not None:
         http.close()
+    memory.filling.close()
     cuda.close()
     if publisher is not None:
         publisher.close()

@@ -28,7 +28,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
     max_blocks: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
         0, description="Most entries of the index, blocks and representations; 0 for one per 16 KiB of arena."
     )
-    prefault: bool = Field(True, description="Bring all memory in before ready, as huge pages where the kernel gives them.")
+    prefault: bool = Field(True, description="Bring all memory in at start, as huge pages if the kernel gives them; false: as it is used.")
     keep: bool = Field(True, description="Leave the arena behind at a clean stop, so that the next server goes on with it.")
     pin: Literal["auto", "required", "off"] = Field(
         "auto", description="Pin the arena for GPUs: auto (as far as it is granted; the rest is copied slowly), required, or off."

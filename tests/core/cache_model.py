@@ -16,6 +16,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.policies.queue import Highest
+from hotkv_server.core.slabs import ABSENT
 from hotkv_server.core.space import Space
 from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import HashList
@@ -256,7 +257,7 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
         return
     assert pool.available_slots(slot_bytes) == 0, "refused, though there are free slots"
     # Slabs that are free, or would be if everything in them that may go went.
-    free = np.ones(pool.num_slabs, np.bool_)
+    free = pool.slab_owner() != ABSENT
     for entry, size, goes in zip(live, sizes.tolist(), may_go.tolist(), strict=True):
         first = int(index.offsets(np.array([entry]))[0]) // pool.slab_bytes
         free[first : first + -(-size // pool.slab_bytes)] &= goes

@@ -1,4 +1,4 @@
-"""Slots are never shared, slabs go back at once, a pool rebuilt from its slots is the pool that was."""
+"""Slots are never shared or without memory, slabs go back at once, a pool rebuilt from its slots is the pool that was."""
 
 import itertools
 import math
@@ -21,15 +21,16 @@ Slot = tuple[int, int]
 
 
 class NaivePool:
-    """Used slots as a set; everything else is counted anew from it."""
+    """Used slots and slabs with memory as sets; everything else is counted anew from them."""
 
-    def __init__(self, num_slabs: int) -> None:
+    def __init__(self, num_slabs: int, backed: set[int]) -> None:
         self.num_slabs = num_slabs
+        self.backed = backed
         self.used: set[Slot] = set()
 
     def owners(self) -> list[int]:
-        """Size that each slab is lent to, -1 for none: a slab is lent exactly while one of its slots is used."""
-        owners = [-1] * self.num_slabs
+        """Size that each slab is lent to, -1 for none, -2 without memory: a slab is lent exactly while one of its slots is used."""
+        owners = [-1 if slab in self.backed else -2 for slab in range(self.num_slabs)]
         for offset, size in self.used:
             for slab in range(offset // SLAB, -(-(offset + size) // SLAB)):
                 assert owners[slab] in (-1, size), "two sizes in one slab"
@@ -60,17 +61,23 @@ class NaivePool:
         widest = max((-(-size // SLAB) for size in sizes), default=1)
         gaps = "".join("." if owner == -1 else "x" for owner in owners).split("x")
         stranded = sum(len(gap) % widest for gap in gaps)
-        return sum(owner != -1 for owner in owners) * SLAB, idle, tail, stranded * SLAB
+        return sum(owner >= 0 for owner in owners) * SLAB, idle, tail, stranded * SLAB
 
 
 class SlabMachine(RuleBasedStateMachine):
-    """Allocates, frees and rebuilds; after each step the pool agrees with `NaivePool`."""
+    """Allocates, frees, grows and rebuilds; after each step the pool agrees with `NaivePool`."""
 
-    @initialize(num_slabs=st.integers(1, 9), rest=st.integers(0, SLAB - 1))
-    def start(self, num_slabs: int, rest: int) -> None:
-        self.pool = SlabPool(num_slabs * SLAB + rest, SLAB)
-        self.naive = NaivePool(num_slabs)
+    @initialize(num_slabs=st.integers(1, 9), rest=st.integers(0, SLAB - 1), is_backed=st.booleans())
+    def start(self, num_slabs: int, rest: int, is_backed: bool) -> None:
+        self.pool = SlabPool(num_slabs * SLAB + rest, SLAB, is_backed=is_backed)
+        self.naive = NaivePool(num_slabs, set(range(num_slabs)) if is_backed else set())
         self.asked: set[int] = set()
+
+    @rule(num_bytes=st.integers(0, 10 * SLAB))
+    def back(self, num_bytes: int) -> None:
+        """Also less than before: what has memory keeps it."""
+        self.pool.back(num_bytes)
+        self.naive.backed |= {slab for slab in range(self.naive.num_slabs) if (slab + 1) * SLAB <= num_bytes}
 
     @rule(size=st.sampled_from(SIZES), count=st.integers(0, 12))
     def allocate(self, size: int, count: int) -> None:
@@ -92,14 +99,16 @@ class SlabMachine(RuleBasedStateMachine):
         self.pool.free(size, np.array([offset for offset, _ in going], np.int64))
         self.naive.used -= set(going)
 
-    @rule()
-    def restart(self) -> None:
-        """Goes on with a pool rebuilt by `claim`, as the server does after a restart."""
-        rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB)
+    @rule(num_known=st.integers(0, 9))
+    def restart(self, num_known: int) -> None:
+        """Goes on with a pool rebuilt by `claim`, as the server does after a restart; of free slabs it knows that the first have memory."""
+        rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB, is_backed=False)
+        known = [slab for slab in range(num_known) if set(range(slab + 1)) <= self.naive.backed]
+        rebuilt.back(len(known) * SLAB)
+        self.naive.backed = {slab for slab, owner in enumerate(self.naive.owners()) if owner >= 0} | set(known)
         for size in {size for _, size in self.naive.used}:
             rebuilt.claim(size, np.array([offset for offset, slot_size in self.naive.used if slot_size == size], np.int64))
         assert rebuilt.stats() == self.pool.stats()
-        assert np.array_equal(rebuilt.slab_owner(), self.pool.slab_owner())
         self.pool = rebuilt
         self.asked = {size for _, size in self.naive.used}
 
@@ -111,11 +120,13 @@ class SlabMachine(RuleBasedStateMachine):
         assert all(offset % SLOT_ALIGN == 0 and offset >= 0 and offset + size <= self.pool.num_slabs * SLAB for offset, size in slots)
         assert self.pool.slab_owner().tolist() == self.naive.owners()
         assert self.pool.num_free_slabs == self.naive.owners().count(-1)
+        assert self.pool.num_backed == len(self.naive.backed)
         by_size = {size: sum(slot_size == size for _, slot_size in slots) for size in {size for _, size in slots}}
         assert {row.slot_bytes: row.num_used for row in self.pool.stats()} == by_size
         figures = self.pool.figures()
         expected = self.naive.figures(self.asked)
         assert (figures.lent_bytes, figures.idle_bytes, figures.tail_bytes, figures.stranded_bytes) == expected
+        assert figures.arena_bytes == self.pool.capacity_bytes == len(self.naive.backed) * SLAB
         assert 0 <= figures.fragmentation_ratio < 1 and 0 <= figures.imbalance_ratio < 1
         assert math.isclose(sum(of_arena for _, of_arena, _ in figures.shares) * figures.arena_bytes, figures.lent_bytes)
         assert not figures.shares or math.isclose(sum(of_used for _, _, of_used in figures.shares), 1)

@@ -1,4 +1,7 @@
-"""Making room: what may go goes, before anything is refused; what is pinned or reserved stays."""
+"""Making room: what may go goes, before anything is refused; what is pinned or reserved stays.
+
+While the arena grows, nothing goes for what the growth makes room for within moments.
+"""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,9 +22,12 @@ SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + 
 class SpaceMachine(RuleBasedStateMachine):
     """Blocks of many sizes come, are used, pinned and dropped; the arena is small."""
 
-    @initialize(num_slabs=st.integers(1, 9), capacity=st.sampled_from([5, 100]), policy=st.sampled_from(sorted(POLICIES)))
-    def start(self, num_slabs: int, capacity: int, policy: str) -> None:
-        self.space = Space(make_table(capacity), num_slabs * SLAB, SLAB, POLICIES[policy](capacity))
+    @initialize(
+        num_slabs=st.integers(1, 9), capacity=st.sampled_from([5, 100]), policy=st.sampled_from(sorted(POLICIES)), is_backed=st.booleans()
+    )
+    def start(self, num_slabs: int, capacity: int, policy: str, is_backed: bool) -> None:
+        self.space = Space(make_table(capacity), num_slabs * SLAB, SLAB, POLICIES[policy](capacity), is_backed=is_backed)
+        self.coming_bytes = 0
         self.space.index.add_key_space(1, [7])
         self.next_block = 0
         self.now_s = 0.0
@@ -40,18 +46,30 @@ class SpaceMachine(RuleBasedStateMachine):
         self.ready -= gone
         return gone
 
+    @rule(num_bytes=st.integers(0, 9 * SLAB), coming_bytes=st.sampled_from([0, SLOT_ALIGN, 3 * SLAB]))
+    def grow(self, num_bytes: int, coming_bytes: int) -> None:
+        self.space.grow(num_bytes, coming_bytes)
+        self.coming_bytes = coming_bytes
+        assert self.space.tenants.capacity_bytes == self.space.pool.capacity_bytes
+
     @rule(size=st.sampled_from(SIZES), count=st.integers(0, 9), publish=st.booleans())
     def insert(self, size: int, count: int, publish: bool) -> None:
         hashes = words_of(range(self.next_block, self.next_block + count))
         self.next_block += count
         before = dict.fromkeys(self.ready)
+        num_available = self.space.pool.available_slots(size)
+        num_awaited = max(0, min(count - num_available, self.coming_bytes // aligned(size)))
+        self.coming_bytes -= num_awaited * aligned(size)
         entries = self.space.insert(1, 0, hashes, size, np.arange(count), 1)
         fresh = set(entries.tolist())
         # A number that was evicted may be one of the new ones.
         recycled = fresh & set(before)
         self.ready -= recycled
         gone = sum(len(effect.hashes) for effect in self.space.effects)
-        if len(fresh) < count:
+        assert len(fresh) <= count - num_awaited
+        num_numbers = self.space.index.capacity - len(before) - len(self.reserved)
+        assert not gone or count - num_awaited > min(num_available, num_numbers), "evicted without need"
+        if len(fresh) < count - num_awaited:
             no_room_left(self.space, aligned(size), set())
         states = self.space.index.states()
         vanished = {entry for entry in self.ready if states[entry] == 0}

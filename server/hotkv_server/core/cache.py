@@ -63,7 +63,7 @@ class CacheCore:
     def __init__(self, config: CoreConfig, block_table: BlockTable, policy: Policy) -> None:
         self.config = config
         self.counters = Counters()
-        self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants)
+        self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, is_backed=config.is_backed)
         self.catalog = Catalog(self.space)
         self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
         self.leases = LeaseBook(config.max_leases, config.max_leased_blocks)
@@ -76,6 +76,10 @@ class CacheCore:
 
     def __repr__(self) -> str:
         return f"CacheCore({len(self.sessions)} sessions, {len(self.leases)} leases, {len(self.transfers)} transfers, {self.space!r})"
+
+    def grow(self, num_bytes: int, coming_bytes: int = 0) -> None:
+        """As Space.grow: so much of the arena, from its start, has memory now, and about so much more within moments. Never shrinks it."""
+        self.space.grow(num_bytes, coming_bytes)
 
     # Sessions and key spaces
 

@@ -17,7 +17,6 @@ class Holds:
     """Held entries in rising order and their ends, seconds of `now_s`. None ends before `_next_end_s`."""
 
     def __init__(self, index: BlockIndex, tenants: TenantBook, share: float) -> None:
-        self.budget_bytes = int(share * tenants.arena_bytes)
         self.held_bytes = 0
         self._index = index
         self._tenants = tenants
@@ -25,6 +24,11 @@ class Holds:
         self._entries = np.empty(0, np.uint32)
         self._until_s = np.empty(0, np.float64)
         self._next_end_s = np.inf
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most that may be held: a share of the arena as far as it has memory. Only grows."""
+        return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:
         return len(self._entries)

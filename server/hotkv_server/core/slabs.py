@@ -1,8 +1,8 @@
 """The elastic pool: an arena cut into slabs, each lent to one slot size.
 
 Owns which byte of the arena belongs to which slot. Always true: a slot is free or used, never both; a slab whose last
-slot is freed goes back at once and may be lent to any other size; a slot larger than a slab spans contiguous slabs. It
-never moves or evicts anything: an allocation that does not fit is granted short.
+slot is freed goes back at once and may be lent to any other size; a slot larger than a slab spans contiguous slabs; only slabs that have
+memory are lent (`back`). It never moves or evicts anything: an allocation that does not fit is granted short.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from hotkv_server.core import twins
 
 Int64s = NDArray[np.int64]
 
-_FREE = -1
+_FREE, ABSENT = -1, -2
+"""Instead of a slot size in the table of owners: the slab is lent to none; it has no memory yet."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -36,11 +37,11 @@ class SlabClassStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """How well the arena is divided.
+    """How well the arena is divided, as far as it has memory.
 
     `lent_bytes`: slabs lent to some slot size. `idle_bytes`: free slots in them. `tail_bytes`: what in them no slot covers, because slot
     sizes don't divide slabs. `stranded_bytes`: free slabs that don't lie together as the widest slot size known needs them; 0 where no
-    slot spans slabs. `shares`: (slot size, its slabs / all slabs, its used bytes / all used bytes) of each size that has slabs.
+    slot spans slabs. `shares`: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) of each size that has slabs.
     """
 
     arena_bytes: int
@@ -81,25 +82,43 @@ class _SlabClass:
 
 
 class SlabPool:
-    """Slots of any size out of one arena. All offsets are bytes from its start, multiples of SLOT_ALIGN."""
+    """Slots of any size out of one arena. All offsets are bytes from its start, multiples of SLOT_ALIGN.
 
-    def __init__(self, arena_bytes: int, slab_bytes: int) -> None:
+    `num_slabs`: of the whole arena. `num_backed`: those that have memory, `num_free_slabs` of them lent to nobody.
+    """
+
+    def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
+        """`is_backed`: all of it has memory. Otherwise none of it has, until `back` and `claim` say so."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
             raise ValueError(f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}")
         if arena_bytes < slab_bytes:
             raise ValueError(f"arena_bytes is {arena_bytes}, smaller than one slab of {slab_bytes}")
         self.slab_bytes = slab_bytes
         self.num_slabs = arena_bytes // slab_bytes
-        self.num_free_slabs = self.num_slabs
+        self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # Per slab: the slot size it is lent to (_FREE for none), and its used slots. A spanning slot counts in its first slab.
-        self._owner = np.full(self.num_slabs, _FREE, np.int64)
+        # Per slab: the slot size it is lent to, _FREE or ABSENT, and its used slots. A spanning slot counts in its first slab.
+        self._owner = np.full(self.num_slabs, _FREE if is_backed else ABSENT, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
         self._kernels = native.load("hotkv_server.core.kernels") or twins
 
     def __repr__(self) -> str:
         lent = ", ".join(f"{s.slot_bytes}B: {s.num_used}/{s.num_slots}" for s in self.stats())
-        return f"SlabPool({self.num_free_slabs}/{self.num_slabs} slabs of {self.slab_bytes} B free; {lent})"
+        coming = f" ({self.num_slabs} with those that have no memory)" if self.num_backed < self.num_slabs else ""
+        return f"SlabPool({self.num_free_slabs}/{self.num_backed}{coming} slabs of {self.slab_bytes} B free; {lent})"
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of slabs that have memory."""
+        return self.num_backed * self.slab_bytes
+
+    def back(self, num_bytes: int) -> None:
+        """The first `num_bytes` bytes of the arena have memory: what of its slabs lies in them whole may be lent from now on."""
+        reached = self._owner[: num_bytes // self.slab_bytes]
+        fresh = np.flatnonzero(reached == ABSENT)
+        reached[fresh] = _FREE
+        self.num_backed += len(fresh)
+        self.num_free_slabs += len(fresh)
 
     def stats(self) -> list[SlabClassStats]:
         """One row a slot size that has slabs."""
@@ -117,21 +136,21 @@ class SlabPool:
         lent = sum(row.num_slabs for row in rows) * self.slab_bytes
         widest = max((c.slabs_per_slot for c in self._classes.values()), default=1)
         return PoolFigures(
-            self.num_slabs * self.slab_bytes,
+            self.capacity_bytes,
             lent,
             idle,
             lent - idle - used,
             int((self._free_runs() % widest).sum()) * self.slab_bytes,
-            tuple((r.slot_bytes, r.num_slabs / self.num_slabs, r.num_used * r.slot_bytes / max(1, used)) for r in rows),
+            tuple((r.slot_bytes, r.num_slabs / self.num_backed, r.num_used * r.slot_bytes / max(1, used)) for r in rows),
         )
 
     def _free_runs(self) -> Int64s:
-        """Lengths of the gaps between lent slabs, in slabs; some are 0."""
+        """Lengths of the runs of free slabs, and some 0."""
         lent = np.flatnonzero(np.concatenate(([True], self._owner != _FREE, [True])))
         return np.diff(lent) - 1
 
     def capacity_slots(self, slot_bytes: int) -> int:
-        """Slots of this size that the whole arena could hold."""
+        """Slots of this size that the whole arena could hold, also where it has no memory yet."""
         c = self._class(slot_bytes)
         return self.num_slabs // c.slabs_per_slot * c.slots_per_slab
 
@@ -144,7 +163,7 @@ class SlabPool:
         return offsets // self.slab_bytes
 
     def slab_owner(self) -> Int64s:
-        """Slot size each slab is lent to, -1 where free; a view, not to be changed."""
+        """Slot size each slab is lent to, -1 where free, ABSENT where it has no memory yet; a view, not to be changed."""
         return self._owner
 
     def available_slots(self, slot_bytes: int) -> int:
@@ -194,20 +213,25 @@ class SlabPool:
         self.num_free_slabs += len(spans)
 
     def claim(self, slot_bytes: int, offsets: Int64s) -> None:
-        """Marks given slots used in a pool that is otherwise untouched: rebuilding after a restart. Raises ValueError on overlap."""
+        """Marks given slots used in a pool that is otherwise untouched: rebuilding after a restart. Raises ValueError on overlap.
+
+        Their slabs count as having memory from now on; the caller sees to it.
+        """
         c = self._class(slot_bytes)
         first = np.unique(self.slab_of(offsets))
         spans = (first[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
         in_slab = offsets - self.slab_of(offsets) * self.slab_bytes
-        if len(offsets) and (int(offsets.min()) < 0 or int(spans.max()) >= self.num_slabs or np.any(self._owner[spans] != _FREE)):
+        if len(offsets) and (int(offsets.min()) < 0 or int(spans.max()) >= self.num_slabs or np.any(self._owner[spans] >= 0)):
             raise ValueError("slots overlap slabs of another size or lie outside the arena")
         if len(np.unique(spans)) != len(spans):
             raise ValueError("slots overlap slabs of another size or lie outside the arena")
         if np.any(in_slab % c.slot_bytes) or np.any(in_slab // c.slot_bytes >= c.slots_per_slab) or len(np.unique(offsets)) != len(offsets):
             raise ValueError("slots are misaligned or claimed twice")
+        num_free = int((self._owner[spans] == _FREE).sum())
         self._owner[spans] = c.slot_bytes
         c.num_slabs += len(spans)
-        self.num_free_slabs -= len(spans)
+        self.num_free_slabs -= num_free
+        self.num_backed += len(spans) - num_free
         everything = self._slots_of(c, first)
         c.free = np.concatenate((c.free, np.setdiff1d(everything, offsets)))
         np.add.at(self._used, self.slab_of(offsets), 1)
@@ -245,6 +269,7 @@ class SlabPool:
     def check_invariants(self) -> None:
         """Raises AssertionError where counts, owners and free lists disagree."""
         assert self.num_free_slabs == int((self._owner == _FREE).sum()), "free slabs miscounted"
+        assert self.num_backed == int((self._owner != ABSENT).sum()), "slabs with memory miscounted"
         for c in self._classes.values():
             mine = np.flatnonzero(self._owner == c.slot_bytes)
             assert len(mine) == c.num_slabs, "lent slabs miscounted"
@@ -254,4 +279,4 @@ class SlabPool:
             assert int(self._used[mine].sum()) == slots - len(c.free), "used slots miscounted"
             if c.slabs_per_slot == 1:
                 assert np.all(self._used[mine] > 0), "an empty slab was not given back"
-        assert np.all(self._used[self._owner == _FREE] == 0), "a free slab has used slots"
+        assert np.all(self._used[self._owner < 0] == 0), "a slab that is not lent has used slots"

@@ -1,7 +1,8 @@
 """Slots, index and policy together: reserving, publishing, evicting.
 
 Always true: an entry of the index owns exactly one slot of the pool and no slot is owned twice; an entry that is pinned or
-reserved is never evicted; what is evicted is reported as an effect. Evict on allocate: room is made only when it is needed.
+reserved is never evicted; what is evicted is reported as an effect. Evict on allocate: room is made only when it is needed, and not for
+what the arena's growth makes room for within moments.
 Representations are entries too, but nothing is decided by them: see `representations`.
 """
 
@@ -17,7 +18,7 @@ from hotkv.table import BlockTable, Words
 from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.representations import Representations
-from hotkv_server.core.slabs import SlabPool, aligned
+from hotkv_server.core.slabs import ABSENT, SlabPool, aligned
 from hotkv_server.core.tenants import Payers, TenantBook
 from hotkv_server.core.values import BoolMask, Entries, EvictionNotice, Int64s, TenantShare
 
@@ -58,14 +59,16 @@ MAX_REFRESHED = 1 << 14
 
 
 class Space:
-    """All slots of one tier and the entries that own them."""
+    """All slots of one tier and the entries that own them. `is_backed`: as in `SlabPool`; where it is False `grow` is to be called."""
 
     def __init__(
-        self, block_table: BlockTable, arena_bytes: int, slab_bytes: int, policy: Policy, shares: Mapping[str, TenantShare] = _NO_SHARES
-    ) -> None:
+        self, block_table: BlockTable, arena_bytes: int, slab_bytes: int, policy: Policy, shares: Mapping[str, TenantShare] = _NO_SHARES,
+        *, is_backed: bool = True,
+    ) -> None:  # fmt: skip
         self.index = BlockIndex(block_table)
-        self.pool = SlabPool(arena_bytes, slab_bytes)
+        self.pool = SlabPool(arena_bytes, slab_bytes, is_backed=is_backed)
         self.tenants = TenantBook(shares, self.pool.num_slabs * slab_bytes)
+        self.tenants.capacity_bytes = self.pool.capacity_bytes
         self.policy = policy
         self.representations = Representations(self.index, self._free_slots)
         self.evicted_blocks = 0
@@ -74,13 +77,28 @@ class Space:
         self._next_ghost = 0
         # Per slot size, what room was made for since it was compared with the others; sizes unknown, and those that grow, are due.
         self._pressure_bytes: dict[int, int] = {}
+        self._coming_bytes = 0
 
     def __repr__(self) -> str:
         return f"Space({self.index!r}, {self.pool!r})"
 
+    def grow(self, num_bytes: int, coming_bytes: int) -> None:
+        """The first `num_bytes` of the arena have memory now. `coming_bytes`: about how much more gets some within moments.
+
+        Until the next call, calls are refused as many bytes as that, which would else cost blocks: who stores them is better off without
+        than others without theirs, as there is room for both soon. What is wanted beyond that evicts as ever.
+        """
+        self.pool.back(num_bytes)
+        self.tenants.capacity_bytes = self.pool.capacity_bytes
+        self._coming_bytes = coming_bytes
+
     def insert(self, key_space_id: int, group_index: int, hashes: Words, slot_bytes: int, depths: Int64s, lease: int) -> Entries:
-        """Reserves slots for keys that are not in the index, evicting where it must; as many as possible, from the first on."""
+        """Reserves slots for keys that are not in the index, evicting where it must; as many as possible, from the first on.
+
+        While the arena grows, fewer: see `grow`.
+        """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
+        hashes = hashes[: len(hashes) - self._awaited(size, len(hashes))]
         hashes = hashes[: self._within_bound(taker, size, len(hashes))]
         for wanted in self.tenants.portions(taker, size, len(hashes)):
             if self.pool.available_slots(size) < wanted:
@@ -98,6 +116,12 @@ class Space:
         self.pool.free(size, offsets[len(entries) :])
         self.tenants.count(key_space_id, len(entries) * size)
         return entries
+
+    def _awaited(self, size: int, count: int) -> int:
+        """For how many of `count` slots no room is made, as the arena's growth will make it within moments; they count as given."""
+        awaited = max(0, min(count - self.pool.available_slots(size), self._coming_bytes // size)) if self._coming_bytes else 0
+        self._coming_bytes -= awaited * size
+        return awaited
 
     def _within_bound(self, taker: int, size: int, count: int) -> int:
         """How many slots a tenant may have under its burst bound, after its own coldest blocks have made room for them."""
@@ -223,7 +247,7 @@ class Space:
         shared, payers = self.pool.is_shared(slot_bytes), self._payers(taker, num_slots * slot_bytes)
         if shared:
             # Comparing with other sizes looks at every entry; so it is done for a share of the arena at a time.
-            share_bytes = self.pool.num_slabs * self.pool.slab_bytes // REBALANCE_SHARE
+            share_bytes = self.pool.capacity_bytes // REBALANCE_SHARE
             missing_bytes = (num_slots - self.pool.available_slots(slot_bytes)) * slot_bytes
             pressure_bytes = self._pressure_bytes.get(slot_bytes, share_bytes) + missing_bytes
             if pressure_bytes >= share_bytes:
@@ -327,12 +351,13 @@ class Space:
         return blocks
 
     def _emptying_costs(self, slot_bytes: int, first: Int64s, last: Int64s, heat: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Per slab, the heat of the hottest block in it; -inf for free ones, inf where it can't be emptied or is this size's own."""
+        """Per slab, the heat of the hottest block in it; -inf for free ones, inf if it can't be emptied, has no memory, is this size's."""
         cost = np.full(self.pool.num_slabs, -np.inf)
         for step in range(int((last - first).max(initial=0)) + 1):
             spans = first + step <= last
             np.maximum.at(cost, first[spans] + step, heat[spans])
-        cost[self.pool.slab_owner() == slot_bytes] = np.inf
+        owner = self.pool.slab_owner()
+        cost[(owner == slot_bytes) | (owner == ABSENT)] = np.inf
         return cost
 
     def keep_bounds(self) -> None:

@@ -29,11 +29,14 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 
 
 class TenantBook:
-    """Bytes by tenant. `is_used`: False where no shares are configured; then nothing here costs anything."""
+    """Bytes by tenant. `is_used`: False where no shares are configured; then nothing here costs anything.
+
+    `capacity_bytes`: of the arena as far as it has memory.
+    """
 
     def __init__(self, shares: Mapping[str, TenantShare], arena_bytes: int) -> None:
         self.is_used = bool(shares)
-        self.arena_bytes = arena_bytes
+        self.capacity_bytes = arena_bytes
         self._names = [*shares]
         self._guaranteed = np.array([share.guaranteed_bytes for share in shares.values()], np.int64)
         self._burst = np.array([share.burst_bytes or _NO_BOUND for share in shares.values()], np.int64)
@@ -91,9 +94,9 @@ class TenantBook:
     def surely_bytes(self, tenant: int) -> int:
         """What the tenant could have though all others took their guarantees: bounds what it may pin."""
         if not self.is_used:
-            return self.arena_bytes
+            return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
-        return int(min(self._burst[tenant], self.arena_bytes - others))
+        return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
         """Which entries with these owners [n] may each go, alone, for one of tenant `taker`; `sizes` [n]: bytes that go with them."""

@@ -29,7 +29,8 @@ class CoreConfig:
     """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most that requests may ask to keep.
 
     `max_leased_blocks`: listed by leases, found or not. `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares
-    by name; a tenant that is not named has none of its own and no bound. Times in seconds.
+    by name; a tenant that is not named has none of its own and no bound. Times in seconds. `is_backed`: False where the arena has no memory
+    yet; `CacheCore.grow` says how far it has.
     """
 
     arena_bytes: int
@@ -44,6 +45,7 @@ class CoreConfig:
     max_leased_blocks: int = 1 << 25
     check_stride: int = 0
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
+    is_backed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 All are files of one directory on tmpfs, locked by one server. They outlive it: the next server over the directory goes on with the arena
 as it is and makes a table of its own out of the old one's records (`Leftover`). Until `adopt` the directory is as the old server
-left it, so that a start that is killed has lost nothing. Arena and table are complete, mapped and prefaulted before the server is ready.
+left it, so that a start that is killed has lost nothing. The table has all its memory before the server is ready, the arena some of it:
+the rest comes behind (`filling`).
 """
 
 import errno
@@ -19,16 +20,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.table import BlockTable, TableGeometry
-from hotkv_server.memory.mapping import COLLAPSE_BYTES, HUGE_PAGE_BYTES, FileMapping
+from hotkv_server.memory.filling import Filling, read_note
+from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
 ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = "arena", "table", "table.new", "state.json", "use", "lock"
+FILLED_FILE, OWNER_FILE = "filled", "server.json"
 CALIBRATION_FILES = "calibration-*.json"
 """How fast devices copy, one file a device: no part of the cache, kept until the directory goes."""
-FILES: Final = (STATE_FILE, USE_FILE, TABLE_FILE, NEW_TABLE_FILE, ARENA_FILE)
+FILES: Final = (STATE_FILE, USE_FILE, TABLE_FILE, NEW_TABLE_FILE, FILLED_FILE, ARENA_FILE, OWNER_FILE)
 """In the order in which they go: without the state nothing of the rest counts."""
-HUGE_PAGE_BUDGET_S = 0.5
-"""Longest time that the start spends on huge pages before it goes on without."""
+FIRST_FILL_S = 0.25
+FIRST_FILL_BYTES = 64 << 20
+"""How long the start brings the arena in before it goes on, and how much of it at least."""
+LOCK_TRIES = 5
+LOCK_RETRY_S = 0.01
+"""Who only looks whether a server runs holds its lock for microseconds."""
 USE_HEADER: Final = struct.Struct("<8sqdq")
 USE_MAGIC: Final = b"HOTKVUS1"
 
@@ -50,7 +57,7 @@ class Leftover:
 class NodeMemory:
     """Arena and table of one server, and `leftover` of another until `adopt`. `why_empty`: why there is none, empty on a fresh directory.
 
-    `arena.huge_bytes` says how much of it lies in huge pages.
+    `arena.huge_bytes` says how much of it lies in huge pages, `filling` how far it has memory.
     """
 
     directory: Path
@@ -58,19 +65,21 @@ class NodeMemory:
     arena: FileMapping
     table_file: FileMapping
     table: BlockTable
+    filling: Filling
     leftover: Leftover | None = None
     why_empty: str = ""
     _lock_fd: int = -1
     _old_table: FileMapping | None = None
-    _collapsed_bytes: int = 0
 
     @staticmethod
     def open(
         directory: Path, arena_bytes: int, slab_bytes: int, capacity: int, fresh_epoch: int, mode: int = 0o640, *, prefault: bool = True,
         place: Callable[[int, int], None] | None = None,
     ) -> "NodeMemory":  # fmt: skip
-        """Goes on with what is in the directory where that fits, else makes all files anew, under `fresh_epoch`; prefaults them.
+        """Goes on with what is in the directory where that fits, else makes all files anew, under `fresh_epoch`.
 
+        `prefault`: brings in the table, and of the arena what can be had in FIRST_FILL_S; `filling` is for the rest. Otherwise memory
+        comes as it is written, and all of the arena counts as filled.
         `place(address, num_bytes)`: says where the arena's memory is to come from, before any of it is brought in.
 
         Raises BusyError, or OSError that names what to do where memory is short. What can't be read only for now (no permission, too
@@ -107,12 +116,17 @@ class NodeMemory:
         view = table_file.array()
         view[: len(geometry.pack())] = memoryview(geometry.pack())
         table = BlockTable(view, geometry)
-        memory = NodeMemory(directory, slab_bytes, arena, table_file, table, leftover, why_empty, lock_fd, old_table)
+        filled_bytes = arena_bytes
+        if prefault and (leftover is None or arena.has_holes()):
+            filled_bytes = 0 if leftover is None else read_note(directory / FILLED_FILE, arena)
+        filling = Filling(arena, directory / FILLED_FILE, filled_bytes)
+        memory = NodeMemory(directory, slab_bytes, arena, table_file, table, filling, leftover, why_empty, lock_fd, old_table)
         try:
             if place is not None:
                 place(arena.address, arena.num_bytes)
             if prefault:
-                memory._prefault()
+                os.posix_fallocate(table_file.fd, 0, table_file.num_bytes)
+                filling.fill_for(FIRST_FILL_S, FIRST_FILL_BYTES)
         except BaseException:
             memory.release()
             raise
@@ -150,42 +164,19 @@ class NodeMemory:
             file.write((last_used_s - time.monotonic()).astype("<f4").tobytes())
         scratch.replace(self.directory / USE_FILE)
 
-    def _prefault(self) -> None:
-        """Takes memory for the table, and brings the arena in: as huge pages while that is quick, then as it comes.
-
-        What an old server has left is all there.
-        """
-        os.posix_fallocate(self.table_file.fd, 0, self.table_file.num_bytes)
-        if self.leftover is not None and not self.arena.has_holes():
-            return
-        self._collapsed_bytes = self.arena.make_huge(0, HUGE_PAGE_BUDGET_S)
-        self.arena.populate()
-
-    def settle(self, start: int = 0, num_bytes: int | None = None, pause_s: float = 0.01) -> None:
-        """Brings a part of the arena in and turns it into huge pages, as far as the kernel goes along. Blocks; for a thread of its own.
-
-        Pieces and pauses, for whatever else maps memory in this process waits for each of them.
-        """
-        end = self.arena.num_bytes if num_bytes is None else start + num_bytes
-        for at in range(start, end, COLLAPSE_BYTES):
-            self.arena.populate(at, min(COLLAPSE_BYTES, end - at))
-            time.sleep(pause_s)
-        at = max(start, self._collapsed_bytes)
-        while (reached := self.arena.make_huge(at, pause_s, HUGE_PAGE_BYTES, end)) > at:
-            self._collapsed_bytes = at = reached
-            time.sleep(pause_s)
-
     def open_read_only(self) -> tuple[int, int]:
         """Fresh read-only descriptors of arena and table, to be sent and closed."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(self.directory / ARENA_FILE, flags), os.open(self.directory / TABLE_FILE, flags)
 
     def release(self) -> None:
-        """Lets another server have the directory with all that is in it."""
+        """Lets another server have the directory with all that is in it. Blocks while a piece of the arena is being brought in."""
+        self.filling.close()
         os.close(self._lock_fd)
 
     def remove(self) -> None:
-        """Removes the files; the memory goes when nobody maps it any more."""
+        """Removes the files; the memory goes when nobody maps it any more. Blocks as `release`."""
+        self.filling.close()
         remove_files(self.directory, self._lock_fd)
 
 
@@ -197,13 +188,27 @@ def clear(directory: Path) -> None:
 
 def remove_files(directory: Path, lock_fd: int) -> None:
     """Removes all files, then the lock, which is given up, and the directory where nothing else is in it."""
+    _remove_all(directory, lock_fd)
+    if not any(directory.iterdir()):
+        directory.rmdir()
+
+
+def remove_by_descriptor(directory_fd: int) -> None:
+    """Removes the files of a directory that is open, whatever its path means by now; the directory stays.
+
+    Raises BusyError if a server runs on it, and then has removed nothing; OSError.
+    """
+    directory = Path(f"/proc/self/fd/{directory_fd}")
+    _remove_all(directory, _locked(directory))
+
+
+def _remove_all(directory: Path, lock_fd: int) -> None:
+    """Also the lock, which is given up."""
     _remove_files(directory)
     for path in directory.glob(CALIBRATION_FILES):
         path.unlink(missing_ok=True)
     (directory / LOCK_FILE).unlink(missing_ok=True)
     os.close(lock_fd)
-    if not any(directory.iterdir()):
-        directory.rmdir()
 
 
 def _remove_files(directory: Path) -> None:
@@ -214,12 +219,17 @@ def _remove_files(directory: Path) -> None:
 def lock_file(path: Path) -> int:
     """Descriptor of the locked file, with this process's pid in it. Raises BusyError, or OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise BusyError(f"{path.parent} is in use by hotkv-server with pid {pid or 'unknown'}") from error
+    for left in reversed(range(LOCK_TRIES)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if left:
+                time.sleep(LOCK_RETRY_S)
+                continue
+            pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            os.close(fd)
+            raise BusyError(f"{path.parent} is in use by hotkv-server with pid {pid or 'unknown'}") from error
     os.truncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd

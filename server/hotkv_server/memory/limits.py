@@ -4,6 +4,8 @@ import resource
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 NO_LIMIT = (1 << 63) - 1
 
@@ -16,18 +18,48 @@ def memlock_bytes() -> int:
 
 def cgroup_bytes() -> int:
     """Least memory limit of this process's control group and those above it; NO_LIMIT where there is none or none can be read."""
+    return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
+
+
+def _cgroups() -> list[Path]:
+    """Directories of this process's control group and those above it; none where it has none (version 2)."""
     try:
-        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        own = next(line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
-        return NO_LIMIT
-    least = NO_LIMIT
+        return []
     group = CGROUPS / own.strip("/")
-    for directory in (group, *group.parents):
-        try:
-            text = (directory / "memory.max").read_text().strip()
-        except OSError:
-            text = "max"
-        least = min(least, int(text) if text.isdecimal() else NO_LIMIT)
+    return [group, *group.parents]
+
+
+def _number(path: Path) -> int:
+    """The number in a file; NO_LIMIT where there is none."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return NO_LIMIT
+    return int(text) if text.isdecimal() else NO_LIMIT
+
+
+def _field(path: Path, name: str, unit: int) -> int:
+    """What follows a name in a file of names and numbers, times the unit; NO_LIMIT where it does not stand there."""
+    try:
+        rows = (line.split() for line in path.read_text().splitlines())
+        return next((int(row[1]) * unit for row in rows if row[:1] == [name]), NO_LIMIT)
+    except (OSError, ValueError, IndexError):
+        return NO_LIMIT
+
+
+def available_bytes() -> int:
+    """Memory that may be taken before the kernel has to end a process for it: of the machine, and of this process's control groups.
+
+    NO_LIMIT if the kernel does not say. What files keep in the page cache counts as available.
+    """
+    least = _field(MEMINFO, "MemAvailable:", 1024)
+    for directory in _cgroups():
+        limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
+        if NO_LIMIT not in (limit, used):
+            cached = [_field(directory / "memory.stat", name, 1) for name in ("inactive_file", "active_file")]
+            least = min(least, max(0, limit - used + sum(count for count in cached if count != NO_LIMIT)))
     return least
 
 

@@ -64,11 +64,6 @@ def has_holes(fd: int) -> bool:
     return found.st_blocks * 512 < found.st_size
 
 
-def _bring_in(view: NDArray[np.uint8]) -> None:
-    """Touches the pages of a view. Only by reading, which allocates them as well: somebody may be writing them."""
-    view.max(initial=0)
-
-
 class FileMapping:
     """A shared mapping of `num_bytes` of a file, from its start."""
 
@@ -130,7 +125,10 @@ class FileMapping:
             if error.errno != errno.EINVAL:
                 raise
             if self._exclusive:
-                _bring_in(self.array()[start : start + num_bytes : mmap.PAGESIZE])  # A kernel before 5.14.
+                # A kernel before 5.14. Pages are touched only by reading, as somebody may be writing them, and once they have memory:
+                # touching what can't have any would end the process.
+                os.posix_fallocate(self.fd, start, num_bytes)
+                self.array()[start : start + num_bytes : mmap.PAGESIZE].max(initial=0)
 
     def make_huge(self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES, end: int | None = None) -> int:
         """Brings pages in as huge pages from `start` to `end`, for as long as that takes no more than `budget_s` and the kernel gives them.
@@ -154,9 +152,10 @@ class FileMapping:
 
     def _collapse(self, start: int, num_bytes: int) -> int:
         """Bytes that are huge pages now: all, or none where the kernel refused."""
-        if self._exclusive:
-            _bring_in(self.array()[start : start + num_bytes : HUGE_PAGE_BYTES])  # The kernel collapses no range that is all holes.
         try:
+            # The kernel collapses no range that is all holes.
+            for at in range(start, start + num_bytes, HUGE_PAGE_BYTES) if self._exclusive else ():
+                self._advise(_POPULATE_WRITE, at, mmap.PAGESIZE)
             self._advise(_COLLAPSE, start, num_bytes)
         except OSError:
             return 0

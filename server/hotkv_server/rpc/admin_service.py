@@ -39,13 +39,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def GetInfo(self, request: admin_pb2.GetInfoRequest, context: Any) -> admin_pb2.GetInfoResponse:
         node, counted = self._node, await census(self._node)
+        serving = "; ".join(filter(None, ("ready", node.memory.filling.progress())))
         return admin_pb2.GetInfoResponse(
             version=hotkv.__version__,
             protocol_version=hotkv.PROTOCOL_VERSION,
             epoch=node.epoch,
             pid=os.getpid(),
             uptime_s=time.monotonic() - node.started_s,
-            state="; ".join(node.health.problems(time.monotonic())) or ("draining" if node.core.draining else "ready"),
+            state="; ".join(node.health.problems(time.monotonic())) or ("draining" if node.core.draining else serving),
             counters=[admin_pb2.Counter(name=name, value=value) for name, value in {**counters(node), **gauges(node, counted)}.items()],
             devices=device_report(node.devices),
             loop_held_by=node.lag.read().held_by,

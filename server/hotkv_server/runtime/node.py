@@ -293,6 +293,10 @@ class Node:
 
     # Draining, effects, time
 
+    def grow(self, num_bytes: int, coming_bytes: int) -> None:
+        """As CacheCore.grow."""
+        self.core.grow(num_bytes, coming_bytes)
+
     def drain(self, timeout_s: float) -> None:
         """Takes no new work from now on; `drained` is set when all has ended or the time is up. Called again, it can only end sooner."""
         loop = asyncio.get_running_loop()

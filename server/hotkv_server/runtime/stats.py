@@ -11,7 +11,7 @@ from hotkv_server.runtime.node import Node
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier, in bytes, blocks and slabs."""
+    """One tier, in bytes, blocks and slabs. `capacity_bytes`: as far as it has memory."""
 
     capacity_bytes: int
     used_bytes: int
@@ -40,7 +40,7 @@ def tier(node: Node, counted: Census) -> TierStats:
     space = node.core.space
     pool = space.pool
     return TierStats(
-        pool.num_slabs * pool.slab_bytes,
+        pool.capacity_bytes,
         space.used_bytes(),
         counted.pinned_bytes,
         counted.representation_bytes,
@@ -82,6 +82,7 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "transfers_in_flight": float(len(node.core.transfers)),
         "copy_pieces_queued": float(node.copy_engine.num_queued),
         "arena_capacity_bytes": float(host.capacity_bytes),
+        "arena_full_capacity_bytes": float(node.core.space.pool.num_slabs * host.slab_bytes),
         "arena_used_bytes": float(host.used_bytes),
         "arena_pinned_bytes": float(host.pinned_bytes),
         "arena_lent_bytes": float(pool.lent_bytes),

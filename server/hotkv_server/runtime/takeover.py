@@ -10,6 +10,7 @@ from hotkv import table
 from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.restore import Restored, restore
+from hotkv_server.core.slabs import SlabPool
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import KnownKeySpace, ServerState
 from hotkv_server.runtime.verify import Verifier
@@ -22,6 +23,7 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
 
     Compares bytes for `check_s` at most; None: nothing is ever compared, and so everything is trusted.
     """
+    core.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
     if memory.why_empty:
         log.warning("starting empty reason=%r", memory.why_empty)
     left = memory.leftover
@@ -34,6 +36,7 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
             except HotKVError as error:
                 log.warning("key space dropped number=%d model=%s reason=%r", known.number, known.key_space.model, error.message)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s)
+        _bring_in_claimed(core.space.pool, memory)
         is_renumbered = any(old_number != number for old_number, number in numbers.items())
         memory.adopt(state_of(core, memory.slab_bytes), is_renumbered=is_renumbered)
         num_later = 0
@@ -45,6 +48,17 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
         _log(restored, verifier, num_later, time.monotonic() - began_s)
     else:
         memory.save_state(state_of(core, memory.slab_bytes))
+
+
+def _bring_in_claimed(pool: SlabPool, memory: NodeMemory) -> None:
+    """Brings in slabs beyond what is filled in which blocks came back: stores may use the rest of them at once. Raises OSError.
+
+    There are none unless the old server ran with `arena.prefault` off.
+    """
+    first = memory.filling.filled_bytes // pool.slab_bytes
+    slabs = first + np.flatnonzero(pool.slab_owner()[first:] >= 0)
+    for run in np.split(slabs, np.flatnonzero(np.diff(slabs) > 1) + 1) if len(slabs) else ():
+        memory.filling.bring_in(int(run[0]) * pool.slab_bytes, len(run) * pool.slab_bytes)
 
 
 def _log(restored: Restored, verifier: Verifier, num_later: int, took_s: float) -> None:

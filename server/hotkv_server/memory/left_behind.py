@@ -1,0 +1,181 @@
+"""Arenas that servers have left in shared memory: which there are, whose they are, whether a server runs on them; gives their memory back.
+
+Always true: an arena whose lock is held is never removed, nor anything in its directory; of others only the server's own files are. The
+folder may be one that everybody may write, so links in it are not followed.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotkv_server.memory.arena import ARENA_FILE, FILES, LOCK_FILE, OWNER_FILE, STATE_FILE, TABLE_FILE, BusyError, remove_by_descriptor
+
+SHARED_MEMORY = Path("/dev/shm")
+DEPTH = 2
+"""Directories below the folder in which arenas are looked for: /dev/shm/hotkv-1234 and /dev/shm/mine/arena."""
+MAX_OWNER_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLeft:
+    """An arena directory. `name`: from the folder on. `num_bytes`: memory that its files have. `arena_bytes`: size of the arena.
+
+    `is_running`: a server holds the lock; None where this user may not look. `pid`, `runtime_dir`, `version`: of the last server, 0 or
+    empty if not known. `idle_s`: since the last sign of it.
+    """
+
+    name: str
+    path: Path
+    uid: int
+    num_bytes: int
+    arena_bytes: int
+    is_running: bool | None
+    pid: int
+    runtime_dir: str
+    version: str
+    idle_s: float
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether no server runs on it."""
+        return self.is_running is False
+
+
+def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
+    """Notes beside the arena who has it, for people. Raises OSError."""
+    scratch = directory / f"{OWNER_FILE}.new"
+    scratch.write_text(json.dumps({"runtime_dir": str(runtime_dir), "version": version, "pid": os.getpid()}))
+    scratch.replace(directory / OWNER_FILE)
+
+
+def find(folder: Path = SHARED_MEMORY) -> list[ArenaLeft]:
+    """All arenas below a folder, in the order of their names; those that another user hides are left out."""
+    return sorted(_below(folder, "", DEPTH), key=lambda found: found.name)
+
+
+def remove(found: ArenaLeft) -> int:
+    """Removes an arena; returns the bytes that are free as soon as no engine maps them.
+
+    Raises BusyError if a server runs on it, OSError.
+    """
+    fd = os.open(found.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        num_bytes = _allocated_bytes(fd)
+        try:
+            remove_by_descriptor(fd)
+        except BusyError as error:
+            raise BusyError(f"{found.path} is in use by a running server, pid {_pid(fd) or 'unknown'}: stop it first") from error
+    finally:
+        os.close(fd)
+    with contextlib.suppress(OSError):
+        # Something else is in it, or somebody has put something in its place.
+        found.path.rmdir()
+    return num_bytes
+
+
+def _below(folder: Path, prefix: str, depth: int) -> Iterator[ArenaLeft]:
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            name = f"{prefix}{entry.name}"
+            found = _look(Path(entry.path), name)
+            if found is not None:
+                yield found
+            elif depth > 1:
+                yield from _below(Path(entry.path), f"{name}/", depth - 1)
+
+
+def _look(path: Path, name: str) -> ArenaLeft | None:
+    """None for a directory that is no arena's."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        times = [_stat(fd, file) for file in (*FILES, LOCK_FILE)]
+        files = [status for status in times if status is not None]
+        if _stat(fd, LOCK_FILE) is None or not any(_stat(fd, file) for file in (ARENA_FILE, TABLE_FILE, STATE_FILE)):
+            return None
+        arena, owner = _stat(fd, ARENA_FILE), _owner(fd)
+        return ArenaLeft(
+            name,
+            path,
+            os.fstat(fd).st_uid,
+            _allocated_bytes(fd),
+            arena.st_size if arena is not None else 0,
+            _is_locked(fd),
+            _pid(fd),
+            str(owner.get("runtime_dir", ""))[:200],
+            str(owner.get("version", ""))[:40],
+            max(0.0, time.time() - max(status.st_mtime for status in files)),
+        )
+    finally:
+        os.close(fd)
+
+
+def _stat(directory_fd: int, name: str) -> os.stat_result | None:
+    """Of a plain file; None for anything else."""
+    try:
+        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except OSError:
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def _allocated_bytes(directory_fd: int) -> int:
+    found = (_stat(directory_fd, name) for name in FILES)
+    return sum(status.st_blocks * 512 for status in found if status is not None)
+
+
+def _read(directory_fd: int, name: str) -> bytes:
+    """The file's beginning; empty where it can't be read."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, MAX_OWNER_BYTES)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
+def _owner(directory_fd: int) -> dict[str, Any]:
+    try:
+        content = json.loads(_read(directory_fd, OWNER_FILE))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _pid(directory_fd: int) -> int:
+    text = _read(directory_fd, LOCK_FILE).strip()
+    return int(text) if text.isdigit() and len(text) < 10 else 0
+
+
+def _is_locked(directory_fd: int) -> bool | None:
+    """Whether a server holds the lock. Takes it for a moment, shared: `lock_file` tries more than once."""
+    try:
+        fd = os.open(LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,197 @@
+"""Arenas that servers leave behind: listed as what they are, removed when asked and never under a running server, told of at start."""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.processes import Server, runtime_folder
+from hotkv_client import BlockResult
+from hotkv_client.testing import PagedEngine
+from hotkv_server import cli, daemon
+from hotkv_server.memory import left_behind, limits
+from hotkv_server.memory.arena import LOCK_FILE, BusyError, NodeMemory, lock_file
+from hotkv_server.memory.left_behind import find
+from hotkv_server.settings import load_settings
+from tests.server.support import hashes
+from tests.server.test_restart import LAYERS, PAGE_BYTES, store
+
+MIB = 1 << 20
+
+
+class Folder:
+    """A folder in shared memory with arenas in it."""
+
+    def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.path = path
+        self._capsys = capsys
+        self.said = ""
+
+    def start(self, name: str) -> Server:
+        (self.path / name).mkdir()
+        server = Server(self.path / name, "16MiB", "--arena.slab-bytes", "64KiB")
+        server.wait_ready()
+        return server
+
+    def leave(self, name: str) -> Path:
+        """An arena of 1 MiB without a server."""
+        NodeMemory.open(self.path / name, MIB, 1 << 16, 64, 7).release()
+        return self.path / name
+
+    def command(self, *flags: str) -> int:
+        self._capsys.readouterr()
+        status = cli.main(["arenas", "--folder", str(self.path), *flags])
+        answer = self._capsys.readouterr()
+        self.said = answer.out + answer.err
+        return status
+
+    def listed(self) -> dict[str, Any]:
+        assert self.command("--json") == 0
+        return {arena["name"]: arena for arena in json.loads(self.said)["arenas"]}
+
+
+@pytest.fixture
+def folder(capsys: pytest.CaptureFixture[str]) -> Iterator[Folder]:
+    with runtime_folder(128 << 20) as path:
+        yield Folder(path, capsys)
+
+
+def test_what_runs_stays_and_what_is_gone_can_go(folder: Folder, engine: Callable[..., PagedEngine]) -> None:
+    with folder.start("one") as one, folder.start("two") as two:
+        found = folder.listed()["one/arena"]
+        assert found["is_running"] and not found["is_stale"] and found["pid"] == one.pid
+        assert found["runtime_dir"] == str(one.runtime_folder) and found["version"]
+        assert found["arena_bytes"] == 16 * MIB <= found["num_bytes"] < 32 * MIB
+        assert folder.command("--remove", "one/arena") == 1
+        assert f"in use by a running server, pid {one.pid}: stop it first" in folder.said
+        os.kill(two.pid, signal.SIGKILL)
+        two._child.process.wait(20)
+        gone = folder.listed()["two/arena"]
+        assert gone["is_stale"] and gone["pid"] == two.pid and gone["idle_s"] < 600 and gone["runtime_dir"] == str(two.runtime_folder)
+        assert folder.command() == 0
+        rows = {line.split()[0]: line for line in folder.said.splitlines()}
+        assert f"running, pid {one.pid}" in rows["one/arena"] and "gone for 0h 0m" in rows["two/arena"] and "16 MiB" in rows["two/arena"]
+        assert folder.command("--remove-stale") == 0 and "removed two/arena: " in folder.said
+        assert [*folder.listed()] == ["one/arena"] and not (folder.path / "two" / "arena").exists()
+        there = engine(one.target, layers=LAYERS, page_bytes=PAGE_BYTES)
+        assert store(there, hashes(5)) == {BlockResult.STORED}
+        assert folder.command("--remove-stale") == 0 and folder.said == "nothing to remove\n"
+    assert folder.listed()["one/arena"]["is_stale"], "a server that was stopped could go on with it, and only then"
+    assert folder.command("--remove", "one/arena", "--json") == 0
+    assert json.loads(folder.said)["removed"][0]["num_bytes"] >= 16 * MIB
+    assert folder.command() == 0 and folder.said == "no arenas\n"
+
+
+def test_a_server_goes_on_where_an_arena_was_removed(folder: Folder) -> None:
+    with folder.start("one"):
+        pass
+    assert folder.command("--remove-stale") == 0
+    again = Server(folder.path / "one", "16MiB", "--arena.slab-bytes", "64KiB")
+    with again:
+        again.wait_ready()
+        assert again.counter("restored_blocks_total") == 0 and folder.listed()["one/arena"]["is_running"]
+
+
+def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
+    """They say less of themselves."""
+    old, half = folder.leave("hotkv-0badc0de"), folder.leave("hotkv-half")
+    (half / "arena").unlink()
+    (half / LOCK_FILE).write_text("no pid")
+    assert not (old / "server.json").exists()
+    found = folder.listed()
+    assert found["hotkv-0badc0de"]["pid"] == os.getpid() and found["hotkv-0badc0de"]["runtime_dir"] == ""
+    assert found["hotkv-half"]["pid"] == 0 and found["hotkv-half"]["arena_bytes"] == 0
+    assert folder.command("--remove", "hotkv-0badc0de", "--remove", "hotkv-hald") == 2
+    assert "hotkv-hald" in folder.said and len(folder.listed()) == 2, "a mistake removes nothing"
+    assert folder.command("--remove", "hotkv-0badc0de", "--remove", "hotkv-half") == 0
+    assert list(folder.path.iterdir()) == []
+
+
+def test_only_files_of_a_server_go(folder: Folder) -> None:
+    arena, elsewhere = folder.leave("mine"), folder.leave("elsewhere")
+    outside = folder.path / "deep" / "deeper"
+    outside.mkdir(parents=True)
+    shutil.move(elsewhere, outside / "arena")
+    (folder.path / "link").symlink_to(outside / "arena")
+    (folder.path / "far").symlink_to(outside)
+    num_open = len(os.listdir("/proc/self/fd"))
+    (arena / "notes").write_text("somebody's")
+    (arena / "calibration-00.json").write_text("{}")
+    (folder.path / "empty").mkdir()
+    (folder.path / "only-a-lock").mkdir()
+    (folder.path / "only-a-lock" / LOCK_FILE).touch()
+    (folder.path / "pipe").mkdir()
+    os.mkfifo(folder.path / "pipe" / LOCK_FILE)
+    (folder.path / "pipe" / "arena").touch()
+    (folder.path / "odd").mkdir()
+    for name in ("arena", LOCK_FILE):
+        (folder.path / "odd" / name).touch()
+    (folder.path / "odd" / "server.json").write_text('["x"]')
+    assert [*folder.listed()] == ["mine", "odd"], "links are not followed, nor is anything else taken for an arena"
+    assert folder.command("--remove-stale") == 0
+    assert [path.name for path in arena.iterdir()] == ["notes"] and not (folder.path / "odd").exists()
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert (outside / "arena" / "arena").exists() and (folder.path / "only-a-lock" / LOCK_FILE).exists()
+
+
+def test_what_others_wrote_is_printed_harmlessly(folder: Folder) -> None:
+    arena = folder.leave("mine")
+    (arena / "server.json").write_text(json.dumps({"runtime_dir": "/run/\x1b[31m" + "x" * 300, "version": 7}))
+    assert folder.command() == 0 and "\x1b" not in folder.said and "/run/?[31m" in folder.said and "x" * 200 not in folder.said
+
+
+def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
+    directory, over = folder.leave("mine"), threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            find(folder.path)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(300):
+            os.close(lock_file(directory / LOCK_FILE))
+        glance = os.open(directory / LOCK_FILE, os.O_RDONLY)
+        fcntl.flock(glance, fcntl.LOCK_SH)
+        threading.Timer(0.015, os.close, (glance,)).start()
+        fd = lock_file(directory / LOCK_FILE)
+        with pytest.raises(BusyError, match=str(os.getpid())):
+            lock_file(directory / LOCK_FILE)
+        os.close(fd)
+    finally:
+        over.set()
+        looking.join()
+
+
+def test_a_start_says_who_holds_the_memory(folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    settings = load_settings(None, ["--arena.bytes", "1GiB", "--arena.dir", str(folder.path / "mine")], "test")
+    monkeypatch.setattr(left_behind, "SHARED_MEMORY", folder.path)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 500 * MIB)
+    daemon.warn_of_others(settings)
+    assert not caplog.records, "there are none"
+    folder.leave("mine")
+    daemon.warn_of_others(settings)
+    assert not caplog.records, "its own is no other's"
+    folder.leave("gone")
+    held = NodeMemory.open(folder.path / "held", 2 * MIB, 1 << 16, 64, 7)
+    daemon.warn_of_others(settings)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith("523 MiB are missing for the arena, and other arenas in ") and "--remove-stale" in said
+    assert f"`hotkv-server arenas --folder {folder.path}` lists them" in said
+    others = {found.name: found.num_bytes >> 20 for found in find(folder.path)}
+    assert f"hold {others['gone'] + others['held']} MiB, those whose server is gone {others['gone']} MiB of it" in said
+    monkeypatch.setattr(limits, "available_bytes", lambda: 2 << 30)
+    daemon.warn_of_others(settings)
+    assert len(caplog.records) == 1, "there is enough for all"
+    held.remove()
