@@ -42,7 +42,7 @@ class Memories:
         regions = [Region(memory.ctypes.data, len(memory), "memory") for memory in (self.dst, self.src)]
         plan = CopyPlan(*regions, to, at, sizes)
         if how == "twin":
-            copy_twin(plan, start, end)
+            copy_twin(plan.share(start, end, plan.num_runs))
             return
         kernels: Any = native.load("hotkv.kernels")
         kernels.copy_runs(plan.dst.address, plan.src.address, to, at, sizes, start, end, how == "streamed")
