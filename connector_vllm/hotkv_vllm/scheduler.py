@@ -565,7 +565,7 @@ class HotKVScheduler:
         return meta
 
     def update_broke(self, output: Any) -> None:
-        """Whatever of a step's results was not taken: its loads count as failed, and its stores as ended."""
+        """Whatever of a step's results was not taken: its loads count as failed, and its stores as ended. Shares nothing with `update`."""
         report = output.kv_connector_worker_meta
         if self.planner is not None and isinstance(report, HotKVWorkerMetadata):
             self.planner.account(report)

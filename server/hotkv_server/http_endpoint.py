@@ -222,9 +222,12 @@ class HttpServer:
 
     def opened(self, connection: _Connection) -> None:
         """A connection was taken. Where there are too many, the oldest that has not yet asked for anything goes, or else this one."""
-        if len(self._connections) >= MAX_CONNECTIONS:
-            next((one for one in self._connections if not one.has_asked), connection).drop()
         self._connections[connection] = None
+        if len(self._connections) > MAX_CONNECTIONS:
+            going = next((one for one in self._connections if not one.has_asked), connection)
+            # At once: many may be taken before any hears that it is lost.
+            del self._connections[going]
+            going.drop()
 
     def closed(self, connection: _Connection) -> None:
         """It is no more."""

@@ -28,6 +28,7 @@ from hotkv.order import DeviceMark, DeviceOrder, OrderKind
 from hotkv.v1 import sparse_pb2_grpc
 from hotkv_client import After, BlockRun, EngineMemory, GroupHashes, HotKVError, LoadRun, Role, Session, SessionConfig
 from hotkv_client.admin import AdminClient
+from hotkv_server.http_endpoint import MAX_CONNECTIONS, HttpServer
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes
 from tests.server.test_life import wait_until
 from tests.server.test_service import http_port
@@ -191,6 +192,36 @@ def test_idle_http_connections_cost_no_threads_and_keep_nobody_out(server: Serve
     finally:
         for one in held:
             one.close()
+
+
+class Guest:
+    """A connection, as far as the server's hall needs it."""
+
+    def __init__(self, *, has_asked: bool) -> None:
+        self.has_asked = has_asked
+        self.num_drops = 0
+
+    def drop(self) -> None:
+        self.num_drops += 1
+
+
+def test_http_connections_that_come_at_once_are_bounded_too() -> None:
+    """Many are taken in one turn of the loop, before any that goes for them is lost."""
+    http: Any = object.__new__(HttpServer)
+    http._connections = {}
+    asking, waiting = Guest(has_asked=True), [Guest(has_asked=False) for _ in range(3 * MAX_CONNECTIONS)]
+    http.opened(asking)
+    for one in waiting:
+        http.opened(one)
+        assert len(http._connections) <= MAX_CONNECTIONS
+    assert not asking.num_drops and list(http._connections) == [asking, *waiting[-MAX_CONNECTIONS + 1 :]]
+    assert [one.num_drops for one in waiting] == [1] * (2 * MAX_CONNECTIONS + 1) + [0] * (MAX_CONNECTIONS - 1)
+    for one in waiting:
+        http.closed(one)
+    others = [Guest(has_asked=True) for _ in range(MAX_CONNECTIONS)]
+    for one in others:
+        http.opened(one)
+    assert [one.num_drops for one in others] == [0] * (MAX_CONNECTIONS - 1) + [1], "who has asked is answered"
 
 
 @pytest.mark.parametrize(
