@@ -55,7 +55,7 @@ def taken_over(old: CacheCore, policy: str, last_used_s: float | None, now_s: fl
     """Another core over what the old one would leave if it were killed now; every block was used at the same time, if that is known."""
     core = CacheCore(old.config, make_table(old.config.capacity), POLICIES[policy](old.config.capacity))
     for record in old.key_spaces.values():
-        core.catalog.register(record.key_space, record.representations)
+        core.catalog.register(record.key_space, record.representations, 0.0)
     records = old.space.index.table.records.copy()
     used = None if last_used_s is None else np.full(len(records), last_used_s)
     return core, restore(core, records, {number: number for number in old.key_spaces}, used, now_s)

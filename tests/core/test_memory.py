@@ -51,7 +51,7 @@ class Start:
         self.core.end_store(session, "t", True, 1.0)
 
     def found(self, key_space: KeySpace, numbers: range) -> list[bool]:
-        number = self.core.catalog.register(key_space, ())[0]
+        number = self.core.catalog.register(key_space, (), 0.0)[0]
         found: list[bool] = table.is_ready(self.core.space.index.find(number, 0, words_of(numbers))).tolist()
         return found
 
@@ -65,8 +65,8 @@ def leave(folder: Path, *, unfit: bool) -> None:
     start = Start(folder).take_over()
     known = []
     if unfit:
-        start.core.catalog._check_key_space = lambda key_space: None  # type: ignore[method-assign]
-        start.core.catalog.register(TOO_MANY_SHARDS, ())
+        start.core.catalog._check = lambda key_space, kinds: None  # type: ignore[method-assign]
+        start.core.catalog.register(TOO_MANY_SHARDS, (), 0.0)
     for at, key_space in enumerate(KEY_SPACES):
         start.store(key_space, range(10 * at, 10 * at + 5))
     for number, record in start.core.key_spaces.items():

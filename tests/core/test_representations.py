@@ -374,7 +374,7 @@ def test_the_version_stored_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     # In parts of any size it is the same.
     for part in (1, 2, 1 << 17):
         monkeypatch.setattr(census, "PART_ENTRIES", part)
-        *_, counted = census.take(cases.core.space, len(cases.core.key_spaces))
+        *_, counted = census.take(cases.core.space)
         assert (counted.representation_bytes, counted.num_blocks) == (3 * SLOT_ALIGN, 3)
         assert (counted.blocks[1], counted.representations[1], counted.blocks.sum()) == (3, 3, 3)
 

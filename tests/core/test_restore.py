@@ -37,7 +37,7 @@ def filled() -> CacheCore:
 
 def empty() -> CacheCore:
     core = CacheCore(CONFIG, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
-    core.catalog.register(KEY_SPACE, (KIND,))
+    core.catalog.register(KEY_SPACE, (KIND,), 0.0)
     return core
 
 
@@ -127,7 +127,7 @@ def test_key_spaces_that_are_not_known_any_more_are_dropped() -> None:
 def test_a_smaller_arena_takes_what_fits() -> None:
     config = CoreConfig(4 * SLAB, SLAB, CAPACITY)
     core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
-    core.catalog.register(KEY_SPACE, (KIND,))
+    core.catalog.register(KEY_SPACE, (KIND,), 0.0)
     restored = restore(core, filled().space.index.table.records.copy(), {1: 1}, None, 5.0)
     assert 0 < restored.blocks < 14
     core.check_invariants()

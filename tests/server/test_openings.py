@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from hotkv.errors import HotKVError
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
+from hotkv_server.core import catalog
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig
+from hotkv_server.core.values import CoreConfig, Run
 from hotkv_server.memory import arena
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import ServerState, read_state, write_state
-from hotkv_server.runtime.node import Node
+from hotkv_server.rpc import convert
+from hotkv_server.runtime.node import TIMER_S, Node
+from tests.core.support import words_of
 
 SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 KIND = Representation(0, "rot2u", 1, (100,))
@@ -104,6 +108,58 @@ def test_a_write_that_fails_is_tried_again_with_the_next_session(tmp_path: Path,
         disk.error = None
         await node.open_session("e", "rank", SPACE, "test")
         assert written(tmp_path) == ["m 0"]
+        await node.close()
+
+    with node_in(tmp_path) as node:
+        asyncio.run(scenario(node))
+
+
+def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(tmp_path: Path, disk: Disk) -> None:
+    """Also with blocks, where there is no room otherwise; numbers of the dead are never given away anew."""
+
+    async def scenario(node: Node) -> None:
+        disk.go.set()
+        node.core.catalog.max_of_tenant = 2
+        spaces = [replace(SPACE, model=name) for name in "mnop"]
+        with node.events.feeds.reader() as feed:
+            first = await node.open_session("e", "tool", spaces[0], "test")
+            node.core.begin_store(first.record.number, "t", "l", [Run(0, words_of(range(3)))], 0, 0.0, 0.0)
+            node.core.end_store(first.record.number, "t", True, 0.0)
+            await node.close_session(first)
+            for space in spaces[1:3]:
+                await node.open_session("e", "tool", space, "test")
+            assert written(tmp_path) == ["n 0", "o 0"]
+            assert [known.number for known in read_state(tmp_path / "state.json").key_spaces] == [2, 3]
+            with pytest.raises(HotKVError, match="close some"):
+                await node.open_session("e", "tool", spaces[3], "test")
+            told = [convert.event(item) for item in (await feed.get(100))[0]]
+        assert [(event.key_space_id, event.WhichOneof("body")) for event in told] == [
+            (1, "cleared"),
+            (2, "cleared"),
+            (1, "cleared"),
+            (3, "cleared"),
+        ]
+        node.core.check_invariants()
+        await node.close()
+
+    with node_in(tmp_path) as node:
+        asyncio.run(scenario(node))
+
+
+def test_the_timer_forgets_what_was_left_long_ago(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(node: Node) -> None:
+        disk.go.set()
+        node.start()
+        session = await node.open_session("e", "tool", SPACE, "test")
+        monkeypatch.setattr(catalog, "FORGET_S", 0.0)
+        for _ in range(3):
+            await asyncio.sleep(TIMER_S)
+        assert list(node.core.key_spaces) == [1], "forgotten in use"
+        await node.close_session(session)
+        async with asyncio.timeout(20):
+            while node.core.key_spaces:
+                await asyncio.sleep(TIMER_S / 4)
+        assert (await node.open_session("e", "tool", SPACE, "test")).record.key_space_id == 2
         await node.close()
 
     with node_in(tmp_path) as node:

@@ -1,6 +1,7 @@
 """The publisher by itself: what it does where there is no room, and where requests make no sense."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -135,12 +136,38 @@ def test_replay_keeps_the_last_steps_and_survives_nonsense(publisher: ZmqPublish
     assert numbers == [last + 3, last + 4, last + 5]
 
 
+def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(publisher: ZmqPublisher, reader: Reader, tmp_path: Path) -> None:
+    """What was queued before is still sent; what was kept for replay is not; who reads on sees numbers that only grow."""
+    last = reader.wait_subscribed(publisher)
+    publisher.publish(1.0, [stored([1])])
+    publisher.forget_key_space(1)
+    assert reader.read()[0] == last + 1
+    publisher.add_key_space(7, KEY_SPACE)
+    publisher.publish(1.0, [replace(removed([2]), key_space_id=7)])
+    number, (event,) = reader.read()
+    assert number > last + 1
+    assert isinstance(event, BlockRemoved)
+    with reader.context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"ipc://{tmp_path}/replay")
+        dealer.send_multipart([b"", bytes(8)])
+        replayed = []
+        while dealer.poll(10_000) and (sequence := dealer.recv_multipart()[2]) != ZmqEventPublisher.END_SEQ:
+            replayed.append(int.from_bytes(sequence, "big"))
+    assert replayed == [number]
+    # One of two key spaces ends its topic for nobody.
+    publisher.add_key_space(8, KEY_SPACE)
+    publisher.forget_key_space(7)
+    publisher.publish(1.0, [replace(removed([3]), key_space_id=8)])
+    assert reader.read()[0] == number + 1
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, MIB // 2)), max_size=40))
 def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(sent: list[tuple[int, int]]) -> None:
     """Clients name models, and so topics: each could have had the bound for itself."""
     publisher = object.__new__(ZmqPublisher)
     topics = {str(n): _Topic(str(n).encode()) for n in range(4)}
-    publisher.__dict__.update(_topics=topics, _buffer_bytes=MIB, _buffer_steps=1000, _sent_bytes=0)
+    publisher.__dict__.update(_kept={}, _buffer_bytes=MIB, _buffer_steps=1000, _sent_bytes=0)
     for number, (place, num_bytes) in enumerate(sent):
         topic = topics[str(place)]
         before = {name: one.sent_bytes for name, one in topics.items()}

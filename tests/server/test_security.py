@@ -23,12 +23,11 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
-from hotkv_server.rpc.session_service import MAX_KEY_SPACES_OF_TENANT
+from hotkv_server.core.catalog import MAX_KEY_SPACES_OF_TENANT
 from hotkv_server.security.tickets import TTL_S
 from tests.server import guarded as support
 from tests.server.certificates import Authority
 from tests.server.guarded import ADMIN_TOKEN, MINE, OTHER_GID, OTHER_UID, STRANGER_UID, TOKEN, Guarded, Make, refused, store, why_absent
-from tests.server.test_refusals import reason_of
 
 guarded, engine = support.guarded, support.engine
 
@@ -271,23 +270,24 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(guarded: Gua
 
 
 def test_a_tenant_has_so_many_key_spaces(guarded: Guarded, engine: Make) -> None:
-    """They are kept for ever, so its share of them must not be another's."""
-    first = engine("hoarder", model="first")
-    most = MAX_KEY_SPACES_OF_TENANT
-    request = _wire.open_session(first.session.config)
-    reasons = set()
-    with grpc.insecure_channel(guarded.target) as channel:
+    """Those that it has left without a block are forgotten for new ones, and what it has stored or is using is not."""
+    used, left = engine("hoarder", model="used"), engine("hoarder", model="left")
+    in_use, in_left = store(used), store(left)
+    left.session.close()
+    request = _wire.open_session(used.session.config)
+    with grpc.insecure_channel(guarded.target) as channel, AdminClient(guarded.target) as admin:
         path = descriptor_socket(guarded.target)
         assert path is not None
-        for number in range(most + 1):
+        for number in range(MAX_KEY_SPACES_OF_TENANT + 1):
             request.open_session.key_space.model, request.open_session.ticket = f"model {number}", fetch_ticket(path, 5)
-            try:
-                next(session_pb2_grpc.SessionServiceStub(channel).Connect(iter([request])))
-            except grpc.RpcError as error:
-                reasons.add(reason_of(error))
-    assert reasons == {Reason.OVERLOADED}
-    engine("hoarder", model="first")
-    engine("blind", model="its own")
+            call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter([request]))
+            assert next(call).session_opened.session_id
+            assert not list(call)
+        mine = [known for known in admin.key_spaces() if known["key_space"].get("tenant") == "hoarder"]
+    assert 2 < len(mine) <= MAX_KEY_SPACES_OF_TENANT
+    left = engine("hoarder", model="left")
+    for one, blocks in ((used, in_use), (left, in_left)):
+        assert one.session.lookup([GroupHashes(0, blocks)]).result(10)[0].all()
 
 
 def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Make) -> None:

@@ -64,7 +64,7 @@ class CacheCore:
         self.config = config
         self.counters = Counters()
         self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, is_backed=config.is_backed)
-        self.catalog = Catalog(self.space)
+        self.catalog = Catalog(self.space, len(config.tenants))
         self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
         self.leases = LeaseBook(config.max_leases, config.max_leased_blocks)
         self.transfers = TransferBook()
@@ -91,7 +91,8 @@ class CacheCore:
             raise _invalid("engine_id is empty; give one id to all sessions of an engine")
         if self.draining:
             raise HotKVError(Reason.DRAINING, "the server is draining and takes no new sessions")
-        key_space_id, groups = self.catalog.register(key_space, representations)
+        key_space_id, groups = self.catalog.register(key_space, representations, now_s)
+        self.catalog.enter(key_space_id)
         record = SessionRecord(self._next_session, engine_id, role, key_space_id, now_s, groups)
         self._next_session += 1
         self.sessions[record.number] = record
@@ -104,7 +105,7 @@ class CacheCore:
         assert not self.transfers.of_session(number), "session closed with transfers in flight"
         for lease in self.leases.of_session(number):
             self.end_lease(lease)
-        del self.sessions[number]
+        self.catalog.leave(self.sessions.pop(number).key_space_id, now_s)
 
     @property
     def key_spaces(self) -> dict[int, KeySpaceRecord]:
@@ -566,6 +567,7 @@ class CacheCore:
     def check_invariants(self) -> None:
         """Raises AssertionError where any book disagrees with another. Linear in capacity."""
         self.space.check_invariants()
+        self.catalog.check_invariants([session.key_space_id for session in self.sessions.values()])
         pins = np.zeros(self.space.index.capacity + 1, np.int64)
         unadmitted: dict[int, int] = {}
         owned: list[Entries] = []

@@ -1,62 +1,177 @@
 """The key spaces that this server knows, and the kinds of representations that sessions have declared for their blocks.
 
 Always true: equal fingerprints have one number, and so have equal kinds of representations in one key space; numbers are never given
-away anew. What is registered can be served: a block of each group fits the arena.
+away anew. What is registered can be served: a block of each group fits the arena. A key space that a session has, or that has
+a slot, is known. There is room for another one as long as its tenant has one that no session has: the first to be forgotten is the one
+left longest ago among those without a block, or else among all.
 """
 
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_server.core.space import Space
-from hotkv_server.core.values import KeySpaceRecord
+from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, KeySpaceRecord
 
 MAX_SHARDS = 31
 MAX_KEY_SPACES = 4096
-MAX_REPRESENTATIONS = 256
-"""Most kinds of representations of one key space."""
+MAX_KEY_SPACES_OF_TENANT = 256
+MAX_WEIGHT_BYTES = 64 << 20
+"""Of all key spaces together."""
+FORGET_S = 600.0
+"""A key space without a block is forgotten so long after its last session."""
+_ENTRY_BYTES = 96
+"""What a string or a number costs besides its characters, here and in the file of the server's state."""
 
 
 def _invalid(message: str) -> HotKVError:
     return HotKVError(Reason.INVALID_FIELD, message)
 
 
-class Catalog:
-    """Records of key spaces by number, from 1 on."""
+def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
+    """About what it costs to know a key space with so many kinds of representations."""
+    names = [name for group in key_space.groups for name in group.layer_names]
+    shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
+    num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
+    return _ENTRY_BYTES * num_entries + 3 * sum(len(text) for text in (*names, *key_space.extra, key_space.model))
 
-    def __init__(self, space: Space) -> None:
+
+@dataclass(slots=True)
+class _Holding:
+    """What a tenant has of the catalog."""
+
+    count: int = 0
+    weight_bytes: int = 0
+
+
+class Catalog:
+    """Records of key spaces by number, from 1 on. `revision`: another one after each change."""
+
+    def __init__(self, space: Space, num_tenants: int = 0) -> None:
         self.records: dict[int, KeySpaceRecord] = {}
+        self.revision = 0
         self._space = space
         self._numbers: dict[bytes, int] = {}
+        self._last = 0
+        self._rows = {0}
+        self._sessions: dict[int, int] = {}
+        # Those that no session has and since when, in that order.
+        self._left_s: dict[int, float] = {}
+        self._holdings: dict[str, _Holding] = {}
+        self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants) if num_tenants else MAX_KEY_SPACES
+        self.max_weight_bytes = MAX_WEIGHT_BYTES // max(1, num_tenants)
 
     def __repr__(self) -> str:
         return f"Catalog({len(self.records)} key spaces)"
-
-    @property
-    def num_kinds(self) -> int:
-        """Kinds of representations, over all key spaces."""
-        return sum(len(record.representations) for record in self.records.values())
 
     def record(self, number: int) -> KeySpaceRecord:
         """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
         record = self.records.get(number)
         if record is None:
-            raise HotKVError(Reason.UNKNOWN_KEY_SPACE, f"key_space_id {number} is unknown; known are 1 to {len(self.records)}")
+            raise HotKVError(Reason.UNKNOWN_KEY_SPACE, f"key_space_id {number} is unknown; `hotkv status` lists those that are known")
         return record
 
-    def register(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> tuple[int, tuple[int, ...]]:
+    def register(self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float) -> tuple[int, tuple[int, ...]]:
         """Number of a key space, and the group index of each kind of representation; they are noted on first sight."""
+        self._check(key_space, kinds)
+        if not self._has_room(key_space, kinds):
+            count = self._holding(key_space).count
+            raise HotKVError(
+                Reason.OVERLOADED,
+                f"key_space: of {len(self.records)} that this server knows {count} are this tenant's, all in sessions: close some",
+            )
         number = self._numbers.get(key_space.fingerprint)
         if number is None:
-            self._check_key_space(key_space)
-        self._check_kinds(key_space, kinds, () if number is None else self.records[number].representations)
-        if number is None:
-            number = len(self.records) + 1
+            number = self._next_number()
             self.records[number] = KeySpaceRecord(number, key_space)
+            self.revision += 1
             self._numbers[key_space.fingerprint] = number
+            self._left_s[number] = now_s
+            self._count(key_space, 1, weight_bytes(key_space))
             self._space.tenants.add_key_space(number, key_space.tenant)
             self._space.index.add_key_space(number, [key_space.group_salt(g) for g in range(len(key_space.groups))])
         return number, tuple(self._group_index(number, kind) for kind in kinds)
+
+    def knows(self, key_space: KeySpace) -> bool:
+        """Whether it is registered."""
+        return key_space.fingerprint in self._numbers
+
+    def enter(self, number: int) -> None:
+        """Another session has the key space."""
+        self._sessions[number] = self._sessions.get(number, 0) + 1
+        self._left_s.pop(number, None)
+
+    def leave(self, number: int, now_s: float) -> None:
+        """One session fewer has it."""
+        self._sessions[number] -= 1
+        if not self._sessions[number]:
+            del self._sessions[number]
+            self._left_s[number] = now_s
+
+    def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
+        """The key space to forget before this one can be registered; 0 where there is room, or none that might be forgotten.
+
+        Raises HotKVError where it can't be registered at all.
+        """
+        self._check(key_space, kinds)
+        if self._has_room(key_space, kinds):
+            return 0
+        known = self._numbers.get(key_space.fingerprint)
+        owner = self._owner(key_space)
+        mine = [number for number in self._left_s if number != known and self._owner(self.records[number].key_space) == owner]
+        return next((number for number in mine if not self._space.tenants.bytes_of(number)), mine[0] if mine else 0)
+
+    def outlived(self, now_s: float) -> Iterator[int]:
+        """Those without a block that no session has had for long. Don't change the catalog meanwhile."""
+        for number, left_s in self._left_s.items():
+            if left_s > now_s - FORGET_S:
+                return
+            if not self._space.tenants.bytes_of(number):
+                yield number
+
+    def forget(self, number: int) -> bool:
+        """It is known no more; False, and all is as it was, where a session has it or something is left of its blocks."""
+        if number not in self._left_s or self._space.tenants.bytes_of(number):
+            return False
+        record = self.records.pop(number)
+        self.revision += 1
+        del self._left_s[number], self._numbers[record.key_space.fingerprint]
+        self._rows.remove(number % KEY_SPACE_ROWS)
+        self._count(record.key_space, -1, -weight_bytes(record.key_space, record.representations))
+        return True
+
+    def _owner(self, key_space: KeySpace) -> str:
+        return key_space.tenant if self._space.tenants.is_used else ""
+
+    def _holding(self, key_space: KeySpace) -> _Holding:
+        return self._holdings.get(self._owner(key_space), _Holding())
+
+    def _count(self, key_space: KeySpace, count: int, num_bytes: int) -> None:
+        holding = self._holdings.setdefault(self._owner(key_space), _Holding())
+        holding.count, holding.weight_bytes = holding.count + count, holding.weight_bytes + num_bytes
+        if not holding.count:
+            del self._holdings[self._owner(key_space)]
+
+    def _next_number(self) -> int:
+        self._last += 1
+        while self._last % KEY_SPACE_ROWS in self._rows:
+            self._last += 1
+        self._rows.add(self._last % KEY_SPACE_ROWS)
+        return self._last
+
+    def _has_room(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> bool:
+        number, holding = self._numbers.get(key_space.fingerprint), self._holding(key_space)
+        if number is None:
+            more_bytes = weight_bytes(key_space, kinds)
+            return (
+                len(self.records) < MAX_KEY_SPACES
+                and holding.count < self.max_of_tenant
+                and holding.weight_bytes + more_bytes <= self.max_weight_bytes
+            )
+        known = self.records[number].representations
+        more_bytes = weight_bytes(key_space, {*known, *kinds}) - weight_bytes(key_space, known)
+        return not more_bytes or holding.weight_bytes + more_bytes <= self.max_weight_bytes
 
     def _group_index(self, number: int, kind: Representation) -> int:
         record = self.records[number]
@@ -64,18 +179,19 @@ class Catalog:
             return MAX_GROUPS + record.representations.index(kind)
         group_index = MAX_GROUPS + len(record.representations)
         self.records[number] = replace(record, representations=(*record.representations, kind))
+        self.revision += 1
+        self._count(record.key_space, 0, weight_bytes(record.key_space, (kind,)) - weight_bytes(record.key_space))
         self._space.representations.declare(number, group_index, record.key_space.representation_salt(kind))
         return group_index
 
-    def _check_key_space(self, key_space: KeySpace) -> None:
-        if len(self.records) >= MAX_KEY_SPACES:
-            raise HotKVError(Reason.OVERLOADED, f"key_space: this server already knows {MAX_KEY_SPACES} key spaces")
+    def _check(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> None:
         if key_space.num_shards > MAX_SHARDS:
             raise _invalid(f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} are supported")
         for index, group in enumerate(key_space.groups):
             self._check_fits(f"key_space.groups[{index}]: a block", group.slot_bytes)
 
-    def _check_kinds(self, key_space: KeySpace, kinds: tuple[Representation, ...], known: tuple[Representation, ...]) -> None:
+        number = self._numbers.get(key_space.fingerprint)
+        known = () if number is None else self.records[number].representations
         if len(set(kinds)) != len(kinds):
             raise _invalid("representations lists one twice; give each once")
         if len({*known, *kinds}) > MAX_REPRESENTATIONS:
@@ -92,3 +208,18 @@ class Catalog:
         pool = self._space.pool
         if pool.capacity_slots(slot_bytes) == 0:
             raise _invalid(f"{what} of {slot_bytes} bytes does not fit the arena of {pool.num_slabs * pool.slab_bytes}")
+
+    def check_invariants(self, in_sessions: list[int]) -> None:
+        """Raises AssertionError where the books disagree. `in_sessions`: the key space of each session."""
+        assert self._sessions == {number: in_sessions.count(number) for number in set(in_sessions)}, "sessions of key spaces miscounted"
+        assert set(self.records) == set(self._sessions) | set(self._left_s), "a key space is neither in use nor left"
+        assert not set(self._sessions) & set(self._left_s), "a key space is in use and left"
+        assert self._numbers == {record.key_space.fingerprint: number for number, record in self.records.items()}, "fingerprints disagree"
+        assert self._rows == {0, *(number % KEY_SPACE_ROWS for number in self.records)}, "rows disagree"
+        assert len(self._rows) == len(self.records) + 1 <= MAX_KEY_SPACES + 1, "two key spaces share a row"
+        counted: dict[str, _Holding] = {}
+        for record in self.records.values():
+            holding = counted.setdefault(self._owner(record.key_space), _Holding())
+            holding.count += 1
+            holding.weight_bytes += weight_bytes(record.key_space, record.representations)
+        assert self._holdings == counted, "what tenants have of the catalog is miscounted"

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from hotkv import table
 from hotkv.keys import MAX_GROUPS
 from hotkv_server.core.space import Space
+from hotkv_server.core.values import KEY_SPACE_ROWS
 
 PART_ENTRIES = 1 << 17
 """Counted in a millisecond or two."""
@@ -18,8 +19,8 @@ PART_ENTRIES = 1 << 17
 class Census:
     """What is there. What comes or goes while it is taken is counted or not.
 
-    num_blocks: ready. representation_bytes: slots of representations, in whatever state. blocks, representations: ready ones by number of
-    the key space, int64.
+    num_blocks: ready. representation_bytes: slots of representations, in whatever state. blocks, representations: ready ones, int64 by row
+    of the key space, see KEY_SPACE_ROWS.
     """
 
     num_blocks: int
@@ -30,22 +31,21 @@ class Census:
     representations: NDArray[np.int64]
 
 
-def take(space: Space, num_key_spaces: int) -> Iterator[Census]:
+def take(space: Space) -> Iterator[Census]:
     """The census as far as it has come, after each part; the last one is whole."""
-    index, num_rows = space.index, num_key_spaces + 1
-    census = Census(0, 0, 0, 0, np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64))
+    index = space.index
+    census = Census(0, 0, 0, 0, np.zeros(KEY_SPACE_ROWS, np.int64), np.zeros(KEY_SPACE_ROWS, np.int64))
     for start in range(0, max(1, index.num_numbers), PART_ENTRIES):
         records = index.table.records[start : min(start + PART_ENTRIES, index.num_numbers)]
         pins, unverified = index.pins[start : start + len(records)], index.unverified[start : start + len(records)]
         states, groups = records[:, table.W_GROUP_STATE] >> np.uint32(16), records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF)
         is_ready, is_block = states == table.STATE_READY, groups < MAX_GROUPS
         sizes = records[:, table.W_SIZE].astype(np.int64) * table.SLOT_ALIGN
-        # Key spaces that have come meanwhile are left out.
-        owners = np.minimum(records[:, table.W_KEY_SPACE], num_rows)
+        owners = records[:, table.W_KEY_SPACE] % KEY_SPACE_ROWS
         census.num_blocks += int(np.count_nonzero(is_ready & is_block))
         census.pinned_bytes += int(sizes[pins > 0].sum())
         census.representation_bytes += int(sizes[(states != 0) & ~is_block].sum())
         census.num_unverified += int(np.count_nonzero(unverified))
-        census.blocks += np.bincount(owners[is_ready & is_block], minlength=num_rows + 1)[:num_rows]
-        census.representations += np.bincount(owners[is_ready & ~is_block], minlength=num_rows + 1)[:num_rows]
+        census.blocks += np.bincount(owners[is_ready & is_block], minlength=KEY_SPACE_ROWS)
+        census.representations += np.bincount(owners[is_ready & ~is_block], minlength=KEY_SPACE_ROWS)
         yield census

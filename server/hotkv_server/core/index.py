@@ -13,7 +13,7 @@ from hotkv import native, table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
 from hotkv_server.core import twins
-from hotkv_server.core.values import Run
+from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, Run
 
 Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
@@ -22,8 +22,8 @@ Keys = NDArray[np.uint64]
 
 class BlockIndex:
     """Entries by key. `num_entries`: those that are not free. `unverified`: their bytes must agree with their check value before they are
-    loaded, because they came back from an old table, or because they did not agree and somebody's lease keeps them. `_salts` [key space,
-    group]: mixed into hashes; row 0 is never used."""
+    loaded, because they came back from an old table, or because they did not agree and somebody's lease keeps them. `_salts` [row of
+    the key space, group]: mixed into hashes."""
 
     def __init__(self, block_table: BlockTable) -> None:
         self.table = block_table
@@ -34,7 +34,8 @@ class BlockIndex:
         # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all from `_next_unused` on.
         self._free_head = 0
         self._next_unused = 1
-        self._salts = np.zeros((1, 1), np.uint64)
+        # Untouched pages of it take no memory.
+        self._salts = np.zeros((KEY_SPACE_ROWS, MAX_GROUPS + MAX_REPRESENTATIONS), np.uint64)
         self._kernels = native.load("hotkv_server.core.kernels") or twins
 
     def __repr__(self) -> str:
@@ -42,21 +43,18 @@ class BlockIndex:
 
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
         """Declares a key space and the salts of its groups; or more of them, from `first_group` on."""
-        end = first_group + len(salts)
-        rows, columns = max(self._salts.shape[0], key_space_id + 1), max(self._salts.shape[1], end)
-        grown = np.zeros((rows, columns), np.uint64)
-        grown[: self._salts.shape[0], : self._salts.shape[1]] = self._salts
-        grown[key_space_id, first_group:end] = salts
-        self._salts = grown
+        self._salts[key_space_id % KEY_SPACE_ROWS, first_group : first_group + len(salts)] = salts
+
+    def _salt(self, key_space_id: int, group_index: int) -> int:
+        return int(self._salts[key_space_id % KEY_SPACE_ROWS, group_index])
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Entry words [n]: 0 for a miss, high bit set while reserved. `hashes`: [n, 8] words."""
-        salt = int(self._salts[key_space_id, group_index])
-        return self.table.find(hashes, salt, key_space_id, group_index)[0]
+        return self.table.find(hashes, self._salt(key_space_id, group_index), key_space_id, group_index)[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Entry words [n] by tag alone, as readers of the table see them; faster than `find`, and a hint."""
-        return self.table.probe(hashes.view(np.uint64)[:, 0], int(self._salts[key_space_id, group_index]))
+        return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(
         self, key_space_id: int, group_index: int, hashes: Words, offsets: Int64s, slot_bytes: int, depths: Int64s, lease_number: int
@@ -70,7 +68,7 @@ class BlockIndex:
             hashes,
             offsets,
             depths,
-            self._salts[key_space_id, group_index],
+            np.uint64(self._salt(key_space_id, group_index)),
             lease_number,
             key_space_id,
             group_index,
@@ -238,7 +236,7 @@ class BlockIndex:
 
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
         """The same keys from hashes [n, 8], whether in the index or not."""
-        return table.mix(hashes, int(self._salts[key_space_id, group_index]))
+        return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def mixed_runs(self, key_space_id: int, runs: Sequence[Run]) -> Keys:
         """The same keys of all blocks of runs, one after the other; representations are left out."""

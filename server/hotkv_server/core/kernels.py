@@ -25,11 +25,13 @@ from hotkv.kernels import (
     prefetch,
     store32,
 )
+from hotkv_server.core.values import KEY_SPACE_ROWS
 
 CHECK, KEY_SPACE, GROUP_STATE, OFFSET, SIZE, GENERATION, PARENT, DEPTH, REPRESENTATION = 8, 10, 11, 12, 13, 14, 15, 16, 17
 SLOT_ALIGN = 4096
 RESERVED, READY = 1, 2
 LOW_HALF = np.uint64(0xFFFF_FFFF)
+KEY_SPACE_MASK = np.uint32(KEY_SPACE_ROWS - 1)
 AHEAD = 8
 
 
@@ -45,7 +47,9 @@ def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
         if i + AHEAD < entries.shape[0]:
             prefetch(records, np.int64(entries[i + AHEAD]))
         entry = entries[i]
-        out[i] = mix(_prefix(records, entry), salts[records[entry, KEY_SPACE], records[entry, GROUP_STATE] & np.uint32(0xFFFF)])
+        out[i] = mix(
+            _prefix(records, entry), salts[records[entry, KEY_SPACE] & KEY_SPACE_MASK, records[entry, GROUP_STATE] & np.uint32(0xFFFF)]
+        )
 
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32[::1], uint32, boolean[::1])", nogil=True, cache=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_server.core.values import BoolMask, Int64s, TenantShare
+from hotkv_server.core.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantShare
 
 
 class Payers(enum.Enum):
@@ -29,7 +29,7 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 
 
 class TenantBook:
-    """Bytes by tenant. `is_used`: False where no shares are configured; then nothing here costs anything.
+    """Bytes by tenant and by key space. `is_used`: False where no shares are configured; then there is one tenant, of everything.
 
     `capacity_bytes`: of the arena as far as it has memory.
     """
@@ -46,7 +46,8 @@ class TenantBook:
             total = int(self._guaranteed.sum())
             raise HotKVError(Reason.INVALID_FIELD, f"tenants: their guaranteed_bytes are {total} together; the arena has {arena_bytes}")
         self.used = np.zeros(len(shares), np.int64)
-        self._of_key_space = np.zeros(1, np.int64)
+        self._of_key_space = np.zeros(KEY_SPACE_ROWS, np.int64)
+        self._bytes: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"TenantBook({', '.join(f'{name}: {used}' for name, used in zip(self._names, self.used.tolist(), strict=True))})"
@@ -59,23 +60,27 @@ class TenantBook:
             self._names.append(tenant)
             self._guaranteed, self._burst = np.append(self._guaranteed, 0), np.append(self._burst, _NO_BOUND)
             self.used = np.append(self.used, 0)
-        grown = np.zeros(max(len(self._of_key_space), number + 1), np.int64)
-        grown[: len(self._of_key_space)] = self._of_key_space
-        grown[number] = self._names.index(tenant)
-        self._of_key_space = grown
+        self._of_key_space[number % KEY_SPACE_ROWS] = self._names.index(tenant)
 
     def number(self, key_space_id: int) -> int:
         """The tenant of a key space, as its place in the book."""
-        return int(self._of_key_space[key_space_id]) if self.is_used else 0
+        return int(self._of_key_space[key_space_id % KEY_SPACE_ROWS]) if self.is_used else 0
 
     def of(self, key_spaces: NDArray[np.uint32]) -> Int64s:
         """Tenant of each key space number [n]."""
-        return self._of_key_space[key_spaces]
+        return self._of_key_space[key_spaces % KEY_SPACE_ROWS]
 
     def count(self, key_space_id: int, num_bytes: int) -> None:
         """A key space has so many bytes more (less, where negative)."""
+        self._bytes[key_space_id] = self._bytes.get(key_space_id, 0) + num_bytes
+        if not self._bytes[key_space_id]:
+            del self._bytes[key_space_id]
         if self.is_used:
-            self.used[self._of_key_space[key_space_id]] += num_bytes
+            self.used[self.number(key_space_id)] += num_bytes
+
+    def bytes_of(self, key_space_id: int) -> int:
+        """What a key space holds."""
+        return self._bytes.get(key_space_id, 0)
 
     def usage(self) -> dict[str, tuple[int, TenantShare]]:
         """Bytes that each tenant holds, and its share."""
@@ -127,10 +132,11 @@ class TenantBook:
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
         """Raises AssertionError where bytes are miscounted or a bound is broken."""
+        assert self._bytes == used_by_key_space, "bytes of key spaces miscounted"
         if not self.is_used:
             return
         counted = np.zeros(len(self.used), np.int64)
         for number, num_bytes in used_by_key_space.items():
-            counted[self._of_key_space[number]] += num_bytes
+            counted[self.number(number)] += num_bytes
         assert np.array_equal(counted, self.used), "bytes of tenants miscounted"
         assert np.all(self.used <= self._burst), "a tenant is beyond its burst bound"

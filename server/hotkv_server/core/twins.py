@@ -28,6 +28,7 @@ from hotkv.table import (
     mix,
     mix_prefixes,
 )
+from hotkv_server.core.values import KEY_SPACE_ROWS
 
 Mixed = NDArray[np.uint64]
 
@@ -43,7 +44,7 @@ def mixed_keys(records: Words, salts: Mixed, entries: Words, out: Mixed) -> None
     """Twin of `kernels.mixed_keys`."""
     rows = records[entries]
     prefixes = rows[:, 0].astype(np.uint64) | (rows[:, 1].astype(np.uint64) << np.uint64(32))
-    out[:] = mix_prefixes(prefixes ^ salts[rows[:, W_KEY_SPACE], rows[:, W_GROUP_STATE] & 0xFFFF], 0)
+    out[:] = mix_prefixes(prefixes ^ salts[rows[:, W_KEY_SPACE] % KEY_SPACE_ROWS, rows[:, W_GROUP_STATE] & 0xFFFF], 0)
 
 
 def evictable(records: Words, pins: Words, entries: Words, size: int, out: NDArray[np.bool_]) -> None:

@@ -13,6 +13,11 @@ from hotkv.table import Words
 Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
 BoolMask = NDArray[np.bool_]
+KEY_SPACE_ROWS = 1 << 13
+"""Rows of arrays by key space. Numbers of key spaces are never given away anew, so the row is the number modulo this; no two that are known
+share one. A power of two."""
+MAX_REPRESENTATIONS = 256
+"""Most kinds of representations of one key space."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,12 +42,15 @@ def binds(endpoint: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """`must_clear`: a loss that readers were not told of; on the event loop only. The rest is the thread's, but for `num_key_spaces`."""
+    """`must_clear`: a loss that readers were not told of; on the event loop only. The rest is the thread's, but for `num_key_spaces`.
+
+    `sequence`: None before its first message.
+    """
 
     name: bytes
     num_key_spaces: int = 0
     must_clear: bool = False
-    sequence: "itertools.count[int]" = field(default_factory=itertools.count)
+    sequence: "itertools.count[int] | None" = None
     sent: deque[tuple[int, bytes]] = field(default_factory=deque)
     sent_bytes: int = 0
 
@@ -62,6 +65,15 @@ class _Item:
     clears_first: bool
     is_alone: bool
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A key space is forgotten, after all that was queued before; `is_last` of its topic."""
+
+    number: int
+    topic: _Topic
+    is_last: bool
 
 
 class ZmqPublisher:
@@ -87,11 +99,15 @@ class ZmqPublisher:
         self._by_key_space: dict[int, _Topic] = {}
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | _Ended | None] = queue.SimpleQueue()
         # Each is written by one thread only.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
+        # Topics of which messages are kept for replay.
+        self._kept: dict[_Topic, None] = {}
+        # Sequence numbers of new topics begin here: a topic that comes again must not seem to go back.
+        self._first_number = 0
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         try:
@@ -134,6 +150,14 @@ class ZmqPublisher:
         self._key_spaces[number] = key_space
         self._by_key_space[number] = topic
         log.info("events of key space %d have topic %s", number, name)
+
+    def forget_key_space(self, number: int) -> None:
+        """There are no more events of a key space. With its last one a topic ends, and what is kept of it for replay."""
+        topic = self._by_key_space.pop(number)
+        topic.num_key_spaces -= 1
+        if not topic.num_key_spaces:
+            del self._topics[topic.name.decode()]
+        self._queue.put(_Ended(number, topic, is_last=not topic.num_key_spaces))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         """Queues events, in order, a message for each topic; or loses them where there is no room."""
@@ -183,9 +207,11 @@ class ZmqPublisher:
                 pass
             else:
                 running = item is not None
-                if item is not None:
+                if isinstance(item, _Item):
                     self._send(item)
                     self._taken_bytes += item.num_bytes
+                elif item is not None:
+                    self._end(item)
             try:
                 while self._replay is not None and self._replay.poll(0):
                     self._serve_replay(self._replay)
@@ -205,6 +231,8 @@ class ZmqPublisher:
             if not events:
                 return
             payload = self._encoder.encode(KVEventBatch(item.unix_time_s, events, RANK))
+            if topic.sequence is None:
+                topic.sequence = itertools.count(self._first_number)
             number = next(topic.sequence)
             self._pub.send_multipart((topic.name, number.to_bytes(SEQUENCE_BYTES, "big"), payload))
         except Exception:  # The effect executor's edge: one bad event must not end all others.
@@ -213,16 +241,26 @@ class ZmqPublisher:
         self.published_events += len(events)
         self._keep(topic, number, payload)
 
+    def _end(self, ended: _Ended) -> None:
+        del self._key_spaces[ended.number]
+        if ended.is_last:
+            self._kept.pop(ended.topic, None)
+            while ended.topic.sent:
+                self._forget_oldest(ended.topic)
+            if ended.topic.sequence is not None:
+                self._first_number = max(self._first_number, next(ended.topic.sequence))
+
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
         """For replay. Clients name models, and so topics: where all together have too much, the one that has most loses its oldest."""
+        self._kept[topic] = None
         topic.sent.append((number, payload))
         topic.sent_bytes += len(payload)
         self._sent_bytes += len(payload)
         if len(topic.sent) > self._buffer_steps:
             self._forget_oldest(topic)
         while self._sent_bytes > self._buffer_bytes:
-            has_its_share = topic.sent_bytes * len(self._topics) <= self._buffer_bytes
-            self._forget_oldest(max(list(self._topics.values()), key=lambda one: one.sent_bytes) if has_its_share else topic)
+            has_its_share = topic.sent_bytes * len(self._kept) <= self._buffer_bytes
+            self._forget_oldest(max(self._kept, key=lambda one: one.sent_bytes) if has_its_share else topic)
 
     def _forget_oldest(self, topic: _Topic) -> None:
         num_bytes = len(topic.sent.popleft()[1])
@@ -238,7 +276,7 @@ class ZmqPublisher:
             )
             return
         first = int.from_bytes(frames[1], "big")
-        for topic in list(self._topics.values()):
+        for topic in self._kept:
             if len(frames) == 3 and frames[2] != topic.name:
                 continue
             for number, payload in topic.sent:

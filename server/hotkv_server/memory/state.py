@@ -8,15 +8,16 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
 
 FORMAT_VERSION = 1
-MAX_KEPT = 4096
+_texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()
+"""Key spaces in JSON: all are written again with each new one."""
 
 
 class StateError(Exception):
@@ -53,17 +54,14 @@ def write_state(path: Path, state: ServerState) -> None:
     scratch.replace(path)
 
 
-@lru_cache(MAX_KEPT)
 def _entry(known: KnownKeySpace) -> str:
-    """The key space in JSON. Kept: all are written again with each new one."""
-    return json.dumps(
-        {
-            "number": known.number,
-            "fingerprint": known.key_space.fingerprint.hex(),
-            "key_space": asdict(known.key_space),
-            "representations": [asdict(kind) for kind in known.representations],
-        }
-    )
+    """The key space in JSON."""
+    text = _texts.get(known.key_space)
+    if text is None:
+        text = _texts[known.key_space] = json.dumps(asdict(known.key_space))
+    kinds = json.dumps([asdict(kind) for kind in known.representations])
+    fingerprint = known.key_space.fingerprint.hex()
+    return f'{{"number": {known.number}, "fingerprint": "{fingerprint}", "key_space": {text}, "representations": {kinds}}}'
 
 
 def read_state(path: Path) -> ServerState:

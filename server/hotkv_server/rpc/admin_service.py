@@ -14,6 +14,7 @@ from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc
 from hotkv_server.core.census import PART_ENTRIES
+from hotkv_server.core.values import KEY_SPACE_ROWS
 from hotkv_server.rpc import convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
@@ -80,11 +81,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     key_space_id=number,
                     fingerprint=record.key_space.fingerprint.hex(),
                     key_space=convert.key_space_message(record.key_space),
-                    block_count=int(counted.blocks[number]),
+                    block_count=int(counted.blocks[number % KEY_SPACE_ROWS]),
                     representations=[convert.representation_message(kind) for kind in record.representations],
-                    representation_count=int(counted.representations[number]),
+                    representation_count=int(counted.representations[number % KEY_SPACE_ROWS]),
                 )
-                for number, record in sorted(self._node.core.key_spaces.items())[: len(counted.blocks) - 1]
+                for number, record in sorted(self._node.core.key_spaces.items())
             ]
         )
 
@@ -196,7 +197,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
             if request.key_space_id not in (0, value.key_space_id):
                 return None
-            return convert.watched_request(value, node.core.key_space(value.key_space_id))
+            return convert.watched_request(value)
 
         def response(requests: list[admin_pb2.WatchedRequest], lost: int) -> admin_pb2.WatchRequestsResponse:
             return admin_pb2.WatchRequestsResponse(requests=requests, lost_request_count=lost)

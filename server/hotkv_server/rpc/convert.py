@@ -39,7 +39,7 @@ STATUS: dict[Outcome, cache_pb2.TransferStatus.ValueType] = {
 
 
 def key_space(message: layout_pb2.KeySpace) -> KeySpace:
-    """Raises INVALID_FIELD where the key space contradicts itself, TOO_LARGE where it is too much to keep for ever."""
+    """Raises INVALID_FIELD where the key space contradicts itself, TOO_LARGE where it is too much to keep."""
     if message.ByteSize() > MAX_KEY_SPACE_BYTES:
         raise HotKVError(Reason.TOO_LARGE, f"key_space has {message.ByteSize()} bytes; at most {MAX_KEY_SPACE_BYTES} are accepted")
     if len(message.groups) > MAX_GROUPS:
@@ -268,9 +268,9 @@ def _extra_key(message: cache_pb2.ExtraKey) -> ExtraKey:
             raise HotKVError(Reason.INVALID_FIELD, "runs.extra_keys.keys.key is empty; give text, digest or multi_modal")
 
 
-def event(item: TimedEvent, key_space: KeySpace) -> events_pb2.Event:
+def event(item: TimedEvent) -> events_pb2.Event:
     """One change on the wire."""
-    value = item.event
+    value, key_space = item.event, item.key_space
     message = events_pb2.Event(key_space_id=value.key_space_id, unix_time_ms=int(item.unix_time_s * 1000))
     match value:
         case BlocksStored(hashes=words, content=content):
@@ -302,11 +302,11 @@ def _extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
     return message
 
 
-def watched_request(value: WatchedReport, key_space: KeySpace) -> admin_pb2.WatchedRequest:
+def watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
     """One reported request on the wire."""
     return admin_pb2.WatchedRequest(
         key_space_id=value.key_space_id,
-        hashes=unpadded(value.report.hashes, key_space.hash_bytes),
+        hashes=unpadded(value.report.hashes, value.hash_bytes),
         prompt_token_count=value.report.prompt_tokens,
         device_hit_token_count=value.report.device_hit_tokens,
         hit_token_count=value.report.hit_tokens,

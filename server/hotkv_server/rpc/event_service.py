@@ -20,10 +20,9 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         node = self._node
 
         def message(item: TimedEvent) -> events_pb2.Event | None:
-            key_space_id = item.event.key_space_id
-            if request.key_space_id not in (0, key_space_id):
+            if request.key_space_id not in (0, item.event.key_space_id):
                 return None
-            return convert.event(item, node.core.key_space(key_space_id))
+            return convert.event(item)
 
         def response(events: list[events_pb2.Event], lost: int) -> events_pb2.SubscribeResponse:
             return events_pb2.SubscribeResponse(events=events, lost_event_count=lost)

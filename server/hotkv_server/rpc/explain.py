@@ -42,6 +42,8 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
         try:
             space = node.core.key_space(number)
             hashes = await asyncio.to_thread(_prompt_hashes, space, request)
+            # It may have been forgotten meanwhile.
+            node.core.key_space(number)
         except HotKVError:
             if request.key_space_id:
                 raise

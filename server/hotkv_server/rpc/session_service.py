@@ -16,9 +16,7 @@ from typing import Any
 
 import hotkv
 from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace
 from hotkv.v1 import cache_pb2, session_pb2, session_pb2_grpc
-from hotkv_server.core.catalog import MAX_KEY_SPACES
 from hotkv_server.core.values import EvictionNotice
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import abort, as_refusal, detail
@@ -43,8 +41,6 @@ UNREAD_ANSWERS = 256
 SLOW_READER_S = 5.0
 NOTICE_PAUSE_S = 0.02
 """Between two messages with notices that nothing else calls for."""
-MAX_KEY_SPACES_OF_TENANT = 256
-"""They are kept for ever."""
 
 Identify = Callable[[session_pb2.OpenSession, Any], Peer]
 """What the peer of a call has proven, given its first message and its context. Raises HotKVError for a proof that is of no use."""
@@ -101,7 +97,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         convert.name("client_name", opening.client_name)
         key_space, representations = convert.key_space(opening.key_space), convert.representations(opening.representations)
         tenant = self._gate.admit(peer, key_space.tenant)
-        self._check_room(tenant, key_space)
+        self._check_sessions(tenant)
         engine_id = opening.engine_id if tenant is None or not opening.engine_id else f"{tenant.name}/{opening.engine_id}"
         session = await self._node.open_session(
             engine_id, ROLES[opening.role], key_space, opening.client_name, representations,
@@ -112,14 +108,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             log.info("session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer)
         return session
 
-    def _check_room(self, tenant: Tenant | None, key_space: KeySpace) -> None:
-        if tenant is None:
-            return
-        known = [record.key_space for record in self._node.core.key_spaces.values() if record.key_space.tenant == tenant.name]
-        most = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // len(self._gate.tenants))
-        if len(known) >= most and key_space not in known:
-            raise HotKVError(Reason.OVERLOADED, f"key_space: this tenant has {len(known)} key spaces, which is all it may have")
-        if not tenant.max_sessions:
+    def _check_sessions(self, tenant: Tenant | None) -> None:
+        if tenant is None or not tenant.max_sessions:
             return
         num_open = sum(session.key_space.tenant == tenant.name for session in self._node.sessions.values())
         if num_open >= tenant.max_sessions:

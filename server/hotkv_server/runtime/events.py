@@ -82,10 +82,11 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time, seconds since 1970."""
+    """An event with its time, seconds since 1970, and its key space, which the server may have forgotten when somebody reads this."""
 
     unix_time_s: float
     event: Event
+    key_space: KeySpace
 
     @property
     def num_bytes(self) -> int:
@@ -107,6 +108,9 @@ class EventPublisher(Protocol):
     def add_key_space(self, number: int, key_space: KeySpace) -> None:
         """Declares a key space, before its first event."""
 
+    def forget_key_space(self, number: int) -> None:
+        """There are no more events of a key space; it may be declared anew under another number."""
+
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         """Queues events, in order, or loses them where there is no room."""
 
@@ -120,6 +124,7 @@ class EventHub:
     def __init__(self, publisher: EventPublisher | None = None) -> None:
         self.publisher = publisher
         self.feeds: Feeds[TimedEvent] = Feeds()
+        self._key_spaces: dict[int, KeySpace] = {}
 
     def __repr__(self) -> str:
         return f"EventHub({self.publisher!r}, {self.feeds!r})"
@@ -131,9 +136,16 @@ class EventHub:
 
     def add_key_space(self, number: int, key_space: KeySpace) -> None:
         """Declares a key space on first sight: who knew of blocks in it, from an earlier server, may forget them."""
+        self._key_spaces[number] = key_space
         if self.publisher is not None:
             self.publisher.add_key_space(number, key_space)
         self.publish([KeySpaceCleared(number)])
+
+    def forget_key_space(self, number: int) -> None:
+        """The server knows the key space no more, and nobody's blocks are in it."""
+        del self._key_spaces[number]
+        if self.publisher is not None:
+            self.publisher.forget_key_space(number)
 
     def publish(self, events: Sequence[Event]) -> None:
         """Sends events out, in order."""
@@ -141,7 +153,7 @@ class EventHub:
             now_s = time.time()
             if self.publisher is not None:
                 self.publisher.publish(now_s, events)
-            self.feeds.put(TimedEvent(now_s, event) for event in events)
+            self.feeds.put(TimedEvent(now_s, event, self._key_spaces[event.key_space_id]) for event in events)
 
 
 def stored_events(

@@ -5,6 +5,7 @@ worker thread.
 """
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -49,6 +50,8 @@ STALLED_TIMER_S = 5.0
 STALLED_WORK_S = 60.0
 """Far above what a piece of work on a thread may take, also on a machine that swaps."""
 MAX_SESSIONS = 4096
+MAX_FORGOTTEN = 64
+"""Most key spaces that are forgotten in one turn of the timer, or for one session."""
 NOTICE_BLOCKS = 1 << 16
 """Most blocks of one eviction notice: 2 MiB of hashes."""
 
@@ -87,8 +90,8 @@ class Node:
         self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
         self.transfers = Transfers(core, self._arena, copy_engine, self.verifier, self.events, self.health, self._run_effects)
         self._use_notes = UseNotes(core)
-        # Size of the catalog that is written down; one write at a time.
-        self._saved = self._catalog_size
+        # Revision of the catalog that is written down; one write at a time.
+        self._saved = self.core.catalog.revision
         self._saving = asyncio.Lock()
         self._saves: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,7 +102,7 @@ class Node:
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
         """Starts the timer, and the scrubber unless it may read nothing."""
         self.lag.start()
-        self._saved = self._catalog_size
+        self._saved = self.core.catalog.revision
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)
         self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
@@ -141,11 +144,12 @@ class Node:
         hears_evictions: bool = True,
     ) -> LiveSession:
         """Opens a session; whoever holds its secret id may use it. Its key space is written down then."""
+        await self._make_room(key_space, representations)
         if len(self.sessions) >= MAX_SESSIONS:
             raise HotKVError(Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first")
-        num_known = len(self.core.key_spaces)
+        is_new = not self.core.catalog.knows(key_space)
         record = self.core.open_session(engine_id, role, key_space, time.monotonic(), representations)
-        if len(self.core.key_spaces) > num_known:
+        if is_new:
             self.events.add_key_space(record.key_space_id, key_space)
         session = LiveSession(record, secrets.token_hex(16), self.core.key_space(record.key_space_id), client_name)
         session.hears_evictions = hears_evictions
@@ -158,14 +162,28 @@ class Node:
         log.info("session opened number=%d engine=%s role=%s key_space=%d", record.number, engine_id, role, record.key_space_id)
         return session
 
-    @property
-    def _catalog_size(self) -> tuple[int, int]:
-        """Only grows."""
-        return len(self.core.key_spaces), self.core.catalog.num_kinds
+    async def _make_room(self, key_space: KeySpace, representations: tuple[Representation, ...]) -> None:
+        """Forgets what must go for another key space, with its blocks, as far as anything may go; opening a session says if not."""
+        for _ in range(0 if self.core.draining else MAX_FORGOTTEN):
+            number = self.core.catalog.surplus(key_space, representations)
+            if not number:
+                return
+            if self.core.space.tenants.bytes_of(number):
+                self.flush(number)
+            if not self._forget(number):
+                return
+
+    def _forget(self, key_space_id: int) -> bool:
+        if not self.core.catalog.forget(key_space_id):
+            return False
+        self.sparse.forget(key_space_id)
+        self.events.forget_key_space(key_space_id)
+        log.info("key space forgotten key_space=%d known=%d", key_space_id, len(self.core.key_spaces))
+        return True
 
     async def _save_state(self) -> None:
         """Before anything is stored that only it explains. A write that has begun ends, whoever waits for it."""
-        if self._saved != self._catalog_size:
+        if self._saved != self.core.catalog.revision:
             task = asyncio.create_task(self._write_state())
             self._saves.add(task)
             task.add_done_callback(self._saves.discard)
@@ -173,13 +191,13 @@ class Node:
 
     async def _write_state(self) -> None:
         async with self._saving:
-            size = self._catalog_size
-            if self._saved == size:
+            revision = self.core.catalog.revision
+            if self._saved == revision:
                 return
             state = state_of(self.core, self.memory.slab_bytes)
             try:
                 await asyncio.get_running_loop().run_in_executor(None, self.memory.save_state, state)
-                self._saved = size
+                self._saved = revision
             except OSError as error:
                 log.warning("state not saved, a restart before it is will lose what is new: %s", error)
 
@@ -285,7 +303,8 @@ class Node:
         for report in reports:
             report.check(session.key_space, self.core.config.max_blocks_per_call)
         now_s, unix_time_s = time.monotonic(), time.time()
-        self.watched.put(WatchedReport(session.record.key_space_id, unix_time_s - report.age_s, report) for report in reports)
+        number, hash_bytes = session.record.key_space_id, session.key_space.hash_bytes
+        self.watched.put(WatchedReport(number, hash_bytes, unix_time_s - report.age_s, report) for report in reports)
         for report in reports:
             self.report_counters.count(report)
             for hash_list in report.used_blocks(session.key_space):
@@ -361,6 +380,8 @@ class Node:
                 self._run_effects()
                 await asyncio.sleep(0)
             self._run_effects()
+            for number in list(itertools.islice(self.core.catalog.outlived(self.last_tick_s), MAX_FORGOTTEN)):
+                self._forget(number)
             if (used_s := self._use_notes.take(USE_PARTS)) is not None:
                 asyncio.get_running_loop().run_in_executor(None, self.save_use, used_s)
                 await self._save_state()

@@ -61,6 +61,7 @@ class WatchedReport:
     """A report for who watches. `unix_time_s`: when the request came to its engine."""
 
     key_space_id: int
+    hash_bytes: int
     unix_time_s: float
     report: Report
 

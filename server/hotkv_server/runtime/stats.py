@@ -24,7 +24,7 @@ class TierStats:
 
 async def census(node: Node) -> Census:
     """All that is there; others are served while it is counted."""
-    counting = take(node.core.space, len(node.core.key_spaces))
+    counting = take(node.core.space)
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count
         await asyncio.sleep(0)

@@ -32,7 +32,7 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
         numbers: dict[int, int] = {}
         for known in left.state.key_spaces:
             try:
-                numbers[known.number] = core.catalog.register(known.key_space, known.representations)[0]
+                numbers[known.number] = core.catalog.register(known.key_space, known.representations, began_s)[0]
             except HotKVError as error:
                 log.warning("key space dropped number=%d model=%s reason=%r", known.number, known.key_space.model, error.message)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s)
