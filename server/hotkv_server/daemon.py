@@ -320,6 +320,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         unadmitted_share=settings.leases.unadmitted_share,
         held_share=settings.leases.held_share,
         max_blocks_per_call=MAX_BLOCKS_PER_CALL,
+        client_memory_bytes=settings.client_memory_bytes,
         check_stride=settings.integrity.stride,
         tenants=tenant_shares(settings.security),
         is_backed=False,

@@ -275,6 +275,11 @@ class Settings(BaseSettings):
     drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
         10.0, description="Longest wait for work in flight at SIGTERM, in seconds."
     )
+    client_memory_bytes: Annotated[ByteSize, Field(ge=16 * MIB)] = Field(
+        ByteSize(128 * MIB),
+        description="Most memory besides the arena that clients can make the server keep: lists of their leases, transfers that wait, "
+        "sequences of sparse decode. Nobody takes more of it than is left for others.",
+    )
     arena: ArenaSettings = Field(default_factory=lambda: ArenaSettings())  # type: ignore[call-arg]
     integrity: IntegritySettings = Field(default_factory=lambda: IntegritySettings())  # type: ignore[call-arg]
     leases: LeaseSettings = Field(default_factory=lambda: LeaseSettings())  # type: ignore[call-arg]

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hotkv_server.core.bounds import FLOOR_SHARE, FairBound
+from hotkv_server.core.bounds import FLOOR_SHARE, Account, FairBound
 
 CAPACITIES = st.sampled_from([1, 7, 64, 1000, 4096])
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-60, 60)), max_size=60)
@@ -59,3 +59,28 @@ def test_the_floor_of_what_one_may_have(capacity: int) -> None:
             bound.take("others", others)
             allowed = [n for n in range(1, left + 1) if held + n <= floor or held + n <= left - n]
             assert bound.room("one") == len(allowed)
+
+
+@given(
+    capacity=CAPACITIES,
+    units=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    steps=st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(-20, 20)), max_size=60),
+)
+def test_accounts_share_a_bound(capacity: int, units: tuple[int, int], steps: list[tuple[bool, str, int]]) -> None:
+    """What one account holds, in its units, is missing in the other; together they are as one bound in bytes."""
+    bound = FairBound(capacity)
+    accounts = tuple(Account(bound, unit) for unit in units)
+    held: list[dict[str, int]] = [{"a": 0, "b": 0}, {"a": 0, "b": 0}]
+    for which, owner, change in steps:
+        account, mine = accounts[which], held[which]
+        assert account.room(owner) == bound.room(owner) // units[which]
+        if 0 < change <= account.room(owner):
+            account.take(owner, change)
+            mine[owner] += change
+        elif change < 0:
+            given_back = min(-change, mine[owner])
+            account.give(owner, given_back)
+            mine[owner] -= given_back
+        for one, books in zip(accounts, held, strict=True):
+            one.check({name: count for name, count in books.items() if count})
+        bound.check({n: s for n in "ab" if (s := sum(books[n] * unit for books, unit in zip(held, units, strict=True)))})

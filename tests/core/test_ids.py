@@ -10,6 +10,7 @@ from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.leases import write_weight
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
@@ -87,13 +88,13 @@ def test_a_rank_may_bring_representations_that_the_first_did_not_name() -> None:
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
     """Also those that have no slots of their own: present ones."""
-    core, session = make_core(2, max_leased_blocks=16)
+    core, session = make_core(2, client_memory_bytes=3 * write_weight(4, 2))
     for shard in range(2):
         core.begin_store(session, "s", "s", [Run(0, words_of(range(4)))], shard, 0.0, 0.0)
         core.end_store(session, "s", True, 0.0)
     core.reserve(session, "id", [Run(0, words_of(range(4)))], 0.0, 0.0)
     more = [Run(0, words_of(range(4)))] * 2
-    refused(core, lambda: core.reserve(session, "other", more, 0.0, 0.0), Reason.OVERLOADED, "runs: .*blocks under leases")
+    refused(core, lambda: core.reserve(session, "other", more, 0.0, 0.0), Reason.OVERLOADED, "runs: .*bytes of lists of leases")
     core.check_invariants()
 
 

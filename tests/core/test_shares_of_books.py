@@ -14,6 +14,7 @@ from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core import parts
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.leases import read_weight
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.transfers import MAX_TRANSFERS
 from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
@@ -73,7 +74,7 @@ def test_nobody_takes_all_leases(tenants: bool) -> None:
 
 
 def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
-    core = make_core(max_leased_blocks=1000)
+    core = make_core(client_memory_bytes=10 * read_weight(1, 100))
     one, other = session(core, "one"), session(core, "other")
     absent = [HashList(0, words_of(range(100)))]
     assert most(lambda i: core.acquire(one, f"l{i}", absent, 0.0, 0.0)) == 5

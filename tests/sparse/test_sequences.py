@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hotkv.errors import HotKVError, Reason
 from hotkv.sparse.config import SparseConfig
 from hotkv.table import Words, hash_words
-from hotkv_server.core.bounds import FLOOR_SHARE
+from hotkv_server.core.bounds import FLOOR_SHARE, FairBound
 from hotkv_server.sparse.selection import PackedCentre, SelectSpec
 from hotkv_server.sparse.sequences import SEQUENCE_BLOCKS, TOUCH_INTERVAL_S, LiveSequence, SequenceBook
 
@@ -29,7 +29,7 @@ class BookMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = SequenceBook(3, 9, CAPACITY)
+        self.book = SequenceBook(3, 9, FairBound(CAPACITY))
         self.model: dict[tuple[int, str], tuple[int, list[int], int]] = {}
         self.owner_of = {1: "one", 2: "two"}
 
@@ -112,14 +112,15 @@ def test_centres_and_hot_sets_weigh_as_blocks_of_as_many_bytes() -> None:
     plain = SelectSpec(SparseConfig(sink_tokens=16, recent_tokens=16), 256, (2, 3), 1, 32, 16, 4)
     centred = replace(plain, centres={2: PackedCentre(bytes(4 * 32 * 4), {})})
     hot = replace(plain, hot_blocks=800)
-    book = SequenceBook(9, 100, 100_000)
-    for count, (spec, more) in enumerate([(None, 0), (plain, 0), (centred, 16), (hot, 2 * 4 * (14 * 800 + 6 * 20) // 32)], 1):
+    book = SequenceBook(9, 100, FairBound(100_000))
+    cases = [(None, 0), (plain, 9), (centred, 16 + 9), (hot, (13 * 20 + 2 * 4 * (14 * 800 + 6 * 20)) // 32 + 1)]
+    for count, (spec, more) in enumerate(cases, 1):
         held = book.bound.held("one")
         book.create(1, str(count), 0, words([1] * 20), spec, "one")
         assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 20 + more
         book.append(1, str(count), 20, words([1] * 5))
         book.check_invariants()
-    assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 25 + 2 * 4 * (14 * 800 + 6 * 25) // 32 + 1
+    assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 25 - (-(13 * 25 + 2 * 4 * (14 * 800 + 6 * 25)) // 32)
     with pytest.raises(HotKVError, match="blocks' worth of memory more"):
         book.create(1, "large", 0, words([1]), replace(plain, hot_blocks=20_000), "one")
     book.drop_session(1)

@@ -20,10 +20,11 @@ from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
 from hotkv_server.core.arrays import first_occurrences, repeats, without
+from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.checks import Sums, sealed
 from hotkv_server.core.holds import Holds
-from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease, content_of
+from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease, content_of, read_weight, write_weight
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.space import MAX_REFRESHED, Space
 from hotkv_server.core.transfers import LoadTransfer, StoreTransfer, TransferBook
@@ -66,7 +67,8 @@ class CacheCore:
         self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, is_backed=config.is_backed)
         self.catalog = Catalog(self.space, len(config.tenants))
         self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
-        self.leases = LeaseBook(config.max_leases, config.max_leased_blocks)
+        self.client_memory = FairBound(config.client_memory_bytes)
+        self.leases = LeaseBook(config.max_leases, Account(self.client_memory))
         self.transfers = TransferBook()
         self.sessions: dict[int, SessionRecord] = {}
         self.draining = False
@@ -173,7 +175,8 @@ class CacheCore:
                 raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use for another call; choose a new id")
             return Grant(tuple(entries != 0 for _, entries in existing.groups), max(0.0, existing.expires_s - now_s))
         ttl_s, owner = self._ttl(ttl_s), self.owner(session)
-        self.leases.check_room(owner, "groups", sum(len(g.hashes) for g in groups))
+        weight = read_weight(len(groups), sum(len(g.hashes) for g in groups))
+        self.leases.check_room(owner, "groups", weight)
         tenant = self.space.tenants.number(session.key_space_id)
         budget = int(self.config.unadmitted_share * self.space.tenants.surely_bytes(tenant)) - self._unadmitted.get(tenant, 0)
         pinned: list[tuple[int, Entries]] = []
@@ -187,7 +190,7 @@ class CacheCore:
             pinned.append((g.group_index, entries))
         number, expires_s = self.leases.next_number(), now_s + ttl_s
         lease = ReadLease(
-            session.engine_id, owner, lease_id, number, session_number, session.key_space_id, expires_s, pinned, content, total
+            session.engine_id, owner, lease_id, number, session_number, session.key_space_id, expires_s, pinned, content, total, weight
         )
         self.leases.add(lease)
         self._count_unadmitted(lease, total)
@@ -304,10 +307,10 @@ class CacheCore:
         ttl_s = self._ttl(ttl_s)
         deciding = lease is None
         if lease is None:
-            owner, expires_s, key_space_id = self.owner(session), now_s + ttl_s, session.key_space_id
-            self.leases.check_room(owner, "runs", len(listed))
-            number = self.leases.next_number()
-            lease = WriteLease(session.engine_id, owner, lease_id, number, session_number, key_space_id, expires_s, listed, retention)
+            owner, expires_s, weight = self.owner(session), now_s + ttl_s, write_weight(len(listed), record.key_space.num_shards)
+            self.leases.check_room(owner, "runs", weight)
+            number, named = self.leases.next_number(), (listed, weight, retention)
+            lease = WriteLease(session.engine_id, owner, lease_id, number, session_number, session.key_space_id, expires_s, *named)
         answers = {at: self._reserve_run(lease, record, runs[at], deciding, now_s) for at in _blocks_first([r.group_index for r in runs])}
         if deciding and (len(lease.entries) or record.key_space.num_shards > 1):
             self.leases.add(lease)

@@ -17,7 +17,7 @@ from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, KeySpa
 MAX_SHARDS = 31
 MAX_KEY_SPACES = 4096
 MAX_KEY_SPACES_OF_TENANT = 256
-MAX_WEIGHT_BYTES = 64 << 20
+MAX_WEIGHT_BYTES = 32 << 20
 """Of all key spaces together."""
 FORGET_S = 600.0
 """A key space without a block is forgotten so long after its last session."""

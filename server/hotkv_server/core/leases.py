@@ -3,7 +3,7 @@
 Always true: every lease has an owning engine, the session that took it, and an expiry; a lease with running copies is
 never settled, however late it is; what a read lease pins is unpinned exactly once, what a write lease reserved is
 published or dropped exactly once. A lease knows which blocks it was asked for, so that its id answers for no others. Leases count for their
-`owner`, see `bounds`. This module keeps the books; `cache.py` acts on them.
+`owner`, by number and by `weight` in bytes, see `bounds`. This module keeps the books; `cache.py` acts on them.
 """
 
 import math
@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_server.core.bounds import FairBound
+from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.checks import Sums
 from hotkv_server.core.values import HashList
 
+LEASE_BYTES = 1024
+LIST_BYTES = 192
+"""What a lease takes by itself, and each list of blocks in it."""
 Entries = NDArray[np.uint32]
 Keys = NDArray[np.uint64]
 
@@ -46,6 +49,7 @@ class ReadLease:
     groups: list[tuple[int, Entries]]
     content: int
     pinned_bytes: int
+    weight: int
     admitted: bool = False
     """True once a load has started under it: its request has been admitted by the engine."""
     num_copies: int = 0
@@ -74,6 +78,7 @@ class WriteLease:
     key_space_id: int
     expires_s: float
     listed: Keys
+    weight: int
     retention: Retention = NO_RETENTION
     entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
     parts: list[tuple[Entries, Sums]] = field(default_factory=list)
@@ -87,6 +92,8 @@ class WriteLease:
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
         """Notes the sums [n] of what a copy has written of entries [n], each once."""
+        if not len(entries):
+            return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
 
@@ -102,17 +109,22 @@ class WriteLease:
 Lease = ReadLease | WriteLease
 
 
-def _num_listed(lease: Lease) -> int:
-    """Blocks that a lease was asked for."""
-    return sum(len(entries) for _, entries in lease.groups) if isinstance(lease, ReadLease) else len(lease.listed)
+def read_weight(num_lists: int, num_blocks: int) -> int:
+    """About how many bytes a read lease takes that was asked for so many blocks, found or not."""
+    return LEASE_BYTES + LIST_BYTES * num_lists + 4 * num_blocks
+
+
+def write_weight(num_blocks: int, num_shards: int) -> int:
+    """About how many bytes a write lease takes at most that was asked for so many blocks: keys and entries, entries and sums a shard."""
+    return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 
 class LeaseBook:
     """All live leases, by engine and id, by session, and by number."""
 
-    def __init__(self, max_leases: int, max_leased_blocks: int) -> None:
+    def __init__(self, max_leases: int, memory: Account) -> None:
         self.bound = FairBound(max_leases)
-        self.blocks = FairBound(max_leased_blocks)
+        self.memory = memory
         self._by_key: dict[tuple[str, str], Lease] = {}
         self._by_number: dict[int, Lease] = {}
         self._by_session: dict[int, dict[int, Lease]] = {}
@@ -145,7 +157,7 @@ class LeaseBook:
         self._num_with_id[lease.lease_id] += 1
         self._next_end_s = min(self._next_end_s, lease.expires_s)
         self.bound.take(lease.owner, 1)
-        self.blocks.take(lease.owner, _num_listed(lease))
+        self.memory.take(lease.owner, lease.weight)
 
     def remove(self, lease: Lease) -> None:
         del self._by_key[lease.engine_id, lease.lease_id]
@@ -158,7 +170,7 @@ class LeaseBook:
         if not self._num_with_id[lease.lease_id]:
             del self._num_with_id[lease.lease_id]
         self.bound.give(lease.owner, 1)
-        self.blocks.give(lease.owner, _num_listed(lease))
+        self.memory.give(lease.owner, lease.weight)
 
     def get(self, engine_id: str, lease_id: str) -> Lease | None:
         return self._by_key.get((engine_id, lease_id))
@@ -171,10 +183,10 @@ class LeaseBook:
         lease.expires_s = max(lease.expires_s, expires_s)
         return lease
 
-    def check_room(self, owner: str, field: str, num_blocks: int) -> None:
-        """Raises OVERLOADED unless the owner may have a lease that lists so many blocks more."""
-        if num_blocks > self.blocks.room(owner):
-            refusal = self.blocks.refusal(owner, "blocks under leases")
+    def check_room(self, owner: str, field: str, weight: int) -> None:
+        """Raises OVERLOADED unless the owner may have a lease of this weight more."""
+        if weight > self.memory.room(owner):
+            refusal = self.memory.refusal(owner, "bytes of lists of leases")
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def elsewhere(self, engine_id: str, lease_id: str) -> bool:
@@ -205,5 +217,5 @@ class LeaseBook:
         self.bound.check(Counter(lease.owner for _, lease in everything))
         listed: Counter[str] = Counter()
         for _, lease in everything:
-            listed[lease.owner] += _num_listed(lease)
-        self.blocks.check({owner: count for owner, count in listed.items() if count})
+            listed[lease.owner] += lease.weight
+        self.memory.check(listed)

@@ -33,9 +33,9 @@ class TenantShare:
 class CoreConfig:
     """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most that requests may ask to keep.
 
-    `max_leased_blocks`: listed by leases, found or not. `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares
-    by name; a tenant that is not named has none of its own and no bound. Times in seconds. `is_backed`: False where the arena has no memory
-    yet; `CacheCore.grow` says how far it has.
+    `client_memory_bytes`: most that clients' leases, transfers and sequences take besides the arena. `check_stride`: of check values, see
+    `checks`; 0 for none. `tenants`: shares by name; a tenant that is not named has none of its own and no bound. Times in seconds.
+    `is_backed`: False where the arena has no memory yet; `CacheCore.grow` says how far it has.
     """
 
     arena_bytes: int
@@ -47,7 +47,7 @@ class CoreConfig:
     held_share: float = 0.25
     max_blocks_per_call: int = 1 << 18
     max_leases: int = 60_000
-    max_leased_blocks: int = 1 << 25
+    client_memory_bytes: int = 128 << 20
     check_stride: int = 0
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
     is_backed: bool = True

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hotkv import native, table
 from hotkv.errors import HotKVError, Reason
 from hotkv.table import Words
+from hotkv_server.core.bounds import Account
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import ReadLease
 from hotkv_server.core.values import BoolMask, HashList
@@ -26,17 +27,15 @@ from hotkv_server.runtime.verify import Verifier
 from hotkv_server.sparse.figures import Latency, LayerFigures, LayerGrowth
 from hotkv_server.sparse.remembered import HotSets, Recalled, RememberedHotSets
 from hotkv_server.sparse.selection import Selected, SelectRequest, SelectSpec, check_request, select
-from hotkv_server.sparse.sequences import LiveSequence, SequenceBook
+from hotkv_server.sparse.sequences import HASH_BYTES, LiveSequence, SequenceBook
 
 I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096
 """Of one session."""
-MAX_BLOCKS = 1 << 24
-"""Of all sequences: 512 MiB of hashes, centres and hot sets."""
 MAX_SELECTS = 256
 """Selections that wait or run."""
 NUM_THREADS = 2
-REMEMBERED_BYTES = 64 << 20
+REMEMBERED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class SparseDecode:
         self._core = core
         self._arena = arena
         self._verifier = verifier
-        self.sequences = SequenceBook(MAX_SEQUENCES, core.config.max_blocks_per_call // 2, MAX_BLOCKS)
+        self.sequences = SequenceBook(MAX_SEQUENCES, core.config.max_blocks_per_call // 2, Account(core.client_memory, HASH_BYTES))
         self.remembered = RememberedHotSets(REMEMBERED_BYTES)
         self.figures = LayerFigures()
         self.counters = SparseCounters()

@@ -18,7 +18,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS
 from hotkv.order import DeviceMark
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_server.core.bounds import FairBound
+from hotkv_server.core.bounds import Account
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.checks import Sums
 from hotkv_server.core.values import LoadPositions, Run, SlotRun
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 MAX_TRANSFERS_OF_SESSION = 2048
 """In flight at a time. Besides, a session begins none while its transfers have as many bytes as the arena, or these where it is small:"""
 MIN_INFLIGHT_BYTES = 1 << 30
-MAX_MESSAGE_BYTES = 64 << 20
-"""Of the messages of all transfers that have not ended: so much of them stays in memory."""
+TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
+"""About what is kept of a transfer until it ends, besides its message: for itself, for each run, for each block."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
@@ -58,17 +58,17 @@ class TransferEnd:
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """What a transfer waits for, for how long, and how many bytes its message had: about as many are kept until it ends."""
+    """What a transfer waits for, for how long, and about how many bytes are kept of it until it ends."""
 
     deadline: Deadline
     gate: MarkGate | None
-    message_bytes: int
+    kept_bytes: int
 
     @staticmethod
-    def of(memory: EngineMemory, after: DeviceMark | None, timeout_s: float, message_bytes: int) -> "_Hold":
+    def of(memory: EngineMemory, after: DeviceMark | None, timeout_s: float, kept_bytes: int) -> "_Hold":
         """Raises INVALID_FIELD for a mark that this session has not."""
         deadline = Deadline(timeout_s)
-        return _Hold(deadline, None if after is None else memory.order.gate(after, deadline.mark_passed), message_bytes)
+        return _Hold(deadline, None if after is None else memory.order.gate(after, deadline.mark_passed), kept_bytes)
 
 
 class Transfers:
@@ -85,7 +85,7 @@ class Transfers:
         run_effects: Callable[[], None],
     ) -> None:
         self._core = core
-        self.message_bytes = FairBound(MAX_MESSAGE_BYTES)
+        self.kept_bytes = Account(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
         self._arena = arena
@@ -118,9 +118,10 @@ class Transfers:
 
         `message_bytes`: of what asked for it.
         """
-        self._check_room(session, message_bytes)
+        kept_bytes = message_bytes + _plan_bytes(block_ids)
+        self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
-        hold = _Hold.of(memory, after, timeout_s, message_bytes)
+        hold = _Hold.of(memory, after, timeout_s, kept_bytes)
         slots = self._core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
@@ -149,7 +150,8 @@ class Transfers:
 
         `contents`: one a run, for events; or none. `after`: nothing is read before this mark has passed. `message_bytes`: as for a load.
         """
-        self._check_room(session, message_bytes)
+        kept_bytes = message_bytes + _plan_bytes(block_ids)
+        self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
         session.check_fence(fence_index)
         for run, ids in zip(runs, block_ids, strict=True):
@@ -157,7 +159,7 @@ class Transfers:
                 raise HotKVError(
                     Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a hash"
                 )
-        hold = _Hold.of(memory, after, timeout_s, message_bytes)
+        hold = _Hold.of(memory, after, timeout_s, kept_bytes)
         ttl_s, shard_index = max(timeout_s, 0.0) * 2, memory.layout.shard_index
         slots = self._core.begin_store(session.record.number, transfer_id, lease_id, runs, shard_index, ttl_s, time.monotonic(), retention)
 
@@ -179,13 +181,11 @@ class Transfers:
             # Notices of what made room go out while the bytes move.
             self._run_effects()
 
-    def _check_room(self, session: LiveSession, message_bytes: int) -> None:
+    def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
         """Raises OVERLOADED where the session has more under way than one alone may have."""
         owner = self._core.owner(session.record)
-        if message_bytes > self.message_bytes.room(owner):
-            raise HotKVError(
-                Reason.OVERLOADED, f"transfer_id: {self.message_bytes.refusal(owner, 'bytes of messages of transfers')}; wait for some"
-            )
+        if kept_bytes > self.kept_bytes.room(owner):
+            raise HotKVError(Reason.OVERLOADED, f"transfer_id: {self.kept_bytes.refusal(owner, 'bytes of transfers')}; wait for some")
         if len(session.jobs) >= MAX_TRANSFERS_OF_SESSION or session.inflight_bytes >= max(self._arena.num_bytes, MIN_INFLIGHT_BYTES):
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -250,7 +250,7 @@ class Transfers:
             hold.deadline.end()
             del session.jobs[transfer_id]
             session.inflight_bytes -= job.total_bytes
-            self.message_bytes.give(owner, hold.message_bytes)
+            self.kept_bytes.give(owner, hold.kept_bytes)
             session.settled.set()
             if self._health.breach:
                 outcome, message = Outcome.FAILED, "the server ends: its books can't be trusted"
@@ -276,7 +276,7 @@ class Transfers:
         owner = self._core.owner(session.record)
         job = CopyJob(plans, on_done, hold.gate, owner)
         session.jobs[transfer_id] = job
-        self.message_bytes.take(owner, hold.message_bytes)
+        self.kept_bytes.take(owner, hold.kept_bytes)
         session.inflight_bytes += job.total_bytes
         hold.deadline.begin(job, has_mark=hold.gate is not None)
         cases = self._verifier.unverified(slots) if to_engine else []
@@ -294,6 +294,11 @@ class Transfers:
 
         loop.run_in_executor(None, self._verifier.judge, cases).add_done_callback(judged)
         return future
+
+
+def _plan_bytes(block_ids: Sequence[NDArray[np.int64]]) -> int:
+    """About what is kept of a transfer besides its message. `block_ids`: of each run."""
+    return TRANSFER_BYTES + RUN_BYTES * len(block_ids) + BLOCK_BYTES * sum(len(ids) for ids in block_ids)
 
 
 def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]], groups: Sequence[int]) -> EngineMemory:

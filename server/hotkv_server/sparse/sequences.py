@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.table import Words
-from hotkv_server.core.bounds import FairBound
+from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.sparse.selection import KeptHotSet, SelectSpec
 
 I32 = NDArray[np.int32]
@@ -57,12 +57,12 @@ class LiveSequence:
     def weight(self, num_blocks: int) -> int:
         """What it counts against the bound with so many blocks: these, and the rest of its memory as blocks whose hashes take as much.
 
-        A hot set takes 14 bytes a slot and 6 a block of the context.
+        The entry, place and use of a block's representation take 13; a hot set takes 14 bytes a slot and 6 a block of the context.
         """
         if self.spec is None:
             return SEQUENCE_BLOCKS + num_blocks
         num_hot_sets = len(self.spec.layer_indices) * self.spec.num_shards if self.spec.hot_blocks else 0
-        other_bytes = self.spec.centre_bytes + num_hot_sets * (14 * self.spec.hot_blocks + 6 * num_blocks)
+        other_bytes = self.spec.centre_bytes + 13 * num_blocks + num_hot_sets * (14 * self.spec.hot_blocks + 6 * num_blocks)
         return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
@@ -91,11 +91,11 @@ class LiveSequence:
 class SequenceBook:
     """All sequences, by session number and id."""
 
-    def __init__(self, max_sequences: int, max_sequence_blocks: int, max_blocks: int) -> None:
+    def __init__(self, max_sequences: int, max_sequence_blocks: int, bound: FairBound | Account) -> None:
         self.max_sequences = max_sequences
         """Of one session."""
         self.max_sequence_blocks = max_sequence_blocks
-        self.bound = FairBound(max_blocks)
+        self.bound = bound
         """Over all sequences, as they weigh: `LiveSequence.weight`."""
         self.num_blocks = 0
         self._sessions: dict[int, dict[str, LiveSequence]] = {}
