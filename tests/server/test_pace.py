@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,7 @@ from hotkv_client import GroupHashes, _wire, channels
 from hotkv_client.testing import PagedEngine
 from hotkv_server.rpc.pace import BURST_S, MAX_WAIT_S, Pace
 from hotkv_server.runtime.session import OUTBOX_MESSAGES
+from tests.server.test_life import wait_until
 
 Make = Callable[..., PagedEngine]
 LOOKUP = "/hotkv.v1.CacheService/Lookup"
@@ -88,4 +90,29 @@ def test_who_does_not_read_is_asked_for_nothing_more_and_closed(own_server: Serv
     print(f"{num_sent} calls were taken")
     assert num_sent < OUTBOX_MESSAGES
     quiet.session.lookup([GroupHashes(0, hashes)]).result(20)
+    deaf.close()
+
+
+def test_few_large_answers_that_nobody_reads_are_not_kept_for_ever(own_server: Server, engine: Make) -> None:
+    """Fewer than count as many, from a client that then asks for nothing more."""
+    quiet = engine(own_server.target, engine_id="quiet")
+    deaf = PagedEngine(own_server.target, engine_id="deaf", model="deaf")
+    hashes, ended = [os.urandom(32) for _ in range(1 << 17)], threading.Event()
+
+    def requests() -> Iterator[_wire.Request]:
+        yield _wire.open_session(deaf.session.config)
+        request = _wire.lookup([GroupHashes(0, hashes)], 32)
+        for number in range(1, 21):
+            request.request_id = number
+            yield request
+        ended.wait()
+
+    with grpc.insecure_channel(own_server.target, [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)]) as channel:
+        call = _wire.connect(channel, requests())
+        try:
+            wait_until(lambda: "slow reader closed" in own_server.log.read_text(), 60)
+        finally:
+            ended.set()
+            call.cancel()
+    quiet.session.lookup([GroupHashes(0, hashes[:16])]).result(20)
     deaf.close()

@@ -36,9 +36,11 @@ ROLES = {
 }
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 LAST_WORDS_S = 2.0
-UNREAD_ANSWERS = 256
-"""A client that has so many to read is asked for nothing more until it has read some; one that reads none for so long is closed:"""
-SLOW_READER_S = 5.0
+UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
+"""A client that has so many to read, or so much, is asked for nothing more until it has read some."""
+KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
+"""One that leaves more than this unread, and reads none of it for so long, is closed."""
+OUTBOX_BYTES = 32 << 20
 NOTICE_PAUSE_S = 0.02
 """Between two messages with notices that nothing else calls for."""
 
@@ -150,6 +152,9 @@ class _Stream:
         self._context = context
         self._pace = pace
         self._outbox: asyncio.Queue[session_pb2.ConnectResponse] = asyncio.Queue(OUTBOX_MESSAGES)
+        self._unread_bytes = 0
+        self._num_written = 0
+        self._watch: asyncio.TimerHandle | None = None
         self._overflowed = asyncio.Event()
         self._was_read = asyncio.Event()
         self._has_logged_refusal = False
@@ -167,6 +172,8 @@ class _Stream:
                 # What is on its way is still sent, to a client that reads.
                 await asyncio.wait({asyncio.create_task(self._outbox.join())}, timeout=LAST_WORDS_S)
         finally:
+            if self._watch is not None:
+                self._watch.cancel()
             for task in (*endings, notices):
                 task.cancel()
             await asyncio.gather(*endings, notices, return_exceptions=True)
@@ -174,9 +181,9 @@ class _Stream:
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
         async for request in requests:
-            if self._outbox.qsize() >= UNREAD_ANSWERS and not await self._is_read():
-                self._overflowed.set()
-                return
+            while self._has_much_unread() and not self._overflowed.is_set():
+                self._was_read.clear()
+                await self._was_read.wait()
             try:
                 response = await self._handle(request)
             except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
@@ -195,19 +202,25 @@ class _Stream:
 
     async def _write(self) -> None:
         while True:
-            await self._context.write(await self._outbox.get())
+            message = await self._outbox.get()
+            await self._context.write(message)
+            self._unread_bytes -= message.ByteSize()
+            self._num_written += 1
             self._outbox.task_done()
             self._was_read.set()
+            del message
 
-    async def _is_read(self) -> bool:
-        """Waits until fewer answers than UNREAD_ANSWERS are on their way; False where the client reads none of them."""
-        while self._outbox.qsize() >= UNREAD_ANSWERS:
-            self._was_read.clear()
-            try:
-                await asyncio.wait_for(self._was_read.wait(), SLOW_READER_S)
-            except asyncio.TimeoutError:
-                return False
-        return True
+    def _has_much_unread(self) -> bool:
+        return self._outbox.qsize() >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
+
+    def _judge(self, num_written: int) -> None:
+        """Closes the session if its client has read nothing since so much was written, and much waits."""
+        self._watch = None
+        if self._unread_bytes > KEPT_BYTES or self._has_much_unread():
+            if self._num_written == num_written:
+                self._overflowed.set()
+            else:
+                self._watch = asyncio.get_running_loop().call_later(SLOW_READER_S, self._judge, self._num_written)
 
     def _send(self, message: session_pb2.ConnectResponse) -> None:
         """After all notices from before."""
@@ -220,6 +233,12 @@ class _Stream:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
             self._overflowed.set()
+            return
+        self._unread_bytes += message.ByteSize()
+        if self._unread_bytes > OUTBOX_BYTES:
+            self._overflowed.set()
+        elif self._watch is None and (self._unread_bytes > KEPT_BYTES or self._has_much_unread()):
+            self._watch = asyncio.get_running_loop().call_later(SLOW_READER_S, self._judge, self._num_written)
 
     async def _forward_notices(self) -> None:
         """One store may evict blocks that many sessions know: they are told together of what goes in a while."""

@@ -21,6 +21,8 @@ from hotkv_server.runtime.feed import Feeds
 
 ExtraKey = str | bytes | tuple[str, int]
 """An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the place of its first token."""
+KEY_BYTES = 64
+"""What an extra key takes besides its characters."""
 BlockExtraKeys = tuple[ExtraKey, ...] | None
 
 
@@ -34,6 +36,13 @@ class RunContent:
     token_ids: NDArray[np.int32]
     lora_name: str = ""
     extra_keys: tuple[BlockExtraKeys, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes."""
+        keys = [key for keys in self.extra_keys if keys for key in keys]
+        texts = sum(KEY_BYTES + len(key[0] if isinstance(key, tuple) else key) for key in keys)
+        return int(self.token_ids.nbytes) + len(self.lora_name) + texts + 8 * len(self.extra_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class BlocksStored:
 
     @property
     def num_bytes(self) -> int:
-        return int(self.hashes.nbytes + self.content.token_ids.nbytes)
+        return int(self.hashes.nbytes) + self.content.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +176,11 @@ def stored_events(
         block_tokens = key_space.groups[run.group_index].block_tokens
         edges = np.diff(np.concatenate(([0], values == BlockResult.STORED, [0])).astype(np.int8))
         for first, end in zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True):
-            part = RunContent(
-                content.token_ids[first * block_tokens : end * block_tokens], content.lora_name, content.extra_keys[first:end]
-            )
-            parent = run.hashes[first - 1] if first else run.parent
-            events.append(BlocksStored(key_space_id, run.group_index, run.hashes[first:end], parent, run.depth + first, part))
+            # Copies: a part of an array would keep the whole message in memory, and count as a part.
+            tokens = content.token_ids[first * block_tokens : end * block_tokens].copy()
+            part = RunContent(tokens, content.lora_name, content.extra_keys[first:end])
+            parent = run.hashes[first - 1].copy() if first else run.parent
+            events.append(BlocksStored(key_space_id, run.group_index, run.hashes[first:end].copy(), parent, run.depth + first, part))
     return events
 
 
