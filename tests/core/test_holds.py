@@ -60,7 +60,8 @@ class HoldsMachine(RuleBasedStateMachine):
     def expire(self, passed_s: float) -> None:
         """At its very end a hold is over."""
         self.now_s += passed_s
-        self.holds.expire(self.now_s)
+        for _ in self.holds.expire(self.now_s):
+            pass
         self.until_s = {entry: until_s for entry, until_s in self.until_s.items() if until_s > self.now_s}
 
     @rule(places=PLACES)

@@ -63,7 +63,10 @@ class CacheCore:
     def __init__(self, config: CoreConfig, block_table: BlockTable, policy: Policy) -> None:
         self.config = config
         self.counters = Counters()
-        self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, is_backed=config.is_backed)
+        self.space = Space(
+            block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants,
+            is_backed=config.is_backed, makes_room=config.makes_room,
+        )  # fmt: skip
         self.catalog = Catalog(self.space)
         self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
         self.leases = LeaseBook(config.max_leases, config.max_leased_blocks)
@@ -528,30 +531,26 @@ class CacheCore:
 
     # For operators
 
-    def evict(self, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
-        """Drops those of the named blocks that are not pinned; returns (dropped, kept)."""
+    def named(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
+        """Entries of blocks by their hashes, ready or reserved, each once."""
         self._check_groups(self.catalog.record(key_space_id), [group_index], len(hashes), only_blocks=True)
         words = self.space.index.find(key_space_id, group_index, hashes)
-        entries = np.unique(words[words != 0] & ~RESERVED_FLAG)
-        dropped = self.space.evict(entries)
-        return dropped, len(entries) - dropped
+        entries: Entries = np.unique(words[words != 0] & ~RESERVED_FLAG)
+        return entries
 
-    def flush(self, key_space_id: int) -> int:
-        """Forgets all blocks of a key space; returns how many were ready. The very next lookup finds none of them.
+    def abort(self, lease: WriteLease) -> None:
+        """What is reserved or being written under a lease never becomes ready."""
+        self.space.index.mark_written(lease.entries, ABORTED_MARK)
+        self._settle_write(lease, (1 << self.key_space(lease.key_space_id).num_shards) - 1)
 
-        Also pinned ones: what a lease was promised can still be loaded under it, by nobody else. What is reserved or being written at
-        this moment never becomes ready.
+    def flush(self, entries: Entries) -> None:
+        """Forgets ready blocks of a key space: the very next lookup finds none of them.
+
+        Also pinned ones: what a lease was promised can still be loaded under it, by nobody else.
         """
-        whole = (1 << self.key_space(key_space_id).num_shards) - 1
-        for lease in self.leases.all():
-            if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id:
-                self.space.index.mark_written(lease.entries, ABORTED_MARK)
-                self._settle_write(lease, whole)
-        entries = self.space.index.ready_blocks(key_space_id)
         self.holds.let_go(entries)
         self.space.flush(entries)
         self.counters.flushed_blocks += len(entries)
-        return len(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
         """What must be told since the last call."""

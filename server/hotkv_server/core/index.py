@@ -217,18 +217,24 @@ class BlockIndex:
         """Which entries [n] are ready or detached: their slots hold whole blocks."""
         return np.isin(self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16), (table.STATE_READY, table.STATE_DETACHED))
 
-    def ready_blocks(self, key_space_id: int = 0) -> Entries:
-        """Numbers of ready entries, of one key space if given, without representations. Linear in capacity."""
-        records = self.table.records[: self._next_unused]
-        mask = (self.states() == table.STATE_READY) & (records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF) < MAX_GROUPS)
+    def ready_blocks(self, key_space_id: int = 0, first: int = 0, end: int | None = None) -> Entries:
+        """Numbers of ready entries, of one key space if given, without representations: of all, or of those from `first` to `end`."""
+        records = self.table.records[first : self._next_unused if end is None else min(end, self._next_unused)]
+        states = records[:, table.W_GROUP_STATE]
+        mask = (states >> np.uint32(16) == table.STATE_READY) & (states & np.uint32(0xFFFF) < MAX_GROUPS)
         if key_space_id:
             mask &= records[:, table.W_KEY_SPACE] == key_space_id
-        return np.flatnonzero(mask).astype(np.uint32)
+        return (first + np.flatnonzero(mask)).astype(np.uint32)
 
     def keys(self, entries: Entries) -> tuple[NDArray[np.uint32], NDArray[np.uint32], Words]:
         """Key space ids [n], group indices [n] and hash words [n, 8] of entries."""
         rows = self.table.records[entries]
         return rows[:, table.W_KEY_SPACE], rows[:, table.W_GROUP_STATE] & np.uint32(0xFFFF), np.ascontiguousarray(rows[:, :8])
+
+    def key_spaces(self, entries: Entries) -> NDArray[np.uint32]:
+        """Key space ids [n] of entries."""
+        key_spaces: NDArray[np.uint32] = self.table.records[entries, table.W_KEY_SPACE]
+        return key_spaces
 
     def mixed(self, entries: Entries) -> Keys:
         """Keys of entries as 64 bits [n]: the hash mixed with key space and group, as the table does."""

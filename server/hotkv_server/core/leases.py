@@ -102,7 +102,7 @@ class WriteLease:
 Lease = ReadLease | WriteLease
 
 
-def _num_listed(lease: Lease) -> int:
+def num_listed(lease: Lease) -> int:
     """Blocks that a lease was asked for."""
     return sum(len(entries) for _, entries in lease.groups) if isinstance(lease, ReadLease) else len(lease.listed)
 
@@ -145,7 +145,7 @@ class LeaseBook:
         self._num_with_id[lease.lease_id] += 1
         self._next_end_s = min(self._next_end_s, lease.expires_s)
         self.bound.take(lease.owner, 1)
-        self.blocks.take(lease.owner, _num_listed(lease))
+        self.blocks.take(lease.owner, num_listed(lease))
 
     def remove(self, lease: Lease) -> None:
         del self._by_key[lease.engine_id, lease.lease_id]
@@ -158,7 +158,7 @@ class LeaseBook:
         if not self._num_with_id[lease.lease_id]:
             del self._num_with_id[lease.lease_id]
         self.bound.give(lease.owner, 1)
-        self.blocks.give(lease.owner, _num_listed(lease))
+        self.blocks.give(lease.owner, num_listed(lease))
 
     def get(self, engine_id: str, lease_id: str) -> Lease | None:
         return self._by_key.get((engine_id, lease_id))
@@ -205,5 +205,5 @@ class LeaseBook:
         self.bound.check(Counter(lease.owner for _, lease in everything))
         listed: Counter[str] = Counter()
         for _, lease in everything:
-            listed[lease.owner] += _num_listed(lease)
+            listed[lease.owner] += num_listed(lease)
         self.blocks.check({owner: count for owner, count in listed.items() if count})

@@ -30,7 +30,7 @@ class CoreConfig:
 
     `max_leased_blocks`: listed by leases, found or not. `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares
     by name; a tenant that is not named has none of its own and no bound. Times in seconds. `is_backed`: False where the arena has no memory
-    yet; `CacheCore.grow` says how far it has.
+    yet; `CacheCore.grow` says how far it has. `makes_room`: False where whoever reserves has made room before, see `parts.make_room`.
     """
 
     arena_bytes: int
@@ -46,6 +46,7 @@ class CoreConfig:
     check_stride: int = 0
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
     is_backed: bool = True
+    makes_room: bool = True
 
 
 @dataclass(frozen=True, slots=True)
