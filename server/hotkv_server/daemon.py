@@ -323,6 +323,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         check_stride=settings.integrity.stride,
         tenants=tenant_shares(settings.security),
         is_backed=False,
+        makes_room=False,
     )
     core = CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity))
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))

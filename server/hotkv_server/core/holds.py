@@ -8,12 +8,10 @@ session that asked.
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import Entries
-
 
 PART_ENTRIES = 1 << 18
 """Ends that are looked at in one part: in a millisecond or two."""

@@ -73,7 +73,7 @@ def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
     # All of them before the first block: whatever becomes ready before its lease's turn is found below.
     for part in _portions(writing):
         for lease in part:
-            if core.leases.get(lease.engine_id, lease.lease_id) is lease:
+            if isinstance(lease, WriteLease) and core.leases.get(lease.engine_id, lease.lease_id) is lease:
                 core.abort(lease)
         yield 0
     for entries in _ready_blocks(core, key_space_id):

@@ -71,7 +71,8 @@ class Representations:
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
         """Which of the entries [n] are representations of a block that is ready."""
-        return self.among(entries) & (self._records[entries, table.W_REPRESENTATION] != 0)
+        are: NDArray[np.bool_] = self.among(entries) & (self._records[entries, table.W_REPRESENTATION] != 0)
+        return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
         """Makes reserved ones ready, each for a ready block, in place of what that had. `checks`: as in `Space.publish`."""

@@ -70,7 +70,7 @@ class PoolFigures:
 
 
 class FreeSlots:
-    """Offsets of free slots: the last that came is handed out first. In chunks, since one array of millions would be copied at every change."""
+    """Offsets of free slots: the last that came is handed out first. In chunks: one array of millions would be copied at every change."""
 
     __slots__ = ("_chunks", "_num")
 
@@ -240,8 +240,11 @@ class SlabPool:
         self._kernels.count_slots(self._used, self._owner, taken, self.slab_bytes, c.slot_bytes, 1)
         if c.keeps_emptied:
             c.keeps_emptied = False
-            first_slabs = self._owner == c.slot_bytes if c.slabs_per_slot == 1 else np.isin(np.arange(self.num_slabs), self.slab_of(c.free.all()))
-            self._give_back(c, np.flatnonzero(first_slabs & (self._used == 0)))
+            emptied = (self._owner == c.slot_bytes) & (self._used == 0)
+            if c.slabs_per_slot > 1:
+                # The further slabs of a slot count no use.
+                emptied &= np.isin(np.arange(self.num_slabs), self.slab_of(c.free.all()))
+            self._give_back(c, np.flatnonzero(emptied))
         return taken
 
     def free(self, slot_bytes: int, offsets: Int64s, *, for_reuse: bool = False) -> None:

@@ -142,13 +142,13 @@ class Space:
                 yield from self._make_slots(size, wanted, taker)
         if is_block:
             yield from self._drop_representations(size, lambda: count - self.pool.available_slots(size), taker)
-        short = min(count, self.pool.available_slots(size)) - self._free_numbers()
-        if short > 0:
-            yield from self._evict_coldest(0, short, taker)
-            if is_block:
-                yield from self._drop_representations(
-                    0, lambda: min(count, self.pool.available_slots(size)) - self._free_numbers(), taker
-                )
+
+        def missing_numbers() -> int:
+            return min(count, self.pool.available_slots(size)) - self._free_numbers()
+
+        yield from self._evict_coldest(0, missing_numbers, taker)
+        if is_block:
+            yield from self._drop_representations(0, missing_numbers, taker)
 
     def _coming_slots(self, size: int, count: int) -> int:
         """For how many of `count` slots no room is made, as the arena's growth will make it within moments."""
@@ -311,9 +311,7 @@ class Space:
                 yield from self._take_until(slot_bytes, wanted, taker, self._payers(taker, wanted * slot_bytes)[:1])
                 pressure_bytes = share_bytes if self.pool.available_slots(slot_bytes) >= wanted else 0
             self._pressure_bytes[slot_bytes] = pressure_bytes
-        short = num_slots - self.pool.available_slots(slot_bytes)
-        if short > 0:
-            yield from self._evict_coldest(slot_bytes, short, taker)
+        yield from self._evict_coldest(slot_bytes, lambda: num_slots - self.pool.available_slots(slot_bytes), taker)
         if shared:
             yield from self._take_until(slot_bytes, num_slots, taker, payers)
 
@@ -329,9 +327,12 @@ class Space:
                 if not (yield from self._take_cold_slabs(slot_bytes, num_slots, taker, paying)):
                     break
 
-    def _evict_coldest(self, slot_bytes: int, count: int, taker: int) -> Parts[None]:
-        """Evicts up to `count` of the coldest blocks of a slot size (0: of any) that may go for this tenant."""
-        while count > 0:
+    def _evict_coldest(self, slot_bytes: int, missing: Callable[[], int], taker: int) -> Parts[None]:
+        """Evicts the coldest blocks of a slot size (0: of any) that may go for this tenant, until none is missing.
+
+        Others may take what is free between two parts, so it is counted anew.
+        """
+        while (count := missing()) > 0:
             part = min(count, EVICTED)
             if not self.tenants.is_used:
 
@@ -347,8 +348,7 @@ class Space:
                 evicted += self._evict_for(taker, slot_bytes, part - evicted, lambda owners: owners >= 0)
             if evicted < part:
                 return
-            count -= part
-            if count > 0:
+            if missing() > 0:
                 yield
 
     def _evict_for(self, taker: int, slot_bytes: int, count: int, may_pay: Callable[[Int64s], BoolMask]) -> int:

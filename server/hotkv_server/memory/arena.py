@@ -161,7 +161,7 @@ class NodeMemory:
         scratch = self.directory / f"{USE_FILE}.new"
         with open(scratch, "wb") as file:
             file.write(USE_HEADER.pack(USE_MAGIC, self.table.geometry.epoch, time.monotonic(), len(last_used_s)))
-            file.write((last_used_s - time.monotonic()).astype("<f4").tobytes())
+            file.write((last_used_s - time.monotonic()).astype("<f4").data)
         scratch.replace(self.directory / USE_FILE)
 
     def open_read_only(self) -> tuple[int, int]:

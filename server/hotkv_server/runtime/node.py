@@ -35,6 +35,7 @@ from hotkv_server.runtime.in_place import InPlace
 from hotkv_server.runtime.lag import LoopLag
 from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
 from hotkv_server.runtime.session import Drain, LiveSession
+from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.takeover import UseNotes, state_of
 from hotkv_server.runtime.transfers import Transfers
@@ -212,8 +213,8 @@ class Node:
             await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
             session.memory = None
         session.release_memory()
-        for _ in parts.end_leases(self.core, session.record.number):
-            await asyncio.sleep(0)
+        async for _ in slices(parts.end_leases(self.core, session.record.number)):
+            pass
         self.core.close_session(session.record.number, time.monotonic())
         del self.sessions[session.secret_id]
         is_last = all(other.record.engine_id != session.record.engine_id for other in self.sessions.values())
@@ -268,6 +269,13 @@ class Node:
         grant = self.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
         return list(grant.pinned), grant.ttl_s
 
+    async def make_room(self, session: LiveSession, lease_id: str, runs: Sequence[Run]) -> None:
+        """Makes room for what is about to be reserved or stored by this call, in this turn of the loop. Others are served meanwhile."""
+        is_first = self.core.leases.get(session.record.engine_id, lease_id) is None
+        if is_first and not self.core.config.makes_room and not self.core.draining:
+            async for _ in slices(parts.make_room(self.core, session.record.key_space_id, runs)):
+                self._run_effects()
+
     def reserve(
         self, session: LiveSession, lease_id: str, runs: list[Run], ttl_s: float, retention: Retention = NO_RETENTION
     ) -> tuple[list[NDArray[np.uint8]], float]:
@@ -318,27 +326,32 @@ class Node:
             for job in session.jobs.values():
                 job.cancel()
 
-    def evict(self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]) -> tuple[int, int]:
-        """As CacheCore.evict."""
-        counts = self.core.evict(key_space_id, group_index, hashes)
-        self._run_effects()
-        return counts
+    async def evict(self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]) -> tuple[int, int]:
+        """As `parts.evict`; between the parts others are served."""
+        return await self._evicted(parts.evict(self.core, key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
         """As `parts.evict_all`; between the parts others are served."""
+        return await self._evicted(parts.evict_all(self.core, key_space_id))
+
+    async def _evicted(self, evicting: Iterator[tuple[int, int]]) -> tuple[int, int]:
         dropped = kept = 0
-        for part_dropped, part_kept in parts.evict_all(self.core, key_space_id):
-            dropped, kept = dropped + part_dropped, kept + part_kept
+        async for counts, _ in slices(evicting):
+            dropped, kept = dropped + sum(count for count, _ in counts), kept + sum(count for _, count in counts)
             self._run_effects()
-            await asyncio.sleep(0)
         return dropped, kept
 
-    def flush(self, key_space_id: int) -> int:
-        """As CacheCore.flush."""
+    async def flush(self, key_space_id: int) -> int:
+        """As `parts.flush`; between the parts others are served. What they store meanwhile may be flushed, too."""
         self._run_effects()
-        num_blocks = self.core.flush(key_space_id)
-        self.sparse.forget(key_space_id)
-        self._run_effects(flushed_key_space_id=key_space_id)
+        num_stored, num_blocks = self.core.counters.stored_blocks, 0
+        async for counts, has_more in slices(parts.flush(self.core, key_space_id)):
+            num_blocks += sum(counts)
+            # What goes is told of before anybody stores it anew.
+            is_clear = not has_more and self.core.counters.stored_blocks == num_stored
+            self._run_effects(flushed_key_space_id=key_space_id if is_clear else 0)
+        async for _ in slices(self.sparse.remembered.forget(key_space_id)):
+            pass
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 
@@ -357,10 +370,8 @@ class Node:
         while True:
             await asyncio.sleep(TIMER_S)
             self.last_tick_s = time.monotonic()
-            for _ in parts.expire(self.core, self.last_tick_s):
+            async for _ in slices(parts.expire(self.core, self.last_tick_s)):
                 self._run_effects()
-                await asyncio.sleep(0)
-            self._run_effects()
             if (used_s := self._use_notes.take(USE_PARTS)) is not None:
                 asyncio.get_running_loop().run_in_executor(None, self.save_use, used_s)
                 await self._save_state()

@@ -134,10 +134,6 @@ class SparseDecode:
         self.remembered.remember(key_space_id, sequence.group_index, sequence.hashes, {**kept, **hot_sets}, tenant)
         return True
 
-    def forget(self, key_space_id: int) -> None:
-        """The key space is flushed."""
-        self.remembered.forget(key_space_id)
-
     def close_session(self, session: LiveSession, *, is_last: bool) -> None:
         """Ends the session's sequences, and the figures of its engine where it was the engine's last."""
         self.sequences.drop_session(session.record.number)

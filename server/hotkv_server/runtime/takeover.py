@@ -6,7 +6,6 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
 from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.restore import Restored, restore
@@ -86,13 +85,13 @@ class UseNotes:
     def take(self, num_parts: int) -> NDArray[np.float64] | None:
         """Another of `num_parts` parts; with the last one all of it, float64 by entry number, nan for what is no ready block."""
         index = self._core.space.index
-        states = index.states()
         if not self._turn:
-            self._used_s = np.full(len(states), np.nan)
+            # Not filled in advance: it can have hundreds of megabytes.
+            self._used_s = np.empty(index.num_numbers, np.float64)
         length = -(-len(self._used_s) // num_parts)
-        entries = np.arange(self._turn * length, min((self._turn + 1) * length, len(self._used_s)), dtype=np.uint32)
-        entries = entries[states[entries] == table.STATE_READY]
-        entries = entries[~self._core.space.representations.among(entries)]
+        first, end = min(self._turn * length, len(self._used_s)), min((self._turn + 1) * length, len(self._used_s))
+        self._used_s[first:end] = np.nan
+        entries = index.ready_blocks(0, first, end)
         self._used_s[entries] = self._core.space.policy.last_used_s(entries)
         self._turn = (self._turn + 1) % num_parts
         return None if self._turn else self._used_s
