@@ -84,6 +84,10 @@ class CacheCore:
         """As Space.grow: so much of the arena, from its start, has memory now, and about so much more within moments. Never shrinks it."""
         self.space.grow(num_bytes, coming_bytes)
 
+    def back_entries(self, num_entries: int) -> None:
+        """So many entries have memory in the block table now; until the first call all have."""
+        self.space.index.back(num_entries)
+
     # Sessions and key spaces
 
     def open_session(

@@ -21,7 +21,7 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key. `num_entries`: those that are not free. `unverified`: their bytes must agree with their check value before they are
+    """Entries by key. `num_entries`: those that are not free. `limit`: most that there may be, as so many records have memory. `unverified`: their bytes must agree with their check value before they are
     loaded, because they came back from an old table, or because they did not agree and somebody's lease keeps them. `_salts` [key space,
     group]: mixed into hashes; row 0 is never used."""
 
@@ -31,11 +31,20 @@ class BlockIndex:
         self.pins = np.zeros(self.capacity + 1, np.uint32)
         self.unverified = np.zeros(self.capacity + 1, np.bool_)
         self.num_entries = 0
+        self.limit = self.capacity
+        self._num_backed = 0
         # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all from `_next_unused` on.
         self._free_head = 0
         self._next_unused = 1
         self._salts = np.zeros((1, 1), np.uint64)
         self._kernels = native.load("hotkv_server.core.kernels") or twins
+
+    def back(self, num_entries: int) -> None:
+        """So many entries have memory in the table now; until the first call all have. Not fewer than are in use."""
+        assert num_entries >= self.num_entries, "entries in use have lost their memory"
+        # Pages of the pins come now, a few at a time, and not with the first lease of many blocks.
+        self.pins[self._num_backed + 1 : num_entries + 1] += np.uint32(0)
+        self.limit, self._num_backed = num_entries, max(num_entries, self._num_backed)
 
     def __repr__(self) -> str:
         return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
@@ -62,7 +71,7 @@ class BlockIndex:
         self, key_space_id: int, group_index: int, hashes: Words, offsets: Int64s, slot_bytes: int, depths: Int64s, lease_number: int
     ) -> Entries:
         """Adds reserved entries for keys that are not in the index; fewer, from the first on, where the index is full."""
-        count = min(len(hashes), self.capacity - self.num_entries)
+        count = min(len(hashes), self.limit - self.num_entries)
         entries = np.empty(count, np.uint32)
         fitted, self._free_head, self._next_unused = self._kernels.insert(
             self.table.buckets,

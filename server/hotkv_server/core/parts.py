@@ -18,7 +18,7 @@ LEASED_BLOCKS = 1 << 16
 """Listed by the leases of one part, unless a single one lists more."""
 LEASE_BLOCKS = 1 << 10
 """What a lease counts besides the blocks that it lists."""
-BLOCKS = 1 << 13
+BLOCKS = 1 << 12
 SCANNED_ENTRIES = 1 << 17
 
 

@@ -115,7 +115,10 @@ class FreeSlots:
 
     def keep(self, is_kept: Callable[[Int64s], NDArray[np.bool_]]) -> None:
         """Drops all that are not kept; the rest stays in order."""
-        kept = (chunk[is_kept(chunk)] for chunk in self._chunks)
+        kept = []
+        for chunk in self._chunks:
+            mask = is_kept(chunk)
+            kept.append(chunk if mask.all() else chunk[mask])
         self._chunks = [chunk for chunk in kept if len(chunk)]
         self._num = sum(map(len, self._chunks))
 
@@ -266,9 +269,15 @@ class SlabPool:
 
     def _give_back(self, c: _SlabClass, emptied: Int64s) -> None:
         """Gives back slabs without a used slot; where slots span slabs, the first of each slot is named."""
-        is_emptied = np.zeros(self.num_slabs, np.bool_)
-        is_emptied[emptied] = True
-        c.free.keep(lambda free: ~is_emptied[self.slab_of(free)])
+        is_kept = np.ones(self.num_slabs, np.bool_)
+        is_kept[emptied] = False
+
+        def stays(free: Int64s) -> NDArray[np.bool_]:
+            out = np.empty(len(free), np.bool_)
+            self._kernels.lie_in(free, self.slab_bytes, is_kept, out)
+            return out
+
+        c.free.keep(stays)
         spans = (emptied[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
         self._owner[spans] = _FREE
         c.num_slabs -= len(spans)

@@ -68,7 +68,7 @@ def _choose_runs(cost: NDArray[np.float64], length: int, limits: NDArray[np.floa
 
 PART_ENTRIES = 1 << 16
 """Entry numbers that are looked at in one part of something long: in a few milliseconds."""
-EVICTED = 1 << 13
+EVICTED = 1 << 12
 """Entries that go in one part."""
 RUNS = 8
 """Runs of slabs that are chosen in one part."""
@@ -172,7 +172,7 @@ class Space:
         return min(count, self.tenants.room_bytes(taker) // size)
 
     def _free_numbers(self) -> int:
-        return self.index.capacity - self.index.num_entries
+        return self.index.limit - self.index.num_entries
 
     def _drop_representations(self, slot_bytes: int, count: Callable[[], int], taker: int) -> Parts[None]:
         """Drops up to `count()` representations of the coldest blocks, of one slot size unless that is 0; the blocks stay."""

@@ -6,6 +6,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv import table
 from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.restore import Restored, restore
@@ -23,6 +24,7 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
     Compares bytes for `check_s` at most; None: nothing is ever compared, and so everything is trusted.
     """
     core.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
+    core.back_entries(memory.records.num_entries)
     if memory.why_empty:
         log.warning("starting empty reason=%r", memory.why_empty)
     left = memory.leftover
@@ -34,6 +36,9 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
                 numbers[known.number] = core.catalog.register(known.key_space, known.representations)[0]
             except HotKVError as error:
                 log.warning("key space dropped number=%d model=%s reason=%r", known.number, known.key_space.model, error.message)
+        num_ready = int(np.count_nonzero(left.table.records[:, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY))
+        memory.records.back(num_ready)
+        core.back_entries(memory.records.num_entries)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s)
         _bring_in_claimed(core.space.pool, memory)
         is_renumbered = any(old_number != number for old_number, number in numbers.items())

@@ -2,8 +2,8 @@
 
 A refill looks at entries by number from where the last one stopped, until it has seen enough that may go, and queues the coldest share,
 sorted; a victim costs amortised constant work. Where one slot size is rare among many entries a refill walks far: a tenth of a second
-over ten million, once for many victims; `sweep` does it in parts before. What was used since it was queued has another state and is passed over, so a touch writes only
-its entry's state; what has come since, or was used and is still the coldest, waits for the next refill.
+over ten million, once for many victims; `sweep` does it in parts before. What was used since it was queued has another state and is
+passed over, so a touch writes only its entry's state; what has come since, or was used and is still the coldest, waits for the next refill.
 """
 
 from collections.abc import Callable, Iterator
