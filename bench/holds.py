@@ -4,6 +4,8 @@
 may have, or in the background; what goes in parts counts part by part, as `runtime.slices` takes them.
 """
 
+import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,15 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation
-from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv.keys import KeySpace
 from hotkv.retention import Retention
 from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core import parts
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.census import take
 from hotkv_server.core.values import HashList, LoadPositions, Run
-from hotkv_server.daemon import MAX_BLOCKS_PER_CALL
+from hotkv_server.daemon import MAX_BLOCKS_PER_CALL, SWITCH_INTERVAL_S
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.rpc.convert import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_server.runtime.events import removed_events
@@ -30,6 +31,8 @@ from hotkv_server.runtime.verify import Verifier
 from hotkv_server.sparse.remembered import RememberedHotSets
 
 FLUSHED_BLOCKS = 1 << 18
+MAX_TENSORS = 4096
+"""About as many as a message may have parts for."""
 LEASES = 16
 SMALL_STORE_BLOCKS = 64
 KEPT = Retention(pin=True, ttl_s=50.0)
@@ -122,7 +125,7 @@ def _reads(holds: Holds, hashes: Words) -> None:
     holds.once("load: begin", lambda: core.begin_load(session, "load", "lease", positions))
     holds.once("load: end", lambda: core.end_load(session, "load", True))
     holds.once("release", lambda: core.release(session, "lease"))
-    holds.once("hold", lambda: core.touch(session, lists, holds.now_s, KEPT))
+    holds.parts("report that keeps blocks", parts.use(core, session, lists[0], holds.now_s, KEPT))
     holds.now_s += 2 * KEPT.ttl_s
     holds.parts("end of holds", parts.expire(core, holds.now_s))
     for number in range(LEASES):
@@ -156,12 +159,16 @@ def _stores(holds: Holds) -> None:
     core, session = holds.core, holds.session
     holds.store("store into a full cache", session, holds.new_hashes(MAX_STORED_BLOCKS))
     holds.store("store that fails", session, holds.new_hashes(MAX_STORED_BLOCKS), succeeds=False)
+    holds.fill(session, MAX_STORED_BLOCKS)
     other, other_id = holds.open("other slot size", 2 * SLOT_ALIGN)
     holds.store("first store of another slot size", other, holds.new_hashes(SMALL_STORE_BLOCKS))
     holds.store("large store of another slot size", other, holds.new_hashes(MAX_STORED_BLOCKS))
     large, large_id = holds.open("slots of slabs", core.config.slab_bytes + SLOT_ALIGN)
     holds.store("store of slots larger than a slab", large, holds.new_hashes(SMALL_STORE_BLOCKS))
-    holds.store("and again", large, holds.new_hashes(SMALL_STORE_BLOCKS))
+    rare, _ = holds.open("rare slot size", 3 * SLOT_ALIGN)
+    holds.fill(rare, SMALL_STORE_BLOCKS)
+    holds.fill(session, MAX_STORED_BLOCKS)
+    holds.store("store of a rare slot size", rare, holds.new_hashes(MAX_STORED_BLOCKS // 8))
     named = holds.fill(other, MAX_STORED_BLOCKS)
     holds.parts("evict by hashes", parts.evict(core, other_id, 0, named))
     holds.parts("evict a key space", parts.evict_all(core, large_id))
@@ -194,6 +201,7 @@ def _flushes(holds: Holds) -> None:
 
 def _others(holds: Holds) -> None:
     """What does not walk the index, and grows with what a client sends."""
+    _layouts(holds)
     remembered, hashes = RememberedHotSets(REMEMBERED_BYTES), holds.new_hashes(MAX_BLOCKS_PER_CALL // 2)
     positions = {(layer, 0): np.arange(64, dtype=np.int32) for layer in range(64)}
     for _ in range(LEASES):
@@ -201,3 +209,23 @@ def _others(holds: Holds) -> None:
     holds.once("end of a long sequence", lambda: remembered.remember(1, 0, hashes, positions))
     holds.once("start of a long sequence", lambda: remembered.recall(1, 0, hashes))
     holds.parts("hot sets of a flushed key space", remembered.forget(1))
+
+
+def _layouts(holds: Holds) -> None:
+    """Layouts are checked in a thread: the event loop waits for the interpreter's lock at most."""
+    tensors = tuple(PageTensor(0, "kv", at * SLOT_ALIGN, MAX_TENSORS * SLOT_ALIGN, 64, at * 64) for at in range(MAX_TENSORS))
+    layout = Layout(0, 4, (MemoryHandle("kv", 4 * MAX_TENSORS * SLOT_ALIGN),), tensors)
+    groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (64 * MAX_TENSORS,)),)
+
+    async def scenario() -> None:
+        preparing = asyncio.create_task(asyncio.to_thread(layout.prepare, groups, {}))
+        times_s = [time.perf_counter()]
+        while not preparing.done():
+            await asyncio.sleep(0)
+            times_s.append(time.perf_counter())
+        await preparing
+        lengths_s = np.diff(times_s)
+        holds.rows.append(Hold(f"layout of {MAX_TENSORS:,} tensors", float(lengths_s.max()), float(lengths_s.sum()), len(lengths_s)))
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    asyncio.run(scenario())

@@ -160,6 +160,11 @@ class CacheCore:
             words = self.space.index.find(session.key_space_id, g.group_index, g.hashes)
             self._retain(words[table.is_ready(words)], retention, now_s)
 
+    def hold(self, session_number: int, hash_list: HashList, until_s: float) -> None:
+        """Keeps those of the blocks that are ready until then, as far as the budget goes; a touch has checked the list before."""
+        words = self.space.index.find(self._session(session_number).key_space_id, hash_list.group_index, hash_list.hashes)
+        self.counters.held_blocks += self.holds.hold(words[table.is_ready(words)], until_s)
+
     def _retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
         """Touches ready entries, in chain order, as much and for as long as the retention says."""
         self.space.touch(entries, now_s, retention)

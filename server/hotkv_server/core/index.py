@@ -21,9 +21,11 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key. `num_entries`: those that are not free. `limit`: most that there may be, as so many records have memory. `unverified`: their bytes must agree with their check value before they are
-    loaded, because they came back from an old table, or because they did not agree and somebody's lease keeps them. `_salts` [key space,
-    group]: mixed into hashes; row 0 is never used."""
+    """Entries by key. `num_entries`: those that are not free. `limit`: most that there may be, as so many records have memory.
+
+    `unverified`: their bytes must agree with their check value before they are loaded, because they came back from an old table, or because
+    they did not agree and somebody's lease keeps them. `_salts` [key space, group]: mixed into hashes; row 0 is never used.
+    """
 
     def __init__(self, block_table: BlockTable) -> None:
         self.table = block_table

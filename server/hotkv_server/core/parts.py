@@ -4,15 +4,17 @@ What a piece finds changed since the first step, it leaves alone, unless it says
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from hotkv import table
 from hotkv.keys import MAX_GROUPS
+from hotkv.retention import Retention
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import Lease, WriteLease, num_listed
 from hotkv_server.core.space import MAX_REFRESHED
-from hotkv_server.core.values import Entries, Run
+from hotkv_server.core.values import Entries, HashList, Run
 
 LEASED_BLOCKS = 1 << 16
 """Listed by the leases of one part, unless a single one lists more."""
@@ -79,6 +81,16 @@ def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
     for entries in _ready_blocks(core, key_space_id):
         core.flush(entries)
         yield len(entries)
+
+
+def use(core: CacheCore, session_number: int, hash_list: HashList, now_s: float, retention: Retention) -> Iterator[None]:
+    """As `CacheCore.touch` of one list, with what is to be kept in parts of its own."""
+    core.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
+    for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
+        yield
+        part = HashList(hash_list.group_index, hash_list.hashes[start : start + BLOCKS])
+        if session_number in core.sessions:
+            core.hold(session_number, part, now_s + retention.ttl_s)
 
 
 def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:

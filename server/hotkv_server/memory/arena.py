@@ -2,8 +2,8 @@
 
 All are files of one directory on tmpfs, locked by one server. They outlive it: the next server over the directory goes on with the arena
 as it is and makes a table of its own out of the old one's records (`Leftover`). Until `adopt` the directory is as the old server
-left it, so that a start that is killed has lost nothing. Of the table, all buckets and some records have memory before the server is ready, of the arena some of
-it: the rest comes behind (`filling`), first that of the records.
+left it, so that a start that is killed has lost nothing. Before the server is ready all buckets of the table have memory, some of its
+records and some of the arena. The rest comes behind: first the records (`records`), then the arena (`filling`).
 """
 
 import errno

@@ -141,7 +141,7 @@ async def store(node: Node, session: LiveSession, request: cache_pb2.StoreReques
     )
 
 
-def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
+async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
     """Notes what the engine used."""
     num_hashes = sum(len(report.hashes) for report in request.requests) // session.key_space.hash_bytes
     if len(request.requests) > MAX_REPORTS or num_hashes > node.core.config.max_blocks_per_call:
@@ -151,7 +151,7 @@ def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse)
             " are accepted in a message; send several",
         )
     node.touch(session, convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index))
-    node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
+    await node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
 
 
 def _sequence_id(text: str) -> str:

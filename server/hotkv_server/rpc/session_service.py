@@ -286,7 +286,7 @@ class _Stream:
             case "cancel_transfer":
                 return session_pb2.ConnectResponse(cancel_transfer=calls.cancel(node, session, request.cancel_transfer))
             case "report_use":
-                calls.report_use(node, session, request.report_use)
+                await calls.report_use(node, session, request.report_use)
                 return None
             case "create_sequence":
                 return session_pb2.ConnectResponse(create_sequence=calls.create_sequence(node, session, request.create_sequence))

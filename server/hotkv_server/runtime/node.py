@@ -229,7 +229,9 @@ class Node:
         """
         try:
             kinds = self.core.catalog.record(session.record.key_space_id)
-            layout.validate(session.key_space.groups, {session.named(g): kinds.representation(g) for g in session.record.representations})
+            representations = {session.named(g): kinds.representation(g) for g in session.record.representations}
+            # In a thread: thousands of tensors take a while.
+            await asyncio.to_thread(layout.prepare, session.key_space.groups, representations)
         except ValueError as error:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
         if session.memory is not None:
@@ -288,16 +290,25 @@ class Node:
         """As CacheCore.touch."""
         self.core.touch(session.record.number, groups, time.monotonic())
 
-    def report(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Notes requests that the engine has scheduled: touches what they used, keeps what they ask to keep. All or nothing is accepted."""
+    async def report(self, session: LiveSession, reports: Sequence[Report]) -> None:
+        """Notes requests that the engine has scheduled: touches what they used, keeps what they ask to keep. All or nothing is accepted.
+
+        Others are served meanwhile; for them, requests are noted one after the other.
+        """
         for report in reports:
             report.check(session.key_space, self.core.config.max_blocks_per_call)
         now_s, unix_time_s = time.monotonic(), time.time()
         self.watched.put(WatchedReport(session.record.key_space_id, unix_time_s - report.age_s, report) for report in reports)
         for report in reports:
             self.report_counters.count(report)
+        async for _ in slices(self._uses(session, reports, now_s)):
+            pass
+
+    def _uses(self, session: LiveSession, reports: Sequence[Report], now_s: float) -> Iterator[None]:
+        for report in reports:
             for hash_list in report.used_blocks(session.key_space):
-                self.core.touch(session.record.number, [hash_list], now_s, report.retention)
+                yield from parts.use(self.core, session.record.number, hash_list, now_s, report.retention)
+                yield
 
     # Draining, effects, time
 

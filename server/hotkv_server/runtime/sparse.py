@@ -126,7 +126,10 @@ class SparseDecode:
             return False
         if sequence.lease_id:
             self._core.release(session.record.number, sequence.lease_id)
-        self._count_used(session, sequence, sequence.take_used(time.monotonic()))
+            await asyncio.sleep(0)
+        if not session.closing:
+            self._count_used(session, sequence, sequence.take_used(time.monotonic()))
+        await asyncio.sleep(0)
         async with sequence.lock:
             kept = {at: hot.recency() for at, hot in sequence.hot_sets.items()}
         key_space_id = session.record.key_space_id
