@@ -262,9 +262,12 @@ class Space:
         detached = self.index.table.records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_DETACHED
         if detached.any():
             gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
-            rows = self.index.table.records[gone]
-            self.index.remove_detached(gone)
-            self._free_slots(self.index.parts(rows))
+            # Not all in one go: copies of a few records stay in the processor's cache.
+            for start in range(0, len(gone), EVICTED):
+                part = gone[start : start + EVICTED]
+                rows = self.index.table.records[part]
+                self.index.remove_detached(part)
+                self._free_slots(self.index.parts(rows))
 
     def _evict_checked(self, entries: Entries, *, for_reuse: bool = False) -> int:
         if len(entries):
