@@ -107,6 +107,12 @@ class Holds:
         return hashes
 
 
+    def fill_up(self) -> None:
+        """Leaves no free slab."""
+        while self.core.space.pool.num_free_slabs:
+            self.fill(self.session, MAX_STORED_BLOCKS)
+
+
 def operations(core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]) -> list[Hold]:
     """All operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all in use; it is empty afterwards."""
     holds = Holds(core, session, now_s, new_hashes)
@@ -163,7 +169,7 @@ def _stores(holds: Holds) -> None:
     core, session = holds.core, holds.session
     holds.store("store into a full cache", session, holds.new_hashes(MAX_STORED_BLOCKS))
     holds.store("store that fails", session, holds.new_hashes(MAX_STORED_BLOCKS), succeeds=False)
-    holds.fill(session, MAX_STORED_BLOCKS)
+    holds.fill_up()
     other, other_id = holds.open("other slot size", 2 * SLOT_ALIGN)
     holds.store("first store of another slot size", other, holds.new_hashes(SMALL_STORE_BLOCKS))
     holds.store("large store of another slot size", other, holds.new_hashes(MAX_STORED_BLOCKS))
@@ -171,7 +177,7 @@ def _stores(holds: Holds) -> None:
     holds.store("store of slots larger than a slab", large, holds.new_hashes(SMALL_STORE_BLOCKS))
     rare, _ = holds.open("rare slot size", 3 * SLOT_ALIGN)
     holds.fill(rare, SMALL_STORE_BLOCKS)
-    holds.fill(session, MAX_STORED_BLOCKS)
+    holds.fill_up()
     holds.store("store of a rare slot size", rare, holds.new_hashes(MAX_STORED_BLOCKS // 8))
     named = holds.fill(other, MAX_STORED_BLOCKS)
     holds.parts("evict by hashes", parts.evict(core, other_id, 0, named))
@@ -208,6 +214,8 @@ def _others(holds: Holds) -> None:
     _layouts(holds)
     remembered, hashes = RememberedHotSets(REMEMBERED_BYTES), holds.new_hashes(MAX_BLOCKS_PER_CALL // 2)
     positions = {(layer, 0): np.arange(64, dtype=np.int32) for layer in range(64)}
+    many = {(0, 0): np.arange(MAX_BLOCKS_PER_CALL, dtype=np.int32) % (MAX_BLOCKS_PER_CALL // 2)}
+    holds.once("end of the first long sequence", lambda: remembered.remember(1, 0, hashes, many))
     for _ in range(LEASES):
         remembered.remember(1, 0, holds.new_hashes(MAX_BLOCKS_PER_CALL // 2), positions)
     holds.once("end of a long sequence", lambda: remembered.remember(1, 0, hashes, positions))

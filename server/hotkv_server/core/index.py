@@ -54,11 +54,14 @@ class BlockIndex:
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
         """Declares a key space and the salts of its groups; or more of them, from `first_group` on."""
         end = first_group + len(salts)
-        rows, columns = max(self._salts.shape[0], key_space_id + 1), max(self._salts.shape[1], end)
-        grown = np.zeros((rows, columns), np.uint64)
-        grown[: self._salts.shape[0], : self._salts.shape[1]] = self._salts
-        grown[key_space_id, first_group:end] = salts
-        self._salts = grown
+        rows, columns = self._salts.shape
+        if key_space_id >= rows or end > columns:
+            # Twice as many: thousands of key spaces have megabytes of salts, which are not copied for each.
+            shape = (rows if key_space_id < rows else max(2 * rows, key_space_id + 1), columns if end <= columns else max(2 * columns, end))
+            grown = np.zeros(shape, np.uint64)
+            grown[:rows, :columns] = self._salts
+            self._salts = grown
+        self._salts[key_space_id, first_group:end] = salts
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Entry words [n]: 0 for a miss, high bit set while reserved. `hashes`: [n, 8] words."""
