@@ -106,7 +106,6 @@ class Holds:
         del self.rows[kept:]
         return hashes
 
-
     def fill_up(self) -> None:
         """Leaves no free slab."""
         while self.core.space.pool.num_free_slabs:
