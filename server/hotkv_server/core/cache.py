@@ -63,10 +63,10 @@ class CacheCore:
     def __init__(self, config: CoreConfig, block_table: BlockTable, policy: Policy) -> None:
         self.config = config
         self.counters = Counters()
+        backed, makes_room = config.is_backed, config.makes_room
         self.space = Space(
-            block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants,
-            is_backed=config.is_backed, makes_room=config.makes_room,
-        )  # fmt: skip
+            block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, is_backed=backed, makes_room=makes_room
+        )
         self.catalog = Catalog(self.space)
         self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
         self.leases = LeaseBook(config.max_leases, config.max_leased_blocks)
@@ -544,8 +544,7 @@ class CacheCore:
         """Entries of blocks by their hashes, ready or reserved, each once."""
         self._check_groups(self.catalog.record(key_space_id), [group_index], len(hashes), only_blocks=True)
         words = self.space.index.find(key_space_id, group_index, hashes)
-        entries: Entries = np.unique(words[words != 0] & ~RESERVED_FLAG)
-        return entries
+        return np.unique(words[words != 0] & ~RESERVED_FLAG)
 
     def abort(self, lease: WriteLease) -> None:
         """What is reserved or being written under a lease never becomes ready."""
