@@ -223,22 +223,24 @@ def _others(holds: Holds) -> None:
 
 
 def _layouts(holds: Holds) -> None:
-    """Layouts are checked in a thread: the event loop waits for the interpreter's lock at most."""
+    """Layouts are checked in a thread: the event loop waits for the interpreter's lock at most.
+
+    The least of three counts: a thread that loses the processor to another process keeps the lock meanwhile.
+    """
     tensors = tuple(PageTensor(0, "kv", at * SLOT_ALIGN, MAX_TENSORS * SLOT_ALIGN, 64, at * 64) for at in range(MAX_TENSORS))
-    layout = Layout(0, 4, (MemoryHandle("kv", 4 * MAX_TENSORS * SLOT_ALIGN),), tensors)
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (64 * MAX_TENSORS,)),)
 
-    async def scenario() -> None:
+    async def lengths_s() -> list[float]:
+        layout = Layout(0, 4, (MemoryHandle("kv", 4 * MAX_TENSORS * SLOT_ALIGN),), tensors)
         preparing = asyncio.create_task(asyncio.to_thread(layout.prepare, groups, {}))
         times_s = [time.perf_counter()]
         while not preparing.done():
             await asyncio.sleep(0)
             times_s.append(time.perf_counter())
         await preparing
-        lengths_s = np.diff(times_s)
-        # Waiting for the lock is no processor time of this thread.
-        longest_s, total_s = float(lengths_s.max()), float(lengths_s.sum())
-        holds.rows.append(Hold(f"layout of {MAX_TENSORS:,} tensors", longest_s, longest_s, total_s, len(lengths_s)))
+        return [float(length_s) for length_s in np.diff(times_s)]
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    asyncio.run(scenario())
+    best = min((asyncio.run(lengths_s()) for _ in range(3)), key=max)
+    # Waiting for the lock is no processor time of this thread.
+    holds.rows.append(Hold(f"layout of {MAX_TENSORS:,} tensors", max(best), max(best), sum(best), len(best)))
