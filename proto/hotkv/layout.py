@@ -183,11 +183,26 @@ class Layout:
                     f"tensors[{index}].group_index is {tensor.group_index}; this key space has {len(groups)} groups "
                     f"and {len(representations or {})} representations"
                 )
+        tensors_of = self._by_group()
         for group_index, group in enumerate(groups):
-            self._validate_coverage(group_index, group.shard_bytes[self.shard_index])
+            self._validate_coverage(group_index, tensors_of.get(group_index, []), group.shard_bytes[self.shard_index])
         for group_index, representation in (representations or {}).items():
-            if self.covers(group_index):
-                self._validate_coverage(group_index, representation.shard_bytes[self.shard_index])
+            if group_index in tensors_of:
+                self._validate_coverage(group_index, tensors_of[group_index], representation.shard_bytes[self.shard_index])
+
+    def _by_group(self) -> dict[int, list[PageTensor]]:
+        """Tensors of each group that has any."""
+        tensors_of: dict[int, list[PageTensor]] = {}
+        for tensor in self.tensors:
+            tensors_of.setdefault(tensor.group_index, []).append(tensor)
+        return tensors_of
+
+    def prepare(self, groups: Sequence[GroupSpec], representations: Mapping[int, Representation]) -> None:
+        """Validates, and makes all recipes: then nothing is left for the first transfer to do. Raises ValueError as `validate`."""
+        self.validate(groups, representations)
+        shapes: dict[int, GroupSpec | Representation] = {**dict(enumerate(groups)), **representations}
+        for group_index, shape in shapes.items():
+            self.recipes(group_index, shape)
 
     def _validate_tensor(self, name: str, tensor: PageTensor, handles: dict[str, MemoryHandle]) -> None:
         if tensor.handle_id not in handles:
@@ -214,8 +229,8 @@ class Layout:
         if end > handles[tensor.handle_id].num_bytes:
             raise ValueError(f"{name} ends at byte {end}, beyond the {handles[tensor.handle_id].num_bytes} bytes of its handle")
 
-    def _validate_coverage(self, group_index: int, shard_bytes: int) -> None:
-        pages = sorted((t.shard_offset_bytes, t.page_bytes) for t in self.tensors if t.group_index == group_index)
+    def _validate_coverage(self, group_index: int, tensors: Sequence[PageTensor], shard_bytes: int) -> None:
+        pages = sorted((t.shard_offset_bytes, t.page_bytes) for t in tensors)
         at = 0
         for offset, page_bytes in pages:
             if offset != at:

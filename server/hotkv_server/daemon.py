@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -324,6 +325,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         check_stride=settings.integrity.stride,
         tenants=tenant_shares(settings.security),
         is_backed=False,
+        makes_room=False,
     )
     core = CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity))
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
@@ -365,8 +367,13 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         def on_filled(filled_bytes: int, coming_bytes: int) -> None:
             loop.call_soon_threadsafe(node.grow, filled_bytes, coming_bytes)
 
+        def backed() -> Iterator[int]:
+            for num_entries in memory.records.back_rest():
+                loop.call_soon_threadsafe(node.core.back_entries, num_entries)
+                yield num_entries
+
         # The pinner settles what it is about to pin.
-        memory.filling.start(on_filled, settles=cuda.pinner is None)
+        memory.filling.start(on_filled, settles=cuda.pinner is None, first=backed())
     watch_all(node, settings, cuda, http, publisher)
     herald = Herald(node, rpc, cuda)
     checking = asyncio.create_task(keep_checking(node.health, herald.tell), name="health")

@@ -213,7 +213,7 @@ def snapshot(core: CacheCore) -> object:
     """All that a call may change, as values that compare."""
     space, index, pool = core.space, core.space.index, core.space.pool
     classes = {
-        size: (c.num_slabs, c.free.tolist()) for size, c in pool._classes.items() if c.num_slabs or len(c.free)
+        size: (c.num_slabs, c.free.all().tolist()) for size, c in pool._classes.items() if c.num_slabs or len(c.free)
     }  # an empty class is as good as none
     leases = [copy.deepcopy(lease) for lease in core.leases.all()]
     return (

@@ -69,6 +69,17 @@ def expire(core: CacheCore, now_s: float) -> int:
     return core.counters.expired_leases - before
 
 
+def flush(core: CacheCore, key_space_id: int) -> int:
+    """All parts of `parts.flush`; how many blocks were ready."""
+    return sum(parts.flush(core, key_space_id))
+
+
+def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
+    """All parts of `parts.evict`: (dropped, kept)."""
+    counts = list(parts.evict(core, key_space_id, group_index, hashes))
+    return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
+
+
 def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
     """All parts of `parts.evict_all`: (dropped, kept)."""
     counts = list(parts.evict_all(core, key_space_id))

@@ -18,7 +18,7 @@ from hotkv_server.core.slabs import aligned
 from hotkv_server.core.transfers import StoreTransfer
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run, SlotRun
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, ModelTransfer, no_room_left, reserve_allowed, snapshot
-from tests.core.support import evict_all, expire, make_key_space, make_table, taken_over, words_of
+from tests.core.support import evict, evict_all, expire, flush, make_key_space, make_table, taken_over, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
@@ -456,7 +456,7 @@ class CacheMachine(RuleBasedStateMachine):
     def evict(self, ks: int, group: int, numbers: list[int] | None) -> None:
         hashes = None if numbers is None else words_of(numbers)
         reasons = self.refusal((ks > len(self.core.key_spaces) or (ks == 0 and numbers is not None), Reason.UNKNOWN_KEY_SPACE))
-        answer = self.call(lambda: evict_all(self.core, ks) if hashes is None else self.core.evict(ks, group, hashes), *reasons)
+        answer = self.call(lambda: evict_all(self.core, ks) if hashes is None else evict(self.core, ks, group, hashes), *reasons)
         if answer is None:
             return
         if numbers is None:
@@ -470,7 +470,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(ks=st.integers(0, 3))
     def flush(self, ks: int) -> None:
         reasons = self.refusal((ks not in self.core.key_spaces, Reason.UNKNOWN_KEY_SPACE))
-        count = self.call(lambda: self.core.flush(ks), *reasons)
+        count = self.call(lambda: flush(self.core, ks), *reasons)
         if count is not None:
             assert count == self.model.flush(ks, self.whole)
 
@@ -510,8 +510,8 @@ class CacheMachine(RuleBasedStateMachine):
             (lambda: core.begin_store(session, "", "a", [], 0, 0.0, now_s), Reason.INVALID_FIELD),
             (lambda: core.open_session("", "rank", self.key_spaces[0], now_s), Reason.INVALID_FIELD),
             (lambda: evict_all(core, 9), Reason.UNKNOWN_KEY_SPACE),
-            (lambda: core.evict(ks, 2, one), Reason.INVALID_FIELD),
-            (lambda: core.evict(ks, 0, many), Reason.TOO_LARGE),
+            (lambda: evict(core, ks, 2, one), Reason.INVALID_FIELD),
+            (lambda: evict(core, ks, 0, many), Reason.TOO_LARGE),
         ]
         if not core.draining and self.may_lease(engine):
             calls += [

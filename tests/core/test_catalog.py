@@ -13,7 +13,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.catalog import FORGET_S, MAX_KEY_SPACES, weight_bytes
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import KEY_SPACE_ROWS, CoreConfig, HashList, Run, TenantShare
-from tests.core.support import make_table, words_of
+from tests.core.support import flush, make_table, words_of
 
 ARENA, SLAB = 1 << 20, 1 << 16
 GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),)
@@ -36,7 +36,7 @@ def make_room(core: CacheCore, key_space: KeySpace, kinds: tuple[Representation,
     """As the node does; the numbers that were forgotten."""
     gone = []
     while number := core.catalog.surplus(key_space, kinds):
-        core.flush(number)
+        flush(core, number)
         assert core.catalog.forget(number)
         gone.append(number)
     return gone
@@ -107,7 +107,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def flush(self, data: st.DataObject) -> None:
         key_space = data.draw(st.sampled_from(list(self.numbers)))
-        assert self.core.flush(self.numbers[key_space]) == len(self.blocks.pop(key_space, ()))
+        assert flush(self.core, self.numbers[key_space]) == len(self.blocks.pop(key_space, ()))
 
     @rule(wait_s=st.sampled_from([1.0, FORGET_S / 2, FORGET_S]))
     def wait(self, wait_s: float) -> None:
@@ -183,7 +183,7 @@ def test_rows_stay_apart_while_numbers_grow() -> None:
         session = core.open_session("engine", "tool", named(str(number)), 0.0)
         if number > KEY_SPACE_ROWS - 3:
             store(core, session.number, range(2))
-            core.flush(session.key_space_id)
+            flush(core, session.key_space_id)
         core.close_session(session.number, 0.0)
         assert core.catalog.forget(session.key_space_id)
     assert session.key_space_id > KEY_SPACE_ROWS + 3

@@ -12,7 +12,7 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import flush, make_key_space, make_table, words_of
 
 NUM_SLOTS = 24
 NUMBERS = st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=8, unique=True)
@@ -63,7 +63,7 @@ def test_what_is_pinned_stays_as_it_is_until_its_last_lease_ends(
     gone = {row.tobytes() for notice in core.take_effects() for row in notice.hashes}
     left = [number for number in everything if words_of([number])[0].tobytes() not in gone]
 
-    assert core.flush(1) == len(left)
+    assert flush(core, 1) == len(left)
     core.check_invariants()
     assert not found(core, everything)
     noticed = {row.tobytes() for notice in core.take_effects() for row in notice.hashes}
@@ -97,7 +97,7 @@ def test_what_is_pinned_stays_as_it_is_until_its_last_lease_ends(
 def test_what_is_reserved_never_becomes_ready() -> None:
     core, session = filled(2)
     core.reserve(session, "later", [Run(0, words_of([5, 6]))], 0.0, 1.0)
-    assert core.flush(1) == 2
+    assert flush(core, 1) == 2
     # Nobody writes them, so others may store them at once.
     assert store(core, session, [5]) == [BlockResult.STORED]
     core.begin_store(session, "t", "later", [Run(0, words_of([5, 6]))], 0, 0.0, 2.0)
@@ -111,7 +111,7 @@ def test_a_block_that_half_the_ranks_have_written_never_becomes_ready() -> None:
     core.begin_store(session, "rank 0", "lease", [run], 0, 0.0, 1.0)
     assert core.end_store(session, "rank 0", True, 1.0)[0].tolist() == [BlockResult.WRITTEN]
     core.begin_store(session, "rank 1", "lease", [run], 1, 0.0, 1.0)
-    assert core.flush(1) == 0
+    assert flush(core, 1) == 0
     assert core.end_store(session, "rank 1", True, 1.0)[0].tolist() == [BlockResult.ABORTED]
     assert not found(core, [1])
     assert len(core.leases) == 0
@@ -123,11 +123,11 @@ def test_other_key_spaces_keep_theirs() -> None:
     other = core.open_session("other", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
     store(core, other, [0, 1], KEPT)
     core.begin_store(other, "t", "t", [Run(0, words_of([7]))], 0, 0.0, 1.0)
-    assert core.flush(1) == 3
+    assert flush(core, 1) == 3
     assert core.end_store(other, "t", True, 1.0)[0].tolist() == [BlockResult.STORED]
     assert found(core, [0, 1, 7], 2) == [0, 1, 7]
     assert core.holds.held_bytes == 2 * SLOT_ALIGN
     with pytest.raises(HotKVError) as caught:
-        core.flush(3)
+        flush(core, 3)
     assert caught.value.reason is Reason.UNKNOWN_KEY_SPACE
     assert store(core, session, [0]) == [BlockResult.STORED]

@@ -2,9 +2,11 @@
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import holds as holds_module
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.tenants import TenantBook
@@ -60,7 +62,8 @@ class HoldsMachine(RuleBasedStateMachine):
     def expire(self, passed_s: float) -> None:
         """At its very end a hold is over."""
         self.now_s += passed_s
-        self.holds.expire(self.now_s)
+        for _ in self.holds.expire(self.now_s):
+            pass
         self.until_s = {entry: until_s for entry, until_s in self.until_s.items() if until_s > self.now_s}
 
     @rule(places=PLACES)
@@ -82,3 +85,28 @@ class HoldsMachine(RuleBasedStateMachine):
 
 
 TestHoldsMachine = HoldsMachine.TestCase
+
+
+def test_what_is_held_while_others_end_ends_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holds_module, "PART_ENTRIES", 2)
+    machine = HoldsMachine()
+    machine.start(1 << 40, 0)
+    machine.hold(list(range(8)), 0.5)
+    machine.now_s = 0.5
+    ending = machine.holds.expire(machine.now_s)
+    for _ in range(3):
+        next(ending)
+    # One that lies in a part that has been looked at, one in a part that has not.
+    for entry, until_s in ((2, 2.0), (20, 3.0)):
+        machine.holds.hold(np.array([entry], np.uint32), until_s)
+        machine.holds.check_invariants()
+    for _ in ending:
+        machine.holds.check_invariants()
+    assert machine.holds.entries().tolist() == [2, 20]
+    assert not list(machine.holds.expire(1.9))
+    for _ in machine.holds.expire(2.0):
+        pass
+    assert machine.holds.entries().tolist() == [20]
+    for _ in machine.holds.expire(3.0):
+        pass
+    assert not len(machine.holds) and machine.holds.held_bytes == 0

@@ -155,3 +155,12 @@ def test_memory_for_the_table_is_taken_at_start(tmp_path: Path) -> None:
     memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 14, 7)
     assert not memory.table_file.has_holes()
     memory.remove()
+
+
+def test_a_restart_brings_in_the_records_that_it_restores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path, unfit=False)
+    monkeypatch.setattr(arena_module, "FIRST_ENTRIES", 2)
+    start = Start(tmp_path, prefault=True).take_over()
+    assert start.memory.records.num_entries == start.core.space.index.limit >= 5
+    assert start.found(KEY_SPACES[0], range(5)) == [True] * 5
+    start.memory.remove()

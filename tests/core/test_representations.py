@@ -17,7 +17,7 @@ from hotkv_server.core.catalog import MAX_REPRESENTATIONS
 from hotkv_server.core.policies import LRU, POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
-from tests.core.support import evict_all, expire, make_key_space, make_table, taken_over, words_of
+from tests.core.support import evict, evict_all, expire, flush, make_key_space, make_table, taken_over, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
@@ -266,7 +266,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         named = {key for key in self.ready if numbers is None or key[1] in numbers}
         reserved = {key for write in self.writes.values() for key in write.masks if key[0] == 0 and numbers and key[1] in numbers}
         pinned = {key for key in named if self.offset(key) in self.pinned()}
-        counts = evict_all(self.core, 1) if numbers is None else self.core.evict(1, 0, words_of(numbers))
+        counts = evict_all(self.core, 1) if numbers is None else evict(self.core, 1, 0, words_of(numbers))
         assert counts == (len(named - pinned), len(named & pinned) + len(reserved))
         self.settle()
 
@@ -274,7 +274,7 @@ class RepresentationMachine(RuleBasedStateMachine):
     def flush(self, really: bool) -> None:
         if not really:
             return
-        assert self.core.flush(1) == len(self.ready)
+        assert flush(self.core, 1) == len(self.ready)
         for name, write in list(self.writes.items()):
             write.aborted |= set(write.masks)
             if not write.copies:
@@ -306,7 +306,7 @@ class RepresentationMachine(RuleBasedStateMachine):
             lambda: self.core.acquire(session, "x", [HashList(group, one)], 0.0, self.now_s),
             lambda: self.core.reserve(session, "x", [Run(group, one)], 0.0, self.now_s),
             lambda: self.core.touch(session, [HashList(MAX_GROUPS, one)], self.now_s),
-            lambda: self.core.evict(1, MAX_GROUPS, one),
+            lambda: evict(self.core, 1, MAX_GROUPS, one),
         ]
         for call in calls:
             with pytest.raises(HotKVError) as raised:
@@ -359,7 +359,7 @@ def test_a_block_that_is_written_anew_is_none_to_go_with() -> None:
     cases = Cases()
     cases.store((0, [1, 2]))
     cases.begin("late", (MAX_GROUPS, [1, 2]))
-    cases.core.evict(1, 0, words_of([1]))
+    evict(cases.core, 1, 0, words_of([1]))
     cases.begin("anew", (0, [1]))
     assert cases.end("late") == [{BlockResult.ABORTED, BlockResult.STORED}]
     assert cases.found(MAX_GROUPS) == [2]

@@ -13,7 +13,7 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, Run
-from tests.core.support import expire, make_key_space, make_table, words_of
+from tests.core.support import evict, expire, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLOTS = 64
@@ -98,7 +98,7 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(policy: str, how: st
         cache.store(chain, retention=keep)
     cache.flood(5 * NUM_SLOTS, 0.999 * ttl_s, flood)
     assert cache.found(chain) == chain and cache.core.counters.held_blocks == num_pinned
-    assert cache.core.evict(1, 0, words_of(chain)) == (0, num_pinned)
+    assert evict(cache.core, 1, 0, words_of(chain)) == (0, num_pinned)
     cache.check()
     cache.advance(ttl_s)
     assert not len(cache.core.holds) and cache.found(chain) == chain
@@ -106,7 +106,7 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(policy: str, how: st
     # Some policies keep what was used twice through any flood of what is used once; nothing keeps it from going.
     left = cache.found(chain)
     assert not left or policy not in ("lru", "s3fifo")
-    assert cache.core.evict(1, 0, words_of(chain)) == (len(left), 0)
+    assert evict(cache.core, 1, 0, words_of(chain)) == (len(left), 0)
     cache.read_notices()
     cache.check()
 
@@ -191,7 +191,7 @@ def test_what_comes_before_a_new_block_counts_as_in_use(policy: str, passed_s: f
     cache.store(chain)
     cache.store(other)
     missing = length // 3
-    assert cache.core.evict(1, 0, words_of(chain[missing : missing + 1])) == (1, 0)
+    assert evict(cache.core, 1, 0, words_of(chain[missing : missing + 1])) == (1, 0)
     cache.advance(passed_s)
     cache.store(chain + cache.fresh(5), length)
     space = cache.core.space

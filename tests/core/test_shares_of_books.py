@@ -18,7 +18,7 @@ from hotkv_server.core.leases import read_weight
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.transfers import MAX_TRANSFERS
 from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import evict, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 ARENA = 64 * SLAB
@@ -145,7 +145,7 @@ def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.Mon
     assert (dropped, kept) == (16, 0)
     # Numbers that are free again are given to others meanwhile, and blocks that were to go have gone.
     store(core, mine, list(range(200, 210)), "more")
-    core.evict(1, 0, words_of([90, 91]))
+    evict(core, 1, 0, words_of([90, 91]))
     for part in steps:
         dropped, kept = dropped + part[0], kept + part[1]
     core.check_invariants()

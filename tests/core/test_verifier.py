@@ -14,7 +14,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.runtime import verify
 from hotkv_server.runtime.takeover import UseNotes
 from hotkv_server.runtime.verify import Case, Verifier
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import evict, flush, make_key_space, make_table, words_of
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 6, 40
 
@@ -73,9 +73,9 @@ def test_bytes_behind_the_end_of_a_block_do_not_matter(arena: Arena) -> None:
 def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
     """Its slot has another block by then, so that the bytes did not agree says nothing."""
     cases = arena.verifier.cases(arena.entries(range(10)))
-    arena.core.evict(1, 0, words_of([3]))
+    evict(arena.core, 1, 0, words_of([3]))
     arena.spoil(4)
-    arena.core.evict(1, 0, words_of([4]))
+    evict(arena.core, 1, 0, words_of([4]))
     arena.store(range(20, 22))
     assert len(arena.verifier.settle(cases, arena.verifier.judge(cases))) == 0
     assert arena.found() == [number not in (3, 4) for number in range(10)]
@@ -130,7 +130,7 @@ def test_a_block_that_is_flushed_under_a_lease_is_still_compared(arena: Arena) -
     arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
     slots = arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(10))])
     arena.spoil(3)
-    arena.core.flush(1)
+    flush(arena.core, 1)
     cases = arena.verifier.unverified(slots)
     assert len(arena.verifier.settle(cases, arena.verifier.judge(cases))) == 1
     assert int(arena.core.space.index.unverified.sum()) == 1, "what agrees is cleared"
@@ -200,6 +200,6 @@ def test_times_of_last_use_are_taken_in_parts(arena: Arena, num_parts: int) -> N
     taken = [notes.take(num_parts) for _ in range(num_parts)]
     assert all(part is None for part in taken[:-1]) and taken[-1] is not None
     assert taken[-1][arena.entries(range(10))] == pytest.approx(1.0, abs=0.001)
-    arena.core.evict(1, 0, words_of([3]))
+    evict(arena.core, 1, 0, words_of([3]))
     again = [notes.take(num_parts) for _ in range(num_parts)][-1]
     assert again is not None and int(np.isnan(again).sum()) == len(again) - 9

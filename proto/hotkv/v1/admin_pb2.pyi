@@ -301,7 +301,7 @@ class Tier(google.protobuf.message.Message):
     name: builtins.str
     """`host`, later `disk` and others."""
     capacity_byte_count: builtins.int
-    """Bytes it may hold."""
+    """Bytes it may hold, as far as it has memory."""
     used_byte_count: builtins.int
     """Bytes in slots that are reserved or ready."""
     pinned_byte_count: builtins.int

@@ -146,7 +146,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FlushKeySpace(self, request, context):
-        """Forgets a key space's blocks, also pinned ones: the very next lookup finds none of them.
+        """Forgets a key space's blocks, also pinned ones. When it answers, none of those that were there, or were being stored, when it was asked
+        is found any more. Others are served meanwhile; what they store may be forgotten, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -322,7 +322,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
     """Takes no new work and stops when all has ended or the deadline passes."""
 
     FlushKeySpace: _AdminServiceFlushKeySpaceType
-    """Forgets a key space's blocks, also pinned ones: the very next lookup finds none of them."""
+    """Forgets a key space's blocks, also pinned ones. When it answers, none of those that were there, or were being stored, when it was asked
+    is found any more. Others are served meanwhile; what they store may be forgotten, too.
+    """
 
     WatchRequests: _AdminServiceWatchRequestsType
     """Streams the requests that engines report, from now on; a reader that is too slow misses some and is told how many."""
@@ -445,7 +447,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv.v1.admin_pb2.FlushKeySpaceRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv.v1.admin_pb2.FlushKeySpaceResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.FlushKeySpaceResponse]]:
-        """Forgets a key space's blocks, also pinned ones: the very next lookup finds none of them."""
+        """Forgets a key space's blocks, also pinned ones. When it answers, none of those that were there, or were being stored, when it was asked
+        is found any more. Others are served meanwhile; what they store may be forgotten, too.
+        """
 
     @abc.abstractmethod
     def WatchRequests(

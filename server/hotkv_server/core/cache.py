@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from hotkv import table
 from hotkv.errors import HotKVError, Reason
-from hotkv.groups import longest_hit
 from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
@@ -64,7 +63,10 @@ class CacheCore:
     def __init__(self, config: CoreConfig, block_table: BlockTable, policy: Policy) -> None:
         self.config = config
         self.counters = Counters()
-        self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, is_backed=config.is_backed)
+        backed, makes_room = config.is_backed, config.makes_room
+        self.space = Space(
+            block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, is_backed=backed, makes_room=makes_room
+        )
         self.catalog = Catalog(self.space, len(config.tenants))
         self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
         self.client_memory = FairBound(config.client_memory_bytes)
@@ -82,6 +84,10 @@ class CacheCore:
     def grow(self, num_bytes: int, coming_bytes: int = 0) -> None:
         """As Space.grow: so much of the arena, from its start, has memory now, and about so much more within moments. Never shrinks it."""
         self.space.grow(num_bytes, coming_bytes)
+
+    def back_entries(self, num_entries: int) -> None:
+        """So many entries have memory in the block table now; until the first call all have."""
+        self.space.index.back(num_entries)
 
     # Sessions and key spaces
 
@@ -155,6 +161,11 @@ class CacheCore:
         for g in groups:
             words = self.space.index.find(session.key_space_id, g.group_index, g.hashes)
             self._retain(words[table.is_ready(words)], retention, now_s)
+
+    def hold(self, session_number: int, hash_list: HashList, until_s: float) -> None:
+        """Keeps those of the blocks that are ready until then, as far as the budget goes; a touch has checked the list before."""
+        words = self.space.index.find(self._session(session_number).key_space_id, hash_list.group_index, hash_list.hashes)
+        self.counters.held_blocks += self.holds.hold(words[table.is_ready(words)], until_s)
 
     def _retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
         """Touches ready entries, in chain order, as much and for as long as the retention says."""
@@ -532,40 +543,31 @@ class CacheCore:
 
     # For operators
 
-    def evict(self, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
-        """Drops those of the named blocks that are not pinned; returns (dropped, kept)."""
+    def named(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
+        """Entries of blocks by their hashes, ready or reserved, each once."""
         self._check_groups(self.catalog.record(key_space_id), [group_index], len(hashes), only_blocks=True)
         words = self.space.index.find(key_space_id, group_index, hashes)
-        entries = np.unique(words[words != 0] & ~RESERVED_FLAG)
-        dropped = self.space.evict(entries)
-        return dropped, len(entries) - dropped
+        return np.unique(words[words != 0] & ~RESERVED_FLAG)
 
-    def flush(self, key_space_id: int) -> int:
-        """Forgets all blocks of a key space; returns how many were ready. The very next lookup finds none of them.
+    def abort(self, lease: WriteLease) -> None:
+        """What is reserved or being written under a lease never becomes ready."""
+        self.space.index.mark_written(lease.entries, ABORTED_MARK)
+        self._settle_write(lease, (1 << self.key_space(lease.key_space_id).num_shards) - 1)
 
-        Also pinned ones: what a lease was promised can still be loaded under it, by nobody else. What is reserved or being written at
-        this moment never becomes ready.
+    def flush(self, entries: Entries) -> None:
+        """Forgets ready blocks of a key space: the very next lookup finds none of them.
+
+        Also pinned ones: what a lease was promised can still be loaded under it, by nobody else.
         """
-        whole = (1 << self.key_space(key_space_id).num_shards) - 1
-        for lease in self.leases.all():
-            if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id:
-                self.space.index.mark_written(lease.entries, ABORTED_MARK)
-                self._settle_write(lease, whole)
-        entries = self.space.index.ready_blocks(key_space_id)
         self.holds.let_go(entries)
         self.space.flush(entries)
         self.counters.flushed_blocks += len(entries)
-        return len(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
         """What must be told since the last call."""
         effects, self.space.effects = self.space.effects, []
         self.counters.evicted_blocks = self.space.evicted_blocks
         return effects
-
-    def hit_tokens(self, key_space_id: int, masks: list[BoolMask], num_tokens: int) -> int:
-        """Longest hit over per-group masks, by the hit rule."""
-        return longest_hit(self.key_space(key_space_id).groups, masks, num_tokens)
 
     def check_invariants(self) -> None:
         """Raises AssertionError where any book disagrees with another. Linear in capacity."""

@@ -5,25 +5,33 @@ exceed the budget, nor those of a tenant what is its share of it; what does not 
 session that asked.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
-from numpy.typing import NDArray
 
 from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import Entries
 
+PART_ENTRIES = 1 << 18
+"""Ends that are looked at in one part: in a millisecond or two."""
+
 
 class Holds:
-    """Held entries in rising order and their ends, seconds of `now_s`. None ends before `_next_end_s`."""
+    """When the hold of each entry ends, float64 by entry number, seconds of `now_s`, 0 for none. None ends before `_next_end_s`."""
 
     def __init__(self, index: BlockIndex, tenants: TenantBook, share: float) -> None:
         self.held_bytes = 0
         self._index = index
         self._tenants = tenants
         self._share = share
-        self._entries = np.empty(0, np.uint32)
-        self._until_s = np.empty(0, np.float64)
+        # Memory comes with the first hold of an entry nearby.
+        self._until_s = np.zeros(index.capacity + 1, np.float64)
+        self._num_held = 0
+        self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
+        # The same of what was held since `expire` began.
+        self._next_new_end_s = np.inf
 
     @property
     def budget_bytes(self) -> int:
@@ -31,63 +39,90 @@ class Holds:
         return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._num_held
 
     def __repr__(self) -> str:
         return f"Holds({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
         """Keeps ready entries of one tenant until then; returns how many of them are held, from the first on where the budget ends."""
-        entries = entries[np.sort(np.unique(entries, return_index=True)[1])]
-        places = np.searchsorted(self._entries, entries)
-        known = np.append(self._entries, np.uint32(0))[places] == entries
-        self._until_s[places[known]] = np.maximum(self._until_s[places[known]], until_s)
-        fresh = entries[~known]
+        entries = _distinct(entries)
+        is_known = self._until_s[entries] > 0
+        known, fresh = entries[is_known], entries[~is_known]
+        self._until_s[known] = np.maximum(self._until_s[known], until_s)
         sizes = np.cumsum(self._index.slot_bytes(fresh))
-        num_fitting = int(np.searchsorted(sizes, self._room_bytes(fresh), side="right"))
-        if num_fitting:
-            fitting = np.sort(fresh[:num_fitting])
+        fitting = fresh[: int(np.searchsorted(sizes, self._room_bytes(fresh), side="right"))]
+        if len(fitting):
             self._index.pin(fitting, 1)
-            self.held_bytes += int(sizes[num_fitting - 1])
-            places = np.searchsorted(self._entries, fitting)
-            self._entries = np.insert(self._entries, places, fitting)
-            self._until_s = np.insert(self._until_s, places, until_s)
-            self._next_end_s = min(self._next_end_s, until_s)
-        return int(known.sum()) + num_fitting
+            self._until_s[fitting] = until_s
+            self._next_end_s, self._next_new_end_s = min(self._next_end_s, until_s), min(self._next_new_end_s, until_s)
+            self._count(self._tenant(fitting), len(fitting), int(sizes[len(fitting) - 1]))
+        return len(known) + len(fitting)
+
+    def _count(self, tenant: int, num_entries: int, num_bytes: int) -> None:
+        self._num_held += num_entries
+        self.held_bytes += num_bytes
+        self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
+
+    def _tenant(self, entries: Entries) -> int:
+        """That of the first entry: all are of one."""
+        return int(self._tenants.of(self._index.key_spaces(entries[:1]))[0]) if self._tenants.is_used else 0
 
     def _room_bytes(self, fresh: Entries) -> int:
         """What may still be held for the tenant of these entries."""
         room_bytes = self.budget_bytes - self.held_bytes
         if not self._tenants.is_used or not len(fresh):
             return room_bytes
-        tenant = self._tenants.of(self._index.keys(fresh[:1])[0])
-        mine = self._entries[self._tenants.of(self._index.keys(self._entries)[0]) == tenant]
-        bound = int(self._share * self._tenants.surely_bytes(int(tenant[0])))
-        return min(room_bytes, max(0, bound - int(self._index.slot_bytes(mine).sum())))
+        tenant = self._tenant(fresh)
+        bound = int(self._share * self._tenants.surely_bytes(tenant))
+        return min(room_bytes, max(0, bound - self._bytes_of.get(tenant, 0)))
 
-    def expire(self, now_s: float) -> None:
-        """Lets go of entries whose time is over."""
-        if now_s >= self._next_end_s:
-            self._keep(self._until_s > now_s)
+    def expire(self, now_s: float) -> Iterator[None]:
+        """Lets go of entries whose time is over, in parts: anything else may be called between two."""
+        if now_s < self._next_end_s:
+            return
+        soonest_s, self._next_new_end_s = np.inf, np.inf
+        for start in range(0, self._index.num_numbers, PART_ENTRIES):
+            part = self._until_s[start : min(start + PART_ENTRIES, self._index.num_numbers)]
+            held = start + np.flatnonzero(part)
+            self._end(held[self._until_s[held] <= now_s].astype(np.uint32))
+            soonest_s = min(soonest_s, float(part.min(where=part > 0, initial=np.inf)))
+            yield
+        self._next_end_s = min(soonest_s, self._next_new_end_s)
 
     def let_go(self, entries: Entries) -> None:
         """Lets go of these entries at once; those that are not held are passed over."""
-        if len(self._entries):
-            self._keep(~np.isin(self._entries, entries))
+        if self._num_held:
+            self._end(_distinct(entries[self._until_s[entries] > 0]))
 
-    def _keep(self, kept: NDArray[np.bool_]) -> None:
-        gone = self._entries[~kept]
-        self._index.pin(gone, -1)
-        self.held_bytes -= int(self._index.slot_bytes(gone).sum())
-        self._entries, self._until_s = self._entries[kept], self._until_s[kept]
-        self._next_end_s = float(self._until_s.min(initial=np.inf))
+    def _end(self, entries: Entries) -> None:
+        if not len(entries):
+            return
+        self._index.pin(entries, -1)
+        self._until_s[entries] = 0.0
+        sizes = self._index.slot_bytes(entries)
+        owners = self._tenants.of(self._index.key_spaces(entries)) if self._tenants.is_used else np.zeros(len(entries), np.int64)
+        for tenant in np.unique(owners).tolist():
+            mine = owners == tenant
+            self._count(tenant, -int(np.count_nonzero(mine)), -int(sizes[mine].sum()))
 
     def entries(self) -> Entries:
-        """All held entries, in rising order."""
-        return self._entries
+        """All held entries, in rising order. Linear in capacity."""
+        return np.flatnonzero(self._until_s).astype(np.uint32)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books disagree."""
-        assert np.all(np.diff(self._entries.astype(np.int64)) > 0), "an entry is held twice"
-        assert self.held_bytes == int(self._index.slot_bytes(self._entries).sum()) <= self.budget_bytes, "held bytes miscounted"
-        assert np.all(self._index.pins[self._entries] > 0), "a held entry is not pinned"
+        """Raises AssertionError where the books disagree. Linear in capacity."""
+        held = self.entries()
+        assert len(held) == self._num_held, "held entries miscounted"
+        assert self.held_bytes == int(self._index.slot_bytes(held).sum()) <= self.budget_bytes, "held bytes miscounted"
+        assert sum(self._bytes_of.values()) == self.held_bytes, "held bytes of tenants miscounted"
+        assert np.all(self._index.pins[held] > 0), "a held entry is not pinned"
+        assert np.all(self._until_s[held] >= self._next_end_s), "a hold ends unseen"
+
+
+def _distinct(entries: Entries) -> Entries:
+    """Entries without those that were listed before, in their order."""
+    ordered = np.sort(entries)
+    if not np.any(ordered[1:] == ordered[:-1]):
+        return entries
+    return entries[np.sort(np.unique(entries, return_index=True)[1])]

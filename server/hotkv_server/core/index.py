@@ -21,9 +21,11 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key. `num_entries`: those that are not free. `unverified`: their bytes must agree with their check value before they are
-    loaded, because they came back from an old table, or because they did not agree and somebody's lease keeps them. `_salts` [row of
-    the key space, group]: mixed into hashes."""
+    """Entries by key. `num_entries`: those that are not free. `limit`: most that there may be, as so many records have memory.
+
+    `unverified`: their bytes must agree with their check value before they are loaded, because they came back from an old table, or because
+    they did not agree and somebody's lease keeps them. `_salts` [row of the key space, group]: mixed into hashes.
+    """
 
     def __init__(self, block_table: BlockTable) -> None:
         self.table = block_table
@@ -31,12 +33,21 @@ class BlockIndex:
         self.pins = np.zeros(self.capacity + 1, np.uint32)
         self.unverified = np.zeros(self.capacity + 1, np.bool_)
         self.num_entries = 0
+        self.limit = self.capacity
+        self._num_backed = 0
         # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all from `_next_unused` on.
         self._free_head = 0
         self._next_unused = 1
         # Untouched pages of it take no memory.
         self._salts = np.zeros((KEY_SPACE_ROWS, MAX_GROUPS + MAX_REPRESENTATIONS), np.uint64)
         self._kernels = native.load("hotkv_server.core.kernels") or twins
+
+    def back(self, num_entries: int) -> None:
+        """So many entries have memory in the table now; until the first call all have. Not fewer than are in use."""
+        assert num_entries >= self.num_entries, "entries in use have lost their memory"
+        # Pages of the pins come now, a few at a time, and not with the first lease of many blocks.
+        self.pins[self._num_backed + 1 : num_entries + 1] += np.uint32(0)
+        self.limit, self._num_backed = num_entries, max(num_entries, self._num_backed)
 
     def __repr__(self) -> str:
         return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
@@ -60,7 +71,7 @@ class BlockIndex:
         self, key_space_id: int, group_index: int, hashes: Words, offsets: Int64s, slot_bytes: int, depths: Int64s, lease_number: int
     ) -> Entries:
         """Adds reserved entries for keys that are not in the index; fewer, from the first on, where the index is full."""
-        count = min(len(hashes), self.capacity - self.num_entries)
+        count = min(len(hashes), self.limit - self.num_entries)
         entries = np.empty(count, np.uint32)
         fitted, self._free_head, self._next_unused = self._kernels.insert(
             self.table.buckets,
@@ -215,18 +226,24 @@ class BlockIndex:
         """Which entries [n] are ready or detached: their slots hold whole blocks."""
         return np.isin(self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16), (table.STATE_READY, table.STATE_DETACHED))
 
-    def ready_blocks(self, key_space_id: int = 0) -> Entries:
-        """Numbers of ready entries, of one key space if given, without representations. Linear in capacity."""
-        records = self.table.records[: self._next_unused]
-        mask = (self.states() == table.STATE_READY) & (records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF) < MAX_GROUPS)
+    def ready_blocks(self, key_space_id: int = 0, first: int = 0, end: int | None = None) -> Entries:
+        """Numbers of ready entries, of one key space if given, without representations: of all, or of those from `first` to `end`."""
+        records = self.table.records[first : self._next_unused if end is None else min(end, self._next_unused)]
+        states = records[:, table.W_GROUP_STATE]
+        mask = (states >> np.uint32(16) == table.STATE_READY) & (states & np.uint32(0xFFFF) < MAX_GROUPS)
         if key_space_id:
             mask &= records[:, table.W_KEY_SPACE] == key_space_id
-        return np.flatnonzero(mask).astype(np.uint32)
+        return (first + np.flatnonzero(mask)).astype(np.uint32)
 
     def keys(self, entries: Entries) -> tuple[NDArray[np.uint32], NDArray[np.uint32], Words]:
         """Key space ids [n], group indices [n] and hash words [n, 8] of entries."""
         rows = self.table.records[entries]
         return rows[:, table.W_KEY_SPACE], rows[:, table.W_GROUP_STATE] & np.uint32(0xFFFF), np.ascontiguousarray(rows[:, :8])
+
+    def key_spaces(self, entries: Entries) -> NDArray[np.uint32]:
+        """Key space ids [n] of entries."""
+        key_spaces: NDArray[np.uint32] = self.table.records[entries, table.W_KEY_SPACE]
+        return key_spaces
 
     def mixed(self, entries: Entries) -> Keys:
         """Keys of entries as 64 bits [n]: the hash mixed with key space and group, as the table does."""

@@ -109,6 +109,11 @@ class WriteLease:
 Lease = ReadLease | WriteLease
 
 
+def num_listed(lease: Lease) -> int:
+    """Blocks that a lease was asked for."""
+    return sum(len(entries) for _, entries in lease.groups) if isinstance(lease, ReadLease) else len(lease.listed)
+
+
 def read_weight(num_lists: int, num_blocks: int) -> int:
     """About how many bytes a read lease takes that was asked for so many blocks, found or not."""
     return LEASE_BYTES + LIST_BYTES * num_lists + 4 * num_blocks

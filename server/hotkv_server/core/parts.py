@@ -1,49 +1,138 @@
 """Long work of the core in parts: each generator does one part a step, and between two steps anything else may be called.
 
-Only work whose pieces are decisions of their own is here. What a piece finds changed since the first step, it leaves alone.
+What a piece finds changed since the first step, it leaves alone, unless it says so. A part takes milliseconds, however large the cache is.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from hotkv import table
 from hotkv.keys import MAX_GROUPS
+from hotkv.retention import Retention
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.leases import Lease
-from hotkv_server.core.values import Entries
+from hotkv_server.core.leases import Lease, WriteLease, num_listed
+from hotkv_server.core.space import MAX_REFRESHED
+from hotkv_server.core.values import Entries, HashList, Run
 
-LEASES = 64
-"""A part; a lease may list 2^17 blocks."""
-BLOCKS = 1 << 13
+LEASED_BLOCKS = 1 << 16
+"""Listed by the leases of one part, unless a single one lists more."""
+LEASE_BLOCKS = 1 << 10
+"""What a lease counts besides the blocks that it lists."""
+BLOCKS = 1 << 12
+SCANNED_ENTRIES = 1 << 17
 
 
 def expire(core: CacheCore, now_s: float) -> Iterator[None]:
     """Ends leases and holds whose time is up; leases with copies in flight end with the copies."""
-    core.holds.expire(now_s)
-    late = core.late(now_s)
-    for start in range(0, len(late), LEASES):
-        core.counters.expired_leases += _end(core, late[start : start + LEASES])
+    yield from core.holds.expire(now_s)
+    for part in _portions(core.late(now_s)):
+        core.counters.expired_leases += _end(core, part)
         yield
 
 
 def end_leases(core: CacheCore, session_number: int) -> Iterator[None]:
     """Ends the leases of a session that is about to be closed and takes no new ones."""
-    leases = core.leases.of_session(session_number)
-    for start in range(0, len(leases), LEASES):
-        _end(core, leases[start : start + LEASES])
+    for part in _portions(core.leases.of_session(session_number)):
+        _end(core, part)
         yield
 
 
-def evict_all(core: CacheCore, key_space_id: int) -> Iterator[tuple[int, int]]:
-    """Drops all blocks of a key space (0: of all) that are there at the first step, but for pinned ones; (dropped, kept) of each part."""
-    if key_space_id:
-        core.key_space(key_space_id)
-    everything = core.space.index.ready_blocks(key_space_id)
-    for start in range(0, len(everything), BLOCKS):
-        entries = _still_ready(core, everything[start : start + BLOCKS], key_space_id)
+def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: table.Words) -> Iterator[tuple[int, int]]:
+    """Drops those of the named blocks that are not pinned; (dropped, kept) of each part."""
+    index = core.space.index
+    named = core.named(key_space_id, group_index, hashes)
+    generations = index.table.records[named, table.W_GENERATION]
+    for start in range(0, len(named), BLOCKS):
+        entries = named[start : start + BLOCKS]
+        same = index.table.records[entries, table.W_GENERATION] == generations[start : start + BLOCKS]
+        entries = entries[same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)]
         dropped = core.space.evict(entries)
         yield dropped, len(entries) - dropped
+
+
+def evict_all(core: CacheCore, key_space_id: int) -> Iterator[tuple[int, int]]:
+    """Drops all blocks of a key space (0: of all) that are there at the first step, but for pinned ones; (dropped, kept) of each part.
+
+    What comes meanwhile may go too.
+    """
+    if key_space_id:
+        core.key_space(key_space_id)
+    for entries in _ready_blocks(core, key_space_id):
+        dropped = core.space.evict(entries)
+        yield dropped, len(entries) - dropped
+
+
+def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
+    """Forgets all blocks of a key space that are there at the first step; how many of them were ready, part by part.
+
+    After the last step none of them is found again. What is reserved or being written at the first step never becomes ready, unless it
+    does so before its turn: then it is forgotten with the others. What comes meanwhile may go too.
+    """
+    core.key_space(key_space_id)
+    writing = [lease for lease in core.leases.all() if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id]
+    # All of them before the first block: whatever becomes ready before its lease's turn is found below.
+    for part in _portions(writing):
+        for lease in part:
+            if isinstance(lease, WriteLease) and core.leases.get(lease.engine_id, lease.lease_id) is lease:
+                core.abort(lease)
+        yield 0
+    for entries in _ready_blocks(core, key_space_id):
+        core.flush(entries)
+        yield len(entries)
+
+
+def use(core: CacheCore, session_number: int, hash_list: HashList, now_s: float, retention: Retention) -> Iterator[None]:
+    """As `CacheCore.touch` of one list, with what is to be kept in parts of its own."""
+    core.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
+    for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
+        yield
+        part = HashList(hash_list.group_index, hash_list.hashes[start : start + BLOCKS])
+        if session_number in core.sessions:
+            core.hold(session_number, part, now_s + retention.ttl_s)
+
+
+def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
+    """Makes room for those blocks of the runs that are not there, as reserving them would; no part where little is to be done.
+
+    For a core whose `makes_room` is False: the runs are reserved right after the last step. Runs that the core would refuse are left alone.
+    """
+    record, index = core.catalog.record(key_space_id), core.space.index
+    wanted: dict[tuple[int, int], int] = {}
+    kept: list[Entries] = []
+    for run in runs:
+        if not record.has(run.group_index):
+            return
+        words = index.find(key_space_id, run.group_index, run.hashes)
+        kept.append(index.chain_to(key_space_id, record.block_group(run.group_index), run.parent, MAX_REFRESHED))
+        kept.append(words[table.is_ready(words)])
+        kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
+        wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
+    staying = np.concatenate(kept) if kept else np.empty(0, np.uint32)
+    generations = index.table.records[staying, table.W_GENERATION]
+    for (slot_bytes, is_kind), count in wanted.items():
+        making = core.space.make_room(key_space_id, is_kind * MAX_GROUPS, slot_bytes, count)
+        while True:
+            same = (index.table.records[staying, table.W_GENERATION] == generations) & index.is_ready(staying)
+            staying, generations = staying[same], generations[same]
+            index.pin(staying, 1)
+            has_more = next(making, _END) is not _END
+            index.pin(staying, -1)
+            if not has_more:
+                break
+            yield
+
+
+_END = object()
+
+
+def _ready_blocks(core: CacheCore, key_space_id: int) -> Iterator[Entries]:
+    """Blocks of a key space (0: of all) that are ready when they come: all that are there at the first step, some that come later."""
+    for start in range(0, core.space.index.num_numbers, SCANNED_ENTRIES):
+        found = core.space.index.ready_blocks(key_space_id, start, start + SCANNED_ENTRIES)
+        for at in range(0, max(1, len(found)), BLOCKS):
+            yield _still_ready(core, found[at : at + BLOCKS], key_space_id) if at else found[:BLOCKS]
 
 
 def _still_ready(core: CacheCore, entries: Entries, key_space_id: int) -> Entries:
@@ -54,6 +143,16 @@ def _still_ready(core: CacheCore, entries: Entries, key_space_id: int) -> Entrie
         mask &= records[entries, table.W_KEY_SPACE] == key_space_id
     ready: Entries = entries[mask]
     return ready
+
+
+def _portions(leases: Sequence[Lease]) -> Iterator[Sequence[Lease]]:
+    """Leases in parts of about the same work."""
+    first, weight = 0, 0
+    for at, lease in enumerate(leases):
+        weight += LEASE_BLOCKS + num_listed(lease)
+        if weight >= LEASED_BLOCKS or at == len(leases) - 1:
+            yield leases[first : at + 1]
+            first, weight = at + 1, 0
 
 
 def _end(core: CacheCore, leases: Sequence[Lease]) -> int:

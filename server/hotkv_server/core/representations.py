@@ -69,6 +69,11 @@ class Representations:
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
+    def linked(self, entries: Entries) -> NDArray[np.bool_]:
+        """Which of the entries [n] are representations of a block that is ready."""
+        are: NDArray[np.bool_] = self.among(entries) & (self._records[entries, table.W_REPRESENTATION] != 0)
+        return are
+
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
         """Makes reserved ones ready, each for a ready block, in place of what that had. `checks`: as in `Space.publish`."""
         former = self.of(blocks)
@@ -87,11 +92,6 @@ class Representations:
         """Ready ones go, and their blocks stay."""
         self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
         self._go(entries)
-
-    def evictable(self, slot_bytes: int) -> Entries:
-        """Those that may go alone, of one slot size unless that is 0. Linear in capacity."""
-        entries = self.ready() if self.declared else np.empty(0, np.uint32)
-        return entries[self._index.evictable(entries, slot_bytes)]
 
     def _go(self, entries: Entries) -> None:
         if not len(entries):

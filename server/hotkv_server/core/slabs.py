@@ -5,6 +5,7 @@ slot is freed goes back at once and may be lent to any other size; a slot larger
 memory are lent (`back`). It never moves or evicts anything: an allocation that does not fit is granted short.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ Int64s = NDArray[np.int64]
 
 _FREE, ABSENT = -1, -2
 """Instead of a slot size in the table of owners: the slab is lent to none; it has no memory yet."""
+CHUNK_SLOTS = 1 << 14
+"""What is freed joins the chunk before it as long as that has no more slots."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -66,8 +69,66 @@ class PoolFigures:
         return sum(abs(of_arena / lent_share - of_used) for _, of_arena, of_used in self.shares) / 2
 
 
+class FreeSlots:
+    """Offsets of free slots: the last that came is handed out first. In chunks: one array of millions would be copied at every change."""
+
+    __slots__ = ("_chunks", "_num")
+
+    def __init__(self) -> None:
+        self._chunks: list[Int64s] = []
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __repr__(self) -> str:
+        return f"FreeSlots({self._num})"
+
+    def add(self, offsets: Int64s) -> None:
+        """These come last."""
+        if self._chunks and len(self._chunks[-1]) + len(offsets) <= CHUNK_SLOTS:
+            self._chunks[-1] = np.concatenate((self._chunks[-1], offsets))
+        elif len(offsets):
+            self._chunks.append(offsets)
+        self._num += len(offsets)
+
+    def add_below(self, offsets: Int64s) -> None:
+        """These come before all others."""
+        if len(offsets):
+            self._chunks.insert(0, offsets)
+        self._num += len(offsets)
+
+    def take(self, count: int) -> Int64s:
+        """The last `count`, or all that there are, the last one first."""
+        taken: list[Int64s] = []
+        missing = min(count, self._num)
+        self._num -= missing
+        while missing:
+            chunk = self._chunks[-1]
+            taken.append(chunk[max(0, len(chunk) - missing) :][::-1])
+            if len(chunk) > missing:
+                self._chunks[-1] = chunk[: len(chunk) - missing]
+            else:
+                self._chunks.pop()
+            missing -= len(taken[-1])
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+    def keep(self, is_kept: Callable[[Int64s], NDArray[np.bool_]]) -> None:
+        """Drops all that are not kept; the rest stays in order."""
+        kept = []
+        for chunk in self._chunks:
+            mask = is_kept(chunk)
+            kept.append(chunk if mask.all() else chunk[mask])
+        self._chunks = [chunk for chunk in kept if len(chunk)]
+        self._num = sum(map(len, self._chunks))
+
+    def all(self) -> Int64s:
+        """All of them, the last one last."""
+        return np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int64)
+
+
 class _SlabClass:
-    """Slots of one size; `free` holds the offsets of free slots, the last is handed out first."""
+    """Slots of one size."""
 
     __slots__ = ("free", "keeps_emptied", "num_slabs", "slabs_per_slot", "slot_bytes", "slots_per_slab")
 
@@ -75,7 +136,7 @@ class _SlabClass:
         self.slot_bytes = slot_bytes
         self.slots_per_slab = max(1, slab_bytes // slot_bytes)
         self.slabs_per_slot = -(-slot_bytes // slab_bytes)
-        self.free: Int64s = np.empty(0, np.int64)
+        self.free = FreeSlots()
         self.num_slabs = 0
         # Whether slabs that were emptied for reuse are here still.
         self.keeps_emptied = False
@@ -178,12 +239,15 @@ class SlabPool:
         c = self._class(slot_bytes)
         while len(c.free) < num_slots and self._lend(c, num_slots - len(c.free)):
             pass
-        taken = c.free[max(0, len(c.free) - num_slots) :][::-1].copy()
-        c.free = c.free[: len(c.free) - len(taken)]
+        taken = c.free.take(num_slots)
         self._kernels.count_slots(self._used, self._owner, taken, self.slab_bytes, c.slot_bytes, 1)
         if c.keeps_emptied:
             c.keeps_emptied = False
-            self._give_back(c, c.free)
+            emptied = (self._owner == c.slot_bytes) & (self._used == 0)
+            if c.slabs_per_slot > 1:
+                # The further slabs of a slot count no use.
+                emptied &= np.isin(np.arange(self.num_slabs), self.slab_of(c.free.all()))
+            self._give_back(c, np.flatnonzero(emptied))
         return taken
 
     def free(self, slot_bytes: int, offsets: Int64s, *, for_reuse: bool = False) -> None:
@@ -197,16 +261,23 @@ class SlabPool:
         emptied_any = self._kernels.count_slots(self._used, self._owner, offsets, self.slab_bytes, c.slot_bytes, -1)
         assert emptied_any != -1, "slot freed with another size than it has"
         assert emptied_any != -2, "slot freed twice"
-        c.free = np.concatenate((c.free, offsets)) if len(c.free) else offsets
+        c.free.add(offsets)
         c.keeps_emptied |= bool(emptied_any) and for_reuse
         if emptied_any and not for_reuse:
-            self._give_back(c, offsets)
+            slabs = self.slab_of(offsets)
+            self._give_back(c, np.unique(slabs[self._used[slabs] == 0]))
 
-    def _give_back(self, c: _SlabClass, offsets: Int64s) -> None:
-        """Gives back slabs without a used slot, of those in which these free slots lie."""
-        slabs = self.slab_of(offsets)
-        emptied = np.unique(slabs[self._used[slabs] == 0])
-        c.free = c.free[~np.isin(self.slab_of(c.free), emptied)]
+    def _give_back(self, c: _SlabClass, emptied: Int64s) -> None:
+        """Gives back slabs without a used slot; where slots span slabs, the first of each slot is named."""
+        is_kept = np.ones(self.num_slabs, np.bool_)
+        is_kept[emptied] = False
+
+        def stays(free: Int64s) -> NDArray[np.bool_]:
+            out = np.empty(len(free), np.bool_)
+            self._kernels.lie_in(free, self.slab_bytes, is_kept, out)
+            return out
+
+        c.free.keep(stays)
         spans = (emptied[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
         self._owner[spans] = _FREE
         c.num_slabs -= len(spans)
@@ -233,7 +304,7 @@ class SlabPool:
         self.num_free_slabs -= num_free
         self.num_backed += len(spans) - num_free
         everything = self._slots_of(c, first)
-        c.free = np.concatenate((c.free, np.setdiff1d(everything, offsets)))
+        c.free.add(np.setdiff1d(everything, offsets))
         np.add.at(self._used, self.slab_of(offsets), 1)
 
     def _class(self, slot_bytes: int) -> _SlabClass:
@@ -263,7 +334,7 @@ class SlabPool:
         self._owner[spans] = c.slot_bytes
         c.num_slabs += len(spans)
         self.num_free_slabs -= len(spans)
-        c.free = np.concatenate((self._slots_of(c, first)[::-1], c.free))
+        c.free.add_below(self._slots_of(c, first)[::-1])
         return True
 
     def check_invariants(self) -> None:
@@ -273,10 +344,11 @@ class SlabPool:
         for c in self._classes.values():
             mine = np.flatnonzero(self._owner == c.slot_bytes)
             assert len(mine) == c.num_slabs, "lent slabs miscounted"
-            assert len(np.unique(c.free)) == len(c.free), "slot twice in the free list"
-            assert np.all(self._owner[self.slab_of(c.free)] == c.slot_bytes), "free slot in a slab of another size"
+            free = c.free.all()
+            assert len(np.unique(free)) == len(free) == len(c.free), "slot twice in the free list"
+            assert np.all(self._owner[self.slab_of(free)] == c.slot_bytes), "free slot in a slab of another size"
             slots = c.num_slabs // c.slabs_per_slot * c.slots_per_slab
             assert int(self._used[mine].sum()) == slots - len(c.free), "used slots miscounted"
-            if c.slabs_per_slot == 1:
+            if c.slabs_per_slot == 1 and not c.keeps_emptied:
                 assert np.all(self._used[mine] > 0), "an empty slab was not given back"
         assert np.all(self._used[self._owner < 0] == 0), "a slab that is not lent has used slots"

@@ -2,11 +2,13 @@
 
 Always true: an entry of the index owns exactly one slot of the pool and no slot is owned twice; an entry that is pinned or
 reserved is never evicted; what is evicted is reported as an effect. Evict on allocate: room is made only when it is needed, and not for
-what the arena's growth makes room for within moments.
+what the arena's growth makes room for within moments. Making room can take long, so it goes in parts (`make_room`): who can't wait for
+all of it asks for it before it inserts (`makes_room` False), else `insert` does it in one go.
 Representations are entries too, but nothing is decided by them: see `representations`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,9 @@ from hotkv_server.core.tenants import Payers, TenantBook
 from hotkv_server.core.values import BoolMask, Entries, EvictionNotice, Int64s, TenantShare
 
 _NO_SHARES: Mapping[str, TenantShare] = {}
+T = TypeVar("T")
+Parts = Generator[None, None, T]
+"""Long work: what it yields between is its parts, what it returns its result. Between two parts anything else may be called."""
 
 GHOST_KEYS = 1 << 16
 """Evicted keys remembered for `explain`."""
@@ -42,17 +47,31 @@ def _cheapest_run(cost: NDArray[np.float64], length: int) -> tuple[int, float]:
     return start, float(highest[start])
 
 
-def _choose_runs(cost: NDArray[np.float64], length: int, limits: NDArray[np.float64], chosen: NDArray[np.bool_]) -> int:
+def _choose_runs(cost: NDArray[np.float64], length: int, limits: NDArray[np.float64], chosen: NDArray[np.bool_]) -> Parts[int]:
     """Marks the cheapest runs one by one, the i-th while it costs less than `limits[i]`; returns how many. Their `cost` becomes inf."""
+    if length == 1:
+        order = np.argsort(cost, kind="stable")[: len(limits)]
+        is_cheap = np.append(cost[order] < limits[: len(order)], False)
+        order = order[: int(np.argmin(is_cheap))]
+        chosen[order], cost[order] = True, np.inf
+        return len(order)
     for number, limit in enumerate(limits.tolist()):
         start, highest = _cheapest_run(cost, length)
         if not highest < limit:
             return number
         chosen[start : start + length] = True
         cost[start : start + length] = np.inf
+        if number % RUNS == RUNS - 1:
+            yield
     return len(limits)
 
 
+PART_ENTRIES = 1 << 16
+"""Entry numbers that are looked at in one part of something long: in a few milliseconds."""
+EVICTED = 1 << 12
+"""Entries that go in one part."""
+RUNS = 8
+"""Runs of slabs that are chosen in one part."""
 REFRESH_S = 1.0
 """How much older the last use of a block may be than that of any block after it."""
 MAX_REFRESHED = 1 << 14
@@ -63,8 +82,9 @@ class Space:
 
     def __init__(
         self, block_table: BlockTable, arena_bytes: int, slab_bytes: int, policy: Policy, shares: Mapping[str, TenantShare] = _NO_SHARES,
-        *, is_backed: bool = True,
+        *, is_backed: bool = True, makes_room: bool = True,
     ) -> None:  # fmt: skip
+        self.makes_room = makes_room
         self.index = BlockIndex(block_table)
         self.pool = SlabPool(arena_bytes, slab_bytes, is_backed=is_backed)
         self.tenants = TenantBook(shares, self.pool.num_slabs * slab_bytes)
@@ -95,31 +115,48 @@ class Space:
     def insert(self, key_space_id: int, group_index: int, hashes: Words, slot_bytes: int, depths: Int64s, lease: int) -> Entries:
         """Reserves slots for keys that are not in the index, evicting where it must; as many as possible, from the first on.
 
-        While the arena grows, fewer: see `grow`.
+        While the arena grows, fewer: see `grow`. Without `makes_room` nothing is evicted, but for what a burst bound asks.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         hashes = hashes[: len(hashes) - self._awaited(size, len(hashes))]
         hashes = hashes[: self._within_bound(taker, size, len(hashes))]
-        for wanted in self.tenants.portions(taker, size, len(hashes)):
-            if self.pool.available_slots(size) < wanted:
-                self._make_room(size, wanted, taker)
-        is_block = group_index < MAX_GROUPS
-        if is_block:
-            self._drop_representations(size, len(hashes) - self.pool.available_slots(size), taker)
-        offsets = self.pool.allocate(size, len(hashes))
+        if self.makes_room:
+            for _ in self._make_room(size, len(hashes), taker, is_block=group_index < MAX_GROUPS):
+                pass
+        offsets = self.pool.allocate(size, min(len(hashes), self._free_numbers()))
         n = len(offsets)
-        if n > self._free_numbers():
-            self._evict_coldest(0, n - self._free_numbers(), taker)
-            if is_block:
-                self._drop_representations(0, n - self._free_numbers(), taker)
         entries = self.index.insert(key_space_id, group_index, hashes[:n], offsets, size, depths[:n], lease)
         self.pool.free(size, offsets[len(entries) :])
         self.tenants.count(key_space_id, len(entries) * size)
         return entries
 
+    def make_room(self, key_space_id: int, group_index: int, slot_bytes: int, count: int) -> Iterator[None]:
+        """Makes room for an `insert` of so many keys, in parts; no part where there is room, or little is to be done."""
+        size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
+        count -= self._coming_slots(size, count)
+        return self._make_room(size, self._within_bound(taker, size, count), taker, is_block=group_index < MAX_GROUPS)
+
+    def _make_room(self, size: int, count: int, taker: int, *, is_block: bool) -> Parts[None]:
+        for wanted in self.tenants.portions(taker, size, count):
+            if self.pool.available_slots(size) < wanted:
+                yield from self._make_slots(size, wanted, taker)
+        if is_block:
+            yield from self._drop_representations(size, lambda: count - self.pool.available_slots(size), taker)
+
+        def missing_numbers() -> int:
+            return min(count, self.pool.available_slots(size)) - self._free_numbers()
+
+        yield from self._evict_coldest(0, missing_numbers, taker)
+        if is_block:
+            yield from self._drop_representations(0, missing_numbers, taker)
+
+    def _coming_slots(self, size: int, count: int) -> int:
+        """For how many of `count` slots no room is made, as the arena's growth will make it within moments."""
+        return max(0, min(count - self.pool.available_slots(size), self._coming_bytes // size)) if self._coming_bytes else 0
+
     def _awaited(self, size: int, count: int) -> int:
-        """For how many of `count` slots no room is made, as the arena's growth will make it within moments; they count as given."""
-        awaited = max(0, min(count - self.pool.available_slots(size), self._coming_bytes // size)) if self._coming_bytes else 0
+        """The same; they count as given."""
+        awaited = self._coming_slots(size, count)
         self._coming_bytes -= awaited * size
         return awaited
 
@@ -135,16 +172,35 @@ class Space:
         return min(count, self.tenants.room_bytes(taker) // size)
 
     def _free_numbers(self) -> int:
-        return self.index.capacity - self.index.num_entries
+        return self.index.limit - self.index.num_entries
 
-    def _drop_representations(self, slot_bytes: int, count: int, taker: int) -> None:
-        """Drops up to `count` representations of the coldest blocks, of one slot size unless that is 0, for a tenant; the blocks stay."""
-        if count > 0 and self.representations.declared:
-            entries = self.representations.evictable(slot_bytes)
-            entries = entries[np.argsort(self.policy.heat(self.representations.blocks_of(entries)), kind="stable")]
-            if self.tenants.is_used:
-                entries = entries[self.tenants.within(self._owners(entries), self.index.slot_bytes(entries), taker)]
-            self.representations.drop(entries[:count])
+    def _drop_representations(self, slot_bytes: int, count: Callable[[], int], taker: int) -> Parts[None]:
+        """Drops up to `count()` representations of the coldest blocks, of one slot size unless that is 0; the blocks stay."""
+        if count() <= 0 or not self.representations.declared:
+            return
+        found = [np.empty(0, np.uint32)]
+        for live in self._walk():
+            mine = live[self.representations.among(live)]
+            found.append(mine[self.index.evictable(mine, slot_bytes)])
+            yield
+        entries = np.concatenate(found)
+        entries = entries[np.argsort(self.policy.heat(self.representations.blocks_of(entries)), kind="stable")]
+        if self.tenants.is_used:
+            entries = entries[self.tenants.within(self._owners(entries), self.index.slot_bytes(entries), taker)]
+        for start in range(0, len(entries), EVICTED):
+            # Some may have gone since, and their numbers have other entries.
+            part = entries[start : start + EVICTED]
+            part = part[self.representations.among(part)]
+            part = part[self.index.evictable(part, slot_bytes)]
+            self.representations.drop(part[: max(0, count())])
+            if count() <= 0:
+                return
+            yield
+
+    def _walk(self) -> Iterator[Entries]:
+        """All entries that are not free, a part at a time."""
+        for start in range(0, self.index.num_numbers, PART_ENTRIES):
+            yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(np.uint32)
 
     def publish(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION, checks: Keys | None = None) -> None:
         """Makes reserved entries, in chain order, ready and used. `checks` uint64 [n]: their check values, none if not given."""
@@ -206,9 +262,12 @@ class Space:
         detached = self.index.table.records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_DETACHED
         if detached.any():
             gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
-            rows = self.index.table.records[gone]
-            self.index.remove_detached(gone)
-            self._free_slots(self.index.parts(rows))
+            # Not all in one go: copies of a few records stay in the processor's cache.
+            for start in range(0, len(gone), EVICTED):
+                part = gone[start : start + EVICTED]
+                rows = self.index.table.records[part]
+                self.index.remove_detached(part)
+                self._free_slots(self.index.parts(rows))
 
     def _evict_checked(self, entries: Entries, *, for_reuse: bool = False) -> int:
         if len(entries):
@@ -241,7 +300,7 @@ class Space:
         """Bytes in slots that are reserved or ready."""
         return sum(s.slot_bytes * s.num_used for s in self.pool.stats())
 
-    def _make_room(self, slot_bytes: int, num_slots: int, taker: int) -> None:
+    def _make_slots(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
         """Evicts until a tenant can have `num_slots` slots of this size, or nothing more may go for it."""
         # What goes of its own blocks meanwhile gives it no claim that it did not have.
         shared, payers = self.pool.is_shared(slot_bytes), self._payers(taker, num_slots * slot_bytes)
@@ -252,35 +311,48 @@ class Space:
             pressure_bytes = self._pressure_bytes.get(slot_bytes, share_bytes) + missing_bytes
             if pressure_bytes >= share_bytes:
                 wanted = max(num_slots, share_bytes // slot_bytes)
-                self._take_until(slot_bytes, wanted, taker, self._payers(taker, wanted * slot_bytes)[:1])
+                yield from self._take_until(slot_bytes, wanted, taker, self._payers(taker, wanted * slot_bytes)[:1])
                 pressure_bytes = share_bytes if self.pool.available_slots(slot_bytes) >= wanted else 0
             self._pressure_bytes[slot_bytes] = pressure_bytes
-        short = num_slots - self.pool.available_slots(slot_bytes)
-        if short > 0:
-            self._evict_coldest(slot_bytes, short, taker)
+        yield from self._evict_coldest(slot_bytes, lambda: num_slots - self.pool.available_slots(slot_bytes), taker)
         if shared:
-            self._take_until(slot_bytes, num_slots, taker, payers)
+            yield from self._take_until(slot_bytes, num_slots, taker, payers)
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
         """Whose blocks go first, and whose where that is not enough."""
         return (Payers.OTHERS, Payers.ALL, Payers.ANYBODY) if self.tenants.may_claim(taker, more_bytes) else (Payers.ALL,)
 
-    def _take_until(self, slot_bytes: int, num_slots: int, taker: int, payers: Sequence[Payers]) -> None:
+    def _take_until(self, slot_bytes: int, num_slots: int, taker: int, payers: Sequence[Payers]) -> Parts[None]:
         """Takes slabs of other sizes until there is room, or none is worth taking."""
         for paying in payers:
             # Again, because what is emptied is more than what was chosen where slots span slabs.
-            while self.pool.available_slots(slot_bytes) < num_slots and self._take_cold_slabs(slot_bytes, num_slots, taker, paying):
-                pass
+            while self.pool.available_slots(slot_bytes) < num_slots:
+                if not (yield from self._take_cold_slabs(slot_bytes, num_slots, taker, paying)):
+                    break
 
-    def _evict_coldest(self, slot_bytes: int, count: int, taker: int) -> None:
-        """Evicts up to `count` of the coldest blocks of a slot size (0: of any) that may go for this tenant."""
-        if not self.tenants.is_used:
-            victims = self.policy.victims(slot_bytes, count, lambda entries: self.index.evictable(entries, slot_bytes))
-            self._evict_checked(victims, for_reuse=slot_bytes > 0)
-            return
-        if self.tenants.may_claim(taker, count * slot_bytes):
-            count -= self._evict_for(taker, slot_bytes, count, lambda owners: owners != taker)
-        self._evict_for(taker, slot_bytes, count, lambda owners: owners >= 0)
+    def _evict_coldest(self, slot_bytes: int, missing: Callable[[], int], taker: int) -> Parts[None]:
+        """Evicts the coldest blocks of a slot size (0: of any) that may go for this tenant, until none is missing.
+
+        Others may take what is free between two parts, so it is counted anew.
+        """
+        while (count := missing()) > 0:
+            part = min(count, EVICTED)
+            if not self.tenants.is_used:
+
+                def may_go(entries: Entries) -> BoolMask:
+                    return self.index.evictable(entries, slot_bytes)
+
+                yield from self.policy.sweep(slot_bytes, part, may_go)
+                evicted = self._evict_checked(self.policy.victims(slot_bytes, part, may_go), for_reuse=self.makes_room and slot_bytes > 0)
+            else:
+                evicted = 0
+                if self.tenants.may_claim(taker, part * slot_bytes):
+                    evicted = self._evict_for(taker, slot_bytes, part, lambda owners: owners != taker)
+                evicted += self._evict_for(taker, slot_bytes, part - evicted, lambda owners: owners >= 0)
+            if evicted < part:
+                return
+            if missing() > 0:
+                yield
 
     def _evict_for(self, taker: int, slot_bytes: int, count: int, may_pay: Callable[[Int64s], BoolMask]) -> int:
         """Evicts up to `count` of the coldest blocks of those tenants that `may_pay`, none below its guarantee; returns how many."""
@@ -295,7 +367,7 @@ class Space:
             victims = self.policy.victims(slot_bytes, count - evicted, evictable)
             # Each of them may go, but perhaps not all of them.
             victims = victims[self.tenants.within(self._owners(victims), self.representations.bytes_with(victims), taker)]
-            if not self._evict_checked(victims, for_reuse=slot_bytes > 0):
+            if not self._evict_checked(victims, for_reuse=self.makes_room and slot_bytes > 0):
                 break
             evicted += len(victims)
         return evicted
@@ -304,45 +376,82 @@ class Space:
         """The tenants that entries belong to."""
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
-    def _may_go(self, live: Entries, taker: int, paying: Payers) -> BoolMask:
-        """Which of all entries may go, coldest first, when a tenant takes slabs."""
-        mask = self.index.evictable(live)
+    def _may_go(self, taker: int, paying: Payers) -> Parts[Callable[[Entries], BoolMask]]:
+        """Which entries may go, coldest first, when a tenant takes slabs: says so of any of those that are there now."""
         if not self.tenants.is_used or paying is Payers.ANYBODY:
-            return mask
-        if paying is Payers.OTHERS:
-            mask &= self._owners(live) != taker
-        order = np.argsort(np.where(mask, self.policy.heat(self.representations.blocks_of(live)), np.inf), kind="stable")
-        order = order[: int(mask.sum())]
-        mask[order] = self.tenants.within(self._owners(live[order]), self.representations.bytes_with(live[order]), taker)
-        return mask
+            return self.index.evictable
+        found = [np.empty(0, np.uint32)]
+        for live in self._walk():
+            mine = self.index.evictable(live)
+            if paying is Payers.OTHERS:
+                mine &= self._owners(live) != taker
+            found.append(live[mine])
+            yield
+        going = np.concatenate(found)
+        going = going[np.argsort(self.policy.heat(self.representations.blocks_of(going)), kind="stable")]
+        allowed = np.zeros(self.index.capacity + 1, np.bool_)
+        allowed[going[self.tenants.within(self._owners(going), self.representations.bytes_with(going), taker)]] = True
+        return lambda entries: self.index.evictable(entries) & allowed[entries]
 
-    def _take_cold_slabs(self, slot_bytes: int, num_slots: int, taker: int, paying: Payers) -> int:
+    def _take_cold_slabs(self, slot_bytes: int, num_slots: int, taker: int, paying: Payers) -> Parts[int]:
         """Empties slabs lent to other sizes: where they are colder than what this size would evict itself, or it has not enough of that.
 
         First slabs that are wholly colder, then those that are but for `HOT_SHARE` of their blocks.
         Counts slabs that are free already; returns how many entries went. A representation is as hot as its block, and goes without it.
         """
-        live = np.flatnonzero(self.index.states()).astype(np.uint32)
-        sizes = self.index.slot_bytes(live)
-        evictable = self._may_go(live, taker, paying)
-        owners = self.representations.blocks_of(live)
-        heat = np.where(evictable, self.policy.heat(owners), np.inf)
-        own = np.sort(heat[(sizes == slot_bytes) & evictable & (owners == live)])
-        first = self.pool.slab_of(self.index.offsets(live))
-        last = first + (sizes - 1) // self.pool.slab_bytes
-        cost = self._emptying_costs(slot_bytes, first, last, heat)
+        may_go = yield from self._may_go(taker, paying)
+        cost, own = yield from self._emptying_costs(slot_bytes, num_slots, may_go)
         chosen = np.zeros(self.pool.num_slabs, np.bool_)
         per_run, length = max(1, self.pool.slab_bytes // slot_bytes), -(-slot_bytes // self.pool.slab_bytes)
         # Against own blocks that would go otherwise; where there are not enough of them, any slab is better than refusing.
         spared = np.arange(0, num_slots, per_run)
         limits = np.where(len(own) >= num_slots - spared, np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))], np.inf)
-        num_runs = _choose_runs(cost, length, limits, chosen)
+        num_runs = yield from _choose_runs(cost, length, limits, chosen)
         if num_runs < len(limits) and len(own):
-            hot, blocks = self._blocks_in(first, last, heat >= own[0]), self._blocks_in(first, last, heat > -np.inf)
+            hot, blocks = np.zeros(self.pool.num_slabs, np.int64), np.zeros(self.pool.num_slabs, np.int64)
+            for live in self._walk():
+                first, last = self._slabs_of(live)
+                hot += self._blocks_in(first, last, self._heat_of(live, may_go) >= own[0])
+                blocks += self._blocks_in(first, last, np.ones(len(live), np.bool_))
+                yield
             cost = np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
-            _choose_runs(cost, length, np.full(len(limits) - num_runs, np.inf), chosen)
+            yield from _choose_runs(cost, length, np.full(len(limits) - num_runs, np.inf), chosen)
+        return (yield from self._empty(chosen, may_go))
+
+    def _empty(self, chosen: NDArray[np.bool_], may_go: Callable[[Entries], BoolMask]) -> Parts[int]:
+        """Evicts what lies in the chosen slabs, slab by slab; returns how many entries went."""
         emptied = np.concatenate(([0], np.cumsum(chosen)))
-        return self.evict(live[emptied[last + 1] > emptied[first]])
+
+        def lies_there(entries: Entries) -> BoolMask:
+            first, last = self._slabs_of(entries)
+            there: BoolMask = emptied[last + 1] > emptied[first]
+            return there
+
+        found, slabs = [np.empty(0, np.uint32)], [np.empty(0, np.int64)]
+        for live in self._walk():
+            going = live[lies_there(live)]
+            found.append(going)
+            slabs.append(self._slabs_of(going)[0])
+            yield
+        going = np.concatenate(found)[np.argsort(np.concatenate(slabs), kind="stable")]
+        count = 0
+        for start in range(0, len(going), EVICTED):
+            # What has come to the slab meanwhile goes with it; a number that has an entry elsewhere by now stays.
+            part = going[start : start + EVICTED]
+            part = part[may_go(part)]
+            count += self.evict(part[lies_there(part)])
+            if start + EVICTED < len(going):
+                yield
+        return count
+
+    def _slabs_of(self, entries: Entries) -> tuple[Int64s, Int64s]:
+        """The first and last slab in which each entry lies."""
+        first = self.pool.slab_of(self.index.offsets(entries))
+        return first, first + (self.index.slot_bytes(entries) - 1) // self.pool.slab_bytes
+
+    def _heat_of(self, entries: Entries, may_go: Callable[[Entries], BoolMask]) -> NDArray[np.float64]:
+        """Heat of entries, that of its block for a representation; inf for those that may not go."""
+        return np.where(may_go(entries), self.policy.heat(self.representations.blocks_of(entries)), np.inf)
 
     def _blocks_in(self, first: Int64s, last: Int64s, counted: NDArray[np.bool_]) -> Int64s:
         """Per slab, how many of the counted blocks lie in it, wholly or in part."""
@@ -350,15 +459,27 @@ class Space:
         blocks: Int64s = np.cumsum(starts - ends)[:-1]
         return blocks
 
-    def _emptying_costs(self, slot_bytes: int, first: Int64s, last: Int64s, heat: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Per slab, the heat of the hottest block in it; -inf for free ones, inf if it can't be emptied, has no memory, is this size's."""
-        cost = np.full(self.pool.num_slabs, -np.inf)
-        for step in range(int((last - first).max(initial=0)) + 1):
-            spans = first + step <= last
-            np.maximum.at(cost, first[spans] + step, heat[spans])
+    def _emptying_costs(
+        self, slot_bytes: int, num_slots: int, may_go: Callable[[Entries], BoolMask]
+    ) -> Parts[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """Per slab, the heat of the hottest block in it; -inf for free ones, inf if it can't be emptied, has no memory, is this size's.
+
+        And the heat of the `num_slots` coldest blocks of this size, in rising order.
+        """
+        cost, own = np.full(self.pool.num_slabs, -np.inf), np.empty(0)
+        for live in self._walk():
+            heat, (first, last) = self._heat_of(live, may_go), self._slabs_of(live)
+            for step in range(int((last - first).max(initial=0)) + 1):
+                spans = first + step <= last
+                np.maximum.at(cost, first[spans] + step, heat[spans])
+            mine = heat[(self.index.slot_bytes(live) == slot_bytes) & (heat < np.inf) & ~self.representations.linked(live)]
+            own = np.append(own, mine)
+            if len(own) > 2 * num_slots + PART_ENTRIES:
+                own = np.partition(own, num_slots)[:num_slots]
+            yield
         owner = self.pool.slab_owner()
         cost[(owner == slot_bytes) | (owner == ABSENT)] = np.inf
-        return cost
+        return cost, np.sort(own)[:num_slots]
 
     def keep_bounds(self) -> None:
         """Brings tenants back within burst bounds that are other than they were."""

@@ -75,6 +75,11 @@ def count_slots(
     return -2 if np.any(used[slabs] < 0) else int(np.any(used[slabs] == 0))
 
 
+def lie_in(offsets: NDArray[np.int64], slab_bytes: int, slabs: NDArray[np.bool_], out: NDArray[np.bool_]) -> None:
+    """Twin of `kernels.lie_in`."""
+    out[:] = slabs[offsets // slab_bytes]
+
+
 def insert(
     buckets: Words,
     records: Words,

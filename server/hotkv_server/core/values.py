@@ -35,7 +35,8 @@ class CoreConfig:
 
     `client_memory_bytes`: most that clients' leases, transfers and sequences take besides the arena. `check_stride`: of check values, see
     `checks`; 0 for none. `tenants`: shares by name; a tenant that is not named has none of its own and no bound. Times in seconds.
-    `is_backed`: False where the arena has no memory yet; `CacheCore.grow` says how far it has.
+    `is_backed`: False where the arena has no memory yet; `CacheCore.grow` says how far it has. `makes_room`: False where whoever reserves
+    has made room before, see `parts.make_room`.
     """
 
     arena_bytes: int
@@ -51,6 +52,7 @@ class CoreConfig:
     check_stride: int = 0
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
     is_backed: bool = True
+    makes_room: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 All are files of one directory on tmpfs, locked by one server. They outlive it: the next server over the directory goes on with the arena
 as it is and makes a table of its own out of the old one's records (`Leftover`). Until `adopt` the directory is as the old server
-left it, so that a start that is killed has lost nothing. The table has all its memory before the server is ready, the arena some of it:
-the rest comes behind (`filling`).
+left it, so that a start that is killed has lost nothing. Before the server is ready all buckets of the table have memory, some of its
+records and some of the arena. The rest comes behind: first the records (`records`), then the arena (`filling`).
 """
 
 import errno
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from hotkv.table import BlockTable, TableGeometry
 from hotkv_server.memory.filling import Filling, read_note
 from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.memory.records import FIRST_ENTRIES, RecordsMemory
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
 ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = "arena", "table", "table.new", "state.json", "use", "lock"
@@ -66,6 +67,7 @@ class NodeMemory:
     table_file: FileMapping
     table: BlockTable
     filling: Filling
+    records: RecordsMemory
     leftover: Leftover | None = None
     why_empty: str = ""
     _lock_fd: int = -1
@@ -78,7 +80,8 @@ class NodeMemory:
     ) -> "NodeMemory":  # fmt: skip
         """Goes on with what is in the directory where that fits, else makes all files anew, under `fresh_epoch`.
 
-        `prefault`: brings in the table, and of the arena what can be had in FIRST_FILL_S; `filling` is for the rest. Otherwise memory
+        `prefault`: brings in the table's buckets, some of its records, and of the arena what can be had in FIRST_FILL_S; `records` and
+        `filling` are for the rest. Otherwise memory
         comes as it is written, and all of the arena counts as filled.
         `place(address, num_bytes)`: says where the arena's memory is to come from, before any of it is brought in.
 
@@ -120,12 +123,14 @@ class NodeMemory:
         if prefault and (leftover is None or arena.has_holes()):
             filled_bytes = 0 if leftover is None else read_note(directory / FILLED_FILE, arena)
         filling = Filling(arena, directory / FILLED_FILE, filled_bytes)
-        memory = NodeMemory(directory, slab_bytes, arena, table_file, table, filling, leftover, why_empty, lock_fd, old_table)
+        records = RecordsMemory(table_file.fd, geometry, 0 if prefault else capacity)
+        memory = NodeMemory(directory, slab_bytes, arena, table_file, table, filling, records, leftover, why_empty, lock_fd, old_table)
         try:
             if place is not None:
                 place(arena.address, arena.num_bytes)
             if prefault:
-                os.posix_fallocate(table_file.fd, 0, table_file.num_bytes)
+                os.posix_fallocate(table_file.fd, 0, geometry.records_offset_bytes)
+                records.back(FIRST_ENTRIES)
                 filling.fill_for(FIRST_FILL_S, FIRST_FILL_BYTES)
         except BaseException:
             memory.release()
@@ -161,7 +166,7 @@ class NodeMemory:
         scratch = self.directory / f"{USE_FILE}.new"
         with open(scratch, "wb") as file:
             file.write(USE_HEADER.pack(USE_MAGIC, self.table.geometry.epoch, time.monotonic(), len(last_used_s)))
-            file.write((last_used_s - time.monotonic()).astype("<f4").tobytes())
+            file.write((last_used_s - time.monotonic()).astype("<f4").data)
         scratch.replace(self.directory / USE_FILE)
 
     def open_read_only(self) -> tuple[int, int]:

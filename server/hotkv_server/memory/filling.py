@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -112,13 +112,20 @@ class Filling:
         if self._filled_bytes < end:
             raise OSError(self.problem or "the server stops")
 
-    def start(self, on_filled: Callable[[int, int], None], *, settles: bool) -> None:
+    def start(self, on_filled: Callable[[int, int], None], *, settles: bool, first: Iterable[object] = ()) -> None:
         """Fills the rest in the background. `on_filled`: called from its thread after each piece, with `filled_bytes` and `coming_bytes`.
 
-        `settles`: then goes over all of it as `settle` does; else somebody else does so.
+        `settles`: then goes over all of it as `settle` does; else somebody else does so. `first`: what is brought in before, step by
+        step, on the same thread; if that raises OSError, nothing more is filled.
         """
 
         def work() -> None:
+            try:
+                for _ in first:
+                    if self._stop.is_set():
+                        return
+            except OSError as error:
+                self._end_early(error)
             self._fill_rest(on_filled)
             try:
                 if settles:

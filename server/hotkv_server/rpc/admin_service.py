@@ -180,14 +180,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 evicted, kept = await self._node.evict_all(request.key_space_id)
             else:
                 words = convert.hashes("hashes", request.hashes, self._node.core.key_space(request.key_space_id).hash_bytes)
-                evicted, kept = self._node.evict(request.key_space_id, request.group_index, words)
+                evicted, kept = await self._node.evict(request.key_space_id, request.group_index, words)
             return admin_pb2.EvictResponse(evicted_block_count=evicted, kept_block_count=kept)
 
         return await answer(self._node, context, call)
 
     async def FlushKeySpace(self, request: admin_pb2.FlushKeySpaceRequest, context: Any) -> admin_pb2.FlushKeySpaceResponse:
         async def call() -> admin_pb2.FlushKeySpaceResponse:
-            return admin_pb2.FlushKeySpaceResponse(flushed_block_count=self._node.flush(request.key_space_id))
+            return admin_pb2.FlushKeySpaceResponse(flushed_block_count=await self._node.flush(request.key_space_id))
 
         return await answer(self._node, context, call)
 

@@ -31,7 +31,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     async def ReserveBlocks(self, request: cache_pb2.ReserveBlocksRequest, context: Any) -> cache_pb2.ReserveBlocksResponse:
         async def call() -> cache_pb2.ReserveBlocksResponse:
-            return calls.reserve(self._node, self._node.session(request.session_id), request)
+            return await calls.reserve(self._node, self._node.session(request.session_id), request)
 
         return await answer(self._node, context, call)
 
@@ -50,7 +50,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     async def Store(self, request: cache_pb2.StoreRequest, context: Any) -> cache_pb2.StoreResponse:
         async def call() -> cache_pb2.StoreResponse:
-            end = await calls.store(self._node, self._node.session(request.session_id), request)
+            storing = await calls.store(self._node, self._node.session(request.session_id), request)
+            end = await storing
             return convert.store_response(request.transfer_id, [run.group_index for run in request.runs], end)
 
         return await answer(self._node, context, call)

@@ -82,11 +82,13 @@ async def _in_place_later(request: cache_pb2.AcquireLeaseRequest, granted: "asyn
     return _in_place(request, await granted)
 
 
-def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest) -> cache_pb2.ReserveBlocksResponse:
+async def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest) -> cache_pb2.ReserveBlocksResponse:
     """Reserves slots."""
     runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
     ttl_s, retention = convert.seconds("ttl_ms", request.ttl_ms), convert.retention("retention", request.retention)
-    values, ttl_s = node.reserve(session, _lease_id(request.lease_id), runs, ttl_s, retention)
+    lease_id = _lease_id(request.lease_id)
+    await node.make_room(session, lease_id, runs)
+    values, ttl_s = node.reserve(session, lease_id, runs, ttl_s, retention)
     return cache_pb2.ReserveBlocksResponse(
         runs=convert.results([run.group_index for run in request.runs], values), ttl_ms=int(ttl_s * 1000)
     )
@@ -116,27 +118,30 @@ def load(node: Node, session: LiveSession, request: cache_pb2.LoadRequest) -> "a
         raise _of_lease(node, session, lease_id, error) from None
 
 
-def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> "asyncio.Future[TransferEnd]":
-    """Starts a store."""
+async def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> "asyncio.Future[TransferEnd]":
+    """Starts a store, once there is room for it."""
     runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
     block_ids = [convert.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
+    transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
+    contents = [convert.run_content(run, session.key_space) for run in request.runs]
+    await node.make_room(session, lease_id, runs)
     return node.transfers.store(
         session,
-        _transfer_id(request.transfer_id),
-        _lease_id(request.lease_id),
+        transfer_id,
+        lease_id,
         runs,
         block_ids,
         timeout_s,
         convert.retention("retention", request.retention),
         request.fence_index,
-        [convert.run_content(run, session.key_space) for run in request.runs],
+        contents,
         convert.device_mark(request),
         request.ByteSize(),
     )
 
 
-def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
+async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
     """Notes what the engine used."""
     num_hashes = sum(len(report.hashes) for report in request.requests) // session.key_space.hash_bytes
     if len(request.requests) > MAX_REPORTS or num_hashes > node.core.config.max_blocks_per_call:
@@ -146,7 +151,7 @@ def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse)
             " are accepted in a message; send several",
         )
     node.touch(session, convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index))
-    node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
+    await node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
 
 
 def _sequence_id(text: str) -> str:
@@ -195,9 +200,9 @@ def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSp
     node.sparse.report(session, used, sparse_convert.layer_growth(request.layers))
 
 
-def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
+async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
     """Forgets the session's key space."""
-    return session_pb2.Flushed(block_count=node.flush(session.record.key_space_id))
+    return session_pb2.Flushed(block_count=await node.flush(session.record.key_space_id))
 
 
 def cancel(node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest) -> cache_pb2.CancelTransferResponse:

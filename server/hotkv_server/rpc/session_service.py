@@ -279,7 +279,7 @@ class _Stream:
                 acquired.add_done_callback(lambda done: self._answer_lease(request, done))
                 return None
             case "reserve_blocks":
-                return session_pb2.ConnectResponse(reserve_blocks=calls.reserve(node, session, request.reserve_blocks))
+                return session_pb2.ConnectResponse(reserve_blocks=await calls.reserve(node, session, request.reserve_blocks))
             case "release_lease":
                 return session_pb2.ConnectResponse(release_lease=calls.release(node, session, request.release_lease))
             case "load":
@@ -288,14 +288,14 @@ class _Stream:
                 load.add_done_callback(partial(self._answer_load, request.request_id, request.load.transfer_id))
                 return None
             case "store":
-                store = calls.store(node, session, request.store)
+                store = await calls.store(node, session, request.store)
                 groups = [run.group_index for run in request.store.runs]
                 store.add_done_callback(partial(self._answer_store, request.request_id, request.store.transfer_id, groups))
                 return None
             case "cancel_transfer":
                 return session_pb2.ConnectResponse(cancel_transfer=calls.cancel(node, session, request.cancel_transfer))
             case "report_use":
-                calls.report_use(node, session, request.report_use)
+                await calls.report_use(node, session, request.report_use)
                 return None
             case "create_sequence":
                 return session_pb2.ConnectResponse(create_sequence=calls.create_sequence(node, session, request.create_sequence))
@@ -307,7 +307,7 @@ class _Stream:
                 calls.report_sparse(node, session, request.report_sparse)
                 return None
             case "flush":
-                return session_pb2.ConnectResponse(flushed=calls.flush(node, session))
+                return session_pb2.ConnectResponse(flushed=await calls.flush(node, session))
             case "ping":
                 return session_pb2.ConnectResponse(pong=session_pb2.Pong())
             case "register_memory":

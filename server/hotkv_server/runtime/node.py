@@ -36,6 +36,7 @@ from hotkv_server.runtime.in_place import InPlace
 from hotkv_server.runtime.lag import LoopLag
 from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
 from hotkv_server.runtime.session import Drain, LiveSession
+from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.takeover import UseNotes, state_of
 from hotkv_server.runtime.transfers import Transfers
@@ -144,7 +145,7 @@ class Node:
         hears_evictions: bool = True,
     ) -> LiveSession:
         """Opens a session; whoever holds its secret id may use it. Its key space is written down then."""
-        await self._make_room(key_space, representations)
+        await self._forget_for(key_space, representations)
         if len(self.sessions) >= MAX_SESSIONS:
             raise HotKVError(Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first")
         is_new = not self.core.catalog.knows(key_space)
@@ -162,21 +163,23 @@ class Node:
         log.info("session opened number=%d engine=%s role=%s key_space=%d", record.number, engine_id, role, record.key_space_id)
         return session
 
-    async def _make_room(self, key_space: KeySpace, representations: tuple[Representation, ...]) -> None:
+    async def _forget_for(self, key_space: KeySpace, representations: tuple[Representation, ...]) -> None:
         """Forgets what must go for another key space, with its blocks, as far as anything may go; opening a session says if not."""
         for _ in range(0 if self.core.draining else MAX_FORGOTTEN):
             number = self.core.catalog.surplus(key_space, representations)
             if not number:
                 return
             if self.core.space.tenants.bytes_of(number):
-                self.flush(number)
-            if not self._forget(number):
+                await self.flush(number)
+            if not await self._forget(number):
                 return
 
-    def _forget(self, key_space_id: int) -> bool:
+    async def _forget(self, key_space_id: int) -> bool:
+        """False where somebody has it, or a block of it, by now."""
+        async for _ in slices(self.sparse.remembered.forget(key_space_id)):
+            pass
         if not self.core.catalog.forget(key_space_id):
             return False
-        self.sparse.forget(key_space_id)
         self.events.forget_key_space(key_space_id)
         log.info("key space forgotten key_space=%d known=%d", key_space_id, len(self.core.key_spaces))
         return True
@@ -230,8 +233,8 @@ class Node:
             await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
             session.memory = None
         session.release_memory()
-        for _ in parts.end_leases(self.core, session.record.number):
-            await asyncio.sleep(0)
+        async for _ in slices(parts.end_leases(self.core, session.record.number)):
+            pass
         self.core.close_session(session.record.number, time.monotonic())
         del self.sessions[session.secret_id]
         is_last = all(other.record.engine_id != session.record.engine_id for other in self.sessions.values())
@@ -246,7 +249,9 @@ class Node:
         """
         try:
             kinds = self.core.catalog.record(session.record.key_space_id)
-            layout.validate(session.key_space.groups, {session.named(g): kinds.representation(g) for g in session.record.representations})
+            representations = {session.named(g): kinds.representation(g) for g in session.record.representations}
+            # In a thread: thousands of tensors take a while.
+            await asyncio.to_thread(layout.prepare, session.key_space.groups, representations)
         except ValueError as error:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
         if session.memory is not None:
@@ -286,6 +291,13 @@ class Node:
         grant = self.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
         return list(grant.pinned), grant.ttl_s
 
+    async def make_room(self, session: LiveSession, lease_id: str, runs: Sequence[Run]) -> None:
+        """Makes room for what is about to be reserved or stored by this call, in this turn of the loop. Others are served meanwhile."""
+        is_first = self.core.leases.get(session.record.engine_id, lease_id) is None
+        if is_first and not self.core.config.makes_room and not self.core.draining:
+            async for _ in slices(parts.make_room(self.core, session.record.key_space_id, runs)):
+                self._run_effects()
+
     def reserve(
         self, session: LiveSession, lease_id: str, runs: list[Run], ttl_s: float, retention: Retention = NO_RETENTION
     ) -> tuple[list[NDArray[np.uint8]], float]:
@@ -298,8 +310,11 @@ class Node:
         """As CacheCore.touch."""
         self.core.touch(session.record.number, groups, time.monotonic())
 
-    def report(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Notes requests that the engine has scheduled: touches what they used, keeps what they ask to keep. All or nothing is accepted."""
+    async def report(self, session: LiveSession, reports: Sequence[Report]) -> None:
+        """Notes requests that the engine has scheduled: touches what they used, keeps what they ask to keep. All or nothing is accepted.
+
+        Others are served meanwhile; for them, requests are noted one after the other.
+        """
         for report in reports:
             report.check(session.key_space, self.core.config.max_blocks_per_call)
         now_s, unix_time_s = time.monotonic(), time.time()
@@ -307,8 +322,14 @@ class Node:
         self.watched.put(WatchedReport(number, hash_bytes, unix_time_s - report.age_s, report) for report in reports)
         for report in reports:
             self.report_counters.count(report)
+        async for _ in slices(self._uses(session, reports, now_s)):
+            pass
+
+    def _uses(self, session: LiveSession, reports: Sequence[Report], now_s: float) -> Iterator[None]:
+        for report in reports:
             for hash_list in report.used_blocks(session.key_space):
-                self.core.touch(session.record.number, [hash_list], now_s, report.retention)
+                yield from parts.use(self.core, session.record.number, hash_list, now_s, report.retention)
+                yield
 
     # Draining, effects, time
 
@@ -337,27 +358,32 @@ class Node:
             for job in session.jobs.values():
                 job.cancel()
 
-    def evict(self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]) -> tuple[int, int]:
-        """As CacheCore.evict."""
-        counts = self.core.evict(key_space_id, group_index, hashes)
-        self._run_effects()
-        return counts
+    async def evict(self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]) -> tuple[int, int]:
+        """As `parts.evict`; between the parts others are served."""
+        return await self._evicted(parts.evict(self.core, key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
         """As `parts.evict_all`; between the parts others are served."""
+        return await self._evicted(parts.evict_all(self.core, key_space_id))
+
+    async def _evicted(self, evicting: Iterator[tuple[int, int]]) -> tuple[int, int]:
         dropped = kept = 0
-        for part_dropped, part_kept in parts.evict_all(self.core, key_space_id):
-            dropped, kept = dropped + part_dropped, kept + part_kept
+        async for counts, _ in slices(evicting):
+            dropped, kept = dropped + sum(count for count, _ in counts), kept + sum(count for _, count in counts)
             self._run_effects()
-            await asyncio.sleep(0)
         return dropped, kept
 
-    def flush(self, key_space_id: int) -> int:
-        """As CacheCore.flush."""
+    async def flush(self, key_space_id: int) -> int:
+        """As `parts.flush`; between the parts others are served. What they store meanwhile may be flushed, too."""
         self._run_effects()
-        num_blocks = self.core.flush(key_space_id)
-        self.sparse.forget(key_space_id)
-        self._run_effects(flushed_key_space_id=key_space_id)
+        num_stored, num_blocks = self.core.counters.stored_blocks, 0
+        async for counts, has_more in slices(parts.flush(self.core, key_space_id)):
+            num_blocks += sum(counts)
+            # What goes is told of before anybody stores it anew.
+            is_clear = not has_more and self.core.counters.stored_blocks == num_stored
+            self._run_effects(flushed_key_space_id=key_space_id if is_clear else 0)
+        async for _ in slices(self.sparse.remembered.forget(key_space_id)):
+            pass
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 
@@ -376,12 +402,10 @@ class Node:
         while True:
             await asyncio.sleep(TIMER_S)
             self.last_tick_s = time.monotonic()
-            for _ in parts.expire(self.core, self.last_tick_s):
+            async for _ in slices(parts.expire(self.core, self.last_tick_s)):
                 self._run_effects()
-                await asyncio.sleep(0)
-            self._run_effects()
             for number in list(itertools.islice(self.core.catalog.outlived(self.last_tick_s), MAX_FORGOTTEN)):
-                self._forget(number)
+                await self._forget(number)
             if (used_s := self._use_notes.take(USE_PARTS)) is not None:
                 asyncio.get_running_loop().run_in_executor(None, self.save_use, used_s)
                 await self._save_state()

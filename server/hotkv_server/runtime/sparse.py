@@ -125,17 +125,16 @@ class SparseDecode:
             return False
         if sequence.lease_id:
             self._core.release(session.record.number, sequence.lease_id)
-        self._count_used(session, sequence, sequence.take_used(time.monotonic()))
+            await asyncio.sleep(0)
+        if not session.closing:
+            self._count_used(session, sequence, sequence.take_used(time.monotonic()))
+        await asyncio.sleep(0)
         async with sequence.lock:
             kept = {at: hot.recency() for at, hot in sequence.hot_sets.items()}
         key_space_id = session.record.key_space_id
         tenant = self._core.space.tenants.number(key_space_id)
         self.remembered.remember(key_space_id, sequence.group_index, sequence.hashes, {**kept, **hot_sets}, tenant)
         return True
-
-    def forget(self, key_space_id: int) -> None:
-        """The key space is flushed."""
-        self.remembered.forget(key_space_id)
 
     def close_session(self, session: LiveSession, *, is_last: bool) -> None:
         """Ends the session's sequences, and the figures of its engine where it was the engine's last."""

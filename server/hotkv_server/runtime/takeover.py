@@ -24,6 +24,7 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
     Compares bytes for `check_s` at most; None: nothing is ever compared, and so everything is trusted.
     """
     core.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
+    core.back_entries(memory.records.num_entries)
     if memory.why_empty:
         log.warning("starting empty reason=%r", memory.why_empty)
     left = memory.leftover
@@ -35,6 +36,9 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
                 numbers[known.number] = core.catalog.register(known.key_space, known.representations, began_s)[0]
             except HotKVError as error:
                 log.warning("key space dropped number=%d model=%s reason=%r", known.number, known.key_space.model, error.message)
+        num_ready = int(np.count_nonzero(left.table.records[:, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY))
+        memory.records.back(num_ready)
+        core.back_entries(memory.records.num_entries)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s)
         _bring_in_claimed(core.space.pool, memory)
         is_renumbered = any(old_number != number for old_number, number in numbers.items())
@@ -86,13 +90,13 @@ class UseNotes:
     def take(self, num_parts: int) -> NDArray[np.float64] | None:
         """Another of `num_parts` parts; with the last one all of it, float64 by entry number, nan for what is no ready block."""
         index = self._core.space.index
-        states = index.states()
         if not self._turn:
-            self._used_s = np.full(len(states), np.nan)
+            # Not filled in advance: it can have hundreds of megabytes.
+            self._used_s = np.empty(index.num_numbers, np.float64)
         length = -(-len(self._used_s) // num_parts)
-        entries = np.arange(self._turn * length, min((self._turn + 1) * length, len(self._used_s)), dtype=np.uint32)
-        entries = entries[states[entries] == table.STATE_READY]
-        entries = entries[~self._core.space.representations.among(entries)]
+        first, end = min(self._turn * length, len(self._used_s)), min((self._turn + 1) * length, len(self._used_s))
+        self._used_s[first:end] = np.nan
+        entries = index.ready_blocks(0, first, end)
         self._used_s[entries] = self._core.space.policy.last_used_s(entries)
         self._turn = (self._turn + 1) % num_parts
         return None if self._turn else self._used_s

@@ -7,7 +7,7 @@ what is handed out is positions below the shared part only. Block hashes are cha
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,12 +112,12 @@ class RememberedHotSets:
         hot_sets = {at: positions[positions < shared] for at, positions in self._contexts[number].hot_sets.items()}
         return Recalled(shared, hot_sets)
 
-    def forget(self, key_space_id: int) -> int:
-        """Forgets a key space's contexts; returns how many."""
-        numbers = [number for number, context in self._contexts.items() if context.key_space_id == key_space_id]
-        for number in numbers:
-            self._drop(number)
-        return len(numbers)
+    def forget(self, key_space_id: int) -> Iterator[None]:
+        """Forgets the contexts that a key space has at the first step, one a step; anything else may be called between two."""
+        for number in [number for number, context in self._contexts.items() if context.key_space_id == key_space_id]:
+            if number in self._contexts:
+                self._drop(number)
+                yield
 
     def _longest(self, key_space_id: int, group_index: int, hashes: Words) -> int:
         """Position of the last block of the longest known prefix; -1 for none.

@@ -29,7 +29,7 @@ POINTS = {
     "release": "hotkv_server.core.index:BlockIndex._release",
     "detach": "hotkv_server.core.index:BlockIndex.detach",
     "evict": "hotkv_server.core.space:Space._evict_checked",
-    "rebalance": "hotkv_server.core.space:Space._take_cold_slabs",
+    "rebalance": "hotkv_server.core.space:Space.evict",
     "flush": "hotkv_server.core.space:Space.flush",
     "allocate": "hotkv_server.core.slabs:SlabPool.allocate",
     "free": "hotkv_server.core.slabs:SlabPool.free",

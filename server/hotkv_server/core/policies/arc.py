@@ -4,6 +4,8 @@ Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache",
 all blocks of a call see the shares as they were before it.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,6 +68,10 @@ class ARC:
                 self._num_ghosts[number] += int((lists == number).sum()) - int((gone == number).sum())
         self._list[entries] = 0
         self._stamps.clear(entries)
+
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        """Nothing: which list gives up a block is known only when it goes."""
+        return iter(())
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         excess = max(0, self._num[ONCE] - int(self._target))

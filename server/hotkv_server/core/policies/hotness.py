@@ -5,6 +5,8 @@ doubling of uses is worth H seconds of recency. The duel chooses H and the rest 
 keep t and c, so a change holds at once. Ghosts keep them for evicted blocks, four for each block of the capacity.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -80,10 +82,16 @@ class Hotness:
         if evicted:
             self._ghosts.remember(gone_keys[:num_known], gone_states[:num_known])
 
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        return self._queue(slot_bytes).sweep(count, evictable)
+
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        return self._queue(slot_bytes).take(count, evictable)
+
+    def _queue(self, slot_bytes: int) -> ColdQueue:
         if slot_bytes not in self._queues:
             self._queues[slot_bytes] = ColdQueue(self._state, self._highest, self._members, self.heat)
-        return self._queues[slot_bytes].take(count, evictable)
+        return self._queues[slot_bytes]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         rule = self.duel.winner

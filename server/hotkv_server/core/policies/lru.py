@@ -1,5 +1,7 @@
 """Least recently used: by time stamps in an array."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,10 +64,16 @@ class LRU:
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._stamps.clear(entries)
 
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        return self._queue(slot_bytes).sweep(count, evictable)
+
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        return self._queue(slot_bytes).take(count, evictable)
+
+    def _queue(self, slot_bytes: int) -> ColdQueue:
         if slot_bytes not in self._queues:
             self._queues[slot_bytes] = ColdQueue(self._stamps.state, self._stamps.highest, self._stamps.members, self.heat)
-        return self._queues[slot_bytes].take(count, evictable)
+        return self._queues[slot_bytes]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         return self._stamps.stamp_s[entries]

@@ -5,7 +5,7 @@ each at most once; the head of a chain is the hotter, so that leaves go first. K
 policy knows a block that comes back. No clock: `now_s` is passed in and never goes back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,9 @@ class Policy(Protocol):
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         """Entries are gone, `evicted` to make room or dropped for another reason; those never admitted are passed over."""
+
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        """Does in parts what the next call of `victims` with these arguments would do in one go, if that is long. May do nothing."""
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         """Up to `count` evictable entries, coldest first; as many as there are.

@@ -2,11 +2,11 @@
 
 A refill looks at entries by number from where the last one stopped, until it has seen enough that may go, and queues the coldest share,
 sorted; a victim costs amortised constant work. Where one slot size is rare among many entries a refill walks far: a tenth of a second
-over ten million, once for many victims. What was used since it was queued has another state and is passed over, so a touch writes only
-its entry's state; what has come since, or was used and is still the coldest, waits for the next refill.
+over ten million, once for many victims; `sweep` does it in parts before. What was used since it was queued has another state and is
+passed over, so a touch writes only its entry's state; what has come since, or was used and is still the coldest, waits for the next refill.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,8 @@ class ColdQueue:
         self._hand = 0
         self._entries: Entries = np.empty(0, np.uint32)
         self._states = np.empty(0, np.uint64)
+        # Whether a sweep has just found all that there is to find.
+        self._is_swept = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -57,14 +59,22 @@ class ColdQueue:
         """Forgets the order: heat means something else from here on."""
         self._entries, self._states = self._entries[:0], self._states[:0]
 
+    def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
+        """Refills the queue in parts where it has too little for `take` with these arguments, which then need not."""
+        head = self._entries[: 4 * count]
+        if np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head)) < count:
+            yield from self._refill(count, evictable, [])
+        self._is_swept = True
+
     def take(self, count: int, evictable: Evictable) -> Entries:
         """The coldest evictable entries, at most `count`; what is pinned is passed over until the next refill."""
         chosen: list[Entries] = []
-        missing, refilled = count, False
+        missing, refilled, self._is_swept = count, self._is_swept, False
         while missing > 0:
             if len(self._entries) < missing and not refilled:
                 # What is left of the queue is the coldest again.
-                self._refill(missing, evictable, chosen)
+                for _ in self._refill(missing, evictable, chosen):
+                    pass
                 refilled = True
             head = self._entries[: 2 * missing]
             if not len(head):
@@ -79,17 +89,20 @@ class ColdQueue:
             return chosen[0]
         return np.concatenate(chosen) if chosen else np.empty(0, np.uint32)
 
-    def _refill(self, count: int, evictable: Evictable, chosen: list[Entries]) -> None:
+    def _refill(self, count: int, evictable: Evictable, chosen: list[Entries]) -> Iterator[None]:
         end = self._highest.number + 1
         parts: list[Entries] = []
-        num_seen, walked = 0, 0
+        # Its own hand: another refill may go on between two parts, and no entry must be seen twice.
+        num_seen, walked, hand = 0, 0, self._hand if self._hand < end else 0
         while walked < end and num_seen < SHARE * count:
-            stop = min(self._hand + SWEEP_ENTRIES, end)
-            seen, found = self._coldest_of(self._members(self._hand, stop), count, evictable)
+            stop = min(hand + SWEEP_ENTRIES, end, hand + end - walked)
+            seen, found = self._coldest_of(self._members(hand, stop), count, evictable)
             parts.append(found)
             num_seen += seen
-            walked += stop - self._hand
-            self._hand = stop if stop < end else 0
+            walked += stop - hand
+            hand = stop if stop < end else 0
+            yield
+        self._hand = hand
         entries = np.concatenate(parts) if len(parts) > 1 else parts[0]
         if chosen:
             entries = entries[~np.isin(entries, np.concatenate(chosen))]

@@ -3,6 +3,8 @@
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. Newcomers get a tenth of the blocks.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -59,6 +61,10 @@ class S3FIFO:
             self._ghosts.remember(leaving, np.zeros(len(leaving), np.uint64))
         self._queue_of[entries] = 0
         self._stamps.clear(entries)
+
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        """Nothing: which list gives up a block is known only when it goes."""
+        return iter(())
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         chosen: Entries = np.empty(0, np.uint32)

@@ -1,0 +1,279 @@
+"""Long work in parts: whatever is called between two parts, the books agree after each, and what the work promises holds at its end."""
+
+import asyncio
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hotkv.results import BlockResult
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import parts, space, twins
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import LRU, POLICIES
+from hotkv_server.core.policies.queue import ColdQueue, Highest
+from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
+from hotkv_server.runtime import slices as slices_module
+from hotkv_server.runtime.slices import slices
+from tests.core.support import evict_all, make_key_space, make_table, words_of
+
+NUM_SLOTS = 32
+MEDDLING = st.lists(
+    st.tuples(st.sampled_from(["store", "begin", "end", "lease", "release", "touch", "other", "nothing"]), st.integers(0, 30)), max_size=40
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_parts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "BLOCKS", 3)
+        patch.setattr(parts, "SCANNED_ENTRIES", 11)
+        patch.setattr(parts, "LEASED_BLOCKS", 1)
+        patch.setattr(space, "PART_ENTRIES", 5)
+        patch.setattr(space, "EVICTED", 3)
+        patch.setattr(space, "RUNS", 1)
+        yield
+
+
+class Meddler:
+    """A core, and calls that come between. `began`: the turn in which the last store of a block of the first key space began."""
+
+    def __init__(self, policy: str = "lru", *, makes_room: bool = True, num_slots: int = NUM_SLOTS) -> None:
+        config = CoreConfig(num_slots * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, unadmitted_share=1.0, held_share=1.0, makes_room=makes_room)
+        self.core = CacheCore(config, make_table(100), POLICIES[policy](100))
+        self.session = self.core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN), 0.0).number
+        self.other = self.core.open_session("other", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+        self.turn = 0
+        self.began: dict[int, int] = {}
+        self.writing: dict[str, list[int]] = {}
+        self.num_calls = 0
+
+    def begin(self, numbers: list[int]) -> str:
+        self.num_calls += 1
+        name = f"store {self.num_calls}"
+        run = [Run(0, words_of(numbers))]
+        # As the runtime does: room is made by steps of its own, and the call comes in the same turn.
+        for _ in parts.make_room(self.core, 1, run):
+            pass
+        (slots,) = self.core.begin_store(self.session, name, name, run, 0, 0.0, float(self.num_calls))
+        self.writing[name] = [numbers[at] for at in slots.positions.tolist()]
+        for number in self.writing[name]:
+            self.began[number] = self.turn
+        return name
+
+    def end(self, name: str) -> list[int]:
+        results = self.core.end_store(self.session, name, True, float(self.num_calls))[0]
+        del self.writing[name]
+        return [int(result) for result in results]
+
+    def call(self, what: str, number: int) -> None:
+        core, hashes = self.core, [HashList(0, words_of([number, number + 1]))]
+        match what:
+            case "store":
+                self.end(self.begin([number, number + 1]))
+            case "begin":
+                self.begin([number, number + 1])
+            case "end" if self.writing:
+                self.end(next(iter(self.writing)))
+            case "lease" if core.leases.get("engine", f"lease {number}") is None:
+                core.acquire(self.session, f"lease {number}", hashes, 0.0, 1.0)
+            case "release":
+                core.release(self.session, f"lease {number}")
+            case "touch":
+                core.touch(self.session, hashes, float(self.num_calls))
+            case "other":
+                name = f"other {self.num_calls} {number} {self.turn}"
+                core.begin_store(self.other, name, name, [Run(0, words_of([number]))], 0, 0.0, 1.0)
+                core.end_store(self.other, name, True, 1.0)
+        core.take_effects()
+
+    def found(self, numbers: list[int], key_space_id: int = 1) -> list[int]:
+        mask = self.core.lookup(key_space_id, [HashList(0, words_of(numbers))])[0]
+        return [number for number, ready in zip(numbers, mask.tolist(), strict=True) if ready]
+
+
+@given(before=MEDDLING, between=MEDDLING, num_calls=st.integers(1, 3))
+def test_a_flush_in_parts_leaves_nothing_of_before(before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int) -> None:
+    """Nothing that was stored or being stored when it was asked is found when it answers, whatever comes between; others keep theirs."""
+    world = Meddler(num_slots=12)
+    for what, number in before:
+        world.call(what, number)
+    leased = {
+        lease.lease_id: world.core.slot_offsets(world.session, lease.lease_id)[0].tolist()
+        for lease in world.core.leases.all()
+        if lease.lease_id.startswith("lease")
+    }
+    others = world.found(list(range(40)), 2)
+    world.turn = 1
+    calls = iter(between)
+    meddled_with_others = any(what in ("store", "begin", "other") for what, _ in between)
+    for _ in parts.flush(world.core, 1):
+        world.core.check_invariants()
+        for _, (what, number) in zip(range(num_calls), calls, strict=False):
+            world.call(what, number)
+            world.core.check_invariants()
+    assert all(world.began[number] == 1 for number in world.found(list(range(40)))), "something of before is found"
+    while world.writing:
+        world.end(next(iter(world.writing)))
+        world.core.check_invariants()
+    assert all(world.began[number] == 1 for number in world.found(list(range(40)))), "something became ready that was reserved before"
+    assert meddled_with_others or world.found(list(range(40)), 2) == others
+    for lease_id, offsets in leased.items():
+        if world.core.leases.get("engine", lease_id) is not None and ("release", int(lease_id.split()[1])) not in between:
+            positions = np.flatnonzero(np.array(offsets) >= 0)
+            (slots,) = world.core.begin_load(world.session, "load", lease_id, [LoadPositions(0, positions)])
+            assert slots.offsets.tolist() == [offset for offset in offsets if offset >= 0], "a leased block has moved"
+            world.core.end_load(world.session, "load", True)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_what_goes_before_its_turn_is_left_alone(num_steps: int) -> None:
+    """Its number may be another key space's by then."""
+    world = Meddler(num_slots=12)
+    for number in range(12):
+        world.end(world.begin([number]))
+    flushing = parts.flush(world.core, 1)
+    for _ in range(num_steps):
+        next(flushing)
+    evict_all(world.core, 1)
+    for number in range(12):
+        world.call("other", number)
+    assert sum(flushing) == 0
+    world.core.check_invariants()
+    assert world.found(list(range(12)), 2) == list(range(12)) and not world.found(list(range(12)))
+
+
+@given(
+    policy=st.sampled_from(sorted(POLICIES)), stored=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30),
+    pinned=st.lists(st.integers(0, 30), max_size=6), group=st.integers(0, 1), start=st.integers(0, 60), count=st.integers(1, NUM_SLOTS),
+)  # fmt: skip
+def test_room_made_before_is_the_room_that_a_call_makes(
+    policy: str, stored: list[tuple[bool, int]], pinned: list[int], group: int, start: int, count: int
+) -> None:
+    """The same blocks are reserved, and the same others are there afterwards, whether room was made before or by the call."""
+    answers = []
+    for makes_room in (True, False):
+        world = Meddler(policy, makes_room=makes_room)
+        run = [Run(group, words_of(list(range(start, start + count))))]
+        for other, number in stored:
+            session, key_space_id = (world.other, 2) if other else (world.session, 1)
+            earlier, name = [Run(0, words_of([number]))], f"{other} {number} {world.num_calls}"
+            world.num_calls += 1
+            for _ in parts.make_room(world.core, key_space_id, earlier):
+                pass
+            world.core.begin_store(session, name, name, earlier, 0, 0.0, float(world.num_calls))
+            world.core.end_store(session, name, True, float(world.num_calls))
+        world.core.acquire(world.session, "pinned", [HashList(0, words_of(pinned))], 0.0, 1.0)
+        for _ in parts.make_room(world.core, 1, run):
+            world.core.check_invariants()
+        if not makes_room:
+            evicted = world.core.space.evicted_blocks
+        (results,) = world.core.reserve(world.session, "new", run, 0.0, 50.0).results
+        assert makes_room or world.core.space.evicted_blocks == evicted, "room was made by the call"
+        world.core.check_invariants()
+        answers.append((results.tolist(), world.found(list(range(31))), world.found(list(range(31)), 2)))
+    assert answers[0] == answers[1]
+
+
+@given(between=MEDDLING, group=st.integers(0, 1), count=st.integers(1, 12))
+def test_whatever_comes_between_there_is_room_in_the_end(between: list[tuple[str, int]], group: int, count: int) -> None:
+    """As long as not too much is pinned or being written: a quarter of the slots is asked for, and calls between take few."""
+    world = Meddler(makes_room=False, num_slots=4 * NUM_SLOTS)
+    for start in range(0, 90, 9):
+        world.end(world.begin(list(range(start + 200, start + 209))))
+    world.core.take_effects()
+    calls = iter([(what, number) for what, number in between if what not in ("begin", "other")])
+    run = [Run(group, words_of(list(range(100, 100 + count))))]
+    for _ in parts.make_room(world.core, 1, run):
+        world.core.check_invariants()
+        for _, (what, number) in zip(range(2), calls, strict=False):
+            world.call(what, number)
+    (results,) = world.core.reserve(world.session, "new", run, 0.0, 50.0).results
+    assert set(results.tolist()) == {BlockResult.RESERVED}
+    world.core.check_invariants()
+
+
+def test_what_is_swept_is_not_refilled() -> None:
+    """Also where a sweep finds less than is asked for: nothing more is there."""
+    looked_at: list[tuple[int, int]] = []
+
+    def members(first: int, stop: int) -> np.ndarray:
+        looked_at.append((first, stop))
+        return np.arange(max(first, 1), stop, dtype=np.uint32)
+
+    highest, state = Highest(), np.arange(101, dtype=np.uint64)
+    highest.number = 100
+    queue = ColdQueue(state, highest, members, lambda entries: entries.astype(np.float64))
+    rare = {7, 50, 99}
+
+    def evictable(entries: np.ndarray) -> np.ndarray:
+        return np.isin(entries, list(rare))
+
+    for _ in queue.sweep(10, evictable):
+        pass
+    num_looked_at = len(looked_at)
+    assert num_looked_at
+    assert queue.take(10, evictable).tolist() == [7, 50, 99]
+    assert len(looked_at) == num_looked_at
+    queue.take(10, evictable)
+    assert len(looked_at) > num_looked_at, "a take without a sweep looks for itself"
+
+
+def test_slots_in_slabs_are_found_as_by_the_twin() -> None:
+    kernels = pytest.importorskip("hotkv_server.core.kernels")
+    random = np.random.default_rng(0)
+    for slab_bytes in (SLOT_ALIGN, 3 * SLOT_ALIGN, 1 << 22, (1 << 22) + SLOT_ALIGN):
+        offsets, slabs = random.integers(0, 50 * slab_bytes, 300), random.random(50) < 0.5
+        found, expected = np.empty(300, np.bool_), np.empty(300, np.bool_)
+        kernels.lie_in(offsets, slab_bytes, slabs, found)
+        twins.lie_in(offsets, slab_bytes, slabs, expected)
+        assert np.array_equal(found, expected)
+
+
+def test_what_a_run_has_stays_while_room_is_made_for_its_rest() -> None:
+    world = Meddler(makes_room=False, num_slots=8)
+    for number in range(8):
+        world.end(world.begin([number]))
+    run = [Run(0, words_of([0, 1, 2, 20, 21, 22]))]
+    for _ in parts.make_room(world.core, 1, run):
+        assert world.found([0, 1, 2]) == [0, 1, 2]
+    (results,) = world.core.reserve(world.session, "new", run, 0.0, 50.0).results
+    assert results.tolist() == [BlockResult.PRESENT] * 3 + [BlockResult.RESERVED] * 3
+
+
+def test_entries_without_memory_are_not_used() -> None:
+    """A table whose records come behind holds as many entries as have memory, and more when more have."""
+    core = CacheCore(CoreConfig(NUM_SLOTS * SLOT_ALIGN, 4 * SLOT_ALIGN, 100), make_table(100), LRU(100))
+    core.back_entries(5)
+    session = core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+    for limit, name in ((5, "a"), (8, "b")):
+        core.back_entries(limit)
+        run = [Run(0, words_of(list(range(limit * 100, limit * 100 + 12))))]
+        core.begin_store(session, name, name, run, 0, 0.0, 1.0)
+        results = core.end_store(session, name, True, 1.0)[0].tolist()
+        assert results.count(BlockResult.STORED) == limit and core.space.index.num_numbers <= limit + 1
+        core.check_invariants()
+
+
+@pytest.mark.parametrize(("slice_s", "expected"), [(0.0, [[0], [1], [2]]), (1e9, [[0, 1, 2]])])
+def test_others_are_served_between_slices(monkeypatch: pytest.MonkeyPatch, slice_s: float, expected: list[list[int]]) -> None:
+    monkeypatch.setattr(slices_module, "SLICE_S", slice_s)
+    log: list[object] = []
+
+    async def other() -> None:
+        while True:
+            log.append("other")
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(other())
+        async for taken, _ in slices(iter(range(3))):
+            log.append(taken)
+        task.cancel()
+
+    asyncio.run(scenario())
+    assert [entry for entry in log if entry != "other" and entry] == expected
+    between = log[log.index(expected[0]) : log.index(expected[-1])]
+    assert between.count("other") >= len(expected) - 1

@@ -1,0 +1,81 @@
+"""Long work on the event loop: others are served between its parts, and what they hear is true at each moment."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import parts
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import LRU
+from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.runtime import slices
+from hotkv_server.runtime.events import BlocksRemoved, BlocksStored, KeySpaceCleared, RunContent, stored_events
+from hotkv_server.runtime.node import Node
+from tests.core.support import make_key_space, words_of
+
+NUM_BLOCKS = 12
+KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_while_a_key_space_is_flushed_others_store_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, restores: bool) -> None:
+    """A router that believes the events knows exactly what is there; only where nobody stored is the key space told to be clear."""
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    monkeypatch.setattr(parts, "BLOCKS", 1)
+
+    async def scenario() -> None:
+        memory = NodeMemory.open(tmp_path, 1 << 20, 1 << 16, 64, 1, prefault=False)
+        node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64, makes_room=False), memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
+        session = node.core.open_session("engine", "rank", KEY_SPACE, 0.0).number
+        turns, seen = 0, set[int]()
+
+        def found(number: int) -> bool:
+            return bool(node.core.lookup(1, [HashList(0, words_of([number]))])[0][0])
+
+        def store(number: int) -> None:
+            run = [Run(0, words_of([number]))]
+            for _ in parts.make_room(node.core, 1, run):
+                pass
+            node.core.begin_store(session, "t", f"l {number} {turns}", run, 0, 0.0, 1.0)
+            results = node.core.end_store(session, "t", True, 1.0)
+            node.events.publish(stored_events(1, KEY_SPACE, run, [RunContent(np.empty(0, np.int32))], results))
+
+        async def meddle() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                seen.add(sum(map(found, range(NUM_BLOCKS))))
+                if restores and turns == 5:
+                    store(next(number for number in range(NUM_BLOCKS) if not found(number)))
+                await asyncio.sleep(0)
+
+        with node.events.feeds.reader() as feed:
+            for number in range(NUM_BLOCKS):
+                store(number)
+            meddling = asyncio.create_task(meddle())
+            assert await node.flush(1) >= NUM_BLOCKS
+            left = {number for number in range(NUM_BLOCKS) if found(number)}
+            meddling.cancel()
+            items, lost = await feed.get(1000)
+        assert len(seen) > 5, "nobody was served between"
+        assert not lost and len(left) <= restores
+        believed, was_cleared = set[bytes](), False
+        for item in items:
+            match item.event:
+                case BlocksStored(hashes=hashes):
+                    believed |= {row.tobytes() for row in hashes}
+                case BlocksRemoved(hashes=hashes):
+                    believed -= {row.tobytes() for row in hashes}
+                case KeySpaceCleared():
+                    was_cleared = True
+                    believed.clear()
+        assert believed == {words_of([number])[0].tobytes() for number in left}
+        assert was_cleared != restores
+        await node.close()
+        memory.remove()
+
+    asyncio.run(scenario())
