@@ -135,6 +135,14 @@ class FakeServer:
             session.tell(LinkState.CONNECTED, "it is back")
 
 
+def _check_positions(runs: Sequence[LoadRun]) -> None:
+    """Raises INVALID_FIELD where a load names a place of the lease twice, in one run or in several."""
+    for group_index in {run.group_index for run in runs}:
+        positions = np.concatenate([run.lease_positions for run in runs if run.group_index == group_index])
+        if len(np.unique(positions)) < len(positions):
+            raise HotKVError(Reason.INVALID_FIELD, "runs.lease_positions name a block twice; a load copies each block once")
+
+
 def _resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:
     try:
         future.set_result(TransferResult("", TransferStatus.CANCELLED) if cancelled else act())
@@ -248,6 +256,7 @@ class FakeSession:
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes)
 
         def begin() -> None:
+            _check_positions(runs)
             if self.server.spoil_loads and (after is None or self.server.has_passed(after)):
                 for run in runs:
                     for block in run.block_ids[::2].tolist():
