@@ -61,8 +61,8 @@ class Findings:
         return sum(self.kills.values())
 
     def rows(self) -> list[tuple[str, object]]:
-        names = ("restarts", "clean_stops", "acknowledged_blocks", "found_again_blocks", "loaded_blocks", "read_blocks", "void_blocks")
-        names = (*names, "condemned_blocks")
+        blocks = ("acknowledged", "found_again", "loaded", "read", "void", "condemned")
+        names = ("restarts", "clean_stops", *(f"{name}_blocks" for name in blocks))
         rows: list[tuple[str, object]] = [("kills", self.num_kills), *((name, getattr(self, name)) for name in names)]
         return [*rows, ("wrong", len(self.wrong)), ("lost", len(self.lost)), *sorted(self.kills.items())]
 
