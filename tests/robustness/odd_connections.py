@@ -235,9 +235,7 @@ class OddConnections:
                     next(call)
                     self._place.note(f"server streams: {what}", "answered")
                 except grpc.RpcError as error:
-                    # A request of health that is no message is answered by gRPC itself.
-                    word = str(call.code().name) if what == "Watch" else code_of(error)
-                    self._place.note(f"server streams: {what}", word)
+                    self._place.note(f"server streams: {what}", code_of(error))
                 call.cancel()
             health = health_pb2_grpc.HealthStub(channel)
             assert health.Check(HealthCheckRequest(), timeout=DEADLINE_S).status

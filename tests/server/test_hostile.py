@@ -289,6 +289,28 @@ def test_who_leaves_while_it_is_written_to_fills_no_log(server: Server) -> None:
     assert "Traceback" not in log and "ExecuteBatchError" not in log
 
 
+def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -> None:
+    """gRPC's C code logged it as it came: lines that look like the server's own, and what terminals take for orders."""
+
+    def frame(kind: int, payload: bytes) -> bytes:
+        """Of HTTP/2 (RFC 9113, 4.1), for the connection."""
+        return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload
+
+    settings, goaway = 4, 7
+    last_words = b"\n2026-11-21 00:00:00,000 ERROR hotkv_server.forged \x1b[2J\xff"
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(20)
+        peer.connect(server.target.removeprefix("unix:"))
+        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(settings, b"") + frame(goaway, bytes(4) + b"\0\0\0\1" + last_words))
+        peer.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while peer.recv(4096):
+                pass
+    with marked_engine(server.target) as session:
+        session.ping(10)
+    assert b"forged" not in server.log.read_bytes()
+
+
 def unary_stream_of(channel: grpc.Channel) -> Any:
     """Opens a stream of selections that asks for nothing."""
 
