@@ -114,6 +114,10 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
             one.session.load("twice", "r", runs, 10).result(10)
         assert raised.value.reason is Reason.INVALID_FIELD
         assert raised.value.message == "runs.lease_positions name a block twice; a load copies each block once"
+    # A lease may list a hash twice; the block is the same.
+    assert one.acquire("listed twice", [*blocks, blocks[0]]) == [True] * 4
+    with pytest.raises(HotKVError, match="lease_positions name a block twice"):
+        one.session.load("twice", "listed twice", [LoadRun(0, np.arange(4, dtype=np.int32), block_ids(4, 8))], 10).result(10)
     assert not one.engine.kv[:, 8:].any()
     # Several runs of one group are no repetition; the id of what was refused is free.
     apart = [LoadRun(0, np.array([position], np.int32), block_ids(1, 8 + position)) for position in range(3)]

@@ -135,14 +135,6 @@ class FakeServer:
             session.tell(LinkState.CONNECTED, "it is back")
 
 
-def _check_positions(runs: Sequence[LoadRun]) -> None:
-    """Raises INVALID_FIELD where a load names a place of the lease twice, in one run or in several."""
-    for group_index in {run.group_index for run in runs}:
-        positions = np.concatenate([run.lease_positions for run in runs if run.group_index == group_index])
-        if len(np.unique(positions)) < len(positions):
-            raise HotKVError(Reason.INVALID_FIELD, "runs.lease_positions name a block twice; a load copies each block once")
-
-
 def _resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:
     try:
         future.set_result(TransferResult("", TransferStatus.CANCELLED) if cancelled else act())
@@ -242,9 +234,9 @@ class FakeSession:
 
     def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None) -> Future[Any]:
         leased = dict(self.server.leases.get(lease_id, []))
+        asked = [(run.group_index, leased[run.group_index][p]) for run in runs for p in run.lease_positions.tolist()] if leased else []
 
         def act() -> Any:
-            asked = [(run.group_index, leased[run.group_index][p]) for run in runs for p in run.lease_positions.tolist()] if leased else []
             gone = any(not self._ready(group, [block_hash])[0] for group, block_hash in asked)
             if self.server.fail_loads or not leased or gone:
                 return TransferResult(transfer_id, TransferStatus.FAILED, message="told to fail")
@@ -256,7 +248,8 @@ class FakeSession:
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes)
 
         def begin() -> None:
-            _check_positions(runs)
+            if len(set(asked)) < len(asked):
+                raise HotKVError(Reason.INVALID_FIELD, "runs.lease_positions name a block twice; a load copies each block once")
             if self.server.spoil_loads and (after is None or self.server.has_passed(after)):
                 for run in runs:
                     for block in run.block_ids[::2].tolist():
