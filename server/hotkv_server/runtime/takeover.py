@@ -34,7 +34,7 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
             try:
                 numbers[known.number] = core.catalog.register(known.key_space, known.representations)[0]
             except HotKVError as error:
-                log.warning("key space dropped number=%d model=%s reason=%r", known.number, known.key_space.model, error.message)
+                log.warning("key space dropped number=%d model=%r reason=%r", known.number, known.key_space.model, error.message)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s)
         _bring_in_claimed(core.space.pool, memory)
         is_renumbered = any(old_number != number for old_number, number in numbers.items())
