@@ -88,6 +88,8 @@ class Tally:
     answers: "collections.defaultdict[str, collections.Counter[str]]" = field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
+    footprints: str = ""
+    """Of the server: at first, and at most."""
 
     @property
     def inputs(self) -> int:
@@ -441,6 +443,7 @@ def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None)
         finally:
             fuzzer.close()
         tally = fuzzer.tally
+        tally.footprints = f"{fuzzer.first} at first, {fuzzer.most} at most"
     with tempfile.TemporaryDirectory() as name:
         files = FileFuzzer(Path(name), seed, tally)
         while tally.inputs < inputs:
@@ -457,7 +460,7 @@ def main() -> int:
     options.add_argument("--json", action="store_true", help="print one JSON object last")
     chosen = options.parse_args()
     print(f"seed {chosen.seed}", flush=True)
-    last_s = [0.0]
+    began_s, last_s = time.monotonic(), [0.0]
 
     def say(text: str) -> None:
         if time.monotonic() - last_s[0] > 60:
@@ -467,7 +470,7 @@ def main() -> int:
     tally = fuzz(chosen.inputs, chosen.seed, say=say)
     for name, count, answers in tally.rows():
         print(f"{name:34} {count:8}  {answers}")
-    print(f"{'all':34} {tally.inputs:8}")
+    print(f"{'all':34} {tally.inputs:8}  in {time.monotonic() - began_s:.0f} s; {tally.footprints}")
     if chosen.json:
         print(json.dumps({"inputs": tally.inputs, "sent": tally.sent, "answers": tally.answers}))
     return 0

@@ -117,31 +117,29 @@ class OddSessions:
 
     def _copy_through(self, session: RawSession, fd: int, layout: Layout, count: int) -> None:
         """Stores half of the blocks, loads them into the other half, and compares; now and then a transfer is cancelled."""
-        with mmap.mmap(fd, 0) as mapping:
-            memory = np.frombuffer(mapping, np.uint8)
-            memory[:] = np.frombuffer(self._chance.randbytes(len(memory)), np.uint8)
-            (tensor,), half = layout.tensors, count // 2
-            places = tensor.base_offset_bytes + tensor.run_offsets()[:, None] + np.arange(tensor.run_bytes)
-            blocks, name = [self._chance.randbytes(32) for _ in range(half)], self._chance.randbytes(4).hex()
-            ids = np.arange(half, dtype=INT32)
-            word, answer = session.ask(_wire.store(name, name, [BlockRun(0, blocks, ids)], 20, NO_RETENTION, 0, 32))
-            self._place.note("layouts: store", word)
-            if word == "answered" and set(answer.store.runs[0].results) == {1}:
-                pinned = self._place.must(session, _wire.acquire(name, [GroupHashes(0, blocks)], 0, 32)).acquire_lease.groups[0].flags
-                at = np.flatnonzero(np.frombuffer(pinned, np.uint8)).astype(INT32)
-                request = _wire.load(name, name, [LoadRun(0, at, at + INT32(half))], 20)
-                is_cancelled = self._chance.random() < 0.2
-                number = session.put(request)
-                if is_cancelled:
-                    session.put(_wire.cancel(name))
-                loaded = session.answers({number})[number]
-                self._place.note(
-                    "layouts: load", "cancelled" if is_cancelled else name_of(loaded.error) if loaded.HasField("error") else "answered"
-                )
-                for block in at.tolist() if not is_cancelled and loaded.load.status == cache_pb2.TRANSFER_STATUS_DONE else ():
-                    one, other = (memory[places + b * tensor.block_stride_bytes] for b in (block, block + half))
-                    assert np.array_equal(one, other), f"other bytes came back through {layout}"
-            del memory
+        memory = np.frombuffer(mmap.mmap(fd, 0), np.uint8)
+        memory[:] = np.frombuffer(self._chance.randbytes(len(memory)), np.uint8)
+        (tensor,), half = layout.tensors, count // 2
+        places = tensor.base_offset_bytes + tensor.run_offsets()[:, None] + np.arange(tensor.run_bytes)
+        blocks, name = [self._chance.randbytes(32) for _ in range(half)], self._chance.randbytes(4).hex()
+        ids = np.arange(half, dtype=INT32)
+        word, answer = session.ask(_wire.store(name, name, [BlockRun(0, blocks, ids)], 20, NO_RETENTION, 0, 32))
+        self._place.note("layouts: store", word)
+        if word == "answered" and set(answer.store.runs[0].results) == {1}:
+            pinned = self._place.must(session, _wire.acquire(name, [GroupHashes(0, blocks)], 0, 32)).acquire_lease.groups[0].flags
+            at = np.flatnonzero(np.frombuffer(pinned, np.uint8)).astype(INT32)
+            request = _wire.load(name, name, [LoadRun(0, at, at + INT32(half))], 20)
+            is_cancelled = self._chance.random() < 0.2
+            number = session.put(request)
+            if is_cancelled:
+                session.put(_wire.cancel(name))
+            loaded = session.answers({number})[number]
+            self._place.note(
+                "layouts: load", "cancelled" if is_cancelled else name_of(loaded.error) if loaded.HasField("error") else "answered"
+            )
+            for block in at.tolist() if not is_cancelled and loaded.load.status == cache_pb2.TRANSFER_STATUS_DONE else ():
+                one, other = (memory[places + b * tensor.block_stride_bytes] for b in (block, block + half))
+                assert np.array_equal(one, other), f"other bytes came back through {layout}"
 
     def ids_again(self) -> None:
         """The same few ids of leases, transfers and sequences, each time for something else, many at a time."""
