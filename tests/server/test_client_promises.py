@@ -17,8 +17,8 @@ from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import NO_ORDER
 from hotkv.retention import NO_RETENTION
-from hotkv.v1 import session_pb2
-from hotkv_client import BlockRun, Role, SelectConfig, SessionConfig, _sparse_wire, _wire
+from hotkv.v1 import cache_pb2, session_pb2
+from hotkv_client import BlockResult, BlockRun, Role, SelectConfig, SessionConfig, _sparse_wire, _wire
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import DeviceServer, FakeAllocation
@@ -112,6 +112,27 @@ def test_a_transfers_id_is_no_line_of_the_log(server: Server, raw: Open) -> None
         session.answers({asked})
     os.close(fd)
     assert not re.search(r"^ERROR forged", Path(server.log).read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("retention", "named"),
+    [
+        (cache_pb2.Retention(priority=9), "retention.priority is 9; allowed are -8 to 8"),
+        (cache_pb2.Retention(priority=-(1 << 31)), "retention.priority is -2147483648"),
+        (cache_pb2.Retention(ttl_ms=86_400_001), "retention.ttl_s is 86400.001; allowed are 0 to 86400"),
+        (cache_pb2.Retention(ttl_ms=-1), "retention.ttl_ms is -1"),
+        (cache_pb2.Retention(pin=True), "retention.pin needs retention.ttl_s"),
+    ],
+)
+def test_retention_out_of_bounds(raw: Open, retention: cache_pb2.Retention, named: str) -> None:
+    """The connector leaves such a hint out; a call that has one is refused, and reserves nothing."""
+    session, blocks = raw(), hashes(1)
+    request = _wire.reserve("l", [BlockRun(0, blocks)], 0, NO_RETENTION, 32)
+    request.reserve_blocks.retention.CopyFrom(retention)
+    reason, message = refusal(session, request)
+    assert reason is Reason.INVALID_FIELD and named in message
+    word, answer = session.ask(_wire.reserve("other", [BlockRun(0, blocks)], 0, NO_RETENTION, 32))
+    assert word == "answered" and answer.reserve_blocks.runs[0].results == bytes([BlockResult.RESERVED])
 
 
 def test_handle_ids_are_no_longer_than_other_ids(raw: Open) -> None:
