@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,6 +74,8 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     if options.check:
         print(settings.model_dump_json(indent=2, by_alias=True))
         return 0
+    # gRPC's C code, which looks when it is loaded, would write to stderr what peers say at their leaving, byte by byte.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from hotkv_server.daemon import StartError, serve
 
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)

@@ -1,8 +1,9 @@
 """The kill campaign: engines store and load, the server or an engine is killed again and again, and nothing wrong may ever be loaded.
 
-Always checked: each loaded byte, against content that follows from the block's hash. Where the arena has room for everything (`roomy`),
-also that each acknowledged block is found after each restart; where it has not (`tight`), blocks may go, and rebalancing and evictions are
-killed too. A seed decides arenas, kills and what the engines ask for; the threads' timing is the machine's.
+Always checked: each loaded byte, and each that is read in the mapped arena under a lease, against content that follows from the block's
+hash; and that no server condemned a block. Where the arena has room for everything (`roomy`), also that each acknowledged block is found
+after each restart; where it has not (`tight`), blocks may go, and rebalancing and evictions are killed too. A seed decides arenas, kills
+and what the engines ask for; the threads' timing is the machine's.
 
 `python -m tests.robustness.campaign --kills 1000 --seed 7` runs the long form and prints a table; `make torture` calls it.
 """
@@ -13,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -38,12 +40,16 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 
 @dataclass(slots=True)
 class Findings:
-    """What a campaign has seen. `wrong`, `lost`: must stay empty."""
+    """What a campaign has seen. `read_blocks`: in the mapped arena; `void_blocks`: there, but the lease ended meanwhile. `wrong`, `lost`:
+    must stay empty.
+    """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
     restarts: int = 0
     clean_stops: int = 0
     loaded_blocks: int = 0
+    read_blocks: int = 0
+    void_blocks: int = 0
     acknowledged_blocks: int = 0
     found_again_blocks: int = 0
     condemned_blocks: int = 0
@@ -55,7 +61,8 @@ class Findings:
         return sum(self.kills.values())
 
     def rows(self) -> list[tuple[str, object]]:
-        names = ("restarts", "clean_stops", "acknowledged_blocks", "found_again_blocks", "loaded_blocks", "condemned_blocks")
+        blocks = ("acknowledged", "found_again", "loaded", "read", "void", "condemned")
+        names = ("restarts", "clean_stops", *(f"{name}_blocks" for name in blocks))
         rows: list[tuple[str, object]] = [("kills", self.num_kills), *((name, getattr(self, name)) for name in names)]
         return [*rows, ("wrong", len(self.wrong)), ("lost", len(self.lost)), *sorted(self.kills.items())]
 
@@ -65,6 +72,7 @@ class Servers:
 
     def __init__(self, folder: Path, arena: str) -> None:
         self.folder = folder
+        self.log = folder / "server.log"
         self.target = f"unix:{folder}/run/grpc.sock"
         (folder / "run").mkdir(mode=0o700, exist_ok=True)
         self.flags = ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena"), "--arena.bytes", arena]
@@ -101,7 +109,7 @@ class Servers:
     def start(self, crash: dict[str, object], *flags: str) -> int:
         """The pid of a new server, which may not be ready yet."""
         assert self.process.stdin is not None
-        order = {"flags": [*self.flags, *flags], "log": str(self.folder / "server.log"), "point": None, **crash}
+        order = {"flags": [*self.flags, *flags], "log": str(self.log), "point": None, **crash}
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         with self._changed:
@@ -111,6 +119,11 @@ class Servers:
     def has_ended(self, pid: int, timeout_s: float = 0.0) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: pid in self._ended, timeout_s)
+
+    def condemned_blocks(self) -> int:
+        """Of all servers, as their log says."""
+        text = self.log.read_text() if self.log.exists() else ""
+        return sum(int(count) for count in re.findall(r"condemned blocks=(\d+)", text))
 
     def status(self, pid: int) -> int:
         return self._ended[pid]
@@ -150,6 +163,10 @@ class Engines:
                 self.acknowledged.difference_update(rest)
             elif kind == "loaded":
                 self.findings.loaded_blocks += int(rest[0])
+            elif kind == "read":
+                self.findings.read_blocks += int(rest[0])
+            elif kind == "void":
+                self.findings.void_blocks += int(rest[0])
             else:
                 self.findings.wrong.append(line.strip())
 
@@ -186,9 +203,11 @@ class Campaign:
 
     def run(self, kills: int) -> None:
         """Raises AssertionError at the first thing that may not be."""
-        until = self.findings.num_kills + kills
+        until, condemned_before = self.findings.num_kills + kills, self.findings.condemned_blocks
         while self.findings.num_kills < until:
             self.cycle()
+            self.findings.condemned_blocks = condemned_before + self.servers.condemned_blocks()
+            assert self.findings.condemned_blocks == condemned_before, f"a block was condemned; see {self.servers.log}"
             assert not self.findings.wrong, f"wrong bytes: {self.findings.wrong[:3]}"
             assert not self.findings.lost, f"acknowledged blocks are gone: {self.findings.lost[:3]}"
             assert self.engines.are_alive(), "an engine ended by itself"
@@ -236,7 +255,7 @@ class Campaign:
 
     def count(self, kind: str, pid: int) -> None:
         status = self.servers.status(pid)
-        assert status == -signal.SIGKILL, f"a server ended by itself with status {status}; see {self.servers.folder / 'server.log'}"
+        assert status == -signal.SIGKILL, f"a server ended by itself with status {status}; see {self.servers.log}"
         self.findings.kills[kind] += 1
 
     def observer(self, shape: Shape) -> PagedEngine:

@@ -1,7 +1,8 @@
-"""One engine of the kill campaign, a process of its own: random stores, loads, withdrawn stores; checks every byte it loads.
+"""One engine of the kill campaign, a process of its own: random stores, loads, withdrawn stores, reads in place; checks every byte it gets.
 
 The content of a block follows from its hash, so nobody has to remember it. Prints a line for each thing the campaign must know, whole lines
-in one write: `stored HASH...` (acknowledged), `missing HASH...` (no longer kept, as a notice said), `loaded COUNT`, `wrong HASH`.
+in one write: `stored HASH...` (acknowledged), `missing HASH...` (no longer kept, as a notice said), `loaded COUNT`, `read COUNT` (in the
+mapped arena), `void COUNT` (read there, but the lease did not outlast the reading, so that it may be anything), `wrong HASH`.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotkv.errors import HotKVError
-from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferResult, TransferStatus
+from hotkv_client import Arena, BlockResult, BlockRun, Evicted, GroupHashes, LeaseGrant, LoadRun, TransferResult, TransferStatus
 from hotkv_client.testing import PagedEngine
 
 NUM_BLOCKS = 96
@@ -100,10 +101,13 @@ class CampaignEngine:
         numbers = self.random.sample(range(self.shape.num_hashes), self.random.randint(1, MOST_BLOCKS))
         hashes = [hash_of(self.shape, number) for number in sorted(numbers)]
         try:
-            if self.random.random() < 0.55:
+            chance = self.random.random()
+            if chance < 0.5:
                 self.store(region, hashes)
-            else:
+            elif chance < 0.85:
                 self.load(region, hashes)
+            else:
+                self.read(hashes)
         except (HotKVError, TimeoutError):
             time.sleep(0.005)
 
@@ -143,6 +147,38 @@ class CampaignEngine:
         self.engine.kv[:, ids] = 0x55
         future = self.engine.session.load(name, name, [LoadRun(0, positions, ids)], 10)
         self.work[region] = Work(future, wanted, name, is_load=True)
+
+    def read(self, hashes: list[bytes]) -> None:
+        """Reads leased blocks in the mapped arena. What was read counts if lease and connection are still those of before the reading."""
+        session, groups = self.engine.session, [GroupHashes(0, hashes)]
+        arena = session.arena()
+        if arena is None:
+            return
+        self.count += 1
+        name, began_s = f"r{self.count}-{os.getpid()}", time.monotonic()
+        grant = session.acquire(name, groups, wants_offsets=True).result(10)
+        time.sleep(self.random.choice((0.0, 0.001, 0.01)))
+        positions = np.flatnonzero(grant.pinned[0])
+        num_bytes = self.shape.layers * self.shape.page_bytes
+        pages = [arena.memory[at : at + num_bytes].copy() for at in grant.offsets[0][positions].tolist()]
+        if not self.outlasts(arena, name, groups, grant, began_s):
+            self.say("void", str(len(pages)))
+            return
+        session.release(name)
+        for position, page in zip(positions.tolist(), pages, strict=True):
+            if not np.array_equal(page, content(self.shape, hashes[position]).reshape(-1)):
+                self.say("wrong", hashes[position].hex(), "in", "place")
+        self.say("read", str(len(pages)))
+
+    def outlasts(self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float) -> bool:
+        """Whether a lease holds yet: the same call has the same answer, over the same connection, within the lease's time."""
+        try:
+            again = self.engine.session.acquire(name, groups, wants_offsets=True).result(10)
+        except (HotKVError, TimeoutError):
+            return False
+        # An arena is its connection's own; a new connection has another, and no lease of this one.
+        is_same = self.engine.session.arena() is arena and time.monotonic() < began_s + grant.ttl_s
+        return is_same and np.array_equal(again.offsets[0], grant.offsets[0])
 
     def ended(self, region: int) -> None:
         work = self.work[region]

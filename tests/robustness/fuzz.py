@@ -1,9 +1,11 @@
 """Fuzzing: every call of the server, and every file that it reads, with messages that are valid but odd, spoiled, or no messages at all.
 
 Against a real server process over its socket: messages made from their descriptors, with hashes, ids and positions that exist, then most of
-them mutated byte by byte. The server must answer each with a response or a canonical refusal, never INTERNAL; it must stay alive and quick,
-log no traceback, and what a bystander has stored must come back byte for byte. Files (block table, state, times of last use) are mutated
-before the readers, in process: whatever they say, the cache that comes out is consistent.
+them mutated byte by byte; and clients that behave oddly in ways that no message does (`odd_sessions`, `odd_connections`). The server must
+answer each with a response or a canonical refusal, never INTERNAL; it must stay alive and quick, log no traceback, and what a bystander has
+stored must come back byte for byte. After each round the sessions and transfers of the round are gone, and memory and descriptors of the
+server are bounded over the run. Files (block table, state, times of last use) are mutated before the readers, in process: whatever they
+say, the cache that comes out is consistent.
 
 `python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints how often each message was sent and how it was answered.
 """
@@ -33,16 +35,28 @@ from hotkv.errors import HotKVError
 from hotkv.table import TableGeometry
 from hotkv.v1 import admin_pb2, cache_pb2, errors_pb2, session_pb2, sparse_pb2
 from hotkv_client import BlockRun, GroupHashes, LoadRun, _wire
+from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.core.restore import restore
 from hotkv_server.memory.arena import USE_FILE, _read_use
 from hotkv_server.memory.state import KnownKeySpace, ServerState, StateError, read_state, write_state
+from tests.robustness.odd_connections import OddConnections
+from tests.robustness.odd_place import Place
+from tests.robustness.odd_sessions import OddSessions
+from tests.robustness.raw_client import Footprint
+from tests.server.test_service import http_port
 
 NUM_BLOCKS = 64
 HASHES = [random.Random(number).randbytes(32) for number in range(48)]
 STREAM_MESSAGES = 300
 IN_FLIGHT = 32
 PING_DEADLINE_S = 10.0
+SETTLE_S = 30.0
+"""By then what a client had is gone, if the client is."""
+KINDS_OF_ROUND = 2
+"""Of odd clients; all have had their turn after five rounds."""
+MORE_DESCRIPTORS, MORE_BYTES = 64, 256 << 20
+"""What a server may have beyond what it began with: what clients may make it keep, key spaces above all, and allocators' caches."""
 ODD_NUMBERS = (0, 1, 2, 3, 7, 16, 63, 64, 255, 256, 1 << 14, (1 << 31) - 1, -1, -2, -(1 << 31), 1 << 18)
 UNARY: dict[str, type[Message]] = {
     "CacheService/Lookup": cache_pb2.LookupRequest,
@@ -74,10 +88,17 @@ class Tally:
     answers: "collections.defaultdict[str, collections.Counter[str]]" = field(
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
+    footprints: str = ""
+    """Of the server: at first, and at most."""
 
     @property
     def inputs(self) -> int:
         return self.sent.total()
+
+    def note(self, name: str, answer: str) -> None:
+        """One input and its answer."""
+        self.sent[name] += 1
+        self.answers[name][answer] += 1
 
     def rows(self) -> list[tuple[str, int, str]]:
         return [
@@ -100,8 +121,9 @@ class Odd:
         return self.mutated(made.SerializeToString())
 
     def fill(self, message: Message, depth: int) -> None:
+        chosen = {self.random.choice(one.fields).name for one in message.DESCRIPTOR.oneofs}
         for described in message.DESCRIPTOR.fields:
-            if self.random.random() < 0.15:
+            if self.random.random() < 0.15 or (described.containing_oneof is not None and described.name not in chosen):
                 continue
             if described.is_repeated:
                 values: Any = getattr(message, described.name)
@@ -152,7 +174,7 @@ class Odd:
 
     def text(self) -> str:
         return self.random.choice(
-            ("", "a", "b", "c", "l1", "rot2u", "x" * 300, "\u2603", "../../etc/passwd", "unix:/tmp/x", "\x00", "%s%n")
+            ("", "a", "b", "c", "l1", "rot2u", "x" * 300, "y" * 20_000, "\u2603", "../../etc/passwd", "unix:/tmp/x", "\x00", "%s%n")
         )
 
     def mutated(self, data: bytes) -> bytes:
@@ -198,8 +220,12 @@ class Fuzzer:
         self.keep()
         self.channel = grpc.insecure_channel(server.target)
         admin = Path(server.target.removeprefix("unix:")).with_name("admin.sock")
-        self.admin_channel = grpc.insecure_channel(f"unix:{admin}" if admin.exists() else server.target)
+        self.admin_channel = grpc.insecure_channel(f"unix:{admin}")
         self.odd = Odd(seed, self.session_id(self.victim))
+        place = Place(server.target, f"unix:{admin}", http_port(server), random.Random(seed), self.tally.note, self.look)
+        self.kinds = [*OddSessions(place).kinds().items(), *OddConnections(place).kinds().items()]
+        self.rounds = 0
+        self.first = self.most = Footprint(server.pid)
 
     @staticmethod
     def session_id(engine: PagedEngine) -> str:
@@ -230,6 +256,26 @@ class Fuzzer:
             assert self.victim.session.wait_connected(20)
         self.odd.session_id = self.session_id(self.victim)
 
+    def check_footprint(self) -> None:
+        """Raises AssertionError where the round has left sessions or transfers, or the server has grown beyond its bounds."""
+        deadline_s = time.monotonic() + SETTLE_S
+        while left := self.left_behind():
+            assert time.monotonic() < deadline_s, f"{SETTLE_S} s after its end a round has left {left}"
+            time.sleep(0.02)
+
+    def left_behind(self) -> str:
+        """What of the odd clients is still there; empty when nothing is."""
+        with AdminClient(self.server.target) as admin:
+            others = [session["engine_id"] for session in admin.sessions() if session["engine_id"] not in ("bystander", "victim")]
+            num_transfers = admin.info()["counters"]["transfers_in_flight"]
+        now = Footprint(self.server.pid)
+        self.most = max(self.most, now, key=lambda footprint: footprint.anonymous_bytes)
+        if others or num_transfers:
+            return f"{num_transfers} transfers and the sessions {others}"
+        if now.num_fds > self.first.num_fds + MORE_DESCRIPTORS or now.anonymous_bytes > self.first.anonymous_bytes + MORE_BYTES:
+            return f"{now}, after {self.first} at first"
+        return ""
+
     def unary(self, count: int) -> None:
         """So many calls of random methods."""
         names = sorted(UNARY)
@@ -242,7 +288,7 @@ class Fuzzer:
                 call(self.odd.message(UNARY[name]), timeout=PING_DEADLINE_S)
                 self.tally.answers[name]["answered"] += 1
             except grpc.RpcError as error:
-                code = error.code().name  # type: ignore[attr-defined]
+                code = error.code().name
                 self.tally.answers[name][code] += 1
                 assert code not in ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"), f"{name}: {error}"
 
@@ -263,7 +309,7 @@ class Fuzzer:
                     self.count_answer(name, answer)
                     free.release()
             except grpc.RpcError as error:
-                code = error.code().name  # type: ignore[attr-defined]
+                code = error.code().name
                 self.tally.answers[name][f"stream {code}"] += 1
                 if code in ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"):
                     broken.append(f"{name}: {error}")
@@ -304,6 +350,14 @@ class Fuzzer:
         if self.odd.random.random() < 0.2:
             self.stream("/hotkv.v1.SessionService/Connect", session_pb2.ConnectRequest, [])
         self.stream("/hotkv.v1.SparseService/SelectBlocks", sparse_pb2.SelectBlocksRequest, [])
+        for _ in range(KINDS_OF_ROUND):
+            name, do = self.kinds[self.rounds % len(self.kinds)]
+            self.rounds += 1
+            try:
+                do()
+            except BaseException as error:
+                error.add_note(f"while odd clients did: {name}")
+                raise
 
     def close(self) -> None:
         self.bystander.close()
@@ -384,10 +438,12 @@ def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None)
             while fuzzer.tally.inputs < inputs * 0.9:
                 fuzzer.round()
                 fuzzer.look()
-                say(f"{fuzzer.tally.inputs} inputs, {time.monotonic() - began_s:.0f} s")
+                fuzzer.check_footprint()
+                say(f"{fuzzer.tally.inputs} inputs, {time.monotonic() - began_s:.0f} s, {fuzzer.most}")
         finally:
             fuzzer.close()
         tally = fuzzer.tally
+        tally.footprints = f"{fuzzer.first} at first, {fuzzer.most} at most"
     with tempfile.TemporaryDirectory() as name:
         files = FileFuzzer(Path(name), seed, tally)
         while tally.inputs < inputs:
@@ -404,7 +460,7 @@ def main() -> int:
     options.add_argument("--json", action="store_true", help="print one JSON object last")
     chosen = options.parse_args()
     print(f"seed {chosen.seed}", flush=True)
-    last_s = [0.0]
+    began_s, last_s = time.monotonic(), [0.0]
 
     def say(text: str) -> None:
         if time.monotonic() - last_s[0] > 60:
@@ -414,7 +470,7 @@ def main() -> int:
     tally = fuzz(chosen.inputs, chosen.seed, say=say)
     for name, count, answers in tally.rows():
         print(f"{name:34} {count:8}  {answers}")
-    print(f"{'all':34} {tally.inputs:8}")
+    print(f"{'all':34} {tally.inputs:8}  in {time.monotonic() - began_s:.0f} s; {tally.footprints}")
     if chosen.json:
         print(json.dumps({"inputs": tally.inputs, "sent": tally.sent, "answers": tally.answers}))
     return 0

@@ -208,6 +208,7 @@ def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_pat
         node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, copies, devices=devices)
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAGE,)),), 16)
         session, allocation = await node.open_session("e", "worker", space, "test"), FakeAllocation(2 * PAGE)
+        session.close_link = lambda: None
         registering = asyncio.create_task(node.register_memory(session, _layout(_cuda("k", allocation))))
         while not begun.is_set():
             await asyncio.sleep(0.001)

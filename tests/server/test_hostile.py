@@ -25,9 +25,10 @@ from demo.processes import Server, runtime_folder
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import DeviceMark, DeviceOrder, OrderKind
-from hotkv.v1 import sparse_pb2_grpc
+from hotkv.v1 import events_pb2, events_pb2_grpc, sparse_pb2_grpc
 from hotkv_client import After, BlockRun, EngineMemory, GroupHashes, HotKVError, LoadRun, Role, Session, SessionConfig
 from hotkv_client.admin import AdminClient
+from hotkv_client.channels import admin_target
 from hotkv_server.http_endpoint import MAX_CONNECTIONS, HttpServer
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes
 from tests.server.test_life import wait_until
@@ -267,6 +268,48 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
             session.cancel(waiting)
         wait_until(lambda: all(store.done() for store in stores))
         assert session.store("u", "u", [BlockRun(0, blocks, block_ids(1), extra_keys=text)], 20).result(20)
+
+
+def test_who_leaves_while_it_is_written_to_fills_no_log(server: Server) -> None:
+    """gRPC logged a traceback for each."""
+    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
+    with marked_engine(server.target) as session, grpc.insecure_channel(admin_target(server.target), small_window) as channel:
+        events = events_pb2_grpc.EventServiceStub(channel)
+        readers = [events.Subscribe(events_pb2.SubscribeRequest()) for _ in range(5)]
+        assert not any(next(reader).events for reader in readers)
+        tokens = np.zeros(16 * NUM_BLOCKS, np.int32)
+        for number in range(60):
+            run = BlockRun(0, hashes(NUM_BLOCKS), block_ids(NUM_BLOCKS), token_ids=tokens)
+            session.store(f"t{number}", f"l{number}", [run], 20).result(20)
+        for reader in readers:
+            reader.cancel()
+        last = events.Subscribe(events_pb2.SubscribeRequest())
+        assert not next(last).events, "whoever comes next is served"
+        session.ping(10)
+    log = server.log.read_text()
+    assert "Traceback" not in log and "ExecuteBatchError" not in log
+
+
+def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -> None:
+    """gRPC's C code logged it as it came: lines that look like the server's own, and what terminals take for orders."""
+
+    def frame(kind: int, payload: bytes) -> bytes:
+        """Of HTTP/2 (RFC 9113, 4.1), for the connection."""
+        return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload
+
+    settings, goaway = 4, 7
+    last_words = b"\n2026-11-21 00:00:00,000 ERROR hotkv_server.forged \x1b[2J\xff"
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(20)
+        peer.connect(server.target.removeprefix("unix:"))
+        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(settings, b"") + frame(goaway, bytes(4) + b"\0\0\0\1" + last_words))
+        peer.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while peer.recv(4096):
+                pass
+    with marked_engine(server.target) as session:
+        session.ping(10)
+    assert b"forged" not in server.log.read_bytes()
 
 
 def unary_stream_of(channel: grpc.Channel) -> Any:

@@ -1,4 +1,4 @@
-"""Ranks of one engine that store blocks together: the real server and `FakeServer` answer alike, call by call."""
+"""Ranks of one engine that store and load together: the real server and `FakeServer` answer alike, call by call."""
 
 import os
 import uuid
@@ -97,6 +97,32 @@ def test_a_block_is_ready_when_every_shard_is_written(rank: Open, order: tuple[i
         run = LoadRun(0, positions, block_ids(3, 8))
         result = one.session.load("l", f"r{one.engine.layout.shard_index}", [run], 10).result(10)
         assert result.status is TransferStatus.DONE and np.array_equal(one.engine.kv[:, 8:11], kept), "each rank gets its own shard"
+
+
+def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Open) -> None:
+    one, two = rank(0), rank(1)
+    blocks = hashes(3)
+    assert one.store("w", blocks) == [WRITTEN] * 3 and two.store("w", blocks) == [STORED] * 3
+    assert one.acquire("r", blocks) == [True] * 3
+    one.engine.kv[:, 8:] = 0
+    twice = [
+        [LoadRun(0, np.array([1, 1], np.int32), block_ids(2, 8))],
+        [LoadRun(0, np.array([0, 1], np.int32), block_ids(2, 8)), LoadRun(0, np.array([2, 0], np.int32), block_ids(2, 10))],
+    ]
+    for runs in twice:
+        with pytest.raises(HotKVError) as raised:
+            one.session.load("twice", "r", runs, 10).result(10)
+        assert raised.value.reason is Reason.INVALID_FIELD
+        assert raised.value.message == "runs.lease_positions name a block twice; a load copies each block once"
+    # A lease may list a hash twice; the block is the same.
+    assert one.acquire("listed twice", [*blocks, blocks[0]]) == [True] * 4
+    with pytest.raises(HotKVError, match="lease_positions name a block twice"):
+        one.session.load("twice", "listed twice", [LoadRun(0, np.arange(4, dtype=np.int32), block_ids(4, 8))], 10).result(10)
+    assert not one.engine.kv[:, 8:].any()
+    # Several runs of one group are no repetition; the id of what was refused is free.
+    apart = [LoadRun(0, np.array([position], np.int32), block_ids(1, 8 + position)) for position in range(3)]
+    assert one.session.load("twice", "r", apart, 10).result(10).status is TransferStatus.DONE
+    assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 
 
 def test_what_the_first_rank_was_told_holds_for_the_others(rank: Open) -> None:

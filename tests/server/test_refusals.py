@@ -417,6 +417,26 @@ def test_random_bytes_do_no_harm(server: Server, data: bytes) -> None:
         assert reason_of(caught.value) != Reason.INTERNAL
 
 
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("grpc.health.v1.Health/Check", "unary_unary"),
+        ("grpc.health.v1.Health/Watch", "unary_stream"),
+        ("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "stream_stream"),
+        ("grpc.channelz.v1.Channelz/GetTopChannels", "unary_unary"),
+    ],
+)
+def test_what_is_no_message_of_other_services_is_refused_too(server: Server, method: str, kind: str) -> None:
+    """gRPC answered UNKNOWN, and logged a traceback each time."""
+    with grpc.insecure_channel(admin_target(server.target)) as channel:
+        call = getattr(channel, kind)(f"/{method}", request_serializer=bytes, response_deserializer=bytes)
+        with pytest.raises(grpc.RpcError) as caught:
+            answer = call(iter([b"\xff" * 9]) if kind == "stream_stream" else b"\xff" * 9, timeout=10)
+            list(answer)
+    assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID_FIELD)
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_messages_on_an_open_stream_may_be_anything(engine: Make) -> None:
     """Fields filled at random: every message is answered, and the session goes on."""
     one = engine()

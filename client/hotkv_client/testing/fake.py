@@ -234,9 +234,9 @@ class FakeSession:
 
     def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None) -> Future[Any]:
         leased = dict(self.server.leases.get(lease_id, []))
+        asked = [(run.group_index, leased[run.group_index][p]) for run in runs for p in run.lease_positions.tolist()] if leased else []
 
         def act() -> Any:
-            asked = [(run.group_index, leased[run.group_index][p]) for run in runs for p in run.lease_positions.tolist()] if leased else []
             gone = any(not self._ready(group, [block_hash])[0] for group, block_hash in asked)
             if self.server.fail_loads or not leased or gone:
                 return TransferResult(transfer_id, TransferStatus.FAILED, message="told to fail")
@@ -248,6 +248,8 @@ class FakeSession:
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes)
 
         def begin() -> None:
+            if len(set(asked)) < len(asked):
+                raise HotKVError(Reason.INVALID_FIELD, "runs.lease_positions name a block twice; a load copies each block once")
             if self.server.spoil_loads and (after is None or self.server.has_passed(after)):
                 for run in runs:
                     for block in run.block_ids[::2].tolist():

@@ -27,6 +27,9 @@ def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np
     return entries[~np.isin(entries, gone)]
 
 
-def repeats(lists: Sequence[NDArray[np.int64]]) -> bool:
-    """Whether a number comes twice in all of these lists; none is negative or larger than memory allows."""
-    return any(map(len, lists)) and int(np.bincount(np.concatenate(lists)).max()) > 1
+def repeats(entries: Sequence[NDArray[np.uint32]]) -> bool:
+    """Whether an entry comes twice in all of these lists."""
+    if not entries:
+        return False
+    rising = np.sort(np.concatenate(entries))
+    return bool(np.any(rising[1:] == rising[:-1]))

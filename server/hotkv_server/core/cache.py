@@ -406,7 +406,8 @@ class CacheCore:
             if np.any(chosen == 0):
                 raise _invalid("runs.lease_positions name a block that the lease does not pin")
             slots.append(SlotRun(run.group_index, np.arange(len(chosen)), self.space.index.offsets(chosen), chosen))
-        if any(repeats([run.positions for run in runs if run.group_index == group_index]) for group_index in pinned):
+        # Also where the lease lists its hash twice, at places of their own.
+        if repeats([run.entries for run in slots]):
             raise _invalid("runs.lease_positions name a block twice; a load copies each block once")
         if not lease.admitted:
             lease.admitted = True

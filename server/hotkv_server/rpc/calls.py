@@ -3,6 +3,7 @@
 import asyncio
 
 from hotkv.errors import HotKVError, Reason
+from hotkv.groups import PREFIX_CLOSED
 from hotkv.keys import MAX_GROUPS
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.rpc import convert, sparse_convert
@@ -166,6 +167,13 @@ def create_sequence(node: Node, session: LiveSession, request: sparse_pb2.Create
         )
     spec = None
     if request.HasField("select"):
+        kind = session.key_space.groups[request.group_index].kind
+        if kind not in PREFIX_CLOSED:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"group_index is {request.group_index}, a group of {kind.name}, which does not attend to its whole context; select from a "
+                "group of FULL_ATTENTION or MLA",
+            )
         spec = sparse_convert.select_spec(request.select, session, request.group_index)
         record = node.core.catalog.record(session.record.key_space_id)
         if spec.representation_group < MAX_GROUPS or record.block_group(spec.representation_group) != request.group_index:

@@ -44,6 +44,7 @@ def key_space(message: layout_pb2.KeySpace) -> KeySpace:
         raise HotKVError(Reason.TOO_LARGE, f"key_space has {message.ByteSize()} bytes; at most {MAX_KEY_SPACE_BYTES} are accepted")
     if len(message.groups) > MAX_GROUPS:
         raise HotKVError(Reason.TOO_LARGE, f"key_space.groups has {len(message.groups)} entries; at most {MAX_GROUPS} are accepted")
+    _check_texts(message)
     try:
         groups = []
         for position, group in enumerate(message.groups):
@@ -79,6 +80,22 @@ def key_space(message: layout_pb2.KeySpace) -> KeySpace:
         raise HotKVError(Reason.INVALID_FIELD, f"key_space.{error}") from error
 
 
+KEY_SPACE_TEXTS = (
+    "tenant", "model", "weights_identity", "dtype", "kv_dtype", "hash_algorithm", "hash_seed", "parallel_shape", "page_format",
+)  # fmt: skip
+
+
+def _check_texts(message: layout_pb2.KeySpace) -> None:
+    """Raises INVALID_FIELD for what a log, a list for operators or a topic of events could take for something else."""
+    for field in KEY_SPACE_TEXTS:
+        _check_printable(f"key_space.{field}", getattr(message, field))
+    for index, text in enumerate(message.extra):
+        _check_printable(f"key_space.extra[{index}]", text)
+    for index, group in enumerate(message.groups):
+        for text in group.layer_names:
+            _check_printable(f"key_space.groups[{index}].layer_names", text)
+
+
 def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
     """The key space on the wire."""
     return layout_pb2.KeySpace(
@@ -112,6 +129,7 @@ def representations(messages: Iterable[layout_pb2.Representation]) -> tuple[Repr
     """Raises INVALID_FIELD where one has a number out of range."""
     kinds = []
     for index, m in enumerate(messages):
+        _check_printable(f"representations[{index}].format", m.format)
         try:
             kinds.append(Representation(m.group_index, m.format, m.version, tuple(m.shard_byte_counts)))
         except ValueError as error:
@@ -132,13 +150,18 @@ def layout(message: layout_pb2.Layout) -> Layout:
         raise HotKVError(Reason.TOO_LARGE, f"layout has more than {MAX_TENSORS} tensors or handles")
     handles = []
     for index, handle in enumerate(message.handles):
+        identifier(f"layout.handles[{index}].handle_id", handle.handle_id)
         match handle.WhichOneof("source"):
             case "file_mapping":
                 handles.append(MemoryHandle(handle.handle_id, handle.byte_count, handle.file_mapping.file_byte_offset))
             case "cuda_ipc":
                 ipc = handle.cuda_ipc
                 if len(ipc.handle) != 64:
-                    raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles[{index}].cuda_ipc.handle has {len(ipc.handle)} bytes, not 64")
+                    raise HotKVError(
+                        Reason.INVALID_LAYOUT,
+                        f"layout.handles[{index}].cuda_ipc.handle has {len(ipc.handle)} bytes, not 64; send what cudaIpcGetMemHandle gives "
+                        "for memory of cudaMalloc: torch puts two bytes before it, and segments that can grow have none",
+                    )
                 handles.append(MemoryHandle(handle.handle_id, handle.byte_count, ipc.base_byte_offset, ipc.handle, ipc.device_uuid))
             case _:
                 raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles[{index}].source is empty; give file_mapping or cuda_ipc")
@@ -339,9 +362,13 @@ def identifier(field: str, text: str) -> str:
 
 def name(field: str, text: str) -> str:
     """An identifier that goes into the log: nothing in it may look like a line of its own."""
+    _check_printable(field, text)
+    return identifier(field, text)
+
+
+def _check_printable(field: str, text: str) -> None:
     if not text.isprintable():
         raise HotKVError(Reason.INVALID_FIELD, f"{field} is {text[:MAX_IDENTIFIER]!r}; only printable characters are allowed")
-    return identifier(field, text)
 
 
 def seconds(field: str, milliseconds: int) -> float:

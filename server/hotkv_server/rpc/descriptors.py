@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import session_pb2
-from hotkv_server.rpc import peers
+from hotkv_server.rpc import convert, peers
 from hotkv_server.rpc.errors import as_refusal, detail
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
@@ -182,7 +182,7 @@ class DescriptorServer:
         if session.close_link is not None:
             raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
         for handle_id, fd in zip(request.handle_ids, fds, strict=True):
-            check_memory(fd, handle_id[:64])
+            check_memory(fd, convert.identifier("handle_ids", handle_id))
         received: list[str] = []
         try:
             for handle_id, fd in zip(request.handle_ids, fds, strict=True):

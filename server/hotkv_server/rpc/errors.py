@@ -78,6 +78,14 @@ class _Throttle(logging.Filter):
 rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
 
 
+def _is_of_the_server(record: logging.LogRecord) -> bool:
+    """False for what gRPC logs, with a traceback each time, when a client has gone while its answer was being written."""
+    return not (record.exc_info and record.exc_info[0] is not None and record.exc_info[0].__name__ == "ExecuteBatchError")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_the_server)
+
+
 def detail(error: HotKVError) -> errors_pb2.ErrorDetail:
     """The refusal on the wire."""
     return errors_pb2.ErrorDetail(reason=errors_pb2.ErrorReason.ValueType(int(error.reason)), message=error.message)

@@ -1,8 +1,8 @@
-"""What is true of every method of `hotkv.v1` before its service sees a request.
+"""What is true of every method before its service sees a request.
 
 Bytes that are no message of the protocol, or one of too many parts (`weight`), get a canonical code with a reason, like every other bad
-input: gRPC itself would answer UNKNOWN with a Python error. Where admin methods are guarded, nobody calls one without proof. Other
-services' streams, of health and reflection, are `guests`.
+input: gRPC itself would answer UNKNOWN and log a traceback. That goes for health, reflection and channelz too; their streams are `guests`.
+Where admin methods are guarded, nobody calls one without proof.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -81,9 +81,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
-        if not details.method.startswith(PREFIX):
-            return self._bounded(handler)
         parse = _lenient(handler.request_deserializer)
+        if not details.method.startswith(PREFIX):
+            return self._foreign(handler, parse)
         guard = self._guard if details.method.startswith(ADMIN_PREFIXES) else None
         if handler.stream_stream is not None:
             assert guard is None, "no admin method takes a stream; guard it here if one does"
@@ -105,19 +105,32 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.unary_unary_rpc_method_handler(checked, parse, handler.response_serializer)
 
-    def _bounded(self, handler: Any) -> Any:
+    def _foreign(self, handler: Any, parse: Callable[[bytes], Any]) -> Any:
         """The handler of a service that is not hotkv's; if its calls may last, as many as there may be guests."""
+        if handler.unary_unary is not None:
+
+            async def checked(request: Any, context: Any) -> Any:
+                await self._check(request, context, None)
+                return await handler.unary_unary(request, context)
+
+            return grpc.unary_unary_rpc_method_handler(checked, parse, handler.response_serializer)
         serve = handler.unary_stream or handler.stream_stream
-        if serve is None:
-            return handler
 
         async def bounded(request: Any, context: Any) -> AsyncIterator[Any]:
+            if handler.unary_stream is not None:
+                await self._check(request, context, None)
             try:
                 with self._guests.stay():
-                    async for response in serve(request, context):
+                    async for response in serve(request if handler.unary_stream is not None else self._each(request, context), context):
                         yield response
             except HotKVError as error:
                 await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
         make = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.stream_stream_rpc_method_handler
-        return make(bounded, handler.request_deserializer, handler.response_serializer)
+        return make(bounded, parse, handler.response_serializer)
+
+    async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """The requests of a stream; one that is no message ends it."""
+        async for request in requests:
+            await self._check(request, context, None)
+            yield request

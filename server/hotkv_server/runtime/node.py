@@ -256,6 +256,12 @@ class Node:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
         if session.memory is not None:
             raise HotKVError(Reason.DUPLICATE_ID, "layout: the session has registered its memory; open another session for other memory")
+        if session.close_link is None and any(handle.is_cuda for handle in layout.handles):
+            raise HotKVError(
+                Reason.INVALID_LAYOUT,
+                "layout.handles: memory of a device needs the session's link, which tells the engine when a dead server has let go of it; "
+                "link it on the descriptor socket of a unix: target first",
+            )
         check_handles(layout, order, self.devices)
         files = [handle.handle_id for handle in layout.handles if not handle.is_cuda]
         for handle_id in files:

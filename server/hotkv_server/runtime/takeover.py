@@ -35,7 +35,7 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
             try:
                 numbers[known.number] = core.catalog.register(known.key_space, known.representations, began_s)[0]
             except HotKVError as error:
-                log.warning("key space dropped number=%d model=%s reason=%r", known.number, known.key_space.model, error.message)
+                log.warning("key space dropped number=%d model=%r reason=%r", known.number, known.key_space.model, error.message)
         num_ready = int(np.count_nonzero(left.table.records[:, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY))
         memory.records.back(num_ready)
         core.back_entries(memory.records.num_entries)

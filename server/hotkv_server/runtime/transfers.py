@@ -256,7 +256,7 @@ class Transfers:
                 outcome, message = Outcome.FAILED, "the server ends: its books can't be trusted"
             elif not memory.is_whole():
                 outcome, message = Outcome.FAILED, "the file of the engine's memory has been truncated"
-                log.warning("memory cut short %s transfer=%s", session.name, transfer_id)
+                log.warning("memory cut short %s transfer=%r", session.name, transfer_id)
             elif to_engine and outcome is Outcome.DONE and self._verifier.is_doubtful(slots):
                 outcome, message = Outcome.FAILED, CONDEMNED_MESSAGE
             moved = job.total_bytes if outcome is Outcome.DONE else 0

@@ -1,0 +1,130 @@
+"""A session by hand: every message, descriptor and silence is up to the caller. For the fuzzer's odd clients.
+
+Always true: no wait is longer than DEADLINE_S, and what takes longer is an AssertionError, as is an answer INTERNAL.
+"""
+
+import contextlib
+import os
+import queue
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from hotkv.v1 import errors_pb2, session_pb2, session_pb2_grpc
+from hotkv_client import _wire
+from hotkv_client.link import descriptor_socket
+
+DEADLINE_S = 30.0
+MAX_PACKET_BYTES = 65536
+BAD_CODES = ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
+"""Of a call: a defect of the server, whatever it was sent."""
+
+
+def name_of(error: errors_pb2.ErrorDetail) -> str:
+    """The reason in words. Raises AssertionError for INTERNAL."""
+    reason = errors_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
+    assert reason != "INTERNAL", error
+    return reason
+
+
+def code_of(error: grpc.RpcError) -> str:
+    """The status code in words. Raises AssertionError for those that mean a defect or a hang."""
+    code = str(error.code().name)
+    assert code not in BAD_CODES, error
+    return code
+
+
+class RawSession:
+    """One stream. `why_not`: the code that it was refused with, empty where it is open."""
+
+    def __init__(self, channel: grpc.Channel, target: str, opening: session_pb2.ConnectRequest) -> None:
+        self._target = target
+        self._outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
+        self._next_id = 1
+        self.call: Any = session_pb2_grpc.SessionServiceStub(channel).Connect(self._requests(), timeout=2 * DEADLINE_S)
+        self.put(opening)
+        self.session_id = self.why_not = ""
+        self._links: list[socket.socket] = []
+        try:
+            self.session_id = next(self.call).session_opened.session_id
+        except grpc.RpcError as error:
+            self.why_not = code_of(error)
+
+    def _requests(self) -> Iterator[session_pb2.ConnectRequest]:
+        yield from iter(self._outbox.get, None)
+
+    def put(self, request: session_pb2.ConnectRequest) -> int:
+        """Sends a message under an id of its own; returns the id."""
+        request.request_id, self._next_id = self._next_id, self._next_id + 1
+        self._outbox.put(request)
+        return request.request_id
+
+    def answers(self, ids: set[int]) -> dict[int, session_pb2.ConnectResponse]:
+        """Reads until each of these has been answered, or the stream has ended."""
+        found: dict[int, session_pb2.ConnectResponse] = {}
+        try:
+            while ids - found.keys():
+                answer = next(self.call)
+                found[answer.request_id] = answer
+        except StopIteration:
+            pass
+        except grpc.RpcError as error:
+            code_of(error)
+        return found
+
+    def ask(self, request: session_pb2.ConnectRequest) -> tuple[str, session_pb2.ConnectResponse]:
+        """Sends a message and waits for its answer: in words (`answered`, a reason, `ended`), and as it came."""
+        number = self.put(request)
+        answer = self.answers({number}).get(number)
+        if answer is None:
+            return "ended", session_pb2.ConnectResponse()
+        return name_of(answer.error) if answer.WhichOneof("body") == "error" else "answered", answer
+
+    def link(self, fds: dict[str, int]) -> str:
+        """Sends descriptors and keeps the link; what became of it in words."""
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._links.append(link)
+        link.settimeout(DEADLINE_S)
+        link.connect(str(descriptor_socket(self._target)))
+        packet = _wire.link_request(self.session_id, list(fds))
+        try:
+            if fds:
+                socket.send_fds(link, [packet], list(fds.values()))
+            else:
+                link.send(packet)
+            answer, received, _, _ = socket.recv_fds(link, MAX_PACKET_BYTES, 4)
+        except OSError as error:
+            assert not isinstance(error, TimeoutError), "the descriptor socket does not answer"
+            return f"refused: {type(error).__name__}"
+        for fd in received:
+            os.close(fd)
+        response = session_pb2.LinkResponse.FromString(answer)
+        return name_of(response.error) if response.HasField("error") else "answered"
+
+    def close(self, *, abruptly: bool = False) -> None:
+        """Ends the stream, as a client that is done or as one that is gone."""
+        self._outbox.put(None)
+        if abruptly:
+            self.call.cancel()
+        else:
+            with contextlib.suppress(grpc.RpcError):
+                for _ in self.call:
+                    pass
+        for link in self._links:
+            link.close()
+
+
+class Footprint:
+    """What a process holds, by the kernel's word."""
+
+    def __init__(self, pid: int) -> None:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+        self.anonymous_bytes = int(status["RssAnon"].split()[0]) << 10
+        self.num_threads = int(status["Threads"])
+        self.num_fds = len(os.listdir(f"/proc/{pid}/fd"))
+
+    def __repr__(self) -> str:
+        return f"Footprint({self.anonymous_bytes >> 20} MiB anonymous, {self.num_fds} descriptors, {self.num_threads} threads)"
