@@ -100,7 +100,7 @@ class HostCopyEngine:
 
 
 def copy_twin(plan: CopyPlan) -> None:
-    """Twin of `kernels.copy_runs` and, given a share of blocks, of `copy_blocks`: one memmove a run; ctypes gives the GIL up during each."""
+    """Twin of `kernels.copy_runs`, and of `copy_blocks` for a share of blocks: one memmove a run; ctypes gives the GIL up during each."""
     dst, src = (plan.dst_offsets + plan.dst.address).tolist(), (plan.src_offsets + plan.src.address).tolist()
     for to_address, from_address, count in zip(dst, src, plan.num_bytes.tolist(), strict=True):
         ctypes.memmove(to_address, from_address, count)
