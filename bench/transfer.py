@@ -62,12 +62,13 @@ class Engine(PagedEngine):
         return taken_s
 
     def one_block(self, name: str) -> None:
-        """A store and a load of one block, not timed."""
+        """A store and a load of one block, not timed. The server is through with all of it at the end: calls are answered in order."""
         block = [os.urandom(32)]
         self.session.store(name, name, [BlockRun(0, block, self.sources[:1])], 30).result(30)
         self.session.acquire(f"{name}-l", [GroupHashes(0, block)]).result(10)
         self.session.load(f"{name}-l", f"{name}-l", [LoadRun(0, self.positions[:1], self.destinations[:1])], 30).result(30)
         self.session.release(f"{name}-l")
+        self.session.lookup([]).result(10)
 
     def load(self, hashes: list[bytes], name: str) -> float:
         """Seconds of a load of one operation, lease apart; checks every byte."""

@@ -5,11 +5,12 @@ and server. What it shows of a block counts only under a lease: slots are used a
 keeps that server's memory.
 """
 
-import mmap
 import os
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hotkv_client.mapping import map_file
 
 
 class Arena:
@@ -20,10 +21,8 @@ class Arena:
     def __init__(self, fd: int, num_bytes: int) -> None:
         """Maps the file; `fd` stays the caller's. Raises OSError where the system refuses, or the file is shorter."""
         status = os.fstat(fd)
-        if status.st_size < num_bytes:
-            raise OSError(f"the arena's file has {status.st_size} bytes, not {num_bytes}")
         self.file_id = (status.st_dev, status.st_ino)
-        self.memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+        self.memory: NDArray[np.uint8] = map_file(fd, num_bytes)
 
     def __repr__(self) -> str:
         return f"Arena({self.memory.size >> 20} MiB at {self.memory.ctypes.data:#x}, file {self.file_id})"

@@ -6,18 +6,16 @@ still be at what a dead server gave it (`session.DEVICE_GRACE_S`).
 """
 
 import contextlib
-import mmap
 import os
 import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from hotkv.table import BlockTable
 from hotkv_client import _wire
 from hotkv_client.arena import Arena
+from hotkv_client.mapping import map_file
 
 SOCKET_NAME = "fd.sock"
 MAX_PACKET_BYTES = 65536
@@ -63,7 +61,7 @@ class Link:
                 arena_bytes, table_bytes = _wire.link_sizes(answer)
                 if len(received) != bool(arena_bytes) + bool(table_bytes):
                     raise ConnectionError(f"the server sent {len(received)} descriptors, not one for each size")
-                self.table = self._map_table(received[-1], table_bytes) if table_bytes else None
+                self.table = BlockTable.open(map_file(received[-1], table_bytes)) if table_bytes else None
                 if arena_bytes:
                     self._arena_fd, self._arena_bytes = os.dup(received[0]), arena_bytes
             finally:
@@ -73,11 +71,6 @@ class Link:
         except BaseException:
             self._socket.close()
             raise
-
-    @staticmethod
-    def _map_table(fd: int, num_bytes: int) -> BlockTable:
-        mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        return BlockTable.open(np.frombuffer(mapping, np.uint8))
 
     def arena(self) -> Arena | None:
         """The arena, mapped at the first call; None where this session may not map it, and once the link is closed. Raises OSError."""

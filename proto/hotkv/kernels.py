@@ -25,8 +25,6 @@ PREFETCH_AHEAD = 16
 MIN_STREAMED_BYTES = 1024
 STREAM_AHEAD_BYTES = 2048
 """How far ahead a streaming copy asks for its source, and for no cache but the nearest: others keep what they hold."""
-PAGE_BYTES = 4096
-MAX_PREFETCHED_BYTES = 64 << 10
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 # What readers pass may be read-only: the mapping of a client, hashes that lie in `bytes`. Writable arrays fit as well.
@@ -125,15 +123,18 @@ def copy_bytes(typingctx: Any, dst_address: Any, src_address: Any, num_bytes: An
 
 
 @intrinsic
-def stream_lines(typingctx: Any, dst_address: Any, src_address: Any, num_lines: Any) -> Any:
-    """Copies lines of 64 bytes past the caches (non-temporal stores); `dst_address` is a multiple of 64. Ends with no fence."""
+def stream_lines(typingctx: Any, dst_address: Any, src_address: Any, num_lines: Any, ahead_bytes: Any) -> Any:
+    """Copies lines of 64 bytes past the caches (non-temporal stores); `dst_address` is a multiple of 64. Ends with no fence.
+
+    With each line it asks for the one at `ahead_bytes` behind it in the source; any address is allowed.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         int64, vector = ir.IntType(64), ir.VectorType(ir.IntType(64), 4)
         hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         with cgutils.for_range(builder, args[2], intp=int64) as loop:
             offset = builder.mul(loop.index, int64(64))
-            ahead = builder.add(builder.add(args[1], offset), int64(STREAM_AHEAD_BYTES))
+            ahead = builder.add(builder.add(args[1], offset), args[3])
             _emit_prefetch(builder, builder.inttoptr(ahead, ir.IntType(8).as_pointer()), locality=0)
             loaded = []
             for part in range(2):
@@ -144,7 +145,7 @@ def stream_lines(typingctx: Any, dst_address: Any, src_address: Any, num_lines: 
                 builder.store(loaded[part], target, align=32).set_metadata("nontemporal", hint)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp), codegen
+    return types.void(types.intp, types.intp, types.intp, types.intp), codegen
 
 
 @intrinsic
@@ -255,25 +256,68 @@ def find(buckets: Any, records: Any, hashes: Any, salt: Any, key_space: Any, gro
         out[i] = found
 
 
+@numba.njit(nogil=True, cache=True, inline="always")
+def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) -> None:
+    """memcpy of one run. `following`: where the next one's source begins, which the hardware can't know: its first lines are asked for
+    while the last ones of this run are copied. Without that each short run waits for memory, and for the page tables of its page.
+    """
+    if streaming and count >= MIN_STREAMED_BYTES:
+        head = -dst & 63
+        lines = (count - head) >> 6
+        copy_bytes(dst, src, head)
+        near = max(lines - (STREAM_AHEAD_BYTES >> 6), 0)
+        stream_lines(dst + head, src + head, near, STREAM_AHEAD_BYTES)
+        at = head + (near << 6)
+        stream_lines(dst + at, src + at, lines - near, following - src - at)
+        done = head + (lines << 6)
+        copy_bytes(dst + done, src + done, count - done)
+    else:
+        if streaming:
+            prefetch_address(following)
+        copy_bytes(dst, src, count)
+
+
 @numba.njit("void(intp, intp, int64[::1], int64[::1], int64[::1], int64, int64, boolean)", nogil=True, cache=True)
 def copy_runs(
     dst_base: Any, src_base: Any, dst_offsets: Any, src_offsets: Any, num_bytes: Any, start: Any, end: Any, streaming: Any
 ) -> None:
     """memcpy of runs start..end between two mappings. `streaming`: past the caches, for amounts that they do not hold anyhow."""
     for i in range(start, end):
-        dst, src, count = dst_base + dst_offsets[i], src_base + src_offsets[i], num_bytes[i]
-        if streaming and i + 1 < end:
-            # The hardware's own prefetching ends at each page; so the first lines of the next run's pages are asked for ahead.
-            for page in range(0, min(num_bytes[i + 1], MAX_PREFETCHED_BYTES), PAGE_BYTES):
-                prefetch_address(src_base + src_offsets[i + 1] + page)
-        if streaming and count >= MIN_STREAMED_BYTES:
-            head = -dst & 63
-            lines = (count - head) >> 6
-            copy_bytes(dst, src, head)
-            stream_lines(dst + head, src + head, lines)
-            done = head + (lines << 6)
-            copy_bytes(dst + done, src + done, count - done)
-        else:
-            copy_bytes(dst, src, count)
+        following = src_base + src_offsets[min(i + 1, end - 1)]
+        _copy_run(dst_base + dst_offsets[i], src_base + src_offsets[i], num_bytes[i], following, streaming)
+    if streaming:
+        fence()
+
+
+@numba.njit(
+    "void(intp, intp, int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], boolean, boolean)", nogil=True, cache=True
+)
+def copy_blocks(
+    engine_base: Any,
+    arena_base: Any,
+    block_ids: Any,
+    slot_offsets: Any,
+    bases: Any,
+    strides: Any,
+    places: Any,
+    num_bytes: Any,
+    to_engine: Any,
+    streaming: Any,
+) -> None:
+    """memcpy of blocks [n] by a recipe (`hotkv.layout`): for each of its runs [r] `bases`, `strides`, `places` in the slot, `num_bytes`.
+
+    Neighbours that are contiguous on both sides are copied as one. `streaming`: as for `copy_runs`.
+    """
+    dst, src, count = np.int64(0), np.int64(0), np.int64(0)
+    for i in range(block_ids.shape[0]):
+        for run in range(bases.shape[0]):
+            engine, slot = engine_base + block_ids[i] * strides[run] + bases[run], arena_base + slot_offsets[i] + places[run]
+            to, start = (engine, slot) if to_engine else (slot, engine)
+            if to == dst + count and start == src + count:
+                count += num_bytes[run]
+            else:
+                _copy_run(dst, src, count, start, streaming)
+                dst, src, count = to, start, num_bytes[run]
+    _copy_run(dst, src, count, src, streaming)
     if streaming:
         fence()

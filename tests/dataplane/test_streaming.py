@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 
 from hotkv import native
+from hotkv.layout import Recipe
 from hotkv_server.dataplane import host
-from hotkv_server.dataplane.engine import CopyJob
+from hotkv_server.dataplane.engine import CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine, copy_twin
-from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Region
 
 GUARD = 0xA5
 GAP_BYTES = 130
@@ -144,3 +145,57 @@ def test_a_large_job_has_every_byte() -> None:
     engine.close()
     assert len(ends) == 1
     memories.check(runs)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[Recipe, list[int], list[int]]:
+    """A recipe whose runs may adjoin on either side or both, block ids, and places of slots: any sizes, any alignment, nothing overlaps."""
+    sizes = draw(st.lists(st.one_of(st.integers(0, 70), st.integers(900, 9000)), min_size=1, max_size=6))
+    gap = st.sampled_from([0, 0, 1, 63, GAP_BYTES])
+    engine_gaps, slot_gaps = (draw(st.lists(gap, min_size=len(sizes) + 1, max_size=len(sizes) + 1)) for _ in range(2))
+    num_blocks = draw(st.integers(0, 5))
+    ids, places = (draw(st.permutations(range(num_blocks + draw(st.integers(0, 1)))))[:num_blocks] for _ in range(2))
+    if draw(st.booleans()):
+        ids, places = sorted(ids), sorted(places)
+    spans = [sum(sizes) + sum(gaps) for gaps in (engine_gaps, slot_gaps)]
+    ends = np.cumsum(sizes)
+    bases, offsets = (ends - sizes + np.cumsum(gaps[:-1]) for gaps in (engine_gaps, slot_gaps))
+    lengths = np.array(sizes, np.int64)
+    recipe = Recipe("kv", bases.astype(np.int64), np.full(len(sizes), spans[0], np.int64), offsets.astype(np.int64), lengths)
+    return recipe, list(ids), [place * spans[1] for place in places]
+
+
+@pytest.mark.parametrize("to_engine", [True, False])
+@pytest.mark.parametrize("how", HOWS)
+@given(blocks(), st.integers(1, 20_000), st.integers(0, 70))
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_copied_as_their_recipe_says(
+    how: str, to_engine: bool, given: tuple[Recipe, list[int], list[int]], piece_bytes: int, misalignment: int
+) -> None:
+    """In whatever pieces, and no byte beside them is touched."""
+    recipe, ids, slots = given
+    end = misalignment + 8 * max(1, int((recipe.bases + recipe.slot_offsets + recipe.num_bytes).max()) + 8 * GAP_BYTES)
+    memories, ends = Memories(end), list[tuple[Outcome, str]]()
+    dst, src = (Region(memory[misalignment:].ctypes.data, end - misalignment, "memory") for memory in (memories.dst, memories.src))
+    engine_side, arena = (dst, src) if to_engine else (src, dst)
+    plan = BlockCopies(recipe, engine_side, arena, np.array(ids, np.int64), np.array(slots, np.int64), to_engine)
+    expected = list[tuple[int, int, int]]()
+    for block, slot in zip(ids, slots, strict=True):
+        for base, stride, place, size in zip(*(column.tolist() for column in columns(recipe)), strict=True):
+            at_engine, at_slot = misalignment + block * stride + base, misalignment + slot + place
+            expected.append((at_engine, at_slot, size) if to_engine else (at_slot, at_engine, size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "MIN_PIECE_BYTES", piece_bytes)
+        patch.setattr(host, "STREAMED_JOB_BYTES", 0 if how == "streamed" else end**2)
+        if how == "twin":
+            patch.setattr(native, "load", lambda name: None)
+        engine = HostCopyEngine(1)
+        engine.submit(CopyJob([plan], lambda *outcome: ends.append(outcome), None))
+        engine.close()
+    assert ends == [(Outcome.DONE, "")]
+    memories.check(expected)
+
+
+def columns(recipe: Recipe) -> tuple[np.ndarray[Any, np.dtype[np.int64]], ...]:
+    """What a recipe says of each run."""
+    return recipe.bases, recipe.strides, recipe.slot_offsets, recipe.num_bytes

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -51,6 +52,11 @@ def num_open(file_id: tuple[int, int]) -> int:
     return found
 
 
+def num_mapped(file_id: tuple[int, int]) -> int:
+    """Mappings of a file that this process has."""
+    return sum(line.split()[4] == str(file_id[1]) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
 def test_leased_blocks_are_read_in_place(server: Server, engine: Callable[..., PagedEngine]) -> None:
     one, other = (engine(layers=LAYERS, page_bytes=PAGE_BYTES) for _ in range(2))
     one.kv[:] = np.random.default_rng(5).integers(0, 256, one.kv.shape, np.uint8)
@@ -79,14 +85,14 @@ def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., Pa
     store(one, blocks)
     held = leased(one.session, blocks, "held")
     session, arena = other.session, mapped(other.session)
-    assert num_open(arena.file_id) == 3, "a link's each, and the mapping's own"
+    assert num_open(arena.file_id) == 2 and num_mapped(arena.file_id) == 1, "a link's descriptor each; the mapping needs none"
     session.close()
     assert session.arena() is None
     assert np.array_equal(in_place(arena, held), expected(one, 3)), "under another session's lease it is still the same memory"
     file_id = arena.file_id
-    assert num_open(file_id) == 2
+    assert num_open(file_id) == 1 and num_mapped(file_id) == 1
     del arena
-    assert num_open(file_id) == 1
+    assert num_open(file_id) == 1 and not num_mapped(file_id)
 
 
 def test_a_session_without_a_link_has_no_arena(server: Server, engine: Callable[..., PagedEngine]) -> None:

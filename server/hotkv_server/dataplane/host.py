@@ -12,7 +12,7 @@ from typing import Any
 from hotkv import native
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.dataplane.fair_queue import FairQueue
-from hotkv_server.dataplane.plan import CopyPlan, Plan, num_shares
+from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Plan, num_shares
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
 """Large enough that what surrounds a piece does not count, small enough that a cancel takes effect within a millisecond or two."""
@@ -68,23 +68,39 @@ class HostCopyEngine:
             error = ""
             if not job.cancelled:
                 try:
-                    self._copy(plan.share(at, at + 1, whole), streaming=job.total_bytes >= STREAMED_JOB_BYTES)
+                    self._copy(plan, at, whole, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
                 except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
                     error = f"{type(failure).__name__}: {failure}"
             job.piece_done(error)
             self._begun_s[number] = 0.0
             del piece, job, plan
 
-    def _copy(self, plan: CopyPlan, *, streaming: bool) -> None:
-        if self._kernels is not None:
-            arrays = (plan.dst_offsets, plan.src_offsets, plan.num_bytes)
-            self._kernels.copy_runs(plan.dst.address, plan.src.address, *arrays, 0, plan.num_runs, streaming)
+    def _copy(self, plan: Plan, at: int, whole: int, *, streaming: bool) -> None:
+        """The share `at` of `whole` equal ones."""
+        if self._kernels is None:
+            copy_twin(plan.share(at, at + 1, whole))
+        elif isinstance(plan, BlockCopies):
+            recipe, part = plan.recipe, plan.part(at, at + 1, whole)
+            self._kernels.copy_blocks(
+                plan.engine.address,
+                plan.arena.address,
+                plan.block_ids[part],
+                plan.slot_offsets[part],
+                recipe.bases,
+                recipe.strides,
+                recipe.slot_offsets,
+                recipe.num_bytes,
+                plan.to_engine,
+                streaming,
+            )
         else:
-            copy_twin(plan)
+            share = plan.share(at, at + 1, whole)
+            arrays = (share.dst_offsets, share.src_offsets, share.num_bytes)
+            self._kernels.copy_runs(share.dst.address, share.src.address, *arrays, 0, share.num_runs, streaming)
 
 
 def copy_twin(plan: CopyPlan) -> None:
-    """Twin of `kernels.copy_runs`: one memmove a run; ctypes gives the GIL up during each."""
+    """Twin of `kernels.copy_runs`, and of `copy_blocks` for a share of blocks: one memmove a run; ctypes gives the GIL up during each."""
     dst, src = (plan.dst_offsets + plan.dst.address).tolist(), (plan.src_offsets + plan.src.address).tolist()
     for to_address, from_address, count in zip(dst, src, plan.num_bytes.tolist(), strict=True):
         ctypes.memmove(to_address, from_address, count)

@@ -1,8 +1,8 @@
 """Copy plans: which bytes go where.
 
 A plan is checked against both memories before anything moves. What a call asks for is a plan of whole blocks, `BlockCopies`: as large as
-its lists of blocks, however many runs a block has. Whoever copies turns it into runs, a part at a time; neighbours that are contiguous on
-both sides are merged.
+its lists of blocks, however many runs a block has. The host's kernel walks it as it is; who needs runs is given them a part at a time.
+Either way neighbours that are contiguous on both sides are merged.
 """
 
 import ctypes
@@ -135,10 +135,14 @@ class BlockCopies:
         """Before any are merged."""
         return len(self.recipe.bases) * len(self.block_ids)
 
+    def part(self, begin: int, end: int, whole: int) -> slice:
+        """Which blocks are those from `begin` to `end` of `whole` equal shares."""
+        count = len(self.block_ids)
+        return slice(count * begin // whole, count * end // whole)
+
     def share(self, begin: int, end: int, whole: int) -> CopyPlan:
         """The runs from `begin` to `end` of `whole` equal shares of the blocks."""
-        count = len(self.block_ids)
-        mine = slice(count * begin // whole, count * end // whole)
+        mine = self.part(begin, end, whole)
         runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
         offsets = (runs.engine_offsets, runs.slot_offsets) if self.to_engine else (runs.slot_offsets, runs.engine_offsets)
         return CopyPlan.build(self.dst, self.src, *offsets, runs.num_bytes)

@@ -34,6 +34,8 @@ FILES: Final = (STATE_FILE, USE_FILE, TABLE_FILE, NEW_TABLE_FILE, FILLED_FILE, A
 FIRST_FILL_S = 0.25
 FIRST_FILL_BYTES = 64 << 20
 """How long the start brings the arena in before it goes on, and how much of it at least."""
+TABLE_HUGE_S = 0.1
+"""How long the start brings the table in as huge pages; in small ones a cold lookup waits longer for page tables than for the table."""
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.01
 """Who only looks whether a server runs holds its lock for microseconds."""
@@ -129,6 +131,7 @@ class NodeMemory:
             if place is not None:
                 place(arena.address, arena.num_bytes)
             if prefault:
+                table_file.make_huge(0, TABLE_HUGE_S)
                 os.posix_fallocate(table_file.fd, 0, geometry.records_offset_bytes)
                 records.back(FIRST_ENTRIES)
                 filling.fill_for(FIRST_FILL_S, FIRST_FILL_BYTES)

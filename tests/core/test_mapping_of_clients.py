@@ -1,0 +1,65 @@
+"""A client's mapping of a file: its bytes, at a multiple of a huge page, read-only, for as long as somebody holds them."""
+
+import os
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hotkv_client.mapping import HUGE_PAGE_BYTES, map_file
+
+
+def file_of(content: bytes) -> int:
+    """A file in memory."""
+    fd = os.memfd_create("mapped")
+    os.write(fd, content)
+    return fd
+
+
+def mapped_bytes(name: str) -> int:
+    """How much of such files this process has mapped."""
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+
+
+@given(st.binary(max_size=9000), st.integers(0, 9000))
+def test_the_first_bytes_of_a_file(content: bytes, less: int) -> None:
+    fd, num_bytes = file_of(content), max(0, len(content) - less)
+    try:
+        found = map_file(fd, num_bytes)
+        assert found.tobytes() == content[:num_bytes] and not found.flags.writeable
+        assert not num_bytes or found.ctypes.data % HUGE_PAGE_BYTES == 0
+    finally:
+        os.close(fd)
+
+
+def test_who_holds_a_view_holds_the_mapping() -> None:
+    fd = file_of(bytes(range(256)) * 64)
+    view = map_file(fd, 256 * 64)[100:200]
+    os.pwrite(fd, b"\xff", 150)
+    os.close(fd)
+    assert view[50] == 255 and np.array_equal(view[:50], np.arange(100, 150)) and mapped_bytes("memfd:mapped") == 256 * 64
+    del view
+    assert not mapped_bytes("memfd:mapped")
+
+
+def test_a_file_that_is_shorter_is_refused() -> None:
+    fd = file_of(b"short")
+    try:
+        with pytest.raises(OSError, match="5 bytes, not 6"):
+            map_file(fd, 6)
+        assert not mapped_bytes("memfd:mapped")
+    finally:
+        os.close(fd)
+
+
+def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "write-only", os.O_WRONLY | os.O_CREAT)
+    try:
+        os.truncate(fd, 4096)
+        with pytest.raises(PermissionError):
+            map_file(fd, 4096)
+    finally:
+        os.close(fd)
