@@ -31,6 +31,21 @@ _store_ids = itertools.count(1)
 """Of all planners of this process: workers may report stores of one that is gone."""
 UNREPORTED_S = 60.0
 """A store that no rank has reported for this long was lost on the way: it is taken back and forgotten."""
+STORE_BLOCKS = 1 << 13
+"""Most blocks of one store. The server takes no more than 2^15 in a call, and the sooner a store ends the sooner its blocks are found."""
+
+
+def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
+    """Runs of at most STORE_BLOCKS blocks each, in their order, as stores of no more than that."""
+    stores: list[list[BlockRun]] = []
+    room = 0
+    for run in runs:
+        if not stores or len(run.hashes) > room:
+            stores.append([])
+            room = STORE_BLOCKS
+        stores[-1].append(run)
+        room -= len(run.hashes)
+    return stores
 
 
 @dataclass(slots=True)
@@ -130,7 +145,7 @@ class StorePlanner:
                 runs += self._handed_over(state, handoffs.get(state.request.request_id, ()), planned)
                 if runs:
                     batches.setdefault(state.retention, []).extend(runs)
-        jobs = [self._job(runs, retention) for retention, runs in batches.items()]
+        jobs = [self._job(part, retention) for retention, runs in batches.items() for part in portions(runs)]
         return tuple(job for job in jobs if job is not None), flush
 
     def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int) -> None:
@@ -300,6 +315,7 @@ class StorePlanner:
         """The wanted ones of a group's blocks `ids`, the first of which is block `begin`, as chains of neighbours."""
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
+        chains = [chain[start : start + STORE_BLOCKS] for chain in chains for start in range(0, len(chain), STORE_BLOCKS)]
         return [self._run(state, index, hashes, begin + int(chain[0]), ids[chain]) for chain in chains]
 
     def _run(self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s) -> BlockRun:

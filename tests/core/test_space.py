@@ -138,7 +138,7 @@ class SpaceMachine(RuleBasedStateMachine):
         assert {int(e) for e in np.flatnonzero(states == 2)} == self.ready
         held = np.array(sorted(self.ready | self.reserved), np.uint32)
         assert self.space.used_bytes() == int(self.space.index.slot_bytes(held).sum())
-        *_, counted = take(self.space, 1)
+        *_, counted = take(self.space)
         assert counted.pinned_bytes == int(self.space.index.slot_bytes(np.array(sorted(self.pinned), np.uint32)).sum())
         assert counted.num_blocks == len(self.ready) == counted.blocks.sum() and not counted.representation_bytes
 

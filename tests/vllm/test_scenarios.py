@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from hotkv_vllm import link
+from hotkv_vllm import link, stores
 from tests.vllm.harness import Engine, full_model, hybrid_model, mixed_model, prompt
 from tests.vllm.oracle import answer_of, audit
 
@@ -169,3 +169,18 @@ def test_one_prefix_loaded_by_many_at_once(engine: Any, server: Any, model: Any,
         one.generate("end", OTHER, 2)
     audit(server, [first, *engines])
     assert not server.leases and not server.held
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("model", [full_model, hybrid_model])
+def test_a_step_of_very_many_blocks_is_stored_in_parts(monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool) -> None:
+    """The server takes so many in a call, and not more; with two requests in a step and one chain longer than a part."""
+    monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
+    first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
+    first.add("a", PROMPT, 2)
+    first.add("b", OTHER, 2)
+    first.run()
+    assert second.generate("c", PROMPT, 2)[1] == USABLE
+    found = audit(server, [first, second])
+    assert found.num_stored > 2 * 3
+    assert first.counters["stores"] >= found.num_stored / 3

@@ -155,7 +155,8 @@ def block_copies(
     recipes: Sequence[Recipe], block_ids: Int64s, slot_offsets: Int64s, arena: Region, engine: Mapping[str, Region], *, to_engine: bool
 ) -> list[BlockCopies]:
     """The plans that move blocks in either direction, one a recipe. `engine`: memory by handle."""
-    return [BlockCopies(recipe, engine[recipe.handle_id], arena, block_ids, slot_offsets, to_engine) for recipe in recipes]
+    ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
+    return [BlockCopies(recipe, engine[recipe.handle_id], arena, ids, offsets, to_engine) for recipe in recipes]
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
