@@ -276,7 +276,7 @@ class Settings(BaseSettings):
         10.0, description="Longest wait for work in flight at SIGTERM, in seconds."
     )
     client_memory_bytes: Annotated[ByteSize, Field(ge=16 * MIB)] = Field(
-        ByteSize(128 * MIB),
+        ByteSize(96 * MIB),
         description="Most memory besides the arena that clients can make the server keep: lists of their leases, transfers that wait, "
         "sequences of sparse decode. Nobody takes more of it than is left for others.",
     )

@@ -121,7 +121,11 @@ def guarded() -> Iterator[Guarded]:
         ca.issue("expired", "spiffe://cluster/beta", lifetime=timedelta(days=-1))
         foreign_ca.issue("intruder", "spiffe://cluster/beta")
         (folder / "hotkv.toml").write_text(config(folder))
-        with Server(folder, "64MiB", "--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB") as server:
+        with pytest.MonkeyPatch.context() as patch:
+            # So that handshakes that fail are logged.
+            patch.setenv("GRPC_VERBOSITY", "INFO")
+            server = Server(folder, "64MiB", "--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB")
+        with server:
             server.wait_ready()
             (folder / "run").chmod(0o755)
             yield Guarded(server, folder, ca, foreign_ca)

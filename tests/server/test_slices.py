@@ -30,7 +30,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(tmp_path: Path, monkeyp
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path, 1 << 20, 1 << 16, 64, 1, prefault=False)
         node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64, makes_room=False), memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
-        session = node.core.open_session("engine", "rank", KEY_SPACE, 0.0).number
+        session = (await node.open_session("engine", "rank", KEY_SPACE, "test")).record.number
         turns, seen = 0, set[int]()
 
         def found(number: int) -> bool:

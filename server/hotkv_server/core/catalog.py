@@ -65,6 +65,11 @@ class Catalog:
     def __repr__(self) -> str:
         return f"Catalog({len(self.records)} key spaces)"
 
+    @property
+    def weight_bytes(self) -> int:
+        """About what it costs to know all this."""
+        return sum(holding.weight_bytes for holding in self._holdings.values())
+
     def record(self, number: int) -> KeySpaceRecord:
         """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
         record = self.records.get(number)

@@ -48,7 +48,7 @@ class CoreConfig:
     held_share: float = 0.25
     max_blocks_per_call: int = 1 << 18
     max_leases: int = 60_000
-    client_memory_bytes: int = 128 << 20
+    client_memory_bytes: int = 96 << 20
     check_stride: int = 0
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
     is_backed: bool = True

@@ -1,14 +1,20 @@
-"""Calls that may last without being anybody's: those that watch health, or read reflection, and sessions that have not said who they are.
+"""Calls that may last without being anybody's: those that watch health, or read reflection, sessions that have not said who they are, and
+requests that have not come whole.
 
 Always true: a new one is taken, whoever holds how many; where there are too many the one that has lasted longest ends for it. So nobody
-keeps others out by holding calls open.
+keeps others out by holding calls open. What has a time in which to come ends after it.
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hotkv.errors import HotKVError, Reason
+
+ARRIVAL_S = 10.0
+"""A request must have come whole in this time."""
+_NEVER_S = float("inf")
 
 
 class Guests:
@@ -16,30 +22,47 @@ class Guests:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # Oldest first; True for one that has been told to go.
-        self._calls: dict[asyncio.Task[object], bool] = {}
+        # Oldest first, with the time by which each must have gone; and those that have been told to go, and why.
+        self._until_s: dict[asyncio.Task[object], float] = {}
+        self._told: dict[asyncio.Task[object], str] = {}
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._until_s) + len(self._told)
 
     def __repr__(self) -> str:
-        return f"Guests({len(self._calls)}/{self._most})"
+        return f"Guests({len(self)}/{self._most})"
 
     @contextmanager
-    def stay(self) -> Iterator[None]:
-        """Counts the task that runs this; raises OVERLOADED in it, wherever it waits, when another one needs its place."""
+    def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
+        """Counts the task that runs this; raises OVERLOADED in it, wherever it waits, when it is to go."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
-        staying = [call for call, is_told in self._calls.items() if not is_told]
-        if len(staying) >= self._most:
-            self._calls[staying[0]] = True
-            staying[0].cancel()
-        self._calls[task] = False
+        if len(self._until_s) >= self._most:
+            self._tell(next(iter(self._until_s)), "this call was open longest of all that wait without a session; open it again")
+        self._until_s[task] = time.monotonic() + for_s
         try:
             yield
         except asyncio.CancelledError:
-            if not self._calls[task]:
+            if task not in self._told:
                 raise
-            raise HotKVError(Reason.OVERLOADED, "this call was open longest of all that wait without a session; open it again") from None
+            raise HotKVError(Reason.OVERLOADED, self._told[task]) from None
         finally:
-            del self._calls[task]
+            self._until_s.pop(task, None)
+            self._told.pop(task, None)
+
+    def end_late(self, now_s: float) -> None:
+        """Ends those whose time is over."""
+        for task in [task for task, until_s in self._until_s.items() if until_s <= now_s]:
+            self._tell(task, "the request did not come whole in time; send it again")
+
+    def end_all(self, why: str) -> int:
+        """Ends all; returns how many."""
+        staying = list(self._until_s)
+        for task in staying:
+            self._tell(task, why)
+        return len(staying)
+
+    def _tell(self, task: "asyncio.Task[object]", why: str) -> None:
+        del self._until_s[task]
+        self._told[task] = why
+        task.cancel()

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from hotkv.errors import HotKVError, Reason
 from hotkv_server.rpc.errors import abort, as_refusal
-from hotkv_server.rpc.guests import Guests
+from hotkv_server.rpc.guests import ARRIVAL_S, Guests
 from hotkv_server.rpc.pace import Pace
 from hotkv_server.rpc.weight import MAX_PARTS, is_light
 from hotkv_server.runtime.node import Node
@@ -67,6 +67,48 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self._guests = guests
         self._guard = guard
 
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        parse, respond, is_ours = _lenient(handler.request_deserializer), handler.response_serializer, details.method.startswith(PREFIX)
+        guard = self._guard if details.method.startswith(ADMIN_PREFIXES) else None
+        # Each method takes a stream, so that a request that is long in coming can be ended: gRPC gives no hold on one that takes a message.
+        if handler.unary_unary is not None:
+
+            async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
+                return await handler.unary_unary(await self._only(requests, context, guard), context)
+
+            return grpc.stream_unary_rpc_method_handler(answered, parse, respond)
+        if handler.unary_stream is not None:
+
+            async def streamed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+                request = await self._only(requests, context, guard)
+                answers = handler.unary_stream(request, context)
+                async for response in answers if is_ours else self._as_guest(answers, context):
+                    yield response
+
+            return grpc.stream_stream_rpc_method_handler(streamed, parse, respond)
+        assert guard is None, "no admin method takes a stream; guard it here if one does"
+        if is_ours:
+            return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parse, respond)
+
+        async def conversed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            async for response in self._as_guest(handler.stream_stream(self._each(requests, context), context), context):
+                yield response
+
+        return grpc.stream_stream_rpc_method_handler(conversed, parse, respond)
+
+    async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
+        """The one request of a call, that may be served; else the call ends here."""
+        try:
+            with self._guests.stay(ARRIVAL_S):
+                request = await anext(requests, None)
+        except HotKVError as error:
+            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+        await self._check(Malformed(MALFORMED) if request is None else request, context, guard)
+        return request
+
     async def _check(self, request: Any, context: Any, guard: Guard | None) -> None:
         try:
             if guard is not None:
@@ -77,57 +119,14 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         except HotKVError as error:
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        handler = await continuation(details)
-        if handler is None:
-            return None
-        parse = _lenient(handler.request_deserializer)
-        if not details.method.startswith(PREFIX):
-            return self._foreign(handler, parse)
-        guard = self._guard if details.method.startswith(ADMIN_PREFIXES) else None
-        if handler.stream_stream is not None:
-            assert guard is None, "no admin method takes a stream; guard it here if one does"
-            return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parse, handler.response_serializer)
-        if handler.unary_stream is not None:
-            serve_stream = handler.unary_stream
-
-            async def checked_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                await self._check(request, context, guard)
-                async for response in serve_stream(request, context):
+    async def _as_guest(self, answers: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """The answers of a call that is not hotkv's and may last."""
+        try:
+            with self._guests.stay():
+                async for response in answers:
                     yield response
-
-            return grpc.unary_stream_rpc_method_handler(checked_stream, parse, handler.response_serializer)
-        serve = handler.unary_unary
-
-        async def checked(request: Any, context: Any) -> Any:
-            await self._check(request, context, guard)
-            return await serve(request, context)
-
-        return grpc.unary_unary_rpc_method_handler(checked, parse, handler.response_serializer)
-
-    def _foreign(self, handler: Any, parse: Callable[[bytes], Any]) -> Any:
-        """The handler of a service that is not hotkv's; if its calls may last, as many as there may be guests."""
-        if handler.unary_unary is not None:
-
-            async def checked(request: Any, context: Any) -> Any:
-                await self._check(request, context, None)
-                return await handler.unary_unary(request, context)
-
-            return grpc.unary_unary_rpc_method_handler(checked, parse, handler.response_serializer)
-        serve = handler.unary_stream or handler.stream_stream
-
-        async def bounded(request: Any, context: Any) -> AsyncIterator[Any]:
-            if handler.unary_stream is not None:
-                await self._check(request, context, None)
-            try:
-                with self._guests.stay():
-                    async for response in serve(request if handler.unary_stream is not None else self._each(request, context), context):
-                        yield response
-            except HotKVError as error:
-                await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
-
-        make = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.stream_stream_rpc_method_handler
-        return make(bounded, parse, handler.response_serializer)
+        except HotKVError as error:
+            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """The requests of a stream; one that is no message ends it."""

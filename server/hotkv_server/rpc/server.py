@@ -44,6 +44,7 @@ from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.health import HealthService
 from hotkv_server.rpc.interceptor import EdgeInterceptor, Guard
 from hotkv_server.rpc.pace import Pace
+from hotkv_server.rpc.pressure import Pressure, heap_reader
 from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.rpc.sparse_service import MAX_SELECT_STREAMS, SparseService
 from hotkv_server.rpc.tls import Certificates, TlsFiles
@@ -53,8 +54,10 @@ from hotkv_server.security.tickets import Tickets
 
 MAX_MESSAGE_BYTES = 32 << 20
 """Of the largest call: all the blocks it may name, with hashes, ids and tokens."""
-MAX_CONNECTIONS = MAX_SESSIONS + 1024
-MAX_GUESTS = 512
+MAX_READ_BYTES = 256 << 10
+"""At a time. Below what malloc takes for a large block, so that `Pressure` sees it."""
+MAX_CONNECTIONS = MAX_SESSIONS + 512
+MAX_GUESTS = 256
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_TRANSFERS + MAX_GUESTS + 4096
 """Calls at once on one way in; the next one gets RESOURCE_EXHAUSTED. Each kind that may last has a bound of its own that nobody uses up for
 others, so there is always room for what is answered at once, health above all.
@@ -68,6 +71,8 @@ IDLE_CONNECTION_S = 600
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.experimental.tcp_max_read_chunk_size", MAX_READ_BYTES),
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", MAX_CALLS_OF_CONNECTION),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000),
@@ -116,6 +121,7 @@ class RpcServer:
         self._endpoints = endpoints
         self._health = HealthService()
         self._guests = Guests(MAX_GUESTS)
+        self._pressure = Pressure(node, self._guests, heap_reader())
         self._pace = Pace(endpoints.malformed_per_s)
         self._modes = {endpoints.socket: endpoints.socket_mode, endpoints.admin_socket: endpoints.admin_socket_mode}
         self._servers = [self._users(), self._admins()]
@@ -195,6 +201,7 @@ class RpcServer:
             await server.start()
         for path, mode in self._modes.items():
             os.chmod(path, mode)
+        self._pressure.start()
         self.set_health(is_ready=True, is_alive=True)
 
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
@@ -204,6 +211,7 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Stops taking calls, and ends those in flight after `grace_s`."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        self._pressure.stop()
         for path in self._modes:
             path.unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ other tenant can name its leases.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from hotkv_server.rpc.errors import abort, as_refusal, detail
 from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.pace import Pace
 from hotkv_server.runtime.node import NOTICE_BLOCKS, Node
-from hotkv_server.runtime.session import OUTBOX_MESSAGES, LiveSession, Notice
+from hotkv_server.runtime.session import OUTBOX_MESSAGES, UNREAD, LiveSession, Notice
 from hotkv_server.runtime.transfers import TransferEnd
 from hotkv_server.security.identity import Gate, Peer, Tenant
 
@@ -74,17 +75,16 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             await self._pace.turn()
             await abort(context, as_refusal(self._node, error, who))
         stream = _Stream(self._node, session, context, self._pace)
-        was_read = True
+        why: HotKVError | None = None
         try:
-            was_read = await stream.run(request_iterator, self._opened(first, session))
+            why = await stream.run(request_iterator, self._opened(first, session))
         finally:
             # Shielded, so that a broken stream cannot cut the settling short.
             await asyncio.shield(self._node.close_session(session))
-        if not was_read:
+        if why is not None:
             # Last, because it waits for the client to read.
-            log.warning("slow reader closed session=%d", session.record.number)
-            unread = HotKVError(Reason.OVERLOADED, "the client does not read what it is sent; the session is closed")
-            await abort(context, as_refusal(self._node, unread, session.name))
+            log.warning("session ended number=%d: %s", session.record.number, why.message)
+            await abort(context, as_refusal(self._node, why, session.name))
 
     async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
         if opening.protocol_version != hotkv.PROTOCOL_VERSION:
@@ -155,16 +155,17 @@ class _Stream:
         self._unread_bytes = 0
         self._num_written = 0
         self._watch: asyncio.TimerHandle | None = None
-        self._overflowed = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._why: HotKVError | None = None
         self._was_read = asyncio.Event()
         self._has_logged_refusal = False
-        session.on_overflow = self._overflowed.set
+        session.on_end = self._end
 
-    async def run(self, requests: AsyncIterator[session_pb2.ConnectRequest], opened: session_pb2.ConnectResponse) -> bool:
-        """Until the client ends the stream or does not read it; False for the latter."""
+    async def run(self, requests: AsyncIterator[session_pb2.ConnectRequest], opened: session_pb2.ConnectResponse) -> HotKVError | None:
+        """Until the client ends the stream, or the server does; why for the latter."""
         self._send(opened)
         reader = asyncio.create_task(self._read(requests))
-        endings = {reader, asyncio.create_task(self._write()), asyncio.create_task(self._overflowed.wait())}
+        endings = {reader, asyncio.create_task(self._write()), asyncio.create_task(self._ended.wait())}
         notices = asyncio.create_task(self._forward_notices())
         try:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
@@ -177,13 +178,18 @@ class _Stream:
             for task in (*endings, notices):
                 task.cancel()
             await asyncio.gather(*endings, notices, return_exceptions=True)
-        return not self._overflowed.is_set()
+        return self._why
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
-        async for request in requests:
-            while self._has_much_unread() and not self._overflowed.is_set():
+        while True:
+            # Before a message is taken: it may be large.
+            while self._has_much_unread():
                 self._was_read.clear()
                 await self._was_read.wait()
+            request = await anext(requests, None)
+            if request is None:
+                return
+            self._session.heard_s = time.monotonic()
             try:
                 response = await self._handle(request)
             except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
@@ -210,6 +216,10 @@ class _Stream:
             self._was_read.set()
             del message
 
+    def _end(self, why: HotKVError) -> None:
+        self._why = self._why or why
+        self._ended.set()
+
     def _has_much_unread(self) -> bool:
         return self._outbox.qsize() >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
 
@@ -218,7 +228,7 @@ class _Stream:
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self._has_much_unread():
             if self._num_written == num_written:
-                self._overflowed.set()
+                self._end(UNREAD)
             else:
                 self._watch = asyncio.get_running_loop().call_later(SLOW_READER_S, self._judge, self._num_written)
 
@@ -232,11 +242,11 @@ class _Stream:
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
-            self._overflowed.set()
+            self._end(UNREAD)
             return
         self._unread_bytes += message.ByteSize()
         if self._unread_bytes > OUTBOX_BYTES:
-            self._overflowed.set()
+            self._end(UNREAD)
         elif self._watch is None and (self._unread_bytes > KEPT_BYTES or self._has_much_unread()):
             self._watch = asyncio.get_running_loop().call_later(SLOW_READER_S, self._judge, self._num_written)
 

@@ -21,7 +21,7 @@ from hotkv_server.rpc.pace import Pace
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
 
-MAX_SELECT_STREAMS = 2048
+MAX_SELECT_STREAMS = 1024
 FIRST_REQUEST_TIMEOUT_S = 10.0
 IDLE_CHECK_S = 5.0
 """How often an idle stream looks whether its session is still open."""

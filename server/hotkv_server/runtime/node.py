@@ -50,7 +50,7 @@ USE_PARTS = 300
 STALLED_TIMER_S = 5.0
 STALLED_WORK_S = 60.0
 """Far above what a piece of work on a thread may take, also on a machine that swaps."""
-MAX_SESSIONS = 4096
+MAX_SESSIONS = 1024
 MAX_FORGOTTEN = 64
 """Most key spaces that are forgotten in one turn of the timer, or for one session."""
 NOTICE_BLOCKS = 1 << 16
@@ -203,6 +203,11 @@ class Node:
                 self._saved = revision
             except OSError as error:
                 log.warning("state not saved, a restart before it is will lose what is new: %s", error)
+
+    def books_bytes(self) -> int:
+        """About what is kept for clients besides the arena, as far as it is counted."""
+        queued = self.events.publisher.queued_bytes if self.events.publisher is not None else 0
+        return self.core.client_memory.total + self.core.catalog.weight_bytes + self.sparse.remembered.num_bytes + queued
 
     def save_use(self, used_s: NDArray[np.float64] | None = None) -> None:
         """Writes down for the next server when blocks were last used: what `UseNotes` has, or all anew."""

@@ -6,6 +6,7 @@ Always true: the outbox is bounded; a session that does not read is closed, and 
 import asyncio
 import ctypes
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.runtime.engine_memory import EngineMemory
 
 OUTBOX_MESSAGES = 4096
+UNREAD = HotKVError(Reason.OVERLOADED, "the client does not read what it is sent; the session is closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ Notice = EvictionNotice | Drain
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """`secret_id` opens unary calls and the descriptor socket to its holder; `on_overflow` ends the stream."""
+    """`secret_id` opens unary calls and the descriptor socket to its holder; `on_end` ends the stream, given why."""
 
     record: SessionRecord
     secret_id: str
@@ -54,7 +56,9 @@ class LiveSession:
     maps_table: bool = True
     """Whether its link hands out the descriptor of arena, table."""
     close_link: Callable[[], None] | None = None
-    on_overflow: Callable[[], None] | None = None
+    heard_s: float = field(default_factory=time.monotonic)
+    """When its last message came."""
+    on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0
 
@@ -97,8 +101,12 @@ class LiveSession:
         try:
             self.notices.put_nowait(notice)
         except asyncio.QueueFull:
-            if self.on_overflow is not None:
-                self.on_overflow()
+            self.end(UNREAD)
+
+    def end(self, why: HotKVError) -> None:
+        """Ends its stream, and so itself."""
+        if self.on_end is not None:
+            self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
         """Takes over a descriptor that came over the descriptor socket, also where it raises: DUPLICATE_ID for a handle that has come

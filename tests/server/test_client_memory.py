@@ -1,0 +1,255 @@
+"""What clients can make the server keep, each kind as much as it gets and all of them together: it stays within one bound."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from demo.processes import Server
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.order import DeviceMark, OrderKind
+from hotkv.v1 import session_pb2_grpc
+from hotkv_client import After, BlockRun, GroupHashes, HotKVError, Role, Session, SessionConfig, _wire, channels
+from tests.robustness.raw_client import Footprint
+from tests.server.half_sent import HalfSender
+from tests.server.support import FULL, GroupsEngine, block_ids, hashes
+from tests.server.test_hostile import marked_engine, unary_stream_of
+from tests.server.test_life import wait_until
+from tests.server.test_service import http_port
+
+MOST_BYTES = 300 << 20
+LARGE_BYTES = 31 << 20
+CONNECT, LOOKUP = "/hotkv.v1.SessionService/Connect", "/hotkv.v1.CacheService/Lookup"
+KEY_SPACE = KeySpace("m", "m", "bfloat16", (FULL,), 16)
+
+
+class Watched:
+    """Of a server: the most anonymous memory it has had since the start, looked at all the time."""
+
+    def __init__(self, pid: int) -> None:
+        self.idle_bytes = self.most_bytes = Footprint(pid).anonymous_bytes
+        self._pid = pid
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._closed.wait(0.02):
+            self.most_bytes = max(self.most_bytes, Footprint(self._pid).anonymous_bytes)
+
+    def close(self) -> int:
+        """How much more than at the start it was at most, in bytes."""
+        self._closed.set()
+        self._thread.join()
+        return self.most_bytes - self.idle_bytes
+
+
+@contextlib.contextmanager
+def watched(server: Server) -> Iterator[None]:
+    """The block makes the server keep no more than it may."""
+    watch = Watched(server.pid)
+    try:
+        yield
+    finally:
+        grown_bytes = watch.close()
+    print(f"grew by {grown_bytes >> 20} MiB")
+    assert grown_bytes < MOST_BYTES
+
+
+@contextlib.contextmanager
+def session_of(server: Server, key_space: KeySpace = KEY_SPACE) -> Iterator[Session]:
+    session = Session(SessionConfig(server.target, os.urandom(4).hex(), Role.SCHEDULER, key_space))
+    session.start()
+    assert session.wait_connected(20)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def until_refused(call: Callable[[int], "Future[Any]"], most: int) -> int:
+    """How often it went well, one after the other."""
+    for number in range(most):
+        try:
+            call(number).result(30)
+        except HotKVError as refused:
+            assert "OVERLOADED" in str(refused)
+            return number
+    return most
+
+
+Attack = Callable[[Server, contextlib.ExitStack], None]
+
+
+def halves_of_calls(server: Server, held: contextlib.ExitStack) -> None:
+    for path in (LOOKUP, CONNECT):
+        sender = HalfSender(server.runtime_folder / "grpc.sock")
+        held.callback(sender.close)
+        for _ in range(12):
+            sender.call(path, LARGE_BYTES)
+        wait_until(lambda sender=sender: sender.num_ended >= 6, 60)
+
+
+def halves_of_sessions(server: Server, held: contextlib.ExitStack) -> None:
+    sender = HalfSender(server.runtime_folder / "grpc.sock")
+    held.callback(sender.close)
+    for number in range(12):
+        opening = _wire.open_session(SessionConfig(server.target, f"half {number}", Role.SCHEDULER, KEY_SPACE))
+        sender.call(CONNECT, LARGE_BYTES, opening.SerializeToString())
+    wait_until(lambda: sender.num_ended >= 6, 60)
+
+
+def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
+    for _ in range(2):
+        session, never = held.enter_context(marked_engine(server.target)), After(OrderKind.FLAGS, DeviceMark(0, 5))
+        text = [(("x" * (12 << 20)),)]
+        stores = [
+            session.store(f"t{n}", f"l{n}", [BlockRun(0, hashes(1), block_ids(1), extra_keys=text)], 60, after=never) for n in range(8)
+        ]
+        wait_until(lambda stores=stores: sum(store.done() for store in stores) >= 3, 60)
+
+
+def lists_of_leases(server: Server, held: contextlib.ExitStack) -> None:
+    """Blocks that nobody has, and lists of one."""
+    absent, lists = GroupHashes(0, hashes(1 << 17)), []
+    for _ in range(2):
+        session = held.enter_context(session_of(server))
+        lists.append(until_refused(lambda n, s=session: s.acquire(f"l{n}", [absent], 600), 400))
+    assert max(lists) < 400
+
+
+def sequences(server: Server, held: contextlib.ExitStack) -> None:
+    for _ in range(2):
+        session, context = held.enter_context(session_of(server)), hashes(1 << 16)
+        assert until_refused(lambda n, s=session, c=context: s.create_sequence(f"s{n}", 0, c), 100) < 100
+
+
+def key_spaces(server: Server, held: contextlib.ExitStack) -> None:
+    """Of as many layers as fit a message, with the shortest names."""
+    layers = tuple(f"{n:x}" for n in range(5000))
+    with grpc.insecure_channel(server.target, channels.OPTIONS) as channel:
+        for number in range(150):
+            groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
+            opening = _wire.open_session(SessionConfig(server.target, "e", Role.TOOL, KeySpace(f"m{number}", "w", "bfloat16", groups, 16)))
+            call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter([opening]))
+            assert next(call).session_opened.session_id
+
+
+def sessions(server: Server, held: contextlib.ExitStack) -> None:
+    for number in range(400):
+        if number % 20 == 0:
+            channel = held.enter_context(grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]))
+        never = threading.Event()
+
+        def requests(opening: Any, never: threading.Event = never) -> Iterator[Any]:
+            yield opening
+            never.wait()
+
+        held.callback(never.set)
+        opening = _wire.open_session(SessionConfig(server.target, f"idle {number}", Role.SCHEDULER, KEY_SPACE))
+        call = session_pb2_grpc.SessionServiceStub(channel).Connect(requests(opening))
+        held.callback(call.cancel)
+        assert next(call).session_opened.session_id
+
+
+def idle_calls(server: Server, held: contextlib.ExitStack) -> None:
+    channel = held.enter_context(grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]))
+    calls = [health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(300)]
+    calls += [unary_stream_of(channel) for _ in range(200)]
+    for call in calls:
+        held.callback(call.cancel)
+    for _ in range(300):
+        with contextlib.suppress(OSError):
+            held.enter_context(socket.create_connection(("127.0.0.1", http_port(server)), 1))
+
+
+def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
+    asked = hashes(1 << 17)
+    for number in range(3):
+        channel = held.enter_context(grpc.insecure_channel(server.target, [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)]))
+        ended = threading.Event()
+
+        def requests(number: int = number, ended: threading.Event = ended) -> Iterator[Any]:
+            yield _wire.open_session(SessionConfig(server.target, f"deaf {number}", Role.SCHEDULER, KEY_SPACE))
+            request = _wire.lookup([GroupHashes(0, asked)], 32)
+            for request_id in range(1, 60):
+                request.request_id = request_id
+                yield request
+            ended.wait()
+
+        held.callback(_wire.connect(channel, requests()).cancel)
+        held.callback(ended.set)
+
+
+ATTACKS: tuple[Attack, ...] = (
+    halves_of_calls,
+    halves_of_sessions,
+    stores_behind_a_mark,
+    lists_of_leases,
+    sequences,
+    key_spaces,
+    sessions,
+    idle_calls,
+    deaf_readers,
+)
+
+
+def test_all_together_stay_within_a_bound(own_server: Server) -> None:
+    """At once, and held; an engine goes on beside them."""
+    failures: list[BaseException] = []
+    bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
+    with contextlib.ExitStack() as held, watched(own_server):
+
+        def attack(one: Attack) -> None:
+            try:
+                one(own_server, held)
+            except grpc.RpcError as refused:
+                # Calls that open sessions are ended like others that are nobody's.
+                if refused.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    failures.append(refused)
+            except BaseException as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=attack, args=(one,), name=one.__name__) for one in ATTACKS]
+        for thread in threads:
+            thread.start()
+        stored = 0
+        while any(thread.is_alive() for thread in threads):
+            bystander.session.wait_connected(20)
+            with contextlib.suppress(HotKVError):
+                bystander.store(BlockRun(0, hashes(4), block_ids(4)))
+                stored += 1
+            time.sleep(0.05)
+        assert not failures, failures
+        assert stored
+    assert bystander.store(BlockRun(0, hashes(4), block_ids(4)))
+    bystander.close()
+
+
+@pytest.mark.parametrize("attack", ATTACKS[:2], ids=lambda attack: attack.__name__)
+def test_messages_that_never_come_whole_end(own_server: Server, attack: Attack) -> None:
+    """However many there are; who keeps silent longest without anything here goes first, and engines that speak stay."""
+    bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
+    stop = threading.Event()
+
+    def speak() -> None:
+        while not stop.wait(0.1):
+            bystander.session.lookup([GroupHashes(0, hashes(4))]).result(20)
+
+    speaker = threading.Thread(target=speak)
+    speaker.start()
+    with contextlib.ExitStack() as held, watched(own_server):
+        attack(own_server, held)
+        stop.set()
+        speaker.join()
+        assert bystander.session.connected and "messages are not whole" in own_server.log.read_text()
+    bystander.close()
