@@ -63,10 +63,8 @@ class CacheCore:
     def __init__(self, config: CoreConfig, block_table: BlockTable, policy: Policy) -> None:
         self.config = config
         self.counters = Counters()
-        backed, makes_room = config.is_backed, config.makes_room
-        self.space = Space(
-            block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, is_backed=backed, makes_room=makes_room
-        )
+        modes = {"is_backed": config.is_backed, "makes_room": config.makes_room}
+        self.space = Space(block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, **modes)
         self.catalog = Catalog(self.space, len(config.tenants))
         self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
         self.client_memory = FairBound(config.client_memory_bytes)
