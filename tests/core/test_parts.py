@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core import parts, space, twins
@@ -277,3 +278,16 @@ def test_others_are_served_between_slices(monkeypatch: pytest.MonkeyPatch, slice
     assert [entry for entry in log if entry != "other" and entry] == expected
     between = log[log.index(expected[0]) : log.index(expected[-1])]
     assert between.count("other") >= len(expected) - 1
+
+
+def test_room_for_representations_keeps_their_blocks() -> None:
+    """Those that are there already: one whose block goes would have no place, and one that is kept meanwhile would keep its slot for ever."""
+    core = CacheCore(CoreConfig(8 * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, makes_room=False), make_table(100), LRU(100))
+    kind = Representation(0, "rot2u", 1, (SLOT_ALIGN,))
+    session = core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0, (kind,)).number
+    core.begin_store(session, "t", "l", [Run(group, words_of(range(4))) for group in (0, MAX_GROUPS)], 0, 0.0, 0.0)
+    core.end_store(session, "t", True, 0.0)
+    for _ in parts.make_room(core, 1, [Run(MAX_GROUPS, words_of(range(4))), Run(0, words_of(range(10, 14)))]):
+        core.check_invariants()
+    core.check_invariants()
+    assert core.lookup(1, [HashList(0, words_of(range(4)))])[0].all()

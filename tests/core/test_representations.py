@@ -11,7 +11,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
-from hotkv_server.core import census
+from hotkv_server.core import census, parts
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.catalog import MAX_REPRESENTATIONS
 from hotkv_server.core.policies import LRU, POLICIES
@@ -54,9 +54,10 @@ class RepresentationMachine(RuleBasedStateMachine):
         sizes=st.sampled_from([(SLOT_ALIGN, SLOT_ALIGN), (SLOT_ALIGN, 2 * SLOT_ALIGN), (SLAB + 1, SLOT_ALIGN)]),
         capacity=st.sampled_from([9, 60]),
         policy=st.sampled_from(sorted(POLICIES)),
+        makes_room=st.booleans(),
     )
-    def start(self, num_shards: int, block_bytes: int, sizes: tuple[int, int], capacity: int, policy: str) -> None:
-        config = CoreConfig(NUM_SLABS * SLAB, SLAB, capacity, lease_ttl_s=10.0, unadmitted_share=1.0)
+    def start(self, num_shards: int, block_bytes: int, sizes: tuple[int, int], capacity: int, policy: str, *, makes_room: bool) -> None:
+        config = CoreConfig(NUM_SLABS * SLAB, SLAB, capacity, lease_ttl_s=10.0, unadmitted_share=1.0, makes_room=makes_room)
         self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
         self.num_shards, self.policy = num_shards, policy
         self.key_space = key_space = make_key_space("one", block_bytes, SLOT_ALIGN, num_shards)
@@ -101,6 +102,11 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     # Stores
 
+    def make_room(self, runs: list[Run]) -> None:
+        """As the runtime does, where the core leaves it to others."""
+        for _ in parts.make_room(self.core, 1, runs) if not self.core.config.makes_room else ():
+            self.core.space.check_invariants()
+
     @rule(
         engine=st.integers(0, 1), blocks=NUMBERS | st.just([]), others=NUMBERS | st.just([]), shard=st.integers(0, 1), front=st.booleans()
     )
@@ -141,6 +147,7 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     def begin(self, name: str, write: Write, shard: int, before: set[Key]) -> None:
         deciding = name not in self.writes
+        self.make_room(write.runs)
         slots = self.core.begin_store(write.session, f"{name}-{shard}", name, write.runs, shard, 0.0, self.now_s)
         results = self.core.transfers._transfers[write.session, f"{name}-{shard}"].results  # type: ignore[union-attr]
         self.settle(makes_room=deciding)

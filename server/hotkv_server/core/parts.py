@@ -105,6 +105,9 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
         if not record.has(run.group_index):
             return
         words = index.find(key_space_id, run.group_index, run.hashes)
+        if run.group_index >= MAX_GROUPS:
+            blocks = index.find(key_space_id, record.block_group(run.group_index), run.hashes)
+            kept.append(blocks[table.is_ready(blocks)])
         kept.append(index.chain_to(key_space_id, record.block_group(run.group_index), run.parent, MAX_REFRESHED))
         kept.append(words[table.is_ready(words)])
         kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
@@ -119,6 +122,8 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
             index.pin(staying, 1)
             has_more = next(making, _END) is not _END
             index.pin(staying, -1)
+            # A representation whose block went meanwhile could not go with it.
+            core.space.reap(staying)
             if not has_more:
                 break
             yield
