@@ -10,9 +10,8 @@ from hotkv.table import Words
 
 def first_occurrences(hashes: Words) -> NDArray[np.int64]:
     """Rows [m] of words [n, 8] that no earlier row equals, in rising order."""
-    prefixes = hashes[:, 0].astype(np.uint64) << np.uint64(32) | hashes[:, 1]
-    prefixes.sort()
-    if not np.any(prefixes[1:] == prefixes[:-1]):
+    prefixes = np.sort(hashes.view(np.uint64)[:, 0])
+    if not (prefixes[1:] == prefixes[:-1]).any():
         return np.arange(len(hashes))
     _, first = np.unique(hashes, axis=0, return_index=True)
     return np.sort(first)
