@@ -8,6 +8,11 @@ from numpy.typing import NDArray
 from hotkv.table import Words
 
 
+def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
+    """Rows at rising places of words [n, 8], each place once; the words themselves where that is all."""
+    return hashes if len(places) == len(hashes) else hashes[places]
+
+
 def first_occurrences(hashes: Words) -> NDArray[np.int64]:
     """Rows [m] of words [n, 8] that no earlier row equals, in rising order."""
     prefixes = np.sort(hashes.view(np.uint64)[:, 0])

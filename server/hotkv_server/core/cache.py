@@ -18,7 +18,7 @@ from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
-from hotkv_server.core.arrays import first_occurrences, repeats, without
+from hotkv_server.core.arrays import first_occurrences, repeats, rows, without
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.checks import Sums, sealed
@@ -346,19 +346,19 @@ class CacheCore:
         absent = np.flatnonzero(words == 0)
         if not deciding or not len(absent):
             return results, words
-        wanted = absent[first_occurrences(run.hashes[absent])]
+        wanted = absent[first_occurrences(rows(run.hashes, absent))]
         if len(wanted) < len(absent):
             # A hash listed twice is reserved once; the second is in flight.
             results[absent] = BlockResult.IN_FLIGHT
             results[wanted] = BlockResult.NO_SPACE
-        slot_bytes = record.shape(run.group_index).slot_bytes
         # Blocks of this run that are ready, and those before it, stay while room is made for the rest.
         staying = np.concatenate((index.chain_to(record.number, record.block_group(run.group_index), run.parent, MAX_REFRESHED), present))
         if not is_block:
             wanted, blocks = self._representable(lease, record, run, wanted, results)
             staying = np.concatenate((staying, self.space.representations.of(present), blocks))
         index.pin(staying, 1)
-        entries = self.space.insert(lease.key_space_id, run.group_index, run.hashes[wanted], slot_bytes, run.depth + wanted, lease.number)
+        slot_bytes, hashes = record.shape(run.group_index).slot_bytes, rows(run.hashes, wanted)
+        entries = self.space.insert(lease.key_space_id, run.group_index, hashes, slot_bytes, run.depth + wanted, lease.number)
         index.pin(staying, -1)
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED

@@ -257,6 +257,8 @@ class BlockIndex:
     def mixed_runs(self, key_space_id: int, runs: Sequence[Run]) -> Keys:
         """The same keys of all blocks of runs, one after the other; representations are left out."""
         keys = [self.mixed_hashes(key_space_id, run.group_index, run.hashes) for run in runs if run.group_index < MAX_GROUPS]
+        if len(keys) == 1:
+            return keys[0]
         return np.concatenate(keys) if keys else np.empty(0, np.uint64)
 
     def _free_numbers(self) -> list[int]:
