@@ -157,8 +157,7 @@ def hash_words(packed: bytes, hash_bytes: int) -> Words:
 
 def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
     """Mixed 64-bit key [n]: the upper half chooses the bucket, the lower half is the tag."""
-    prefixes = hashes[:, 0].astype(np.uint64) | (hashes[:, 1].astype(np.uint64) << np.uint64(32))
-    return mix_prefixes(prefixes, salt)
+    return mix_prefixes(hashes.view(np.uint64)[:, 0], salt)
 
 
 def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:

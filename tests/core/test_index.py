@@ -104,6 +104,20 @@ class IndexMachine(RuleBasedStateMachine):
             self.model[key].mask |= 1 << bit
             assert got == [self.model[key].mask] * 2
 
+    @rule(data=st.data())
+    def link(self, data: st.DataObject) -> None:
+        keys = self.some(data, ready=data.draw(st.booleans()))
+        words = np.array(data.draw(st.permutations([*self.numbers(keys).tolist(), 0, 0])), np.uint32)
+        parent = data.draw(st.sampled_from([None, *self.model]))
+        parent_words = None if parent is None else self.pack([parent[2]])[0]
+        group = (2, 0) if parent is None else parent[:2]
+        for index in self.indexes:
+            index.link(*group, words, parent_words)
+            before = 0 if parent is None else self.model[parent].number
+            for word in words.tolist():
+                assert word == 0 or index.table.records[word, table.W_PARENT] == before
+                before = word
+
     @rule(data=st.data(), check=st.integers(0, (1 << 64) - 1))
     def publish(self, data: st.DataObject, check: int) -> None:
         keys = self.some(data, ready=False)

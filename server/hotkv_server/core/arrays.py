@@ -8,11 +8,15 @@ from numpy.typing import NDArray
 from hotkv.table import Words
 
 
+def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
+    """Rows at rising places of words [n, 8], each place once; the words themselves where that is all."""
+    return hashes if len(places) == len(hashes) else hashes[places]
+
+
 def first_occurrences(hashes: Words) -> NDArray[np.int64]:
     """Rows [m] of words [n, 8] that no earlier row equals, in rising order."""
-    prefixes = hashes[:, 0].astype(np.uint64) << np.uint64(32) | hashes[:, 1]
-    prefixes.sort()
-    if not np.any(prefixes[1:] == prefixes[:-1]):
+    prefixes = np.sort(hashes.view(np.uint64)[:, 0])
+    if not (prefixes[1:] == prefixes[:-1]).any():
         return np.arange(len(hashes))
     _, first = np.unique(hashes, axis=0, return_index=True)
     return np.sort(first)

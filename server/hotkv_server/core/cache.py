@@ -18,13 +18,14 @@ from hotkv.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG, BlockTable, Words
-from hotkv_server.core.arrays import first_occurrences, repeats, without
+from hotkv_server.core.arrays import first_occurrences, repeats, rows, without
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.checks import Sums, sealed
 from hotkv_server.core.holds import Holds
 from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease, content_of, read_weight, write_weight
 from hotkv_server.core.policies.protocol import Policy
+from hotkv_server.core.representations import blocks_first
 from hotkv_server.core.space import MAX_REFRESHED, Space
 from hotkv_server.core.transfers import LoadTransfer, StoreTransfer, TransferBook
 from hotkv_server.core.values import (
@@ -50,11 +51,6 @@ ABORTED_MARK = 1 << 31
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
     return HotKVError(reason, message)
-
-
-def _blocks_first(groups: list[int]) -> list[int]:
-    """Places of groups, those of representations last."""
-    return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
 class CacheCore:
@@ -284,6 +280,8 @@ class CacheCore:
 
     def _drop(self, entries: Entries) -> None:
         """Removes reserved entries that will not be written."""
+        if not len(entries):
+            return
         self.counters.aborted_blocks += int((~self.space.representations.among(entries)).sum())
         self.space.drop(entries)
 
@@ -320,7 +318,7 @@ class CacheCore:
             self.leases.check_room(owner, "runs", weight)
             number, named = self.leases.next_number(), (listed, weight, retention)
             lease = WriteLease(session.engine_id, owner, lease_id, number, session_number, session.key_space_id, expires_s, *named)
-        answers = {at: self._reserve_run(lease, record, runs[at], deciding, now_s) for at in _blocks_first([r.group_index for r in runs])}
+        answers = {at: self._reserve_run(lease, record, runs[at], deciding, now_s) for at in blocks_first([r.group_index for r in runs])}
         if deciding and (len(lease.entries) or record.key_space.num_shards > 1):
             self.leases.add(lease)
         results, entries = tuple(answers[at][0] for at in range(len(runs))), tuple(answers[at][1] for at in range(len(runs)))
@@ -332,35 +330,33 @@ class CacheCore:
         """BlockResult values and entry numbers of one run."""
         index, is_block = self.space.index, run.group_index < MAX_GROUPS
         words = index.find(lease.key_space_id, run.group_index, run.hashes)
-        ready = table.is_ready(words)
-        results = np.full(len(words), BlockResult.NO_SPACE, np.uint8)
-        results[ready] = BlockResult.PRESENT
-        reserved = words >= RESERVED_FLAG
-        words &= ~RESERVED_FLAG
-        if reserved.any():
+        results, present = np.full(len(words), BlockResult.NO_SPACE, np.uint8), words[:0]
+        if words.any():
+            ready, reserved = table.is_ready(words), words >= RESERVED_FLAG
+            words &= ~RESERVED_FLAG
             mine = reserved & (index.owners(words) == lease.number)
-            results[reserved] = BlockResult.IN_FLIGHT
-            results[mine] = BlockResult.RESERVED
+            results[ready], results[reserved], results[mine] = BlockResult.PRESENT, BlockResult.IN_FLIGHT, BlockResult.RESERVED
             self.counters.in_flight_blocks += int((reserved & ~mine).sum()) if is_block else 0
-        present = words[ready]
+            present = words[ready]
         if len(present) and is_block:
             self._retain(present, lease.retention, now_s)
             self.counters.present_blocks += len(present)
         absent = np.flatnonzero(words == 0)
         if not deciding or not len(absent):
             return results, words
-        # A hash listed twice is reserved once; the second is in flight.
-        results[absent] = BlockResult.IN_FLIGHT
-        wanted = absent[first_occurrences(run.hashes[absent])]
-        results[wanted] = BlockResult.NO_SPACE
-        slot_bytes = record.shape(run.group_index).slot_bytes
+        wanted = absent[first_occurrences(rows(run.hashes, absent))]
+        if len(wanted) < len(absent):
+            # A hash listed twice is reserved once; the second is in flight.
+            results[absent] = BlockResult.IN_FLIGHT
+            results[wanted] = BlockResult.NO_SPACE
         # Blocks of this run that are ready, and those before it, stay while room is made for the rest.
         staying = np.concatenate((index.chain_to(record.number, record.block_group(run.group_index), run.parent, MAX_REFRESHED), present))
         if not is_block:
             wanted, blocks = self._representable(lease, record, run, wanted, results)
             staying = np.concatenate((staying, self.space.representations.of(present), blocks))
         index.pin(staying, 1)
-        entries = self.space.insert(lease.key_space_id, run.group_index, run.hashes[wanted], slot_bytes, run.depth + wanted, lease.number)
+        slot_bytes, hashes = record.shape(run.group_index).slot_bytes, rows(run.hashes, wanted)
+        entries = self.space.insert(lease.key_space_id, run.group_index, hashes, slot_bytes, run.depth + wanted, lease.number)
         index.pin(staying, -1)
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED
@@ -488,29 +484,32 @@ class CacheCore:
             return transfer.results
         lease.num_copies -= 1
         whole = (1 << self.key_space(lease.key_space_id).num_shards) - 1
-        for at in _blocks_first(transfer.groups):
+        for at in blocks_first(transfer.groups):
             entries, positions, results = transfer.entries[at], transfer.positions[at], transfer.results[at]
             masks = self.space.index.mark_written(entries, 1 << transfer.shard_index if succeeded else ABORTED_MARK)
             complete = masks == whole
-            if sums and succeeded:
-                lease.add_sums(entries, sums[at])
-            checks = sealed(lease.sums_of(entries[complete]), self.space.index.mixed(entries[complete]), self.config.check_stride)
+            done = entries[complete]
+            total = lease.sums_with(entries, sums[at], complete) if sums and succeeded else lease.sums_of(done)
+            keys = self.space.index.mixed(done)
+            checks = sealed(total, keys, self.config.check_stride)
             if transfer.groups[at] < MAX_GROUPS:
-                self._publish_blocks(lease, entries[complete], checks, now_s)
+                self._publish_blocks(lease, done, keys, checks, now_s)
             else:
-                kept = self._publish_representations(lease, entries[complete], checks)
+                kept = self._publish_representations(lease, done, checks)
                 masks[complete] |= np.where(kept, np.uint32(0), np.uint32(ABORTED_MARK))
                 complete[complete] = kept
-            results[positions] = np.where(complete, BlockResult.STORED, BlockResult.WRITTEN if succeeded else BlockResult.ABORTED)
-            results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
+            results[positions] = BlockResult.STORED
+            if not complete.all():
+                results[positions[~complete]] = BlockResult.WRITTEN if succeeded else BlockResult.ABORTED
+                results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
             lease.entries = without(lease.entries, entries[complete])
         lease.shards_seen |= 1 << transfer.shard_index
         self._settle_write(lease, whole)
         return transfer.results
 
-    def _publish_blocks(self, lease: WriteLease, entries: Entries, checks: Sums, now_s: float) -> None:
+    def _publish_blocks(self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float) -> None:
         """Makes blocks ready that all shards have been written of."""
-        self.space.publish(entries, now_s, lease.retention, checks)
+        self.space.publish(entries, now_s, lease.retention, checks, keys)
         if len(entries):
             self.space.refresh_ancestors(int(entries[0]), now_s)
         if lease.retention.pin:
@@ -533,8 +532,8 @@ class CacheCore:
         """Drops aborted entries once no copy can touch them, and ends the lease when every shard was seen and none is outstanding."""
         if lease.num_copies:
             return
-        aborted = lease.entries[self.space.index.mark_written(lease.entries, 0) & ABORTED_MARK != 0]
-        if len(aborted):
+        if len(lease.entries):
+            aborted = lease.entries[self.space.index.mark_written(lease.entries, 0) & ABORTED_MARK != 0]
             self._drop(aborted)
             lease.entries = without(lease.entries, aborted)
         if lease.released or (lease.shards_seen == whole and not len(lease.entries)):

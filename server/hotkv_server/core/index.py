@@ -100,11 +100,10 @@ class BlockIndex:
 
         For those that were there already too: the block before them may have come back under another number.
         """
-        before = np.zeros(len(words), np.uint32)
-        before[1:] = words[:-1]
+        first = np.uint32(0)
         if parent is not None:
-            before[0] = self.find(key_space_id, group_index, parent.reshape(1, 8))[0] & ~RESERVED_FLAG
-        self.set_parents(words[words != 0], before[words != 0])
+            first = self.find(key_space_id, group_index, parent.reshape(1, 8))[0] & ~RESERVED_FLAG
+        self._kernels.link(self.table.records, words, first)
 
     def chain_to(self, key_space_id: int, group_index: int, last: Words | None, most: int) -> Entries:
         """Ready blocks of the chain that ends with the hash `last` [8], as far as they are linked; none where that one is not ready."""
@@ -122,8 +121,8 @@ class BlockIndex:
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
         """Adds `mark` to the shard masks of reserved entries and returns the masks; they lie in the check value's upper half."""
-        self.table.records[entries, table.W_CHECK + 1] |= np.uint32(mark)
-        masks: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK + 1]
+        masks = np.empty(len(entries), np.uint32)
+        self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
 
     def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
@@ -258,6 +257,8 @@ class BlockIndex:
     def mixed_runs(self, key_space_id: int, runs: Sequence[Run]) -> Keys:
         """The same keys of all blocks of runs, one after the other; representations are left out."""
         keys = [self.mixed_hashes(key_space_id, run.group_index, run.hashes) for run in runs if run.group_index < MAX_GROUPS]
+        if len(keys) == 1:
+            return keys[0]
         return np.concatenate(keys) if keys else np.empty(0, np.uint64)
 
     def _free_numbers(self) -> list[int]:

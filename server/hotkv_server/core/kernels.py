@@ -71,22 +71,24 @@ def add_pins(pins: Any, entries: Any, change: Any) -> bool:
     return good
 
 
-@numba.njit("int64(int64[::1], int64[::1], int64[:], int64, int64, int64)", nogil=True, cache=True)
-def count_slots(used: Any, owner: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any) -> int:
-    """Adds `change` to the used slots of each offset's slab. Returns 1 where a slab came to 0, else 0.
+@numba.njit("int64(int64[::1], int64[::1], int64[:], int64, int64, int64, int64[::1])", nogil=True, cache=True)
+def count_slots(used: Any, owner: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any, emptied: Any) -> int:
+    """Adds `change` to the used slots of each offset's slab. Returns how many slabs came to 0; `emptied` [offsets] begins with them.
 
     Returns -1, with nothing changed, where a slab is not lent to this size; -2 where one fell below 0.
     """
     for i in range(offsets.shape[0]):
         if owner[offsets[i] // slab_bytes] != slot_bytes:
             return -1
-    emptied, below = 0, False
+    num_emptied, below = 0, False
     for i in range(offsets.shape[0]):
         slab = offsets[i] // slab_bytes
         used[slab] += change
-        emptied |= used[slab] == 0
+        if used[slab] == 0:
+            emptied[num_emptied] = slab
+            num_emptied += 1
         below |= used[slab] < 0
-    return -2 if below else emptied
+    return -2 if below else num_emptied
 
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
@@ -163,6 +165,8 @@ def insert(
     Returns how many fitted, and the new head of the free numbers and first number never used.
     """
     for i in range(entries.shape[0]):
+        if i + AHEAD < entries.shape[0]:
+            prefetch(buckets, home_bucket(mix(_prefix(hashes, i + AHEAD), salt), buckets.shape[0]))
         mixed = mix(_prefix(hashes, i), salt)
         home = home_bucket(mixed, buckets.shape[0])
         bucket, way, distance = _open_way(buckets, home)
@@ -208,11 +212,31 @@ def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
     return -1, -1, -1
 
 
+@numba.njit("void(uint32[:, ::1], uint32[::1], uint32)", nogil=True, cache=True)
+def link(records: Any, entries: Any, first: Any) -> None:
+    """Notes which entry comes before each of a chain, 0 where there is none; `first` comes before the first."""
+    before = first
+    for i in range(entries.shape[0]):
+        if entries[i] != 0:
+            records[entries[i], PARENT] = before
+        before = entries[i]
+
+
+@numba.njit("void(uint32[:, ::1], uint32[::1], uint32, uint32[::1])", nogil=True, cache=True)
+def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
+    """Adds `mark` to the shard mask of each reserved entry; `masks` says what it is then. It lies in the check value's upper half."""
+    for i in range(entries.shape[0]):
+        records[entries[i], CHECK + 1] |= mark
+        masks[i] = records[entries[i], CHECK + 1]
+
+
 @numba.njit("int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint64[::1])", nogil=True, cache=True)
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
     """Makes reserved entries ready, with their check values; returns how many were found."""
     done = 0
     for i in range(mixed.shape[0]):
+        if i + AHEAD < mixed.shape[0]:
+            prefetch(buckets, home_bucket(mixed[i + AHEAD], buckets.shape[0]))
         bucket, way, _ = _locate(buckets, mixed[i], entries[i])
         if bucket < 0:
             continue

@@ -18,7 +18,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.checks import Sums
-from hotkv_server.core.values import HashList
+from hotkv_server.core.values import BoolMask, HashList
 
 LEASE_BYTES = 1024
 LIST_BYTES = 192
@@ -96,6 +96,14 @@ class WriteLease:
             return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
+
+    def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
+        """Notes the sums [n] of what a copy has written of entries [n], each once; returns those over all copies of the complete ones."""
+        if not self.parts and complete.all():
+            # The usual case of one shard: no later copy will ask for them.
+            return sums
+        self.add_sums(entries, sums)
+        return self.sums_of(entries[complete])
 
     def sums_of(self, entries: Entries) -> Sums:
         """Sums [n] over all copies of entries [n]."""

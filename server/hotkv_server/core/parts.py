@@ -117,8 +117,9 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
     for (slot_bytes, is_kind), count in wanted.items():
         making = core.space.make_room(key_space_id, is_kind * MAX_GROUPS, slot_bytes, count)
         while True:
-            same = (index.table.records[staying, table.W_GENERATION] == generations) & index.is_ready(staying)
-            staying, generations = staying[same], generations[same]
+            if len(staying):
+                same = (index.table.records[staying, table.W_GENERATION] == generations) & index.is_ready(staying)
+                staying, generations = staying[same], generations[same]
             index.pin(staying, 1)
             has_more = next(making, _END) is not _END
             index.pin(staying, -1)

@@ -21,6 +21,11 @@ FreeSlots = Callable[[list[Words]], None]
 """Gives back the slots of records that are gone, in parts of one slot size."""
 
 
+def blocks_first(groups: list[int]) -> list[int]:
+    """Places of groups, those of representations last."""
+    return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
+
+
 class Representations:
     """Those of one index. `declared`: False as long as there can be none, so that who uses none pays nothing."""
 

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hotkv import native
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core import twins
-
-Int64s = NDArray[np.int64]
+from hotkv_server.core.values import BoolMask, Int64s
 
 _FREE, ABSENT = -1, -2
 """Instead of a slot size in the table of owners: the slab is lent to none; it has no memory yet."""
@@ -113,7 +111,7 @@ class FreeSlots:
             missing -= len(taken[-1])
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
-    def keep(self, is_kept: Callable[[Int64s], NDArray[np.bool_]]) -> None:
+    def keep(self, is_kept: Callable[[Int64s], BoolMask]) -> None:
         """Drops all that are not kept; the rest stays in order."""
         kept = []
         for chunk in self._chunks:
@@ -240,7 +238,7 @@ class SlabPool:
         while len(c.free) < num_slots and self._lend(c, num_slots - len(c.free)):
             pass
         taken = c.free.take(num_slots)
-        self._kernels.count_slots(self._used, self._owner, taken, self.slab_bytes, c.slot_bytes, 1)
+        self._count(c, taken, 1)
         if c.keeps_emptied:
             c.keeps_emptied = False
             emptied = (self._owner == c.slot_bytes) & (self._used == 0)
@@ -258,27 +256,32 @@ class SlabPool:
         if not len(offsets):
             return
         c = self._class(slot_bytes)
-        emptied_any = self._kernels.count_slots(self._used, self._owner, offsets, self.slab_bytes, c.slot_bytes, -1)
-        assert emptied_any != -1, "slot freed with another size than it has"
-        assert emptied_any != -2, "slot freed twice"
+        emptied = self._count(c, offsets, -1)
         c.free.add(offsets)
-        c.keeps_emptied |= bool(emptied_any) and for_reuse
-        if emptied_any and not for_reuse:
-            slabs = self.slab_of(offsets)
-            self._give_back(c, np.unique(slabs[self._used[slabs] == 0]))
+        c.keeps_emptied |= bool(len(emptied)) and for_reuse
+        if len(emptied) and not for_reuse:
+            self._give_back(c, emptied)
+
+    def _count(self, c: _SlabClass, offsets: Int64s, change: int) -> Int64s:
+        """Adds `change` (1 or -1) to the used slots of each offset's slab; returns the slabs that have none any more."""
+        emptied = np.empty(len(offsets), np.int64)
+        count = int(self._kernels.count_slots(self._used, self._owner, offsets, self.slab_bytes, c.slot_bytes, change, emptied))
+        assert count != -1, "slot freed with another size than it has"
+        assert count != -2, "slot freed twice"
+        return emptied[:count]
 
     def _give_back(self, c: _SlabClass, emptied: Int64s) -> None:
         """Gives back slabs without a used slot; where slots span slabs, the first of each slot is named."""
         is_kept = np.ones(self.num_slabs, np.bool_)
         is_kept[emptied] = False
 
-        def stays(free: Int64s) -> NDArray[np.bool_]:
+        def stays(free: Int64s) -> BoolMask:
             out = np.empty(len(free), np.bool_)
             self._kernels.lie_in(free, self.slab_bytes, is_kept, out)
             return out
 
         c.free.keep(stays)
-        spans = (emptied[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
+        spans = self._spans(c, emptied)
         self._owner[spans] = _FREE
         c.num_slabs -= len(spans)
         self.num_free_slabs += len(spans)
@@ -290,7 +293,7 @@ class SlabPool:
         """
         c = self._class(slot_bytes)
         first = np.unique(self.slab_of(offsets))
-        spans = (first[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
+        spans = self._spans(c, first)
         in_slab = offsets - self.slab_of(offsets) * self.slab_bytes
         if len(offsets) and (int(offsets.min()) < 0 or int(spans.max()) >= self.num_slabs or np.any(self._owner[spans] >= 0)):
             raise ValueError("slots overlap slabs of another size or lie outside the arena")
@@ -317,6 +320,12 @@ class SlabPool:
         within = np.arange(c.slots_per_slab, dtype=np.int64) * c.slot_bytes
         return (first_slabs[:, None] * self.slab_bytes + within[None, :]).reshape(-1)
 
+    def _spans(self, c: _SlabClass, first_slabs: Int64s) -> Int64s:
+        """All slabs that begin with one of these; the further ones only where slots span slabs."""
+        if c.slabs_per_slot == 1:
+            return first_slabs
+        return (first_slabs[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
+
     def _lend(self, c: _SlabClass, want_slots: int) -> bool:
         """Lends enough free slabs for `want_slots`, or as many as there are; False where there was none."""
         free = np.flatnonzero(self._owner == _FREE)
@@ -330,7 +339,7 @@ class SlabPool:
             first = fits[:1]
         if not len(first):
             return False
-        spans = (first[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
+        spans = self._spans(c, first)
         self._owner[spans] = c.slot_bytes
         c.num_slabs += len(spans)
         self.num_free_slabs -= len(spans)

@@ -176,7 +176,7 @@ class Space:
 
     def _drop_representations(self, slot_bytes: int, count: Callable[[], int], taker: int) -> Parts[None]:
         """Drops up to `count()` representations of the coldest blocks, of one slot size unless that is 0; the blocks stay."""
-        if count() <= 0 or not self.representations.declared:
+        if not self.representations.declared or count() <= 0:
             return
         found = [np.empty(0, np.uint32)]
         for live in self._walk():
@@ -202,9 +202,19 @@ class Space:
         for start in range(0, self.index.num_numbers, PART_ENTRIES):
             yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(np.uint32)
 
-    def publish(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION, checks: Keys | None = None) -> None:
-        """Makes reserved entries, in chain order, ready and used. `checks` uint64 [n]: their check values, none if not given."""
-        keys = self.index.mixed(entries)
+    def publish(
+        self,
+        entries: Entries,
+        now_s: float,
+        retention: Retention = NO_RETENTION,
+        checks: Keys | None = None,
+        keys: Keys | None = None,
+    ) -> None:
+        """Makes reserved entries, in chain order, ready and used. `checks` uint64 [n]: their check values, none if not given.
+
+        `keys`: of `BlockIndex.mixed`, if the caller has them.
+        """
+        keys = self.index.mixed(entries) if keys is None else keys
         self.index.publish(entries, keys, np.zeros(len(entries), np.uint64) if checks is None else checks)
         self.policy.admit(entries, keys, now_s, retention)
 

@@ -65,14 +65,25 @@ def add_pins(pins: Words, entries: Words, change: int) -> bool:
 
 
 def count_slots(
-    used: NDArray[np.int64], owner: NDArray[np.int64], offsets: NDArray[np.int64], slab_bytes: int, slot_bytes: int, change: int
+    used: NDArray[np.int64],
+    owner: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    slab_bytes: int,
+    slot_bytes: int,
+    change: int,
+    emptied: NDArray[np.int64],
 ) -> int:
     """Twin of `kernels.count_slots`."""
     slabs = offsets // slab_bytes
     if np.any(owner[slabs] != slot_bytes):
         return -1
     np.add.at(used, slabs, change)
-    return -2 if np.any(used[slabs] < 0) else int(np.any(used[slabs] == 0))
+    # Slabs in the order in which their counts came to 0: that of their last slot.
+    last = len(slabs) - 1 - np.unique(slabs[::-1], return_index=True)[1]
+    empty = slabs[np.sort(last)]
+    empty = empty[used[empty] == 0]
+    emptied[: len(empty)] = empty
+    return -2 if np.any(used[slabs] < 0) else len(empty)
 
 
 def lie_in(offsets: NDArray[np.int64], slab_bytes: int, slabs: NDArray[np.bool_], out: NDArray[np.bool_]) -> None:
@@ -135,6 +146,18 @@ def _locate(buckets: Words, home: int, entry: int) -> tuple[int, int, NDArray[np
         return -1, -1, path[:0]
     distance, way = hits[0]
     return int(path[distance]), int(way), path[:distance]
+
+
+def link(records: Words, entries: Words, first: int) -> None:
+    """Twin of `kernels.link`."""
+    before = np.concatenate((np.array([first], np.uint32), entries[:-1]))
+    records[entries[entries != 0], W_PARENT] = before[: len(entries)][entries != 0]
+
+
+def mark_written(records: Words, entries: Words, mark: int, masks: Words) -> None:
+    """Twin of `kernels.mark_written`."""
+    records[entries, W_CHECK + 1] |= np.uint32(mark)
+    masks[:] = records[entries, W_CHECK + 1]
 
 
 def publish(buckets: Words, records: Words, mixed: Mixed, entries: Words, checks: Mixed) -> int:

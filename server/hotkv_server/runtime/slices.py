@@ -13,8 +13,9 @@ T = TypeVar("T")
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
     """What the steps of each slice gave, and whether more come: at least one slice. The caller goes on before others are served."""
     has_more = True
+    taken: list[T]
     while has_more:
-        ends_s, taken = time.perf_counter() + SLICE_S, list[T]()
+        ends_s, taken = time.perf_counter() + SLICE_S, []
         has_more = False
         for step in steps:
             taken.append(step)

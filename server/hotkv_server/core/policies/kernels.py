@@ -6,11 +6,14 @@ from typing import Any
 import numba
 import numpy as np
 
+from hotkv.kernels import prefetch
+
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 WAYS = 8
 DEPTH_STEP = 4e-6
 LEAK = 1e-3
 LOW_HALF = np.uint64(0xFFFF_FFFF)
+AHEAD = 8
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -28,6 +31,16 @@ def _bucket(mixed: Any, num_buckets: int) -> int:
 @numba.njit(nogil=True, cache=True, inline="always")
 def _tag(mixed: Any) -> Any:
     return np.uint32(mixed & LOW_HALF) | np.uint32(1)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
+    """Asks the cache for the bucket of a key that comes soon: ghosts are far more than fit into it."""
+    if i + AHEAD < keys.shape[0]:
+        bucket = _bucket(_spread(keys[i + AHEAD]), tags.shape[0])
+        prefetch(tags, bucket)
+        prefetch(values, bucket)
+        prefetch(ages, bucket)
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -92,6 +105,7 @@ def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next
     """Adds ghosts in order, in the place of the oldest where their bucket is full; returns how many went, their values in `gone`."""
     num_gone = 0
     for i in range(keys.shape[0]):
+        _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])
         bucket, tag = _bucket(mixed, tags.shape[0]), _tag(mixed)
         place = 0
@@ -115,6 +129,7 @@ def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
     """Removes the ghosts of keys; `found` and `out` say which there were, none older than `oldest`, and their values."""
     for i in range(keys.shape[0]):
+        _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])
         bucket, tag = _bucket(mixed, tags.shape[0]), _tag(mixed)
         for way in range(WAYS):

@@ -107,7 +107,7 @@ class ColdQueue:
         if chosen:
             entries = entries[~np.isin(entries, np.concatenate(chosen))]
         entries, heat = self._coldest(entries, _kept(num_seen, count))
-        self._entries = entries[np.argsort(heat, kind="stable")]
+        self._entries = entries[heat.argsort(kind="stable")]
         self._states = self._state[self._entries]
 
     def _coldest_of(self, entries: Entries, count: int, evictable: Evictable) -> tuple[int, Entries]:
@@ -127,7 +127,7 @@ class ColdQueue:
         heat = self._heat(entries)
         if len(entries) <= count:
             return entries, heat
-        places = np.argpartition(heat, count)[:count]
+        places = heat.argpartition(count)[:count]
         return entries[places], heat[places]
 
 
