@@ -281,7 +281,7 @@ def test_others_are_served_between_slices(monkeypatch: pytest.MonkeyPatch, slice
 
 
 def test_room_for_representations_keeps_their_blocks() -> None:
-    """Those that are there already: one whose block goes would have no place, and one that is kept meanwhile would keep its slot for ever."""
+    """Of those that are there already: one whose block goes while it is kept would keep its slot for ever."""
     core = CacheCore(CoreConfig(8 * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, makes_room=False), make_table(100), LRU(100))
     kind = Representation(0, "rot2u", 1, (SLOT_ALIGN,))
     session = core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0, (kind,)).number

@@ -3,8 +3,8 @@ that is together.
 
 So what malloc has given out is compared with what the books explain. Where the rest grows beyond a bound, calls end that may hold it: first
 those that are nobody's, then sessions of which nothing whole has come for a moment, those first that have nothing here. An engine whose
-session ends opens another; a client that sends its messages whole is not in the way for long. What stays although nothing is left to be
-ended is the server's own, and from then on explained.
+session ends opens another; a client that sends its messages whole is not in the way for long. What stays although all these have ended is
+the server's own, and from then on explained.
 """
 
 import asyncio
@@ -29,10 +29,13 @@ ENTRY_BYTES = 48
 FREE_BYTES = 32 << 20
 """So much that is free within the heap is given back."""
 SILENT_S = 0.5
+GUESTS_TICK, BARE_TICK, SILENT_TICK = 2, 4, 6
+"""When, after so many ticks beyond the bound, calls without a session end; silent sessions that have nothing here; all silent ones."""
 PATIENCE_TICKS = 20
+GROWTH_BYTES = 16 << 20
+"""After that, what grows by so much is ended like before; what stays for so many ticks more is no message."""
 SESSION_BYTES = 64 << 10
 """About what a session takes, with its connection."""
-ENDED_AT_ONCE = 64
 WHY = "the server holds too many bytes of messages that have not come whole; send again"
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
@@ -73,9 +76,9 @@ class Pressure:
         self._read_heap = read_heap
         self._bound_bytes = UNEXPLAINED_BYTES + ENTRY_BYTES * node.core.config.capacity
         self._own_bytes = 0
-        # Ticks in a row: beyond the bound; of these, the last ones with nothing left to be ended.
+        # Ticks in a row beyond the bound; the least that was seen since all had been ended that could be.
         self._num_high = 0
-        self._num_idle = 0
+        self._least_bytes = 0
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -106,36 +109,47 @@ class Pressure:
                 await asyncio.sleep(1.0)
 
     def judge(self, unexplained_bytes: int) -> None:
-        """Ends calls where so many bytes, time and again, are too many: guests, and if there are none sessions."""
-        self._num_high = self._num_high + 1 if unexplained_bytes > self._bound_bytes else 0
-        if self._num_high < 2:
+        """Looks at so many bytes, once a tick, and ends calls where they are too many for long."""
+        if unexplained_bytes <= self._bound_bytes:
+            self._num_high = 0
             return
+        self._num_high += 1
+        if self._num_high == GUESTS_TICK:
+            self._end(unexplained_bytes, [])
+        elif self._num_high == BARE_TICK:
+            self._end(unexplained_bytes, [session for session in self._silent() if not self._has_anything(session)])
+        elif self._num_high == SILENT_TICK:
+            self._end(unexplained_bytes, self._silent())
+            self._least_bytes = unexplained_bytes
+        elif self._num_high > SILENT_TICK:
+            self._least_bytes = min(self._least_bytes, unexplained_bytes)
+            if unexplained_bytes > self._least_bytes + GROWTH_BYTES:
+                # Others go on with it.
+                self._num_high = 0
+            elif self._num_high >= SILENT_TICK + PATIENCE_TICKS:
+                self._own_bytes += unexplained_bytes
+                self._num_high = 0
+                log.warning("%d MiB more are the server's own: they stay although calls have ended", unexplained_bytes >> 20)
+
+    def _end(self, unexplained_bytes: int, sessions: list[LiveSession]) -> None:
+        """Ends all guests, and these sessions."""
         num_guests = self._guests.end_all(WHY)
-        sessions = [] if num_guests else self._silent()[:ENDED_AT_ONCE]
         for session in sessions:
             session.end(HotKVError(Reason.OVERLOADED, WHY))
         if num_guests or sessions:
-            self._num_idle = 0
             log.warning(
                 "%d MiB of messages are not whole: %d calls without a session and %d silent sessions are ended",
                 unexplained_bytes >> 20, num_guests, len(sessions),
             )  # fmt: skip
-            return
-        self._num_idle += 1
-        if self._num_idle >= PATIENCE_TICKS:
-            self._own_bytes += unexplained_bytes
-            log.warning("%d MiB more are the server's own", unexplained_bytes >> 20)
 
     def _silent(self) -> list[LiveSession]:
-        """Sessions of which nothing has come for a moment: those first that have least here, and among them those silent longest."""
+        """Sessions of which nothing has come for a moment."""
         until_s = time.monotonic() - SILENT_S
-        leases = {lease.session_number for lease in self._node.core.leases.all()}
+        return [session for session in self._node.sessions.values() if session.heard_s < until_s]
 
-        def stakes(session: LiveSession) -> tuple[int, float]:
-            held = (session.record.number in leases, session.memory is not None, bool(session.jobs or session.num_reads))
-            return sum(held), session.heard_s
-
-        return sorted((session for session in self._node.sessions.values() if session.heard_s < until_s), key=stakes)
+    def _has_anything(self, session: LiveSession) -> bool:
+        """Whether it would lose more than its connection."""
+        return bool(session.memory or session.jobs or session.num_reads or self._node.core.leases.of_session(session.record.number))
 
     def _explained_bytes(self) -> int:
         return self._node.books_bytes() + SESSION_BYTES * len(self._node.sessions)
