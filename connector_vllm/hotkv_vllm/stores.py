@@ -32,7 +32,7 @@ _store_ids = itertools.count(1)
 UNREPORTED_S = 60.0
 """A store that no rank has reported for this long was lost on the way: it is taken back and forgotten."""
 STORE_BLOCKS = 1 << 13
-"""Most blocks of one store. The server takes no more than 2^15 in a call, and the sooner a store ends the sooner its blocks are found."""
+"""Most blocks of one store. The server takes no more than 2^16 in a call, and the sooner a store ends the sooner its blocks are found."""
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:

@@ -22,8 +22,8 @@ from hotkv_server.runtime.transfers import TransferEnd
 MAX_TENSORS = 1 << 16
 MAX_LISTS = 1024
 """Most runs, or hash lists, in a call: each costs the event loop some 20 us."""
-MAX_STORED_BLOCKS = 1 << 15
-"""Most blocks that a call may reserve or store: a quarter of what it may look up, since making room takes longer than finding."""
+MAX_STORED_BLOCKS = 1 << 16
+"""Most blocks that a call may reserve or store: half of what it may look up, since making room takes longer than finding."""
 MAX_LOADED_BLOCKS = 1 << 17
 """As many as a lease finds in a call."""
 MAX_IDENTIFIER = 256
