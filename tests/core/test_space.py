@@ -5,6 +5,7 @@ While the arena grows, nothing goes for what the growth makes room for within mo
 
 import hypothesis.strategies as st
 import numpy as np
+from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv.table import SLOT_ALIGN
@@ -144,3 +145,21 @@ class SpaceMachine(RuleBasedStateMachine):
 
 
 TestSpaceMachine = SpaceMachine.TestCase
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
+def test_the_last_that_were_evicted_are_remembered(steps: list[tuple[bool, int]]) -> None:
+    """Asked again and again, while others go."""
+    space = Space(make_table(100), SLAB, SLAB, POLICIES["lru"](100))
+    space.index.add_key_space(1, [7])
+    gone, first = set[int](), 0
+    for evicts, count in steps:
+        entries = space.insert(1, 0, words_of(range(first, first + count)), SLOT_ALIGN, np.arange(count), 0)
+        space.publish(entries, float(first))
+        gone = {number for number in range(first + count) if not space.index.find(1, 0, words_of([number]))[0]}
+        if evicts:
+            space.evict(entries)
+            gone |= set(range(first, first + count))
+        first += count
+        told = space.was_evicted(1, 0, words_of(range(first + 3)))
+        assert set(np.flatnonzero(told).tolist()) == gone

@@ -95,6 +95,8 @@ class Space:
         self.effects: list[EvictionNotice] = []
         self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
         self._next_ghost = 0
+        # Sorted when somebody asks, and kept until the next eviction: a question may be about thousands of groups.
+        self._sorted_ghosts: NDArray[np.uint64] | None = None
         # Per slot size, what room was made for since it was compared with the others; sizes unknown, and those that grow, are due.
         self._pressure_bytes: dict[int, int] = {}
         self._coming_bytes = 0
@@ -298,13 +300,19 @@ class Space:
         last = keys[-GHOST_KEYS:]
         at = self._next_ghost
         self._next_ghost = (at + len(last)) % GHOST_KEYS
+        self._sorted_ghosts = None
         fitting = min(len(last), GHOST_KEYS - at)
         self._ghosts[at : at + fitting] = last[:fitting]
         self._ghosts[: len(last) - fitting] = last[fitting:]
 
     def was_evicted(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.bool_]:
         """Which keys [n] are among the last evicted."""
-        return np.isin(self.index.mixed_hashes(key_space_id, group_index, hashes), self._ghosts)
+        keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
+        if self._sorted_ghosts is None:
+            self._sorted_ghosts = np.sort(self._ghosts)
+        places = np.minimum(np.searchsorted(self._sorted_ghosts, keys), GHOST_KEYS - 1)
+        evicted: NDArray[np.bool_] = self._sorted_ghosts[places] == keys
+        return evicted
 
     def used_bytes(self) -> int:
         """Bytes in slots that are reserved or ready."""

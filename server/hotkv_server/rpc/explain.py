@@ -51,7 +51,10 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
         room -= sum(len(hashes) * space.hash_block_tokens // group.block_tokens for group in space.groups)
         if room < 0:
             raise HotKVError(Reason.TOO_LARGE, f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a shorter prompt")
-        found = [_look(node, number, index, hashes) for index in range(len(space.groups))]
+        found: list[_Found] = []
+        for index in range(len(space.groups)):
+            found.append(_look(node, number, space, index, hashes))
+            await asyncio.sleep(0)
         await asyncio.to_thread(_explain, response.key_spaces.add(), space, number, found, len(hashes) * space.hash_block_tokens)
     return response
 
@@ -67,9 +70,8 @@ def _prompt_hashes(space: KeySpace, request: admin_pb2.ExplainRequest) -> Words:
     return convert.hashes("token_ids", b"".join(computed), space.hash_bytes)
 
 
-def _look(node: Node, number: int, group_index: int, hashes: Words) -> _Found:
+def _look(node: Node, number: int, space: KeySpace, group_index: int, hashes: Words) -> _Found:
     """What the cache knows of a prompt's blocks in one group."""
-    space = node.core.key_space(number)
     step = space.groups[group_index].block_tokens // space.hash_block_tokens
     mine = np.ascontiguousarray(hashes[step - 1 :: step])
     core_space = node.core.space
