@@ -83,6 +83,10 @@ def test_what_stays_is_the_servers_own_and_ends_sessions_once() -> None:
     for _ in range(100):
         watch.judge(0)
     assert again.why is None
+    watch.judge(-MUCH)
+    assert not watch._own_bytes, "what has gone still counts as the server's own"
+    watch.judge(-MUCH)
+    assert not watch._own_bytes
 
 
 @given(st.lists(st.integers(GROWTH_BYTES + 1, 4 * GROWTH_BYTES), min_size=1, max_size=20))

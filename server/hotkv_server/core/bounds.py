@@ -57,21 +57,16 @@ class FairBound:
         assert self._held == held and self.total == sum(held.values()) <= self.capacity, "what owners hold is miscounted"
 
 
-class Account:
-    """One kind of things among those that share a bound; each takes `unit` of it. Counts what each owner holds, as `FairBound` does."""
+class Account(FairBound):
+    """One kind of things among those that share a bound; each takes `unit` of it."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
-        self.total = 0
+        super().__init__(bound.capacity // unit)
         self._bound = bound
         self._unit = unit
-        self._held: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"Account({self.total} of {self._unit} in {self._bound!r})"
-
-    def held(self, owner: str) -> int:
-        """How many an owner holds."""
-        return self._held.get(owner, 0)
 
     def room(self, owner: str) -> int:
         """How many more an owner may take at once."""
@@ -80,24 +75,13 @@ class Account:
     def take(self, owner: str, count: int) -> None:
         """As FairBound.take."""
         self._bound.take(owner, count * self._unit)
-        if count:
-            self._held[owner] = self.held(owner) + count
-            self.total += count
+        super().take(owner, count)
 
     def give(self, owner: str, count: int) -> None:
         """As FairBound.give."""
-        left = self.held(owner) - count
-        assert left >= 0, "more was given back than was held"
+        super().give(owner, count)
         self._bound.give(owner, count * self._unit)
-        self.total -= count
-        self._held[owner] = left
-        if not left:
-            del self._held[owner]
 
     def refusal(self, owner: str, what: str) -> str:
         """As FairBound.refusal."""
         return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
-
-    def check(self, held: dict[str, int]) -> None:
-        """Raises AssertionError where this is not what each owner holds."""
-        assert self._held == held and self.total == sum(held.values()), "what owners hold is miscounted"

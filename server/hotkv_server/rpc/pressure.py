@@ -75,7 +75,8 @@ class Pressure:
         self._guests = guests
         self._read_heap = read_heap
         self._bound_bytes = UNEXPLAINED_BYTES + ENTRY_BYTES * node.core.config.capacity
-        self._own_bytes = 0
+        # Of the process itself: at the start, and what has stayed since.
+        self._first_bytes = self._own_bytes = 0
         # Ticks in a row beyond the bound; the least that was seen since all had been ended that could be.
         self._num_high = 0
         self._least_bytes = 0
@@ -87,7 +88,7 @@ class Pressure:
     def start(self) -> None:
         """From here on what the process takes more must be explained."""
         if self._read_heap is not None:
-            self._own_bytes = self._read_heap().used_bytes - self._explained_bytes()
+            self._first_bytes = self._own_bytes = self._read_heap().used_bytes - self._explained_bytes()
         self._task = asyncio.create_task(self._run(), name="pressure")
 
     def stop(self) -> None:
@@ -112,6 +113,8 @@ class Pressure:
         """Looks at so many bytes, once a tick, and ends calls where they are too many for long."""
         if unexplained_bytes <= self._bound_bytes:
             self._num_high = 0
+            # What was taken for the server's own and has gone again, was not.
+            self._own_bytes = max(self._first_bytes, self._own_bytes + min(0, unexplained_bytes))
             return
         self._num_high += 1
         if self._num_high == GUESTS_TICK:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.table import Words
-from hotkv_server.core.bounds import Account, FairBound
+from hotkv_server.core.bounds import FairBound
 from hotkv_server.sparse.selection import KeptHotSet, SelectSpec
 
 I32 = NDArray[np.int32]
@@ -91,7 +91,7 @@ class LiveSequence:
 class SequenceBook:
     """All sequences, by session number and id."""
 
-    def __init__(self, max_sequences: int, max_sequence_blocks: int, bound: FairBound | Account) -> None:
+    def __init__(self, max_sequences: int, max_sequence_blocks: int, bound: FairBound) -> None:
         self.max_sequences = max_sequences
         """Of one session."""
         self.max_sequence_blocks = max_sequence_blocks
