@@ -13,6 +13,7 @@ ARG VARIANT=cpu
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
+COPY sparse sparse
 COPY client client
 COPY server server
 COPY connector_vllm connector_vllm

@@ -3,7 +3,7 @@
 A text of 8192 tokens; the first 7936 are prefilled dense, the rest is decoded teacher-forced with sparse attention in every layer
 but the first two, so that errors compound. Quality is KL(dense || sparse) and the rise of NLL over the dense run of the same tokens,
 per token in nats, and strong-block recall: how often a KV head's heaviest candidate block is attended when it has more than 0.1 of the
-attention. Every selection is made by hotkv.sparse. `+mu` and the like are centres (`bench.sparse.calibration`), `mix` is a code on trial
+attention. Every selection is made by `hotkv_sparse`. `+mu` and the like are centres (`bench.sparse.calibration`), `mix` is a code on trial
 (`bench.sparse.mixed`). Texts come from the system (`bench.sparse.texts`), or from `--texts`.
 
 Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows", "targets"}`. The default run has the rows
@@ -27,8 +27,8 @@ from bench.sparse.llama import Dense, Llama, dense_pass
 from bench.sparse.texts import Text, texts
 from bench.sparse.variants import FROM_FILE, LRU, SERVED, TIGHT, Variant, all_variants, default_variants, passes
 from hotkv.errors import HotKVError
-from hotkv.sparse.centre import Centres
-from hotkv.sparse.centre_file import read_centres
+from hotkv_sparse.centre import Centres
+from hotkv_sparse.centre_file import read_centres
 from tools.smollm2 import prepare
 
 CONTEXT_TOKENS = 8192

@@ -21,11 +21,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+import hotkv_sparse
 from bench.report import median, parser, print_report
 from bench.sparse.service import service_figures
-from hotkv import sparse
-from hotkv.sparse import superblocks
-from hotkv.sparse.selector import choose
+from hotkv_sparse import superblocks
+from hotkv_sparse.selector import choose
 
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS = 8, 4, 128, 16
 QUERY_HEADS = KV_HEADS * GROUP
@@ -116,13 +116,13 @@ class Layer:
         random = np.random.default_rng(self.num_blocks)
         self.queries = self.varied(random)
         keys = random.standard_normal((DISTINCT_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32)
-        self.pools = {name: np.tile(sparse.build(name, keys), (self.num_blocks // DISTINCT_BLOCKS, 1, 1)) for name in SCORERS}
+        self.pools = {name: np.tile(hotkv_sparse.build(name, keys), (self.num_blocks // DISTINCT_BLOCKS, 1, 1)) for name in SCORERS}
         self.supers = {name: superblocks.merge(name, self.pools[name], HEAD_SIZE) for name in TWO_LEVELS}
         self.rows = np.arange(self.num_blocks, dtype=np.int32)
-        self.where = sparse.Span(2, self.num_blocks - 5, self.num_blocks)
+        self.where = hotkv_sparse.Span(2, self.num_blocks - 5, self.num_blocks)
         self.always_log_mass = np.full(QUERY_HEADS, 5.0, np.float32)
         self.budget = max(16, int(BUDGET * self.num_blocks))
-        self.hot = sparse.HotSet(2 * self.budget, 2 * MAX_CORRECTIONS)
+        self.hot = hotkv_sparse.HotSet(2 * self.budget, 2 * MAX_CORRECTIONS)
         self.hot.extend(self.where, self.num_blocks, self.num_blocks)
         self.hot.seed(self.where.always)
         self.dense_blocks = min(self.num_blocks, MOST_DENSE_BLOCKS)
@@ -150,11 +150,11 @@ class Layer:
         self, name: str, query: np.ndarray[tuple[int, int], np.dtype[np.float32]]
     ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
         """Scores of the candidates."""
-        prepared = sparse.prepare(name, query)
+        prepared = hotkv_sparse.prepare(name, query)
         if name in TWO_LEVELS:
             scores = superblocks.score_pruned(prepared, self.pools[name], self.supers[name], self.rows)
             return np.ascontiguousarray(scores[:, self.where.first : self.where.last])
-        return sparse.score(prepared, self.pools[name], self.rows[self.where.first : self.where.last])
+        return hotkv_sparse.score(prepared, self.pools[name], self.rows[self.where.first : self.where.last])
 
     def choose(self, scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> int:
         """From scores to pages in the table to attend to: weights, choice, hot set, pulls, table."""

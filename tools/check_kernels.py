@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("proto", "client", "server", "connector_vllm")
+FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
 ARCHITECTURES = (70, 80, 90, 100)
 """Volta, Ampere, Hopper, Blackwell."""
 OPTIONS = ("-std=c++17",)

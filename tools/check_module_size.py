@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("proto", "client", "server", "connector_vllm", "tools", "demo", "bench", "tests")
+FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm", "tools", "demo", "bench", "tests")
 SMELL_LINES = 400
 LIMIT_LINES = 600
 

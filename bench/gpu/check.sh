@@ -46,7 +46,7 @@ mkdir -p "$out"
 rm -f "$out"/*.json "$out/check.log"
 cd "$root"
 export PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=$scratch/compiled PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-export PYTHONPATH=$scratch/site:$root/proto:$root/client:$root/server:$root/connector_vllm:$root
+export PYTHONPATH=$scratch/site:$root/proto:$root/sparse:$root/client:$root/server:$root/connector_vllm:$root
 [[ -z $made_up ]] || export HOTKV_MADE_UP_GPU=1
 results=()
 failed=0

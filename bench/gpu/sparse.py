@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from bench.report import median, parser, print_report
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.cuda.device import CupyDevice
-from hotkv.sparse.cuda.index import Index, IndexShape, Pages
-from hotkv.sparse.cuda.selector import CudaSelector, Fragment, Queries, StepShape, Workspace
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.device import CupyDevice
+from hotkv_sparse.cuda.index import Index, IndexShape, Pages
+from hotkv_sparse.cuda.selector import CudaSelector, Fragment, Queries, StepShape, Workspace
 
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS, LAYER = 8, 4, 128, 16, 2
 NUM_HEADS = KV_HEADS * GROUP

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from bench.sparse.llama import Dense
 from bench.sparse.mixed import Moments
-from hotkv.sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentre, measured_bias
+from hotkv_sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentre, measured_bias
 
 SHORT_TOKENS = 2048
 

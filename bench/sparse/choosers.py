@@ -1,4 +1,4 @@
-"""A variant at work: from a step's query to the blocks that it attends to, with what hotkv.sparse itself does at every stage.
+"""A variant at work: from a step's query to the blocks that it attends to, with what `hotkv_sparse` itself does at every stage.
 
 A `Chooser` is one variant over one text. Representations are built when blocks fill and hot sets live as they do in an engine; the
 only copies that are missing are those of keys and values, which all lie in memory anyway.
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from bench.sparse.scorers import Scorer
 from bench.sparse.variants import ENDS, FRESH, LRU, ORACLE, PREVIOUS, Variant
-from hotkv.sparse import HotSet, Selection, Span, aggregate, select, span
+from hotkv_sparse import HotSet, Selection, Span, aggregate, select, span
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch.nn import functional
 
 from bench.sparse.mixed import Moments
-from hotkv.sparse.centre import FIRST_TOKENS
+from hotkv_sparse.centre import FIRST_TOKENS
 
 SAMPLE_EVERY_TOKENS = 256
 """Of the queries, which centres' biases are measured with, one is kept of so many tokens."""

@@ -9,7 +9,7 @@ from bench.sparse.decode import Decode, Outcome
 from bench.sparse.engine import Setup
 from bench.sparse.llama import Llama, dense_pass
 from bench.sparse.variants import CENTRED, LRU, Variant
-from hotkv.sparse.centre_file import read_centres
+from hotkv_sparse.centre_file import read_centres
 
 DENSE_LAYERS = 2
 

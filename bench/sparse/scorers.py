@@ -1,4 +1,4 @@
-"""Scores of a variant's blocks, by what is kept of their keys: packed representations of hotkv.sparse, or rebuilt keys of a code on trial.
+"""Scores of a variant's blocks, by what is kept of their keys: packed representations of hotkv_sparse, or rebuilt keys of a code on trial.
 
 Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q query heads, D channels, N bytes.
 """
@@ -15,8 +15,8 @@ import torch
 from bench.sparse.calibration import Calibration
 from bench.sparse.mixed import BIAS, Mixed, codes
 from bench.sparse.variants import CENTRED, Variant
-from hotkv.sparse import FORMATS, build, prepare, score
-from hotkv.sparse.centre import LayerCentre
+from hotkv_sparse import FORMATS, build, prepare, score
+from hotkv_sparse.centre import LayerCentre
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -38,7 +38,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A format of hotkv.sparse: pools [L][B, H, N], and their centres (None: 0)."""
+    """A format of `hotkv_sparse`: pools [L][B, H, N], and their centres (None: 0)."""
 
     name: str
     pools: list[U8]

@@ -11,14 +11,14 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+import hotkv_sparse
 from bench.report import median
 from demo.processes import Server, runtime_folder
-from hotkv import sparse
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.sparse.selector import Source, select_layer
 from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, SessionConfig
+from hotkv_sparse.selector import Source, select_layer
 
 KV_HEADS = 8
 QUERY_HEADS = 32
@@ -27,7 +27,7 @@ BLOCK_TOKENS = 16
 PAGE_BYTES = 4096
 """Stands for a block's KV, which a selection does not read."""
 DISTINCT_BLOCKS = 1024
-CONFIG = sparse.SparseConfig(sparse_topk=0.1, dense_layers=())
+CONFIG = hotkv_sparse.SparseConfig(sparse_topk=0.1, dense_layers=())
 ARENA_BYTES = 512 << 20
 
 
@@ -50,7 +50,7 @@ class _Engine:
     def __init__(self, target: str, num_blocks: int) -> None:
         random = np.random.default_rng(num_blocks)
         keys = random.standard_normal((DISTINCT_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32)
-        built = np.tile(sparse.build(CONFIG.scorer, keys), (-(-num_blocks // DISTINCT_BLOCKS), 1, 1))[:num_blocks]
+        built = np.tile(hotkv_sparse.build(CONFIG.scorer, keys), (-(-num_blocks // DISTINCT_BLOCKS), 1, 1))[:num_blocks]
         size = built[0].size
         self.queries = random.standard_normal((64, QUERY_HEADS, HEAD_SIZE), np.float32)
         self.fds = {"kv": os.memfd_create("bench-kv"), "representations": os.memfd_create("bench-representations")}

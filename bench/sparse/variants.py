@@ -10,10 +10,10 @@ A variant is a scorer, a budget, a block size, one set for all KV heads or one f
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotkv.sparse import FORMATS, SparseConfig
+from hotkv_sparse import FORMATS, SparseConfig
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
-"""Beside the formats of hotkv.sparse: exact block mass; nothing but sinks and recent window; what stands before a centre's name."""
+"""Beside the formats of `hotkv_sparse`: exact block mass; nothing but sinks and recent window; what stands before a centre's name."""
 FRESH, PREVIOUS, LRU = "fresh", "previous", "lru"
 
 
@@ -45,7 +45,7 @@ class Variant:
         return f"{self.scorer}_{self.budget_ratio * 100:g}_{self.block_tokens}_{self.sets.replace(' ', '_')}_{freshness}"
 
     def config(self) -> SparseConfig:
-        """The same to hotkv.sparse; scorers that it does not have play no part there."""
+        """The same to hotkv_sparse; scorers that it does not have play no part there."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
         return SparseConfig(sparse_topk=self.budget_ratio, scorer=scorer, max_correction_blocks=self.corrections)
 

@@ -20,8 +20,8 @@ from hotkv.retention import Retention as Retention
 from hotkv_client.fence import SharedFence
 
 if TYPE_CHECKING:
-    from hotkv.sparse.centre import Centres
-    from hotkv.sparse.config import SparseConfig
+    from hotkv_sparse.centre import Centres
+    from hotkv_sparse.config import SparseConfig
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind, 
 from hotkv.errors import HotKVError
 from hotkv.groups import GroupKind, GroupSpec, check_context_parallel
 from hotkv.keys import KeySpace
-from hotkv.sparse import SparseConfig
-from hotkv.sparse.centre import Centres
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.centre import Centres
 from hotkv_vllm.config import CENTRE, SPARSE, ConfigError, ConnectorConfig
 from hotkv_vllm.exported import Unsupported as Unsupported
 from hotkv_vllm.fingerprint import digest, draft_model, key_space_factors

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hotkv.errors import HotKVError
-from hotkv.sparse import SparseConfig
-from hotkv.sparse.centre import Centres
-from hotkv.sparse.centre_file import read_centres
 from hotkv_client.types import Credentials
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.centre import Centres
+from hotkv_sparse.centre_file import read_centres
 
 PREFIX = "hotkv."
 SPARSE = PREFIX + "sparse"

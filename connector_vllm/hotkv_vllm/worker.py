@@ -24,9 +24,9 @@ from typing import Any
 
 from hotkv.keys import KeySpace, Representation
 from hotkv.order import NO_ORDER, OrderKind
-from hotkv.sparse.centre import Centres
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import BlockRun, Role, SessionConfig, TransferResult, TransferStatus
+from hotkv_sparse.centre import Centres
 from hotkv_vllm import compat, link, ranks
 from hotkv_vllm.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.config import ConnectorConfig

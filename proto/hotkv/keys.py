@@ -26,7 +26,7 @@ MAX_NAME = 64
 class Representation:
     """A kind of representation that goes with the blocks of one KV cache group. Only equal ones are shared.
 
-    `format`, `version`: what its bytes mean, see `hotkv.sparse.formats`; `version` fits 63 bits. `shard_bytes`: bytes of one block's
+    `format`, `version`: what its bytes mean, see `hotkv_sparse.formats`; `version` fits 63 bits. `shard_bytes`: bytes of one block's
     representation in each shard, as `GroupSpec.shard_bytes`. Raises ValueError where a number is out of range.
     """
 

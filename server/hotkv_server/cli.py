@@ -16,7 +16,7 @@ from hotkv_server.simulate import command as simulation
 USAGE_ERROR = 2
 KERNELS = (
     "hotkv.kernels",
-    "hotkv.sparse.kernels",
+    "hotkv_sparse.kernels",
     "hotkv_server.core.kernels",
     "hotkv_server.core.policies.kernels",
     "hotkv_server.dataplane.kernels",

@@ -14,10 +14,10 @@ from bench.sparse.pages import Pages
 from bench.sparse.texts import REPEAT, Text, copy_text, texts
 from bench.sparse.variants import ENDS, FRESH, LRU, ORACLE, PREVIOUS, TIGHT, Variant, all_variants, passes
 from bench.sparse_quality import Row, targets
-from hotkv.sparse import build
-from hotkv.sparse.centre import MIN_TOKENS, Centres
-from hotkv.sparse.representations import approximate_keys
-from hotkv.sparse.rotation import rotate
+from hotkv_sparse import build
+from hotkv_sparse.centre import MIN_TOKENS, Centres
+from hotkv_sparse.representations import approximate_keys
+from hotkv_sparse.rotation import rotate
 
 CONTEXT_TOKENS, COMPARED_TOKENS, DENSE_LAYERS = 320, 64, 2
 

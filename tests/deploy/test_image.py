@@ -50,7 +50,7 @@ def test_the_dockerfile_fits_the_project() -> None:
 def test_all_kernels_are_compiled_ahead() -> None:
     found = {
         ".".join(path.relative_to(ROOT / package).with_suffix("").parts)
-        for package in ("proto", "server")
+        for package in ("proto", "sparse", "server")
         for path in (ROOT / package).rglob("kernels.py")
     }
     assert found == set(KERNELS)

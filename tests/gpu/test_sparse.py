@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from hotkv.errors import HotKVError
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.cuda.arena import PAGEABLE_ACCESS, READ_ONLY_REGISTER, SAME_ADDRESS, Access, MappedArena
-from hotkv.sparse.cuda.device import CupyDevice
-from hotkv.sparse.cuda.index import Index, IndexShape, Pages, upload
-from hotkv.sparse.cuda.selector import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaSelector, Fragment, Queries, StepShape, Workspace
-from hotkv.sparse.hotset import HotSet
-from hotkv.sparse.representations import build, unpack_tokens
-from hotkv.sparse.scores import prepare, score
-from hotkv.sparse.selector import Source, exact_log_mass, select_layer
-from hotkv.sparse.topk import Selection, span
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS, READ_ONLY_REGISTER, SAME_ADDRESS, Access, MappedArena
+from hotkv_sparse.cuda.device import CupyDevice
+from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
+from hotkv_sparse.cuda.selector import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaSelector, Fragment, Queries, StepShape, Workspace
+from hotkv_sparse.hotset import HotSet
+from hotkv_sparse.representations import build, unpack_tokens
+from hotkv_sparse.scores import prepare, score
+from hotkv_sparse.selector import Source, exact_log_mass, select_layer
+from hotkv_sparse.topk import Selection, span
 
 pytestmark = pytest.mark.gpu
 NAMES = ("rot1u", "rot2u", "rot3u")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.sparse.centre import Centres
 from hotkv_client.testing import PagedEngine
+from hotkv_sparse.centre import Centres
 from tests.server.sparse_support import RepresentationEngine
 
 SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")

@@ -13,11 +13,11 @@ from hotkv.errors import HotKVError
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.sparse import SparseConfig
-from hotkv.sparse.centre import Centres
-from hotkv.sparse.selector import Source
 from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, SessionConfig
 from hotkv_client.types import Int32s
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.centre import Centres
+from hotkv_sparse.selector import Source
 from tests.server.support import block_ids
 from tests.sparse.support import F32
 

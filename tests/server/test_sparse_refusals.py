@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from demo.processes import Server
 from hotkv.errors import Reason
-from hotkv.sparse.centre import Centres, LayerCentre
 from hotkv.v1 import session_pb2, sparse_pb2, sparse_pb2_grpc
 from hotkv_client import GroupHashes, LayerHotSet
 from hotkv_client._sparse_wire import _select_message
 from hotkv_client.admin import AdminClient
 from hotkv_server.rpc.errors import CODES
+from hotkv_sparse.centre import Centres, LayerCentre
 from tests.server.sparse_support import BLOCK_TOKENS, HEAD_SIZE, KV_HEADS, LAYERS, LOG_MASS, Make, ints, queries, refused
 from tests.server.support import hashes
 from tests.server.test_refusals import fill, reason_of

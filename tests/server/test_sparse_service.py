@@ -12,11 +12,11 @@ import numpy as np
 from demo.processes import Server, runtime_folder
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.centre import Centres, LayerCentre
-from hotkv.sparse.selector import select_layer
 from hotkv.v1 import sparse_pb2
 from hotkv_client import LayerHotSet, LoadRun, Session, TransferStatus
 from hotkv_client.admin import AdminClient
+from hotkv_sparse.centre import Centres, LayerCentre
+from hotkv_sparse.selector import select_layer
 from tests.server.sparse_support import (
     BLOCK_TOKENS,
     CONFIG,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.sparse.cuda.device import FOLDER, SOURCES, Argument, Host, source_of
+from hotkv_sparse.cuda.device import FOLDER, SOURCES, Argument, Host, source_of
 from tests.device import cuda_on_cpu
 
 needs_compiler = cuda_on_cpu.needs_compiler

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hotkv.errors import HotKVError
-from hotkv.sparse import FORMATS, build, prepare, score
-from hotkv.sparse.centre import MIN_TOKENS, TOKEN_FORMATS, CentreEstimate, measured_bias
-from hotkv.sparse.selector import exact_log_mass
+from hotkv_sparse import FORMATS, build, prepare, score
+from hotkv_sparse.centre import MIN_TOKENS, TOKEN_FORMATS, CentreEstimate, measured_bias
+from hotkv_sparse.selector import exact_log_mass
 
 
 def test_the_mean_of_all_batches() -> None:

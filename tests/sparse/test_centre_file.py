@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.centre import MIN_TOKENS, TOKEN_FORMATS, Centres, LayerCentre
-from hotkv.sparse.centre_file import read_centres, write_centres
+from hotkv_sparse.centre import MIN_TOKENS, TOKEN_FORMATS, Centres, LayerCentre
+from hotkv_sparse.centre_file import read_centres, write_centres
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 BIAS = st.dictionaries(st.sampled_from(TOKEN_FORMATS), st.floats(-10, 10, allow_nan=False))

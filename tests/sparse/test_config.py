@@ -3,7 +3,7 @@
 import pytest
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.config import SparseConfig
+from hotkv_sparse.config import SparseConfig
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.cuda.arena import PAGEABLE_ACCESS, READ_ONLY_REGISTER, REGISTER_FLAGS, SAME_ADDRESS, Access, MappedArena
+from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS, READ_ONLY_REGISTER, REGISTER_FLAGS, SAME_ADDRESS, Access, MappedArena
 
 PAGE = mmap.PAGESIZE
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from hotkv.errors import HotKVError
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.cuda.index import Index, IndexShape, Pages
-from hotkv.sparse.cuda.selector import LOADED, PREFETCH, RESIDENT, SELECTED, VICTIMS, CudaSelector, StepShape, Workspace
-from hotkv.sparse.hotset import HotSet
-from hotkv.sparse.topk import Span, floor_blocks, select, span
-from hotkv.sparse.weights import aggregate
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.index import Index, IndexShape, Pages
+from hotkv_sparse.cuda.selector import LOADED, PREFETCH, RESIDENT, SELECTED, VICTIMS, CudaSelector, StepShape, Workspace
+from hotkv_sparse.hotset import HotSet
+from hotkv_sparse.topk import Span, floor_blocks, select, span
+from hotkv_sparse.weights import aggregate
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.test_hotset import selection_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.cuda.device import FOLDER, SOURCES, CupyDevice, address_of, source_text
+from hotkv_sparse.cuda.device import FOLDER, SOURCES, CupyDevice, address_of, source_text
 
 
 class Tensor:

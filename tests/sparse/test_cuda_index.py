@@ -6,12 +6,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotkv.errors import HotKVError
-from hotkv.sparse import formats
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.cuda.index import Index, IndexShape, Pages
-from hotkv.sparse.cuda.selector import CudaSelector, Queries, StepShape, Workspace
-from hotkv.sparse.representations import approximate_keys, build, unpack_tokens
-from hotkv.sparse.scores import prepare, score
+from hotkv_sparse import formats
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.index import Index, IndexShape, Pages
+from hotkv_sparse.cuda.selector import CudaSelector, Queries, StepShape, Workspace
+from hotkv_sparse.representations import approximate_keys, build, unpack_tokens
+from hotkv_sparse.scores import prepare, score
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, make_case
 

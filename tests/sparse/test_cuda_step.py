@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.cuda.index import Index, IndexShape, Pages
-from hotkv.sparse.cuda.selector import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaSelector, Fragment, Queries, StepShape, Workspace
-from hotkv.sparse.hotset import HotSet
-from hotkv.sparse.selector import Source, exact_log_mass, select_layer
-from hotkv.sparse.topk import Selection, span
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.index import Index, IndexShape, Pages
+from hotkv_sparse.cuda.selector import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaSelector, Fragment, Queries, StepShape, Workspace
+from hotkv_sparse.hotset import HotSet
+from hotkv_sparse.selector import Source, exact_log_mass, select_layer
+from hotkv_sparse.topk import Selection, span
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 
 pytestmark = needs_compiler

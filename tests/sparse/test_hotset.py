@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.hotset import HotSet, SlotState
-from hotkv.sparse.topk import Selection, Span
+from hotkv_sparse.hotset import HotSet, SlotState
+from hotkv_sparse.topk import Selection, Span
 from tests.sparse.naive import NaiveHotSet
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numba.core import config
 
-from hotkv.sparse import formats
-from hotkv.sparse.representations import build
-from hotkv.sparse.scores import prepare, score
+from hotkv_sparse import formats
+from hotkv_sparse.representations import build
+from hotkv_sparse.scores import prepare, score
 from tests.sparse.support import make_case
 
 pytestmark = pytest.mark.skipif(config.CPU_FEATURES is not None, reason="the processor is chosen already")
@@ -36,7 +36,7 @@ def test_without_byte_products_the_scores_are_the_same(tmp_path: Path) -> None:
     target = tmp_path / "scores.npz"
     features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": PLAIN_X86, "NUMBA_CACHE_DIR": str(tmp_path)}
     code = (
-        "import sys, numpy as np; from hotkv.sparse import vectors; from tests.sparse.test_other_machines import results;"
+        "import sys, numpy as np; from hotkv_sparse import vectors; from tests.sparse.test_other_machines import results;"
         "assert not vectors.VNNI; np.savez(sys.argv[1], **results())"
     )
     path = os.pathsep.join(filter(None, sys.path))

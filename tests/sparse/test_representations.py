@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv.errors import HotKVError
-from hotkv.sparse import formats
-from hotkv.sparse.representations import approximate_keys, build, build_twin, unpack_parts, unpack_tokens
-from hotkv.sparse.rotation import passes, rotate, signs
+from hotkv_sparse import formats
+from hotkv_sparse.representations import approximate_keys, build, build_twin, unpack_parts, unpack_tokens
+from hotkv_sparse.rotation import passes, rotate, signs
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, cases, make_case
 
 HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from hotkv import native
 from hotkv.errors import HotKVError
-from hotkv.sparse import formats, torch_ops
-from hotkv.sparse.representations import build, unpack_tokens
-from hotkv.sparse.scores import prepare, score, score_parts_twin, score_tokens_twin
+from hotkv_sparse import formats, torch_ops
+from hotkv_sparse.representations import build, unpack_tokens
+from hotkv_sparse.scores import prepare, score, score_parts_twin, score_tokens_twin
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, cases, make_case
 
 

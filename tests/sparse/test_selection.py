@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from hotkv import native
 from hotkv.errors import HotKVError
-from hotkv.sparse import formats, torch_ops
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.representations import build, unpack_parts
-from hotkv.sparse.scores import prepare, score
-from hotkv.sparse.superblocks import SUPER_BLOCKS, merge, score_pruned
-from hotkv.sparse.topk import Span, floor_blocks, select, span, top, top_twin
-from hotkv.sparse.weights import aggregate, aggregate_twin, fuse
+from hotkv_sparse import formats, torch_ops
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.representations import build, unpack_parts
+from hotkv_sparse.scores import prepare, score
+from hotkv_sparse.superblocks import SUPER_BLOCKS, merge, score_pruned
+from hotkv_sparse.topk import Span, floor_blocks, select, span, top, top_twin
+from hotkv_sparse.weights import aggregate, aggregate_twin, fuse
 from tests.sparse.support import SUMMARIES, make_case
 
 

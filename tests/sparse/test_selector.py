@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from hotkv import native
 from hotkv.errors import HotKVError
-from hotkv.sparse import selector
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.hotset import HotSet
-from hotkv.sparse.representations import build
-from hotkv.sparse.selector import Source, exact_log_mass, select_layer
-from hotkv.sparse.superblocks import merge
-from hotkv.sparse.topk import Span, span
-from hotkv.sparse.weights import aggregate
+from hotkv_sparse import selector
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.hotset import HotSet
+from hotkv_sparse.representations import build
+from hotkv_sparse.selector import Source, exact_log_mass, select_layer
+from hotkv_sparse.superblocks import merge
+from hotkv_sparse.topk import Span, span
+from hotkv_sparse.weights import aggregate
 
 BLOCK, HEADS, GROUP, SIZE = 16, 2, 3, 64
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.config import SparseConfig
 from hotkv.table import Words, hash_words
 from hotkv_server.core.bounds import FLOOR_SHARE, FairBound
 from hotkv_server.sparse.selection import PackedCentre, SelectSpec
 from hotkv_server.sparse.sequences import SEQUENCE_BLOCKS, TOUCH_INTERVAL_S, LiveSequence, SequenceBook
+from hotkv_sparse.config import SparseConfig
 
 SESSIONS = st.sampled_from([1, 2])
 IDS = st.sampled_from(["a", "b", "c", "d"])

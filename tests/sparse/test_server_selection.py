@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hotkv import sparse
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError
-from hotkv.sparse.centre import TOKEN_FORMATS
-from hotkv.sparse.formats import FORMATS
-from hotkv.sparse.selector import Source, select_layer
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.sparse.figures import LATENCY_BOUNDS_S, Latency, LayerFigures, LayerGrowth
 from hotkv_server.sparse.selection import KeptHotSet, PackedCentre, SelectRequest, SelectSpec, check_request, select
+from hotkv_sparse.centre import TOKEN_FORMATS
+from hotkv_sparse.formats import FORMATS
+from hotkv_sparse.selector import Source, select_layer
 from tests.sparse.support import F32
 
 CONFIG = sparse.SparseConfig(sparse_topk=0.3, sink_tokens=16, recent_tokens=20, dense_layers=())

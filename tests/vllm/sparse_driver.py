@@ -64,7 +64,7 @@ def break_after(_: Any, calls: int) -> dict[str, Any]:
 def pool(_: Any) -> dict[str, Any]:
     import numpy as np
 
-    from hotkv.sparse import build
+    from hotkv_sparse import build
 
     worker = _worker()
     built, wrong = {}, 0

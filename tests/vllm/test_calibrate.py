@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hotkv.sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS
-from hotkv.sparse.centre_file import read_centres
+from hotkv_sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS
+from hotkv_sparse.centre_file import read_centres
 from hotkv_vllm.sparse.calibrate import QUERY_EVERY_TOKENS, Recorder, contexts_of, default_text
 from tests.vllm.nursery import nursery
 

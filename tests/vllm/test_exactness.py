@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.sparse import SparseConfig
+from hotkv_sparse import SparseConfig
 from hotkv_vllm import compat, connector
 from hotkv_vllm.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse.rows import RowNames, announce

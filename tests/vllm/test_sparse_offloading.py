@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv.errors import HotKVError
-from hotkv.sparse import SparseConfig
+from hotkv_sparse import SparseConfig
 from hotkv_vllm.sparse.offloading import DecodeMetadata, SparseOffloadingHandler, SparseOffloadingManager
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.swaps import copy_blocks, merged

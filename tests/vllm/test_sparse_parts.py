@@ -18,8 +18,8 @@ from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from hotkv.errors import HotKVError
-from hotkv.sparse import SparseConfig, build, span
-from hotkv.sparse.selector import exact_log_mass
+from hotkv_sparse import SparseConfig, build, span
+from hotkv_sparse.selector import exact_log_mass
 from hotkv_vllm import compat, plugin
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.layout import KeyPacking, key_packing, unpacked_keys
@@ -380,7 +380,7 @@ def test_settings_as_json_has_them() -> None:
     ("value", "message"),
     [
         (True, "hotkv.sparse = True: allowed is an object"),
-        ({"topk": 1}, "hotkv.sparse.topk = 1: there is no such setting"),
+        ({"topk": 1}, "hotkv_sparse.topk = 1: there is no such setting"),
         ({"sparse_topk": 7}, "hotkv.sparse.sparse_topk is 7; use at least"),
         ({"scorer": "rot9u"}, "hotkv.sparse.scorer is 'rot9u'; use one of"),
         ({"adaptive_p": "much"}, "hotkv.sparse = {'adaptive_p': 'much'}: a value is of the wrong type"),

@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hotkv.groups import GroupKind
 from hotkv.keys import Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.sparse import SparseConfig, build
-from hotkv.sparse.centre import Centres, LayerCentre
-from hotkv.sparse.centre_file import write_centres
+from hotkv_sparse import SparseConfig, build
+from hotkv_sparse.centre import Centres, LayerCentre
+from hotkv_sparse.centre_file import write_centres
 from hotkv_vllm import compat, connector, link
 from hotkv_vllm.allocations import Allocations
 from hotkv_vllm.compat import CacheGroup, Unsupported

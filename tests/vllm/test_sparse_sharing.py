@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.sparse.centre import Centres, LayerCentre
-from hotkv.sparse.centre_file import write_centres
+from hotkv_sparse.centre import Centres, LayerCentre
+from hotkv_sparse.centre_file import write_centres
 from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.test_end_to_end import difference, settled
 from tests.vllm.test_sparse import NOISE, SMALL, prompts

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hotkv import native
 from hotkv.counters import SPARSE_COUNTERS
-from hotkv.sparse import SparseConfig
-from hotkv.sparse.selector import exact_log_mass
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.selector import exact_log_mass
 from hotkv_vllm.layout import KeyPacking
 from hotkv_vllm.sparse import faults
 from hotkv_vllm.sparse.pages import KeyPages

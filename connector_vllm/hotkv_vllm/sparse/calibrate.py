@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 
 from hotkv.errors import HotKVError
-from hotkv.sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS, CentreEstimate, Centres, LayerCentre, measured_bias
-from hotkv.sparse.centre_file import write_centres
+from hotkv_sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS, CentreEstimate, Centres, LayerCentre, measured_bias
+from hotkv_sparse.centre_file import write_centres
 
 F32 = npt.NDArray[np.float32]
 DEFAULT_TOKENS = 8192

@@ -2,7 +2,7 @@
 
 `SparseOffloadingManager` is the scheduler's: which blocks of a prefix matter, pins while they are loaded, and new blocks of host memory.
 `SparseOffloadingHandler` is the worker's: one layer's step, and the copies it asks for. `BlockReprManager` (`pool`) keeps
-representations by host block. All three are thin: selection, hot sets and copies are those of `hotkv.sparse` and `swaps`.
+representations by host block. All three are thin: selection, hot sets and copies are those of `hotkv_sparse` and `swaps`.
 
 What is always true: a block is attended only in a hot slot that holds its bytes; a new block stays in its hot slot until its
 copy in host memory is complete; a pinned host block is not given out again.
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse import HotSet, SparseConfig, prepare, score, span
-from hotkv.sparse.selector import exact_log_mass, select_layer
+from hotkv_sparse import HotSet, SparseConfig, prepare, score, span
+from hotkv_sparse.selector import exact_log_mass, select_layer
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.swaps import copy_blocks
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from hotkv import native
-from hotkv.sparse.selector import exact_log_mass
+from hotkv_sparse.selector import exact_log_mass
 from hotkv_vllm.layout import KeyPacking, unpacked_keys
 
 F32 = npt.NDArray[np.float32]
@@ -43,7 +43,7 @@ class KeyPages:
 
     def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
         """logsumexp of q · k * scale, float32 [Q], over the first `num_tokens` tokens of `blocks` int32, in their order; -inf of none."""
-        kernels = native.load("hotkv.sparse.kernels")
+        kernels = native.load("hotkv_sparse.kernels")
         if kernels is None or not num_tokens or not self._is_plain():
             keys = self.keys_of(blocks)
             return exact_log_mass(query_QD, keys.reshape(-1, *keys.shape[2:])[:num_tokens], scale)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.sparse import build
-from hotkv.sparse.formats import bytes_per_block, token_scorer
-from hotkv.sparse.selector import Source
+from hotkv_sparse import build
+from hotkv_sparse.formats import bytes_per_block, token_scorer
+from hotkv_sparse.selector import Source
 
 logger = logging.getLogger("vllm.hotkv")
 F32 = npt.NDArray[np.float32]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
-from hotkv.sparse import SparseConfig
+from hotkv_sparse import SparseConfig
 
 
 @dataclass(frozen=True, slots=True)

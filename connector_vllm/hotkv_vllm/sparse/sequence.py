@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.sparse import AdaptiveCapacity, HotSet, Selection, Span, SparseConfig, span
-from hotkv.sparse.selector import Source, select_layer
+from hotkv_sparse import AdaptiveCapacity, HotSet, Selection, Span, SparseConfig, span
+from hotkv_sparse.selector import Source, select_layer
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -68,7 +68,7 @@ class LayerSequence:
     def step(
         self, query_QD: F32, sources: Mapping[str, Source], rows_C: I32, always_log_mass_Q: F32, context_tokens: int, scale: float
     ) -> Attended:
-        """Selects with the query and brings the hot set up to date; arguments as in `hotkv.sparse.selector.select_layer`."""
+        """Selects with the query and brings the hot set up to date; arguments as in `hotkv_sparse.selector.select_layer`."""
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
         budget = config.budget_blocks(context_tokens, self._block_tokens)

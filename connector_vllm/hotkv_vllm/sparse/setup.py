@@ -8,9 +8,9 @@ import numpy.typing as npt
 import torch
 
 from hotkv import native
-from hotkv.sparse import SparseConfig
-from hotkv.sparse.centre import Centres
-from hotkv.sparse.formats import token_scorer
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.centre import Centres
+from hotkv_sparse.formats import token_scorer
 from hotkv_vllm import compat, link
 from hotkv_vllm.layout import key_packing
 from hotkv_vllm.sparse.pages import KeyPages
@@ -46,7 +46,7 @@ def install(
     if not layers:
         raise compat.Unsupported("the model has no layer of plain full attention beside dense_layers")
     # Before the first request: numba takes a second to load and some kernels to compile.
-    native.load("hotkv.sparse.kernels")
+    native.load("hotkv_sparse.kernels")
     worker = SparseWorker(config, layers, recall_steps)
     for impl, sparse_layer in zip(impls, layers, strict=True):
         impl.attach(worker, sparse_layer)

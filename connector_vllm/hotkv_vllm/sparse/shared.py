@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from hotkv.keys import Representation
 from hotkv.layout import MemoryHandle, PageTensor
-from hotkv.sparse.centre import Centres
-from hotkv.sparse.formats import version
+from hotkv_sparse.centre import Centres
+from hotkv_sparse.formats import version
 from hotkv_vllm.compat import CacheGroup, Unsupported
 from hotkv_vllm.exported import ExportedMemory
 from hotkv_vllm.sparse.pool import BlockReprManager

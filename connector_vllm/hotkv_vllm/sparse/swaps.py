@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.config import COPY_METHODS
+from hotkv_sparse.config import COPY_METHODS
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.sparse import SparseConfig, span
+from hotkv_sparse import SparseConfig, span
 from hotkv_vllm.sparse.counters import LayerCounters
 from hotkv_vllm.sparse.faults import Faults
 from hotkv_vllm.sparse.pages import KeyPages

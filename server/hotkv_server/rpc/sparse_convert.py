@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.config import SparseConfig
 from hotkv.v1 import sparse_pb2
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.session import LiveSession
@@ -16,6 +15,7 @@ from hotkv_server.runtime.sparse import Created
 from hotkv_server.sparse.figures import MAX_LAYERS, LayerGrowth
 from hotkv_server.sparse.remembered import HotSets
 from hotkv_server.sparse.selection import PackedCentre, Selected, SelectRequest, SelectSpec
+from hotkv_sparse.config import SparseConfig
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]

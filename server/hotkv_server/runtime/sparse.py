@@ -103,7 +103,7 @@ class SparseDecode:
                 self.sequences.pop(session.record.number, sequence_id)
                 raise
             # The kernels take a moment to load; not the event loop's.
-            self._threads.submit(native.load, "hotkv.sparse.kernels")
+            self._threads.submit(native.load, "hotkv_sparse.kernels")
         recalled = self.remembered.recall(key_space_id, group_index, hashes)
         self.counters.recalled_hot_sets += is_new and len(recalled.hot_sets) > 0
         return Created(sequence, recalled)

@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.centre import TOKEN_FORMATS
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.formats import bytes_per_block, head_bytes, token_scorer
-from hotkv.sparse.hotset import HotSet
-from hotkv.sparse.moves import HotMap, Moves, Step
-from hotkv.sparse.scores import prepare, score
-from hotkv.sparse.selector import Source, select_layer
-from hotkv.sparse.topk import Selection, Span, span
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.sparse.figures import MAX_LAYERS
+from hotkv_sparse.centre import TOKEN_FORMATS
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.formats import bytes_per_block, head_bytes, token_scorer
+from hotkv_sparse.hotset import HotSet
+from hotkv_sparse.moves import HotMap, Moves, Step
+from hotkv_sparse.scores import prepare, score
+from hotkv_sparse.selector import Source, select_layer
+from hotkv_sparse.topk import Selection, Span, span
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -46,7 +46,7 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class PackedCentre:
-    """A layer's `hotkv.sparse.centre.LayerCentre` that compares by value: `mu` little-endian float32 [H of all shards, D]."""
+    """A layer's `hotkv_sparse.centre.LayerCentre` that compares by value: `mu` little-endian float32 [H of all shards, D]."""
 
     mu: bytes
     bias: Mapping[str, float]

@@ -1,6 +1,6 @@
 """A layer's representations in device memory: a pool of rows, built from the engine's pages, scored by `CudaSelector`.
 
-Bytes are those of `hotkv.sparse.representations`, so that rows may be stored with their blocks and come back on any engine; float
+Bytes are those of `hotkv_sparse.representations`, so that rows may be stored with their blocks and come back on any engine; float
 rounding may move a channel that lies between two levels, and the last bit of a sigma.
 
 Shapes: R rows of the pool, H KV heads, D channels, N bytes of a block and head.
@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse import formats
-from hotkv.sparse.cuda.device import TOKEN_KERNELS, Array, Device
-from hotkv.sparse.formats import Format
-from hotkv.sparse.rotation import factors
+from hotkv_sparse import formats
+from hotkv_sparse.cuda.device import TOKEN_KERNELS, Array, Device
+from hotkv_sparse.formats import Format
+from hotkv_sparse.rotation import factors
 
 FLOAT_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 """How kernels name float types."""
@@ -144,7 +144,7 @@ class Index:
 
         `num_tokens` int32: valid ones of each block (None: all). Given to the stream; the keys must stay until it is done. INVALID_FIELD
         for
-        summaries, which are built from the same keys by `hotkv.sparse.representations` or in torch.
+        summaries, which are built from the same keys by `hotkv_sparse.representations` or in torch.
         """
         shape, form = self.shape, self.shape.form
         if not form.bits:

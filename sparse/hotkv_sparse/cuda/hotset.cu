@@ -1,4 +1,4 @@
-// The hot set's step on the device (hotkv.sparse.hotset): which selected blocks are loaded now, into which slots, in whose place.
+// The hot set's step on the device (hotkv_sparse.hotset): which selected blocks are loaded now, into which slots, in whose place.
 //
 // Tables lie in device memory and are changed by these kernels alone, in the order of the stream: attention that was given to the
 // stream earlier has read its table before a later step changes it. Copies that other streams make go to slots in state LOADING only,

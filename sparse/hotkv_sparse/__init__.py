@@ -8,15 +8,16 @@ fused, after `weights.fuse`); `topk.span` and `topk.select`; `hotset.HotSet.step
 No I/O but in `centre_file`, no clock, no threads. numpy is enough; numba makes it fast, and is loaded on first use.
 """
 
-from hotkv.sparse.budget import AdaptiveCapacity
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.formats import FORMATS, bytes_per_block, version
-from hotkv.sparse.hotset import HotSet
-from hotkv.sparse.moves import Growth, HotMap, Moves, Step
-from hotkv.sparse.representations import build
-from hotkv.sparse.scores import Query, prepare, score
-from hotkv.sparse.topk import Selection, Span, select, span
-from hotkv.sparse.weights import Weights, aggregate, fuse
+from hotkv_sparse.budget import AdaptiveCapacity
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.formats import FORMATS, bytes_per_block, version
+from hotkv_sparse.hotset import HotSet
+from hotkv_sparse.moves import Growth, HotMap, Moves, Step
+from hotkv_sparse.representations import build
+from hotkv_sparse.scores import Query, prepare, score
+from hotkv_sparse.selector import Source, exact_log_mass, select_layer
+from hotkv_sparse.topk import Selection, Span, select, span
+from hotkv_sparse.weights import Weights, aggregate, fuse
 
 __all__ = [
     "FORMATS",
@@ -27,6 +28,7 @@ __all__ = [
     "Moves",
     "Query",
     "Selection",
+    "Source",
     "Span",
     "SparseConfig",
     "Step",
@@ -34,10 +36,12 @@ __all__ = [
     "aggregate",
     "build",
     "bytes_per_block",
+    "exact_log_mass",
     "fuse",
     "prepare",
     "score",
     "select",
+    "select_layer",
     "span",
     "version",
 ]

@@ -41,7 +41,7 @@ def aggregate(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
     if kv_heads < 1 or num_heads % kv_heads or always_log_mass_Q.shape != (num_heads,):
         need = f"[{num_heads}] and a number of KV heads that divides it"
         raise HotKVError(Reason.INVALID_FIELD, f"always_log_mass is {list(always_log_mass_Q.shape)} and kv_heads {kv_heads}; pass {need}")
-    kernels = native.load("hotkv.sparse.kernels")
+    kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
         return aggregate_twin(scores_QS, always_log_mass_Q, kv_heads)
     per_head, shared = np.empty((kv_heads, scores_QS.shape[1]), np.float32), np.empty(scores_QS.shape[1], np.float32)

@@ -1,4 +1,4 @@
-// Builds representations of whole blocks from keys in the engine's pages (hotkv.sparse.representations): what a prefill step adds, at
+// Builds representations of whole blocks from keys in the engine's pages (hotkv_sparse.representations): what a prefill step adds, at
 // its end.
 //
 // One thread block makes one run of 16 tokens of one KV head, a warp a token. Keys of any float and any strides are read once; a run's

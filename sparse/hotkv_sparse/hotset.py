@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.config import CACHE_POLICIES
-from hotkv.sparse.moves import Growth, HotMap, Moves, SlotState, Step
-from hotkv.sparse.topk import Selection, Span
+from hotkv_sparse.config import CACHE_POLICIES
+from hotkv_sparse.moves import Growth, HotMap, Moves, SlotState, Step
+from hotkv_sparse.topk import Selection, Span
 
 I32 = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -63,7 +63,7 @@ class HotSet:
         self._clock = 0
         self._hand = 0
         self._policy = CACHE_POLICIES.index(policy)
-        self._kernels: Any = native.load("hotkv.sparse.kernels")
+        self._kernels: Any = native.load("hotkv_sparse.kernels")
         self._map = HotMap(0, _NONE, _NONE)
         self._mapped = _NONE
         num_slots = capacity_blocks + spare_slots

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.config import MIN_ADAPTIVE_TOKENS, SparseConfig
+from hotkv_sparse.config import MIN_ADAPTIVE_TOKENS, SparseConfig
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -112,7 +112,7 @@ def top(priority_S: F32, count: int) -> I32:
     """The indices of the `count` largest priorities, ascending; of equals the lowest indices. What is not above 0 ranks as 0."""
     if count >= len(priority_S):
         return np.arange(len(priority_S), dtype=np.int32)
-    kernels = native.load("hotkv.sparse.kernels")
+    kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
         return top_twin(priority_S, count)
     out = np.empty(count, np.int32)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.cuda.device import cupy_module
+from hotkv_sparse.cuda.device import cupy_module
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
 """Operations on sixteen lanes that numba's own loops do not reach: scores of runs and summaries, logsumexp, rotation, packing.
 
-Written in the vectors of `hotkv.sparse.vectors`, which any machine runs. Where it has AVX-512 with VNNI, one instruction
+Written in the vectors of `hotkv_sparse.vectors`, which any machine runs. Where it has AVX-512 with VNNI, one instruction
 multiplies 64 unsigned by 64 signed bytes, and one looks 64 codes up. All operands are integer addresses and counts, and
-nothing here checks bounds: the callers in `hotkv.sparse.kernels` own the arrays. (numba's disk cache sees changes of that
+nothing here checks bounds: the callers in `hotkv_sparse.kernels` own the arrays. (numba's disk cache sees changes of that
 file only.)
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from hotkv.sparse.formats import FORMATS, LINE_BYTES, NO_TOKEN
-from hotkv.sparse.vectors import (
+from hotkv_sparse.formats import FORMATS, LINE_BYTES, NO_TOKEN
+from hotkv_sparse.vectors import (
     BYTES,
     F32,
     FLOATS,

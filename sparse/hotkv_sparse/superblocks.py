@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse import formats
-from hotkv.sparse.representations import pack_parts, unpack_parts
-from hotkv.sparse.scores import Query, score
-from hotkv.sparse.topk import top
-from hotkv.sparse.weights import aggregate
+from hotkv_sparse import formats
+from hotkv_sparse.representations import pack_parts, unpack_parts
+from hotkv_sparse.scores import Query, score
+from hotkv_sparse.topk import top
+from hotkv_sparse.weights import aggregate
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]

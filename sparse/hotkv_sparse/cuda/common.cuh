@@ -68,7 +68,7 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// Rotates a row of shared memory, float [head_size], by one warp (hotkv.sparse.rotation): passes of signs, then a Hadamard transform.
+// Rotates a row of shared memory, float [head_size], by one warp (hotkv_sparse.rotation): passes of signs, then a Hadamard transform.
 // `factors` [passes, head_size]: the signs over the square root of a pass's channels. Every lane may read the row afterwards.
 __device__ __forceinline__ void rotate_row(float* row, const float* factors, int head_size, int lane) {
   int size = 1;

@@ -1,4 +1,4 @@
-// From scores to a selection, without the host (hotkv.sparse.weights, hotkv.sparse.topk): the step's plan, shares of the attention
+// From scores to a selection, without the host (hotkv_sparse.weights, hotkv_sparse.topk): the step's plan, shares of the attention
 // mass, the best blocks.
 //
 // Counts and sizes stay on the device. Equal weights: the lower block wins. Sums are in float32 or in fixed point, so that a selection
@@ -6,7 +6,7 @@
 #include "common.cuh"
 
 // One thread a sequence: its plan (see PLAN_WORDS) from its number of tokens; 0 tokens: a sequence that is not there. `budget_tokens`,
-// or `budget_share` of the context where that is 0 (hotkv.sparse.topk.span, SparseConfig.budget_blocks).
+// or `budget_share` of the context where that is 0 (hotkv_sparse.topk.span, SparseConfig.budget_blocks).
 extern "C" __global__ void plan_step(
     const int* context_tokens, int num_sequences, int block_tokens, int sink_tokens, int recent_tokens, int budget_tokens,
     double budget_share,

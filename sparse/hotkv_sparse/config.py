@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.formats import FORMATS, token_scorer
+from hotkv_sparse.formats import FORMATS, token_scorer
 
 COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 CACHE_POLICIES = ("lru", "clock", "lru_prior", "none")

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse import formats
-from hotkv.sparse.formats import Format
-from hotkv.sparse.representations import Tokens, unpack_tokens
-from hotkv.sparse.rotation import factors, pass_arrays, rotate
+from hotkv_sparse import formats
+from hotkv_sparse.formats import Format
+from hotkv_sparse.representations import Tokens, unpack_tokens
+from hotkv_sparse.rotation import factors, pass_arrays, rotate
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -59,7 +59,7 @@ def prepare(name: str, query_QD: F32, mu_HD: F32 | None = None, scale: float | N
             )
         shift = np.sum(query_QD * np.repeat(mu_HD, num_heads // mu_HD.shape[0], axis=0), axis=1) * np.float32(scale)
     codes = np.zeros((num_heads, max(form.parts, 1), formats.padded_channels(form, head_size)), np.int8)
-    kernels = native.load("hotkv.sparse.kernels")
+    kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
         peak = _prepare_twin(form, query_QD, codes)
         sums = codes.sum(axis=2, dtype=np.int32)
@@ -129,7 +129,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     """
     rows_S = np.arange(len(packed_BHN), dtype=np.int32) if rows_S is None else np.ascontiguousarray(rows_S, np.int32)
     _check_pool(query, packed_BHN, rows_S)
-    kernels = native.load("hotkv.sparse.kernels")
+    kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
         if query.form.bits:
             return score_tokens_twin(query, unpack_tokens(query.form.name, packed_BHN[rows_S], query.head_size))

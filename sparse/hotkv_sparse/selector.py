@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.scores import Query, prepare, score
-from hotkv.sparse.superblocks import score_pruned
-from hotkv.sparse.topk import Selection, Span, enough, floor_blocks, select, span
-from hotkv.sparse.weights import aggregate, fuse
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.scores import Query, prepare, score
+from hotkv_sparse.superblocks import score_pruned
+from hotkv_sparse.topk import Selection, Span, enough, floor_blocks, select, span
+from hotkv_sparse.weights import aggregate, fuse
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -96,7 +96,7 @@ def choose(
 
     Heads count alike, whatever KV heads share them: groups are equal in size.
     """
-    kernels = native.load("hotkv.sparse.kernels")
+    kernels = native.load("hotkv_sparse.kernels")
     num_heads, num_candidates = scores_QS.shape
     if kernels is None or always_log_mass_Q.shape != (num_heads,) or num_candidates != where.last - where.first:
         weights = aggregate(scores_QS, always_log_mass_Q, 1)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the hot set's step; part of `hotkv.sparse.kernels`, through which they are loaded.
+"""Numba kernels of the hot set's step; part of `hotkv_sparse.kernels`, through which they are loaded.
 
-What they compute, the invariants and the plain twins: `hotkv.sparse.hotset`. They change the caller's arrays, by slot and by
+What they compute, the invariants and the plain twins: `hotkv_sparse.hotset`. They change the caller's arrays, by slot and by
 block, in place; a call that refuses its arguments has changed nothing. All run without the GIL.
 
 Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
@@ -13,8 +13,8 @@ import numba
 import numpy as np
 from numba import types
 
-from hotkv.sparse.config import CACHE_POLICIES as POLICIES
-from hotkv.sparse.moves import SlotState
+from hotkv_sparse.config import CACHE_POLICIES as POLICIES
+from hotkv_sparse.moves import SlotState
 
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1

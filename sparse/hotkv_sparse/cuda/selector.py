@@ -10,7 +10,7 @@ Always true:
   a step may be captured in a CUDA graph and replayed (compile kernels first: `CupyDevice.compile`).
 - A sequence that is not there, or stays dense (shorter than `min_context_tokens`: the caller's decision), has 0 tokens and costs next to
 nothing.
-- Selections are those of `hotkv.sparse.selector.select_layer`, hot sets those of `hotkv.sparse.hotset` with policy `lru`, `lru_prior` or
+- Selections are those of `hotkv_sparse.selector.select_layer`, hot sets those of `hotkv_sparse.hotset` with policy `lru`, `lru_prior` or
 `none`.
 
 Shapes: R sequences, Q query heads, H KV heads, D channels, B blocks a sequence may have, K hot slots of a sequence, S blocks selected at
@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.config import SparseConfig
-from hotkv.sparse.cuda.device import Array, Device
-from hotkv.sparse.cuda.index import Index, Pages, check_length, float_kind, upload
-from hotkv.sparse.moves import SlotState
-from hotkv.sparse.topk import floor_blocks
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.device import Array, Device
+from hotkv_sparse.cuda.index import Index, Pages, check_length, float_kind, upload
+from hotkv_sparse.moves import SlotState
+from hotkv_sparse.topk import floor_blocks
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]

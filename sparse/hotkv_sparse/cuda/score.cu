@@ -1,4 +1,4 @@
-// Scores every candidate block of a context with a step's queries (hotkv.sparse.scores), reading the index once for all query heads of
+// Scores every candidate block of a context with a step's queries (hotkv_sparse.scores), reading the index once for all query heads of
 // a KV head.
 //
 // Token formats: a product of codes and queries in bytes on the tensor cores (m16n8k32), exact in int32. Its rows are 16 tokens, its

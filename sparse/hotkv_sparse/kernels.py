@@ -15,10 +15,10 @@ import numpy as np
 from numba import types
 
 from hotkv.kernels import prefetch_address
-from hotkv.sparse import lanes
-from hotkv.sparse.choice_kernels import aggregate, choose, top
-from hotkv.sparse.hotset_kernels import REFUSED, hot_adopt, hot_begin_prefetch, hot_finish_prefetch, hot_step
-from hotkv.sparse.vectors import MIN_SCORE
+from hotkv_sparse import lanes
+from hotkv_sparse.choice_kernels import aggregate, choose, top
+from hotkv_sparse.hotset_kernels import REFUSED, hot_adopt, hot_begin_prefetch, hot_finish_prefetch, hot_step
+from hotkv_sparse.vectors import MIN_SCORE
 
 __all__ = [
     "REFUSED",

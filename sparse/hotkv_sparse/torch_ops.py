@@ -11,9 +11,9 @@ import functools
 import torch
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse import formats
-from hotkv.sparse.formats import Format
-from hotkv.sparse.rotation import passes, signs
+from hotkv_sparse import formats
+from hotkv_sparse.formats import Format
+from hotkv_sparse.rotation import passes, signs
 
 _CHUNK_BLOCKS = 4096
 """Blocks unpacked at once: codes take sixteen times their packed memory while they are multiplied."""
@@ -47,7 +47,7 @@ def score(
     scale: float | None = None,
     bias: float | None = None,
 ) -> torch.Tensor:
-    """Scores float32 [Q, S] of representations uint8 [S, H, N] (index the pool first); see `hotkv.sparse.scores.score`.
+    """Scores float32 [Q, S] of representations uint8 [S, H, N] (index the pool first); see `hotkv_sparse.scores.score`.
 
     INVALID_FIELD on bad shapes.
     """
@@ -122,7 +122,7 @@ def _part_scores(form: Format, steps_HGD: torch.Tensor, packed_SHN: torch.Tensor
 
 
 def aggregate(scores_QS: torch.Tensor, always_log_mass_Q: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(per_head [H, S], shared [S], always [H]), float32: shares of the attention mass; see `hotkv.sparse.weights.aggregate`."""
+    """(per_head [H, S], shared [S], always [H]), float32: shares of the attention mass; see `hotkv_sparse.weights.aggregate`."""
     total = torch.logsumexp(torch.cat([scores_QS, always_log_mass_Q[:, None]], dim=1), dim=1)
     total = torch.where(torch.isfinite(total), total, 0.0)
     share = torch.exp(scores_QS - total[:, None])
@@ -132,7 +132,7 @@ def aggregate(scores_QS: torch.Tensor, always_log_mass_Q: torch.Tensor, kv_heads
 
 
 def top(priority_S: torch.Tensor, count: int) -> torch.Tensor:
-    """The indices of the `count` largest priorities, int64, ascending; of equals the lowest. Ordered like `hotkv.sparse.topk.top`."""
+    """The indices of the `count` largest priorities, int64, ascending; of equals the lowest. Ordered like `hotkv_sparse.topk.top`."""
     if count >= len(priority_S):
         return torch.arange(len(priority_S), device=priority_S.device)
     order = torch.sort(torch.where(priority_S > 0, priority_S, 0.0), descending=True, stable=True).indices
@@ -140,13 +140,13 @@ def top(priority_S: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def build_token_format(name: str, keys_BTHD: torch.Tensor, mu_HD: torch.Tensor | None = None) -> torch.Tensor:
-    """Representations uint8 [B, H, N] of whole blocks of keys [B, T, H, D] of any float type; see `hotkv.sparse.representations.build`.
+    """Representations uint8 [B, H, N] of whole blocks of keys [B, T, H, D] of any float type; see `hotkv_sparse.representations.build`.
 
     Float rounding may move a channel that lies between two levels; its score is as good.
     """
     form = formats.format_named(name)
     if not form.bits:
-        raise HotKVError(Reason.INVALID_FIELD, f"{name} is no token format; build it with hotkv.sparse.representations")
+        raise HotKVError(Reason.INVALID_FIELD, f"{name} is no token format; build it with hotkv_sparse.representations")
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     if not num_blocks:
         return torch.empty((0, kv_heads, formats.head_bytes(name, block_tokens, head_size)), dtype=torch.uint8, device=keys_BTHD.device)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that turn scores into a choice of blocks; part of `hotkv.sparse.kernels`, through which they are loaded.
+"""Numba kernels that turn scores into a choice of blocks; part of `hotkv_sparse.kernels`, through which they are loaded.
 
-What they compute, and the plain twins: `hotkv.sparse.weights` and `hotkv.sparse.topk`. Called with checked arrays; scratch is
+What they compute, and the plain twins: `hotkv_sparse.weights` and `hotkv_sparse.topk`. Called with checked arrays; scratch is
 their own; all run without the GIL. A row of scores is read twice, the second time from the nearest cache.
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
@@ -13,8 +13,8 @@ import numba
 import numpy as np
 from numba import types
 
-from hotkv.sparse import choice_lanes as lanes
-from hotkv.sparse.vectors import MIN_SCORE
+from hotkv_sparse import choice_lanes as lanes
+from hotkv_sparse.vectors import MIN_SCORE
 
 _F32_1, _F32_2 = types.Array(types.float32, 1, "C", readonly=True), types.Array(types.float32, 2, "C", readonly=True)
 _MASK = types.Array(types.boolean, 1, "C", readonly=True)

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse import formats
-from hotkv.sparse.formats import LINE_BYTES, NO_TOKEN, RUN_TOKENS, Format
-from hotkv.sparse.rotation import factors, pass_arrays, rotate
+from hotkv_sparse import formats
+from hotkv_sparse.formats import LINE_BYTES, NO_TOKEN, RUN_TOKENS, Format
+from hotkv_sparse.rotation import factors, pass_arrays, rotate
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -53,7 +53,7 @@ def build(name: str, keys_BTHD: F32, mu_HD: F32 | None = None, num_tokens_B: I32
         out = np.empty(shape, np.uint8)
     elif out.shape != shape or out.dtype != np.uint8 or (out.size and out.strides[-1] != 1):
         raise HotKVError(Reason.INVALID_FIELD, f"out is {out.dtype} {list(out.shape)}; pass uint8 {list(shape)} with contiguous last axis")
-    kernels = native.load("hotkv.sparse.kernels")
+    kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
         out[...] = build_twin(form, keys_BTHD, mu_HD, num_tokens_B)
         return out

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.rotation import signs
+from hotkv_sparse.rotation import signs
 
 LAYOUT_VERSION = 1
 RUN_TOKENS = 16

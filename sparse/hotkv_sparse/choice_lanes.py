@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
 """Operations on sixteen lanes that turn scores into a choice of blocks: shares of the attention mass, counting, collecting.
 
-As `hotkv.sparse.lanes`: written in the vectors of `hotkv.sparse.vectors`, operands are integer addresses and counts, and nothing
-here checks bounds; the caller, `hotkv.sparse.choice_kernels`, owns the arrays. (numba's disk cache sees changes of that file only.)
+As `hotkv_sparse.lanes`: written in the vectors of `hotkv_sparse.vectors`, operands are integer addresses and counts, and nothing
+here checks bounds; the caller, `hotkv_sparse.choice_kernels`, owns the arrays. (numba's disk cache sees changes of that file only.)
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from hotkv.sparse.vectors import (
+from hotkv_sparse.vectors import (
     F32,
     FLOATS,
     I32,

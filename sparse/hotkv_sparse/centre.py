@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.formats import FORMATS, RUN_TOKENS, format_named
-from hotkv.sparse.representations import build
-from hotkv.sparse.scores import prepare, score
+from hotkv_sparse.formats import FORMATS, RUN_TOKENS, format_named
+from hotkv_sparse.representations import build
+from hotkv_sparse.scores import prepare, score
 
 F32 = npt.NDArray[np.float32]
 MIN_TOKENS = 1024

@@ -1,4 +1,4 @@
-"""Centres in a file: the one module of `hotkv.sparse` that reads and writes.
+"""Centres in a file: the one module of `hotkv_sparse` that reads and writes.
 
 A file is an npz archive without compression and without pickled objects. What is read has been checked whole: a file that is cut
 short, damaged, or made by something else is refused with INVALID_FIELD, which names file and problem. A file appears whole or not at all.
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.sparse.centre import TOKEN_FORMATS, Centres, LayerCentre
+from hotkv_sparse.centre import TOKEN_FORMATS, Centres, LayerCentre
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 1 << 30
