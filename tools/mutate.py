@@ -30,7 +30,7 @@ from tools.mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
-PATHS = ("proto", "client", "server", "connector_vllm", ".")
+PATHS = ("proto", "sparse", "client", "server", "connector_vllm", ".")
 MIN_SCORE = 0.95
 SLOWEST_TEST_S = 120
 LONGEST_S = 900
@@ -180,7 +180,7 @@ class Worker:
             finally:
                 self.stop()
             output.seek(0)
-            named = [line for line in output if line.startswith(("FAILED", "ERROR"))]
+            named = [line for line in output if line.startswith(("FAILED tests/", "ERROR tests/"))]
             return named[0].split(" - ")[0].strip() if named else f"exit status {process.returncode}"
 
     def stop(self) -> None:
