@@ -1,10 +1,13 @@
-"""The core alone: what a long prompt costs it, what a block of its index weighs, how cost grows with the blocks it holds.
+"""The core alone: what a long prompt costs it, what a block of its index weighs, how cost grows
+with the blocks it holds.
 
-A prompt is looked up, reserved, committed and used: 1024 blocks that a full cache has not, so each evicts another. Blocks are slots
-of 4 KiB; the arena is only counted, no memory is mapped for it. Caches of all sizes take turns. `--json` prints one JSON object last:
-`prompt_1024_ms` (a million blocks), `bytes_per_block_10m` (growth of the process's resident memory from empty to full, before there are
-ghosts), `cost_growth` (time a block at the largest size over that at the smallest), `longest_hold_ms` (the longest time for which any
-operation on the largest cache keeps others from the event loop, in processor time, see `bench.holds`; `--holds` measures nothing else).
+A prompt is looked up, reserved, committed and used: 1024 blocks that a full cache has not, so each
+evicts another. Blocks are slots of 4 KiB; the arena is only counted, no memory is mapped for it.
+Caches of all sizes take turns. `--json` prints one JSON object last: `prompt_1024_ms` (a million
+blocks), `bytes_per_block_10m` (growth of the process's resident memory from empty to full, before
+there are ghosts), `cost_growth` (time a block at the largest size over that at the smallest),
+`longest_hold_ms` (the longest time for which any operation on the largest cache keeps others from
+the event loop, in processor time, see `bench.holds`; `--holds` measures nothing else).
 """
 
 import sys
@@ -32,7 +35,12 @@ SLAB_BYTES = 4 << 20
 STEP_S = 0.2
 """Trace time between two prompts."""
 PARTS = ("lookup", "reserve", "commit", "touch")
-TARGETS = {"prompt_1024_ms": 1.0, "bytes_per_block_10m": 100.0, "cost_growth": 2.0, "longest_hold_ms": 20.0}
+TARGETS = {
+    "prompt_1024_ms": 1.0,
+    "bytes_per_block_10m": 100.0,
+    "cost_growth": 2.0,
+    "longest_hold_ms": 20.0,
+}
 
 
 def resident_bytes() -> int:
@@ -61,7 +69,9 @@ class Bench:
         self.core = CacheCore(config, block_table, POLICIES[self.policy](self.num_blocks))
         self.core.back_entries(self.num_blocks)
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_ALIGN,)),)
-        self.session = self.core.open_session("bench", "tool", KeySpace("bench", "bench", "bfloat16", groups, 16), 0.0).number
+        self.session = self.core.open_session(
+            "bench", "tool", KeySpace("bench", "bench", "bfloat16", groups, 16), 0.0
+        ).number
         for start in range(0, self.num_blocks, FILL_BLOCKS):
             self.serve(self.new_hashes(min(FILL_BLOCKS, self.num_blocks - start)), measure=False)
         self.bytes_per_block = (resident_bytes() - before_bytes) / self.num_blocks
@@ -91,16 +101,30 @@ class Bench:
 
     def prompt_ms(self, part: str = "") -> float:
         """Median of a prompt's cost, or of one part of it."""
-        costs_s = self.costs_s[part] if part else [sum(row) for row in zip(*self.costs_s.values(), strict=True)]
+        costs_s = (
+            self.costs_s[part]
+            if part
+            else [sum(row) for row in zip(*self.costs_s.values(), strict=True)]
+        )
         return median(costs_s) * 1e3
 
 
 def print_holds(bench: Bench) -> float:
-    """A table of how long operations hold the event loop; returns the longest hold, in milliseconds. The cache is empty then."""
+    """A table of how long operations hold the event loop; returns the longest hold, in
+    milliseconds. The cache is empty then."""
     holds = operations(bench.core, bench.session, bench.now_s, bench.new_hashes)
     times_s = ((hold.longest_cpu_s, hold.longest_s, hold.total_s) for hold in holds)
-    rows = [(hold.name, *(f"{t * 1e3:.1f}" for t in times), hold.num_parts) for hold, times in zip(holds, times_s, strict=True)]
-    headers = (f"operation on {bench.num_blocks:,} blocks", "longest ms", "by the clock", "in all ms", "parts")
+    rows = [
+        (hold.name, *(f"{t * 1e3:.1f}" for t in times), hold.num_parts)
+        for hold, times in zip(holds, times_s, strict=True)
+    ]
+    headers = (
+        f"operation on {bench.num_blocks:,} blocks",
+        "longest ms",
+        "by the clock",
+        "in all ms",
+        "parts",
+    )
     print_report(headers, rows, {}, as_json=False)
     return max(hold.longest_cpu_s for hold in holds) * 1e3
 
@@ -110,7 +134,9 @@ def main() -> int:
     flags = parser("What the core costs a prompt, and its index a block.")
     flags.add_argument("--policy", default="hotness", choices=sorted(POLICIES))
     flags.add_argument("--rounds", type=int, default=200)
-    flags.add_argument("--holds", action="store_true", help="only how long operations hold the event loop")
+    flags.add_argument(
+        "--holds", action="store_true", help="only how long operations hold the event loop"
+    )
     options = flags.parse_args()
     # A cache that is thrown away loads the kernels.
     Bench(2 * PROMPT_BLOCKS, options.policy).serve(np.zeros((1, 8), np.uint32))
@@ -141,13 +167,23 @@ def main() -> int:
     for size in SIZES:
         bench = benches[size]
         parts = (f"{bench.prompt_ms(part):.3f}" for part in PARTS)
-        rows.append((f"{size:,}", f"{bench.prompt_ms():.3f}", *parts, f"{bench.bytes_per_block:.1f}"))
+        rows.append(
+            (f"{size:,}", f"{bench.prompt_ms():.3f}", *parts, f"{bench.bytes_per_block:.1f}")
+        )
     print_report(("blocks", "prompt ms", *PARTS, "bytes/block"), rows, {**figures}, as_json=False)
     print()
     figures["longest_hold_ms"] = print_holds(benches[SIZES[-1]])
     print()
-    summary = [(name, f"{value:.3g}", f"{TARGETS[name]:g}", "" if value <= TARGETS[name] else "missed") for name, value in figures.items()]
-    print_report(("figure", "measured", "at most", ""), summary, {"policy": options.policy, **figures}, as_json=options.json)
+    summary = [
+        (name, f"{value:.3g}", f"{TARGETS[name]:g}", "" if value <= TARGETS[name] else "missed")
+        for name, value in figures.items()
+    ]
+    print_report(
+        ("figure", "measured", "at most", ""),
+        summary,
+        {"policy": options.policy, **figures},
+        as_json=options.json,
+    )
     return 0
 
 

@@ -1,12 +1,14 @@
 """End to end: SmolLM2 on vLLM's CPU build, prompts of 4k tokens, three engines that take turns.
 
-`miss` has the connector and sees new prompts only; `plain` is vLLM without it, on as many new prompts; `warm` has the
-connector and sees what `miss` has just computed; `apc` is `plain` again, on the prompt that it has just computed, which is in its own
-prefix cache. Order alternates, every prompt is new, medians are taken.
+`miss` has the connector and sees new prompts only; `plain` is vLLM without it, on as many new
+prompts; `warm` has the connector and sees what `miss` has just computed; `apc` is `plain` again, on
+the prompt that it has just computed, which is in its own prefix cache. Order alternates, every
+prompt is new, medians are taken.
 
-Prints a table; `--json` prints one JSON object last: `warm_over_cold` (time to first token, `warm` over `miss`), `warm_over_apc` (the same
-over `apc`), `hook_share` (time in the connector's hooks over time of engine steps, in `miss`), `miss_overhead` (whole request, `miss` over
-`plain`: median of the ratios of neighbours).
+Prints a table; `--json` prints one JSON object last: `warm_over_cold` (time to first token, `warm`
+over `miss`), `warm_over_apc` (the same over `apc`), `hook_share` (time in the connector's hooks
+over time of engine steps, in `miss`), `miss_overhead` (whole request, `miss` over `plain`: median
+of the ratios of neighbours).
 """
 
 import contextlib
@@ -19,7 +21,16 @@ from pathlib import Path
 
 from bench.report import parser, print_report
 from demo import prompts
-from demo.processes import Answer, ChildError, Engine, EngineSettings, Server, ends_cleanly, prepare_model, runtime_folder
+from demo.processes import (
+    Answer,
+    ChildError,
+    Engine,
+    EngineSettings,
+    Server,
+    ends_cleanly,
+    prepare_model,
+    runtime_folder,
+)
 
 TARGETS = {"warm_over_cold": 0.1, "warm_over_apc": 1.15, "hook_share": 0.01, "miss_overhead": 1.05}
 PROMPT_TOKENS = 4050
@@ -42,7 +53,8 @@ class Round:
 
 
 def hook_share(path: Path) -> float:
-    """Seconds in hooks, of scheduler and worker together, over seconds of engine steps, as the connector wrote them when it ended."""
+    """Seconds in hooks, of scheduler and worker together, over seconds of engine steps, as the
+    connector wrote them when it ended."""
     timing = json.loads(path.read_text())
     if len(timing["sides"]) < 2:
         raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
@@ -50,7 +62,8 @@ def hook_share(path: Path) -> float:
 
 
 def alone(engine: Engine, tokens: list[int]) -> Answer:
-    """The engine's answer, once the threads of the engine before have stopped spinning (OpenMP's go on for 0.2 s after a step)."""
+    """The engine's answer, once the threads of the engine before have stopped spinning (OpenMP's go
+    on for 0.2 s after a step)."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS)
 
@@ -61,10 +74,14 @@ def measure(model: Path, folder: Path, num_rounds: int) -> tuple[list[Round], fl
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server(folder, ARENA))
         server.wait_ready()
-        miss_settings = EngineSettings(str(model), server.target, {"hotkv.hook_timing_file": str(timing)})
+        miss_settings = EngineSettings(
+            str(model), server.target, {"hotkv.hook_timing_file": str(timing)}
+        )
         miss = stack.enter_context(Engine("miss", miss_settings, folder))
         plain = stack.enter_context(Engine("plain", EngineSettings(str(model)), folder))
-        warm = stack.enter_context(Engine("warm", EngineSettings(str(model), server.target), folder))
+        warm = stack.enter_context(
+            Engine("warm", EngineSettings(str(model), server.target), folder)
+        )
         seed = FIRST_SEED
         for engine in (miss, plain, warm):
             engine.wait_ready()
@@ -74,22 +91,44 @@ def measure(model: Path, folder: Path, num_rounds: int) -> tuple[list[Round], fl
 
         rounds = []
         for number in range(num_rounds):
-            prompt, other = (prompts.token_ids(model, seed + offset, PROMPT_TOKENS) for offset in (1, 2))
+            prompt, other = (
+                prompts.token_ids(model, seed + offset, PROMPT_TOKENS) for offset in (1, 2)
+            )
             seed += 2
             turns = [(miss, prompt), (plain, other)]
-            answers = {engine: alone(engine, tokens) for engine, tokens in (turns if number % 2 else turns[::-1])}
+            answers = {
+                engine: alone(engine, tokens)
+                for engine, tokens in (turns if number % 2 else turns[::-1])
+            }
             server.wait_for_stores()
             again = [(warm, prompt), (plain, other)]
-            answers_again = {engine: alone(engine, tokens) for engine, tokens in (again if number % 2 else again[::-1])}
-            rounds.append(Round(answers[miss], answers[plain], answers_again[warm], answers_again[plain]))
+            answers_again = {
+                engine: alone(engine, tokens)
+                for engine, tokens in (again if number % 2 else again[::-1])
+            }
+            rounds.append(
+                Round(answers[miss], answers[plain], answers_again[warm], answers_again[plain])
+            )
             last = rounds[-1]
-            if last.miss.hit_tokens or last.plain.hit_tokens or not (last.warm.hit_tokens and last.apc.hit_tokens):
-                said = "\n".join(line for line in warm.log.read_text().splitlines() if "KV Transfer metrics" in line or " hotkv " in line)
-                raise ChildError(f"round {number + 1} hits are not as meant; the warm engine said:\n{said}")
+            if (
+                last.miss.hit_tokens
+                or last.plain.hit_tokens
+                or not (last.warm.hit_tokens and last.apc.hit_tokens)
+            ):
+                said = "\n".join(
+                    line
+                    for line in warm.log.read_text().splitlines()
+                    if "KV Transfer metrics" in line or " hotkv " in line
+                )
+                raise ChildError(
+                    f"round {number + 1} hits are not as meant; the warm engine said:\n{said}"
+                )
             print(
-                f"round {number + 1}: TTFT {last.miss.ttft_s:.2f} s cold, {last.warm.ttft_s:.3f} s warm ({last.warm.hit_tokens} hit), "
+                f"round {number + 1}: TTFT {last.miss.ttft_s:.2f} s cold, {last.warm.ttft_s:.3f} "
+                f"s warm ({last.warm.hit_tokens} hit), "
                 f"{last.apc.ttft_s:.3f} s from vLLM's own cache ({last.apc.hit_tokens}); "
-                f"whole request {last.miss.total_s:.2f} s, without connector {last.plain.total_s:.2f} s",
+                f"whole request {last.miss.total_s:.2f} s, without connector "
+                f"{last.plain.total_s:.2f} s",
                 flush=True,
             )
         miss.close()
@@ -108,12 +147,17 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     figures = {
-        "warm_over_cold": statistics.median(one.warm.ttft_s for one in rounds) / statistics.median(one.miss.ttft_s for one in rounds),
-        "warm_over_apc": statistics.median(one.warm.ttft_s for one in rounds) / statistics.median(one.apc.ttft_s for one in rounds),
+        "warm_over_cold": statistics.median(one.warm.ttft_s for one in rounds)
+        / statistics.median(one.miss.ttft_s for one in rounds),
+        "warm_over_apc": statistics.median(one.warm.ttft_s for one in rounds)
+        / statistics.median(one.apc.ttft_s for one in rounds),
         "hook_share": share,
         "miss_overhead": statistics.median(one.miss.total_s / one.plain.total_s for one in rounds),
     }
-    rows = [(name, f"{value:.3g}", f"{TARGETS[name]:g}", "" if value <= TARGETS[name] else "missed") for name, value in figures.items()]
+    rows = [
+        (name, f"{value:.3g}", f"{TARGETS[name]:g}", "" if value <= TARGETS[name] else "missed")
+        for name, value in figures.items()
+    ]
     print_report(("figure", "median", "at most", ""), rows, {**figures}, as_json=options.json)
     return 0
 

@@ -1,9 +1,11 @@
 """What a server and a client cost before they do anything.
 
-Prints a table; `--json` prints one JSON object last: `ready_s_1gib` and `ready_s_8gib` (start of the process to the health service's
-"serving", an arena of that size that is not there yet; `ready_s` is the former), `populate_gib_s` (pace at which the 8 GiB get memory
-after that, as the admin API says), `idle_rss_mb` (resident memory in MB, 10^6 bytes, without the arena's pages), `import_s` (import of
-`hotkv_client`), `base_dependencies`. One start before the measured ones fills the kernel cache.
+Prints a table; `--json` prints one JSON object last: `ready_s_1gib` and `ready_s_8gib` (start of
+the process to the health service's "serving", an arena of that size that is not there yet;
+`ready_s` is the former), `populate_gib_s` (pace at which the 8 GiB get memory after that, as the
+admin API says), `idle_rss_mb` (resident memory in MB, 10^6 bytes, without the arena's pages),
+`import_s` (import of `hotkv_client`), `base_dependencies`. One start before the measured ones fills
+the kernel cache.
 """
 
 import importlib.metadata
@@ -18,15 +20,25 @@ from demo.processes import Server, ends_cleanly, runtime_folder
 from hotkv_client.admin import AdminClient
 
 GIB = 1 << 30
-TARGETS = {"ready_s_1gib": 2.0, "ready_s_8gib": 2.0, "idle_rss_mb": 160.0, "import_s": 0.3, "base_dependencies": 3}
-IMPORT = "import time; begin = time.perf_counter(); import hotkv_client; print(time.perf_counter() - begin)"
+TARGETS = {
+    "ready_s_1gib": 2.0,
+    "ready_s_8gib": 2.0,
+    "idle_rss_mb": 160.0,
+    "import_s": 0.3,
+    "base_dependencies": 3,
+}
+IMPORT = (
+    "import time; begin = time.perf_counter(); import hotkv_client; "
+    "print(time.perf_counter() - begin)"
+)
 SETTLE_S = 2.0
 LARGE_GIB = 8
 FILL_DEADLINE_S = 300.0
 
 
 def rss_beyond_arena_bytes(pid: int) -> int:
-    """Resident bytes of a process, from /proc, but for mappings of a file whose name starts with `arena`."""
+    """Resident bytes of a process, from /proc, but for mappings of a file whose name starts with
+    `arena`."""
     total_bytes = 0
     counts = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -47,7 +59,8 @@ def start_once() -> tuple[float, int]:
 
 
 def start_large() -> tuple[float, float]:
-    """Starts a server with an arena of LARGE_GIB: seconds until ready, GiB/s at which the rest of it gets memory."""
+    """Starts a server with an arena of LARGE_GIB: seconds until ready, GiB/s at which the rest of
+    it gets memory."""
     arena_bytes = LARGE_GIB * GIB
     with runtime_folder(arena_bytes + GIB) as folder, Server(folder, f"{LARGE_GIB}GiB") as server:
         ready_s = server.wait_ready()
@@ -62,7 +75,11 @@ def start_large() -> tuple[float, float]:
 
 def import_once() -> float:
     """Seconds to import the client in a fresh interpreter."""
-    return float(subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True).stdout)
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True
+        ).stdout
+    )
 
 
 def main() -> int:
@@ -86,10 +103,20 @@ def main() -> int:
         "base_dependencies": len([name for name in requirements if "extra ==" not in name]),
     }
     rows = [
-        (name, f"{value:.3g}", f"{TARGETS[name]:g}" if name in TARGETS else "", "missed" if value > TARGETS.get(name, value) else "")
+        (
+            name,
+            f"{value:.3g}",
+            f"{TARGETS[name]:g}" if name in TARGETS else "",
+            "missed" if value > TARGETS.get(name, value) else "",
+        )
         for name, value in figures.items()
     ]
-    print_report(("figure", "median", "at most", ""), rows, {**figures, "ready_s": figures["ready_s_1gib"]}, as_json=options.json)
+    print_report(
+        ("figure", "median", "at most", ""),
+        rows,
+        {**figures, "ready_s": figures["ready_s_1gib"]},
+        as_json=options.json,
+    )
     return 0
 
 

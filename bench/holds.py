@@ -1,8 +1,11 @@
-"""How long each operation on a large cache holds the event loop: the longest time between two points where others are served.
+"""How long each operation on a large cache holds the event loop: the longest time between two
+points where others are served.
 
-`operations` goes over a full core of `bench.core`. Each operation is what the runtime does for one call, at the largest size that a call
-may have, or in the background; what goes in parts counts part by part, as `runtime.slices` takes them. Processor time is what counts,
-because on a machine that does other things the clock measures those; a part is kept from the event loop for as long on an idle one.
+`operations` goes over a full core of `bench.core`. Each operation is what the runtime does for one
+call, at the largest size that a call may have, or in the background; what goes in parts counts part
+by part, as `runtime.slices` takes them. Processor time is what counts, because on a machine that
+does other things the clock measures those; a part is kept from the event loop for as long on an
+idle one.
 """
 
 import asyncio
@@ -42,7 +45,8 @@ KEPT = Retention(pin=True, ttl_s=50.0)
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One operation: processor time of its longest part, and the clock's; all of its parts together by the clock, how many they were."""
+    """One operation: processor time of its longest part, and the clock's; all of its parts together
+    by the clock, how many they were."""
 
     name: str
     longest_cpu_s: float
@@ -52,9 +56,12 @@ class Hold:
 
 
 class Holds:
-    """Runs operations and notes how long each holds the loop. The core's `makes_room` is False, as in the daemon."""
+    """Runs operations and notes how long each holds the loop. The core's `makes_room` is False, as
+    in the daemon."""
 
-    def __init__(self, core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]) -> None:
+    def __init__(
+        self, core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
+    ) -> None:
         self.core = core
         self.session = session
         self.now_s = now_s
@@ -79,12 +86,22 @@ class Holds:
         times_s.append((time.thread_time(), time.perf_counter()))
         lengths_s = np.diff(times_s, axis=0)
         longest_cpu_s, longest_s = lengths_s.max(axis=0).tolist()
-        self.rows.append(Hold(name, longest_cpu_s, longest_s, float(lengths_s[:, 1].sum()), max(1, len(lengths_s) - 1)))
+        self.rows.append(
+            Hold(
+                name,
+                longest_cpu_s,
+                longest_s,
+                float(lengths_s[:, 1].sum()),
+                max(1, len(lengths_s) - 1),
+            )
+        )
 
     def open(self, name: str, slot_bytes: int) -> tuple[int, int]:
         """A session of a key space of its own: their numbers."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,)),)
-        record = self.core.open_session(name, "tool", KeySpace("bench", name, "bfloat16", groups, 16), self.now_s)
+        record = self.core.open_session(
+            name, "tool", KeySpace("bench", name, "bfloat16", groups, 16), self.now_s
+        )
         return record.number, record.key_space_id
 
     def store(self, name: str, session: int, hashes: Words, *, succeeds: bool = True) -> None:
@@ -94,8 +111,13 @@ class Holds:
         self.now_s += 0.2
         key_space_id = self.core.sessions[session].key_space_id
         self.parts(f"{name}: room", parts.make_room(self.core, key_space_id, runs))
-        self.once(f"{name}: begin", lambda: self.core.begin_store(session, lease_id, lease_id, runs, 0, 0.0, self.now_s))
-        self.once(f"{name}: end", lambda: self.core.end_store(session, lease_id, succeeds, self.now_s))
+        self.once(
+            f"{name}: begin",
+            lambda: self.core.begin_store(session, lease_id, lease_id, runs, 0, 0.0, self.now_s),
+        )
+        self.once(
+            f"{name}: end", lambda: self.core.end_store(session, lease_id, succeeds, self.now_s)
+        )
         self.once(f"{name}: events", lambda: removed_events(self.core.take_effects(), 0))
 
     def fill(self, session: int, num_blocks: int) -> Words:
@@ -112,8 +134,11 @@ class Holds:
             self.fill(self.session, MAX_STORED_BLOCKS)
 
 
-def operations(core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]) -> list[Hold]:
-    """All operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all in use; it is empty afterwards."""
+def operations(
+    core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
+) -> list[Hold]:
+    """All operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all in
+    use; it is empty afterwards."""
     holds = Holds(core, session, now_s, new_hashes)
     core.space.makes_room = False
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
@@ -150,7 +175,10 @@ def _background(holds: Holds) -> None:
     core = holds.core
     holds.parts("metrics, status (census)", take(core.space))
     holds.once("figures of the pool", core.space.pool.figures)
-    notes, verifier = UseNotes(core), Verifier(core, Region(0, core.config.arena_bytes, "no memory"))
+    notes, verifier = (
+        UseNotes(core),
+        Verifier(core, Region(0, core.config.arena_bytes, "no memory")),
+    )
     holds.parts("times of last use", (notes.take(USE_PARTS) for _ in range(USE_PARTS)))
 
     def scrub() -> Iterator[None]:
@@ -202,7 +230,10 @@ def _flushes(holds: Holds) -> None:
     for _ in parts.make_room(core, other_id, reserved):
         pass
     core.begin_store(other, "dies", "dies", reserved, 0, 0.0, holds.now_s)
-    holds.once("death of a session that stores: copy", lambda: core.end_store(other, "dies", False, holds.now_s))
+    holds.once(
+        "death of a session that stores: copy",
+        lambda: core.end_store(other, "dies", False, holds.now_s),
+    )
     holds.parts("death of a session that stores: leases", parts.end_leases(core, other))
     holds.parts("flush of all blocks", parts.flush(core, 1))
     core.take_effects()
@@ -211,7 +242,10 @@ def _flushes(holds: Holds) -> None:
 def _others(holds: Holds) -> None:
     """What does not walk the index, and grows with what a client sends."""
     _layouts(holds)
-    remembered, hashes = RememberedHotSets(REMEMBERED_BYTES), holds.new_hashes(MAX_BLOCKS_PER_CALL // 2)
+    remembered, hashes = (
+        RememberedHotSets(REMEMBERED_BYTES),
+        holds.new_hashes(MAX_BLOCKS_PER_CALL // 2),
+    )
     positions = {(layer, 0): np.arange(64, dtype=np.int32) for layer in range(64)}
     many = {(0, 0): np.arange(MAX_BLOCKS_PER_CALL, dtype=np.int32) % (MAX_BLOCKS_PER_CALL // 2)}
     holds.once("end of the first long sequence", lambda: remembered.remember(1, 0, hashes, many))
@@ -225,9 +259,13 @@ def _others(holds: Holds) -> None:
 def _layouts(holds: Holds) -> None:
     """Layouts are checked in a thread: the event loop waits for the interpreter's lock at most.
 
-    The least of three counts: a thread that loses the processor to another process keeps the lock meanwhile.
+    The least of three counts: a thread that loses the processor to another process keeps the lock
+    meanwhile.
     """
-    tensors = tuple(PageTensor(0, "kv", at * SLOT_ALIGN, MAX_TENSORS * SLOT_ALIGN, 64, at * 64) for at in range(MAX_TENSORS))
+    tensors = tuple(
+        PageTensor(0, "kv", at * SLOT_ALIGN, MAX_TENSORS * SLOT_ALIGN, 64, at * 64)
+        for at in range(MAX_TENSORS)
+    )
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (64 * MAX_TENSORS,)),)
 
     async def lengths_s() -> list[float]:
@@ -243,4 +281,6 @@ def _layouts(holds: Holds) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     best = min((asyncio.run(lengths_s()) for _ in range(3)), key=max)
     # Waiting for the lock is no processor time of this thread.
-    holds.rows.append(Hold(f"layout of {MAX_TENSORS:,} tensors", max(best), max(best), sum(best), len(best)))
+    holds.rows.append(
+        Hold(f"layout of {MAX_TENSORS:,} tensors", max(best), max(best), sum(best), len(best))
+    )

@@ -1,8 +1,10 @@
-"""What a hit of 32k tokens moves on a model with windows of 1024 tokens in five of six layers, over what it moves with full layers only.
+"""What a hit of 32k tokens moves on a model with windows of 1024 tokens in five of six layers, over
+what it moves with full layers only.
 
-`python -m bench.hybrid [--json]`. One engine stores a prompt in a running server, another finds it and plans its load as the connector
-does (`hotkv_vllm.lookup.HitFinder`), and the server copies it. Bytes are those that the server says it has moved; every one is
-compared. `hybrid_load_ratio`: the target is 0.20 at most.
+`python -m bench.hybrid [--json]`. One engine stores a prompt in a running server, another finds it
+and plans its load as the connector does (`hotkv_vllm.lookup.HitFinder`), and the server copies it.
+Bytes are those that the server says it has moved; every one is compared. `hybrid_load_ratio`: the
+target is 0.20 at most.
 """
 
 import sys
@@ -76,16 +78,23 @@ def block_table(group: int) -> NDArray[np.int32]:
 def store(source: PagedEngine, hashes: list[bytes]) -> None:
     """All blocks of all groups: any of them may be what a hit needs."""
     source.kv[:] = np.random.default_rng(1).integers(0, 256, source.kv.shape, dtype=np.uint8)
-    runs = [BlockRun(group, hashes, block_table(group)) for group in range(len(source.key_space.groups))]
+    runs = [
+        BlockRun(group, hashes, block_table(group)) for group in range(len(source.key_space.groups))
+    ]
     result = source.session.store("store", "store", runs, WAIT_S).result(WAIT_S)
     assert all((stored == BlockResult.STORED).all() for stored in result.results), result
 
 
-def load(finder: HitFinder, target: PagedEngine, hashes: list[bytes], number: int) -> tuple[int, float]:
-    """Bytes and seconds of one load, from the connector's plan. The block tables are as vLLM makes them: null where nothing is needed."""
+def load(
+    finder: HitFinder, target: PagedEngine, hashes: list[bytes], number: int
+) -> tuple[int, float]:
+    """Bytes and seconds of one load, from the connector's plan. The block tables are as vLLM makes
+    them: null where nothing is needed."""
     state = RequestState(Prompt(f"request {number}", hashes), [0] * len(finder.specs), 0)
     deadline_s = time.monotonic() + WAIT_S
-    while (answer := finder.match(state, 0, time.monotonic()))[0] is None and time.monotonic() < deadline_s:
+    while (answer := finder.match(state, 0, time.monotonic()))[
+        0
+    ] is None and time.monotonic() < deadline_s:
         time.sleep(0.001)
     assert answer == (HIT_TOKENS, True), answer
     tables = []
@@ -105,16 +114,30 @@ def load(finder: HitFinder, target: PagedEngine, hashes: list[bytes], number: in
 
 def measure(server: Server, model: str) -> Moved:
     """Stores the prompt and loads it some times in another engine."""
-    hashes = [bytes(h) for h in np.random.default_rng(2).integers(0, 256, (BLOCKS, 32), dtype=np.uint8)]
+    hashes = [
+        bytes(h) for h in np.random.default_rng(2).integers(0, 256, (BLOCKS, 32), dtype=np.uint8)
+    ]
     source, target = engine(server.target, model, "source"), engine(server.target, model, "target")
-    scheduler = Session(SessionConfig(server.target, target.session.config.engine_id, Role.SCHEDULER, target.key_space))
+    scheduler = Session(
+        SessionConfig(
+            server.target, target.session.config.engine_id, Role.SCHEDULER, target.key_space
+        )
+    )
     scheduler.start()
     moved = Moved()
     try:
         assert scheduler.wait_connected(WAIT_S), scheduler
         store(source, hashes)
         config = ConnectorConfig(target=server.target, lookup_timeout_s=WAIT_S)
-        finder = HitFinder(scheduler, target.key_space.groups, BLOCK_TOKENS, BLOCK_TOKENS, config, HotKVStats(), "bench")
+        finder = HitFinder(
+            scheduler,
+            target.key_space.groups,
+            BLOCK_TOKENS,
+            BLOCK_TOKENS,
+            config,
+            HotKVStats(),
+            "bench",
+        )
         for number in range(ROUNDS):
             target.kv[:] = 0
             moved.num_bytes, seconds = load(finder, target, hashes, number)
@@ -138,13 +161,26 @@ def check(source: PagedEngine, target: PagedEngine) -> None:
 def main() -> int:
     """Command line."""
     options = parser("Bytes of a hit on a model with window layers.").parse_args()
-    with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 28)) as folder, Server(folder, ARENA) as server:
+    with (
+        ends_cleanly(),
+        runtime_folder(ARENA_BYTES + (1 << 28)) as folder,
+        Server(folder, ARENA) as server,
+    ):
         server.wait_ready()
         moved = {model: measure(server, model) for model in MODELS}
     hybrid, full = moved.values()
     ratio = hybrid.num_bytes / full.num_bytes
-    rows = [(model, round(one.num_bytes / (1 << 20), 1), round(median(one.seconds) * 1e3, 1)) for model, one in moved.items()]
-    rows.append((f"ratio, at most {TARGET:.2f}", round(ratio, 3), round(median(hybrid.seconds) / median(full.seconds), 3)))
+    rows = [
+        (model, round(one.num_bytes / (1 << 20), 1), round(median(one.seconds) * 1e3, 1))
+        for model, one in moved.items()
+    ]
+    rows.append(
+        (
+            f"ratio, at most {TARGET:.2f}",
+            round(ratio, 3),
+            round(median(hybrid.seconds) / median(full.seconds), 3),
+        )
+    )
     figures: dict[str, object] = {
         "hybrid_load_ratio": ratio,
         "hybrid_load_bytes": hybrid.num_bytes,

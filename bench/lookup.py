@@ -1,8 +1,10 @@
-"""How long a lookup takes: through the shared table, on the session stream, as a unary call. `python -m bench.lookup [--json]`.
+"""How long a lookup takes: through the shared table, on the session stream, as a unary call.
+`python -m bench.lookup [--json]`.
 
-A running server holds a million ready blocks of 4 KiB. Its table is read cold: before each measurement the caches are filled
-with other data, then the code (not the table) is warmed again by a lookup of hashes that nobody has. Variants are
-interleaved, every figure starts from `list[bytes]`.
+A running server holds a million ready blocks of 4 KiB. Its table is read cold: before each
+measurement the caches are filled with other data, then the code (not the table) is warmed again by
+a lookup of hashes that nobody has. Variants are interleaved, every figure starts from
+`list[bytes]`.
 """
 
 import os
@@ -25,7 +27,8 @@ STORE_BLOCKS = 50_000
 PAGE_BYTES = 4096
 HASH_BYTES = 32
 CODE_WARMERS = 8
-"""Lookups of 32 unknown hashes before each measured one, so that code on both sides is as warm as in a server at work."""
+"""Lookups of 32 unknown hashes before each measured one, so that code on both sides is as warm as
+in a server at work."""
 ROUNDS = {64: 200, 1024: 200, 8192: 60, 65536: 15}
 
 
@@ -55,7 +58,8 @@ class ColdPicks:
         self._litter = np.zeros(96 << 20, np.uint8)
 
     def take(self, count: int) -> list[bytes]:
-        """`count` hashes; the caches hold them, as they do when vLLM has just hashed a prompt, but not the table."""
+        """`count` hashes; the caches hold them, as they do when vLLM has just hashed a prompt, but
+        not the table."""
         chosen = [self._pool[i] for i in self._random.integers(0, len(self._pool), count)]
         self._litter += 1
         b"".join(chosen)
@@ -66,7 +70,11 @@ def main() -> int:
     """Entry point."""
     options = parser("Time lookups.").parse_args()
     times: dict[tuple[str, int], list[float]] = {}
-    with ends_cleanly(), runtime_folder(6 << 30) as folder, Server(folder, "4GiB", "--arena.max-blocks", str(BLOCKS + 1)) as server:
+    with (
+        ends_cleanly(),
+        runtime_folder(6 << 30) as folder,
+        Server(folder, "4GiB", "--arena.max-blocks", str(BLOCKS + 1)) as server,
+    ):
         server.wait_ready()
         while server.counter("arena_capacity_bytes") < server.counter("arena_full_capacity_bytes"):
             time.sleep(0.2)
@@ -82,7 +90,10 @@ def main() -> int:
 
         def by_unary(hashes: list[bytes]) -> None:
             groups = [cache_pb2.GroupHashes(group_index=0, hashes=b"".join(hashes))]
-            np.frombuffer(stub.Lookup(cache_pb2.LookupRequest(key_space_id=1, groups=groups)).groups[0].flags, np.bool_)
+            np.frombuffer(
+                stub.Lookup(cache_pb2.LookupRequest(key_space_id=1, groups=groups)).groups[0].flags,
+                np.bool_,
+            )
 
         variants: dict[str, tuple[ColdPicks, Callable[[list[bytes]], None]]] = {
             "table": (hits, by_table),
@@ -99,16 +110,23 @@ def main() -> int:
                         call(code_warmer)
                     start_s = time.perf_counter()
                     call(chosen)
-                    times.setdefault((name, count), []).append((time.perf_counter() - start_s) * 1e6)
+                    times.setdefault((name, count), []).append(
+                        (time.perf_counter() - start_s) * 1e6
+                    )
                 times.setdefault(("grpc ping", 0), []).append(session.ping(10) * 1e6)
         session.close()
-    rows = [(name, count or "-", round(median(values), 1), round(percentile(values, 0.9), 1)) for (name, count), values in times.items()]
+    rows = [
+        (name, count or "-", round(median(values), 1), round(percentile(values, 0.9), 1))
+        for (name, count), values in times.items()
+    ]
     figures: dict[str, object] = {
         "table_us_p50": median(times["table", 1024]),
         "grpc_us_p50": median(times["grpc stream", 1024]),
         "grpc_unary_us_p50": median(times["grpc unary", 1024]),
         "grpc_ping_us_p50": median(times["grpc ping", 0]),
-        "by_count": {name: {count: median(times[name, count]) for count in COUNTS} for name in variants},
+        "by_count": {
+            name: {count: median(times[name, count]) for count in COUNTS} for name in variants
+        },
         "blocks": BLOCKS,
     }
     print_report(("variant", "hashes", "p50 us", "p90 us"), rows, figures, as_json=options.json)

@@ -26,7 +26,13 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def print_report(headers: Sequence[str], rows: Sequence[Sequence[object]], figures: dict[str, object], *, as_json: bool) -> None:
+def print_report(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    figures: dict[str, object],
+    *,
+    as_json: bool,
+) -> None:
     """The table, then the figures where they are asked for."""
     print(table(headers, rows))
     if as_json:

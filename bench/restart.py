@@ -1,8 +1,11 @@
-"""What a restart costs: an arena of 8 GiB with 100,000 ready blocks, its server killed, another one started over it.
+"""What a restart costs: an arena of 8 GiB with 100,000 ready blocks, its server killed, another one
+started over it.
 
-Prints a row a restart; `--json` prints one JSON object last: `ready_s` (start of the process to the health service's "serving"),
-`served_ratio` (blocks that are found again, of those that were acknowledged), `verified_ratio` (whose bytes had been compared with their
-check values by then), `empty_ready_s` (the same start with nothing to take over), medians over the restarts. Each restart follows a kill.
+Prints a row a restart; `--json` prints one JSON object last: `ready_s` (start of the process to the
+health service's "serving"), `served_ratio` (blocks that are found again, of those that were
+acknowledged), `verified_ratio` (whose bytes had been compared with their check values by then),
+`empty_ready_s` (the same start with nothing to take over), medians over the restarts. Each restart
+follows a kill.
 """
 
 import os
@@ -27,14 +30,18 @@ TARGETS = {"ready_s": 1.5, "served_ratio": 0.999}
 
 def fill(server: Server) -> list[bytes]:
     """Stores all blocks; their hashes."""
-    engine = PagedEngine(server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES).connect()
+    engine = PagedEngine(
+        server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES
+    ).connect()
     engine.kv[:] = np.random.default_rng(0).integers(0, 256, engine.kv.shape, np.uint8)
     stored: list[bytes] = []
     block_ids = np.arange(ENGINE_BLOCKS, dtype=np.int32)
     for number in range(NUM_BLOCKS // ENGINE_BLOCKS):
         engine.kv[0, :, :8] = np.frombuffer(os.urandom(8), np.uint8)
         hashes = [os.urandom(32) for _ in range(ENGINE_BLOCKS)]
-        engine.session.store(f"s{number}", f"s{number}", [BlockRun(0, hashes, block_ids)], 60).result(60)
+        engine.session.store(
+            f"s{number}", f"s{number}", [BlockRun(0, hashes, block_ids)], 60
+        ).result(60)
         stored += hashes
     engine.close()
     return stored
@@ -42,7 +49,9 @@ def fill(server: Server) -> list[bytes]:
 
 def found(server: Server, stored: list[bytes]) -> int:
     """How many of the blocks a lookup finds."""
-    engine = PagedEngine(server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES).connect()
+    engine = PagedEngine(
+        server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES
+    ).connect()
     masks = [
         engine.session.lookup([GroupHashes(0, stored[start : start + ENGINE_BLOCKS])]).result(10)[0]
         for start in range(0, len(stored), ENGINE_BLOCKS)
@@ -67,7 +76,13 @@ def main() -> int:
                 ready_s = server.wait_ready()
                 with AdminClient(server.target) as admin:
                     counters = admin.info()["counters"]
-                rows.append((ready_s, found(server, stored) / NUM_BLOCKS, 1 - counters["unverified_blocks"] / NUM_BLOCKS))
+                rows.append(
+                    (
+                        ready_s,
+                        found(server, stored) / NUM_BLOCKS,
+                        1 - counters["unverified_blocks"] / NUM_BLOCKS,
+                    )
+                )
                 os.kill(server.pid, signal.SIGKILL)
     ready_s, served, verified = (median([row[at] for row in rows]) for at in range(3))
     figures: dict[str, object] = {
@@ -77,8 +92,12 @@ def main() -> int:
         "empty_ready_s": empty_ready_s,
         "targets": TARGETS,
     }
-    shown = [(number, f"{a:.2f}", f"{b:.5f}", f"{c:.3f}") for number, (a, b, c) in enumerate(rows, 1)]
-    print_report(("restart", "ready s", "served", "verified at ready"), shown, figures, as_json=options.json)
+    shown = [
+        (number, f"{a:.2f}", f"{b:.5f}", f"{c:.3f}") for number, (a, b, c) in enumerate(rows, 1)
+    ]
+    print_report(
+        ("restart", "ready s", "served", "verified at ready"), shown, figures, as_json=options.json
+    )
     return 0
 
 

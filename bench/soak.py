@@ -1,12 +1,14 @@
 """Load: many sessions at once, more than the server can do, and clients that mean no good.
 
-64 sessions (four processes) look up, store and load 16 blocks of 16 KiB a call. First as fast as they are answered (saturation), then open
-loop at half of that for `--seconds` (600), then at twice of it. Beside it, what one hostile client costs the lookups of a quiet
-session, against what a process that merely spins costs them. Prints a table; `--json` prints one JSON object last: `idle_p50_ms`,
-`saturation_ops`, `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle p50), `bystander_p99_ms`, `bystander_p99_ratio`
-(lookups of this process at half load: the sessions' own count what 16 of them in one Python process make each other wait), `errors`,
-`memory_growth_mb`, `descriptor_growth`, `overload_errors`, `recovered_p50_ms`, and per hostile client `<kind>_ratio`: p50 beside it /
-beside the spinning one.
+64 sessions (four processes) look up, store and load 16 blocks of 16 KiB a call. First as fast as
+they are answered (saturation), then open loop at half of that for `--seconds` (600), then at twice
+of it. Beside it, what one hostile client costs the lookups of a quiet session, against what a
+process that merely spins costs them. Prints a table; `--json` prints one JSON object last:
+`idle_p50_ms`, `saturation_ops`, `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle
+p50), `bystander_p99_ms`, `bystander_p99_ratio` (lookups of this process at half load: the sessions'
+own count what 16 of them in one Python process make each other wait), `errors`, `memory_growth_mb`,
+`descriptor_growth`, `overload_errors`, `recovered_p50_ms`, and per hostile client `<kind>_ratio`:
+p50 beside it / beside the spinning one.
 """
 
 import json
@@ -37,7 +39,10 @@ def traffic(target: str, seconds: float, rate: float, seed: int) -> dict[str, ob
     words = [target, str(SESSIONS_EACH), str(seconds), str(rate / PROCESSES)]
     command = [sys.executable, "-m", "bench.load.traffic", *words]
     children = [
-        subprocess.Popen([*command, str(seed + at)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for at in range(PROCESSES)
+        subprocess.Popen(
+            [*command, str(seed + at)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for at in range(PROCESSES)
     ]
     total: dict[str, object] = {}
     done: dict[str, int] = {}
@@ -78,7 +83,9 @@ def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) 
 
 def beside(target: str, kind: str) -> float:
     """p50 in ms of quiet lookups beside such a process."""
-    other = subprocess.Popen([sys.executable, "-m", "bench.load.hostile", target, kind], stderr=subprocess.DEVNULL)
+    other = subprocess.Popen(
+        [sys.executable, "-m", "bench.load.hostile", target, kind], stderr=subprocess.DEVNULL
+    )
     try:
         time.sleep(SETTLE_S)
         return percentile(quiet_lookups_ms(target, HOSTILE_S), 0.5)
@@ -95,16 +102,24 @@ def descriptors(pid: int) -> int:
 def main() -> int:
     """Command line."""
     flags = parser("Load: many sessions, overload, hostile clients.")
-    flags.add_argument("--seconds", type=float, default=600.0, help="how long at half of the saturation")
+    flags.add_argument(
+        "--seconds", type=float, default=600.0, help="how long at half of the saturation"
+    )
     options = flags.parse_args()
-    with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 28)) as folder, Server(folder, ARENA) as server:
+    with (
+        ends_cleanly(),
+        runtime_folder(ARENA_BYTES + (1 << 28)) as folder,
+        Server(folder, ARENA) as server,
+    ):
         server.wait_ready()
         idle_ms = percentile(quiet_lookups_ms(server.target), 0.5)
         full = traffic(server.target, SATURATION_S, 0.0, 100)
         saturation = int(str(full["done"])) / SATURATION_S
         before = rss_beyond_arena_bytes(server.pid), descriptors(server.pid)
         with ThreadPoolExecutor(1) as thread:
-            bystander = thread.submit(quiet_lookups_ms, server.target, options.seconds, BYSTANDER_PAUSE_S)
+            bystander = thread.submit(
+                quiet_lookups_ms, server.target, options.seconds, BYSTANDER_PAUSE_S
+            )
             half = traffic(server.target, options.seconds, saturation / 2, 200)
             bystander_ms = bystander.result()
         after = rss_beyond_arena_bytes(server.pid), descriptors(server.pid)
@@ -133,7 +148,10 @@ def main() -> int:
         "spin_p50_ms": spinning,
         **{f"{kind}_ratio": min(values) / spinning for kind, values in costs.items()},
     }
-    rows = [(name, f"{value:.3g}" if isinstance(value, float) else str(value)) for name, value in figures.items()]
+    rows = [
+        (name, f"{value:.3g}" if isinstance(value, float) else str(value))
+        for name, value in figures.items()
+    ]
     print_report(("figure", "measured"), rows, figures, as_json=options.json)
     return 0
 

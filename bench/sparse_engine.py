@@ -1,7 +1,9 @@
-"""Sparse decode in real vLLM on CPU against the same decode offline: the same text, window, budget, scorer and corrections.
+"""Sparse decode in real vLLM on CPU against the same decode offline: the same text, window, budget,
+scorer and corrections.
 
-A text of 8192 tokens, of which the last 127 are decoded teacher-forced. KL(dense || sparse) per token in nats, where both sides are the
-engine's, in bfloat16, beside the same of `bench.sparse`'s own forward pass in float32. Bound: `ratio` = engine / offline <= 1.5.
+A text of 8192 tokens, of which the last 127 are decoded teacher-forced. KL(dense || sparse) per
+token in nats, where both sides are the engine's, in bfloat16, beside the same of `bench.sparse`'s
+own forward pass in float32. Bound: `ratio` = engine / offline <= 1.5.
 
 Prints a row per text and, with `--json`, `{"model", "setup", "seconds", "rows", "worst_ratio"}`.
 """
@@ -65,7 +67,9 @@ def in_engine(engine: Engine, text: Text) -> InEngine:
     """Prefill, then dense and sparse decode of the same tokens."""
     begin, last = time.monotonic(), text.tokens[-COMPARED_TOKENS:]
     engine.prefill(text.tokens[: -COMPARED_TOKENS - 1])
-    dense, sparse = (engine.run(text.tokens, COMPARED_TOKENS, sparse=sparse) for sparse in (False, True))
+    dense, sparse = (
+        engine.run(text.tokens, COMPARED_TOKENS, sparse=sparse) for sparse in (False, True)
+    )
     print(f"{text.name}: engine {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return InEngine(mean_kl(dense, sparse), mean_loss(sparse, last) - mean_loss(dense, last))
 
@@ -91,11 +95,34 @@ def options() -> argparse.Namespace:
     """The command line."""
     usual = Setup()
     flags = parser("Sparse decode in vLLM on CPU against the same decode offline.")
-    flags.add_argument("--model", type=Path, help="a Llama model folder (default: SmolLM2-135M-Instruct, prepared once)")
-    flags.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="long plain texts (default: what the system has)")
-    flags.add_argument("--centres", type=Path, metavar="FILE", help="centres of this model (hotkv_vllm.sparse.calibrate)")
-    flags.add_argument("--budget", type=float, default=usual.budget_ratio, help="share of the context")
-    flags.add_argument("--corrections", type=int, default=usual.corrections, help="blocks that may join a hot set with the fresh query")
+    flags.add_argument(
+        "--model",
+        type=Path,
+        help="a Llama model folder (default: SmolLM2-135M-Instruct, prepared once)",
+    )
+    flags.add_argument(
+        "--texts",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="long plain texts (default: what the system has)",
+    )
+    flags.add_argument(
+        "--centres",
+        type=Path,
+        metavar="FILE",
+        help="centres of this model (hotkv_vllm.sparse.calibrate)",
+    )
+    flags.add_argument(
+        "--budget", type=float, default=usual.budget_ratio, help="share of the context"
+    )
+    flags.add_argument(
+        "--corrections",
+        type=int,
+        default=usual.corrections,
+        help="blocks that may join a hot set with the fresh query",
+    )
     flags.add_argument("--scorer", default=usual.scorer)
     return flags.parse_args()
 
@@ -104,7 +131,12 @@ def main() -> int:
     """Command line."""
     chosen, begin = options(), time.monotonic()
     folder = chosen.model or prepare()
-    setup = Setup(budget_ratio=chosen.budget, scorer=chosen.scorer, corrections=chosen.corrections, centres=chosen.centres)
+    setup = Setup(
+        budget_ratio=chosen.budget,
+        scorer=chosen.scorer,
+        corrections=chosen.corrections,
+        centres=chosen.centres,
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def encode(text: str) -> list[int]:
@@ -135,7 +167,14 @@ def main() -> int:
         )
         for row in rows
     ]
-    headers = ("text", "KL engine", "ΔNLL engine", "KL offline", "ΔNLL offline", f"ratio (<= {RATIO_BOUND})")
+    headers = (
+        "text",
+        "KL engine",
+        "ΔNLL engine",
+        "KL offline",
+        "ΔNLL offline",
+        f"ratio (<= {RATIO_BOUND})",
+    )
     print_report(headers, cells, report, as_json=chosen.json)
     return 0
 

@@ -1,13 +1,16 @@
-"""How well sparse decode keeps to dense attention: the tables of selection quality, on real text with a real model.
+"""How well sparse decode keeps to dense attention: the tables of selection quality, on real text
+with a real model.
 
-A text of 8192 tokens; the first 7936 are prefilled dense, the rest is decoded teacher-forced with sparse attention in every layer
-but the first two, so that errors compound. Quality is KL(dense || sparse) and the rise of NLL over the dense run of the same tokens,
-per token in nats, and strong-block recall: how often a KV head's heaviest candidate block is attended when it has more than 0.1 of the
-attention. Every selection is made by `hotkv_sparse`. `+mu` and the like are centres (`bench.sparse.calibration`), `mix` is a code on trial
-(`bench.sparse.mixed`). Texts come from the system (`bench.sparse.texts`), or from `--texts`.
+A text of 8192 tokens; the first 7936 are prefilled dense, the rest is decoded teacher-forced with
+sparse attention in every layer but the first two, so that errors compound. Quality is KL(dense ||
+sparse) and the rise of NLL over the dense run of the same tokens, per token in nats, and
+strong-block recall: how often a KV head's heaviest candidate block is attended when it has more
+than 0.1 of the attention. Every selection is made by `hotkv_sparse`. `+mu` and the like are centres
+(`bench.sparse.calibration`), `mix` is a code on trial (`bench.sparse.mixed`). Texts come from the
+system (`bench.sparse.texts`), or from `--texts`.
 
-Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows", "targets"}`. The default run has the rows
-that targets name; `--full` has all.
+Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows",
+"targets"}`. The default run has the rows that targets name; `--full` has all.
 """
 
 import argparse
@@ -25,7 +28,16 @@ from bench.sparse.calibration import Calibration, Own, calibration
 from bench.sparse.decode import Decode, Outcome
 from bench.sparse.llama import Dense, Llama, dense_pass
 from bench.sparse.texts import Text, texts
-from bench.sparse.variants import FROM_FILE, LRU, SERVED, TIGHT, Variant, all_variants, default_variants, passes
+from bench.sparse.variants import (
+    FROM_FILE,
+    LRU,
+    SERVED,
+    TIGHT,
+    Variant,
+    all_variants,
+    default_variants,
+    passes,
+)
 from hotkv.errors import HotKVError
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.centre_file import read_centres
@@ -35,7 +47,8 @@ CONTEXT_TOKENS = 8192
 COMPARED_TOKENS = 256
 DENSE_LAYERS = 2
 PASS_VARIANTS = 28
-"""Variants that decode together: they share the reading of weights, and their tails share the memory of the prompt."""
+"""Variants that decode together: they share the reading of weights, and their tails share the
+memory of the prompt."""
 HELD_SCORERS = ("rot2u", "rot2u+mu", "mix2")
 
 
@@ -59,7 +72,9 @@ class Target:
     @property
     def met(self) -> bool:
         """True where the bound holds; False too where there is no figure."""
-        return self.value is not None and (self.value >= self.bound if self.at_least else self.value <= self.bound)
+        return self.value is not None and (
+            self.value >= self.bound if self.at_least else self.value <= self.bound
+        )
 
 
 def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
@@ -67,12 +82,30 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
     tight, served = Variant(scorer, *TIGHT), Variant(scorer, *SERVED, LRU, 2)
 
     def worst_kl(variant: Variant) -> float | None:
-        return max((row.outcome.kl for row in rows if row.outcome.variant == variant and not row.text.copy), default=None)
+        return max(
+            (
+                row.outcome.kl
+                for row in rows
+                if row.outcome.variant == variant and not row.text.copy
+            ),
+            default=None,
+        )
 
     def copy_loss(variant: Variant) -> float | None:
-        return max((row.outcome.delta_nll for row in rows if row.outcome.variant == variant and row.text.copy), default=None)
+        return max(
+            (
+                row.outcome.delta_nll
+                for row in rows
+                if row.outcome.variant == variant and row.text.copy
+            ),
+            default=None,
+        )
 
-    recalls = [row.outcome.recall for row in rows if row.outcome.variant == tight and row.outcome.recall is not None]
+    recalls = [
+        row.outcome.recall
+        for row in rows
+        if row.outcome.variant == tight and row.outcome.recall is not None
+    ]
     return [
         Target(f"{tight.key}: prose kl", worst_kl(tight), 0.05),
         Target(f"{tight.key}: copy delta_nll", copy_loss(tight), 0.05),
@@ -96,11 +129,17 @@ def seen(model: Llama, text: Text) -> Seen:
     begin = time.monotonic()
     dense = dense_pass(model, torch.tensor(text.tokens[:-1]), COMPARED_TOKENS, DENSE_LAYERS)
     own = Own.of(dense)
-    print(f"{text.name} ({text.source}): dense pass {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{text.name} ({text.source}): dense pass {time.monotonic() - begin:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     return Seen(text, dense, own)
 
 
-def measure(model: Llama, seen: Seen, calibrated: Calibration, variants: Sequence[Variant]) -> list[Row]:
+def measure(
+    model: Llama, seen: Seen, calibrated: Calibration, variants: Sequence[Variant]
+) -> list[Row]:
     """All variants on one text."""
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
@@ -109,14 +148,22 @@ def measure(model: Llama, seen: Seen, calibrated: Calibration, variants: Sequenc
     torch.set_num_threads(1)
     for some in passes(variants, PASS_VARIANTS):
         outcomes += Decode(model, seen.dense, torch.tensor(text.tokens), calibrated, some).run()
-        print(f"{text.name}: {len(outcomes)} of {len(variants)} variants, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{text.name}: {len(outcomes)} of {len(variants)} variants, "
+            f"{time.monotonic() - begin:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     torch.set_num_threads(num_threads)
     by_variant = {outcome.variant: outcome for outcome in outcomes}
     return [Row(text, by_variant[variant]) for variant in variants]
 
 
-def all_rows(model: Llama, found: Sequence[Text], file: Centres | None, variants: Sequence[Variant]) -> list[Row]:
-    """All texts. Calibrated on the first text, and for the first on the second (its copy text if there is no other)."""
+def all_rows(
+    model: Llama, found: Sequence[Text], file: Centres | None, variants: Sequence[Variant]
+) -> list[Row]:
+    """All texts. Calibrated on the first text, and for the first on the second (its copy text if
+    there is no other)."""
     first, second = (seen(model, text) for text in found[:2])
     rows = measure(model, first, calibration(second.own, first.own, file, DENSE_LAYERS), variants)
     other, later = first.own, [second]
@@ -146,7 +193,19 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-HEADERS = ("text", "scorer", "budget", "block", "sets", "selection", "KL", "ΔNLL", "recall", "attended", "moved")
+HEADERS = (
+    "text",
+    "scorer",
+    "budget",
+    "block",
+    "sets",
+    "selection",
+    "KL",
+    "ΔNLL",
+    "recall",
+    "attended",
+    "moved",
+)
 
 
 def figures(row: Row) -> dict[str, object]:
@@ -172,13 +231,33 @@ def figures(row: Row) -> dict[str, object]:
 def options() -> argparse.Namespace:
     """The command line."""
     flags = parser("Selection quality of sparse decode against dense attention.")
-    flags.add_argument("--model", type=Path, help="a Llama model folder (default: SmolLM2-135M-Instruct, prepared once)")
-    flags.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="long plain texts (default: what the system has)")
     flags.add_argument(
-        "--centres", type=Path, metavar="FILE", help=f"centres of this model, as `{FROM_FILE}` (hotkv_vllm.sparse.calibrate)"
+        "--model",
+        type=Path,
+        help="a Llama model folder (default: SmolLM2-135M-Instruct, prepared once)",
     )
-    flags.add_argument("--full", action="store_true", help="every scorer, budget, block size, sharing and freshness")
-    flags.add_argument("--threads", type=int, help="threads of the dense passes (default: one per core)")
+    flags.add_argument(
+        "--texts",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="long plain texts (default: what the system has)",
+    )
+    flags.add_argument(
+        "--centres",
+        type=Path,
+        metavar="FILE",
+        help=f"centres of this model, as `{FROM_FILE}` (hotkv_vllm.sparse.calibrate)",
+    )
+    flags.add_argument(
+        "--full",
+        action="store_true",
+        help="every scorer, budget, block size, sharing and freshness",
+    )
+    flags.add_argument(
+        "--threads", type=int, help="threads of the dense passes (default: one per core)"
+    )
     return flags.parse_args()
 
 
@@ -196,7 +275,10 @@ def main() -> int:
     try:
         model = Llama(folder)
         if model.shape.max_tokens < CONTEXT_TOKENS:
-            raise ValueError(f"{folder} takes {model.shape.max_tokens} tokens; use a model of {CONTEXT_TOKENS} or more")
+            raise ValueError(
+                f"{folder} takes {model.shape.max_tokens} tokens; use a model of "
+                f"{CONTEXT_TOKENS} or more"
+            )
         found = texts(chosen.texts, encode, CONTEXT_TOKENS + 1, COMPARED_TOKENS + 1)
         file = read_centres(chosen.centres) if chosen.centres else None
     except (OSError, ValueError, HotKVError) as error:
@@ -220,13 +302,20 @@ def main() -> int:
     }
     print_report(HEADERS, [cells(row) for row in rows], report, as_json=False)
     bounds = [
-        (target.name, f"{target.value:.4f}" if target.value is not None else "", f"{'>=' if target.at_least else '<='} {target.bound:g}")
+        (
+            target.name,
+            f"{target.value:.4f}" if target.value is not None else "",
+            f"{'>=' if target.at_least else '<='} {target.bound:g}",
+        )
         for target in held
     ]
     print()
     print_report(
         ("target", "worst text", "bound", ""),
-        [(*bound, "" if target.met else "missed") for bound, target in zip(bounds, held, strict=True)],
+        [
+            (*bound, "" if target.met else "missed")
+            for bound, target in zip(bounds, held, strict=True)
+        ],
         report,
         as_json=chosen.json,
     )

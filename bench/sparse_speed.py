@@ -1,15 +1,20 @@
-"""What sparse decode costs a layer: scoring, choosing, and the attention that is left, beside dense attention. One thread.
+"""What sparse decode costs a layer: scoring, choosing, and the attention that is left, beside dense
+attention. One thread.
 
-8 KV heads of 4 query heads, 128 channels, blocks of 16 tokens; contexts of 1k, 8k and 64k blocks, and 32k tokens (2k blocks) for the
-speed-up. Dense and sparse attention are vLLM's own kernel for CPU, in bf16, over all pages or over those of a full hot set, which holds
-twice the budget. Queries vary about a mean, two steps' at a cosine of .84 (FreeKV), so that a sixth of the selected blocks is missing:
-more than SPARSE.md saw in a real model (7 %). Variants take turns, so each finds in the caches what attention has left there.
+8 KV heads of 4 query heads, 128 channels, blocks of 16 tokens; contexts of 1k, 8k and 64k blocks,
+and 32k tokens (2k blocks) for the speed-up. Dense and sparse attention are vLLM's own kernel for
+CPU, in bf16, over all pages or over those of a full hot set, which holds twice the budget. Queries
+vary about a mean, two steps' at a cosine of .84 (FreeKV), so that a sixth of the selected blocks is
+missing: more than SPARSE.md saw in a real model (7 %). Variants take turns, so each finds in the
+caches what attention has left there.
 
-`--json` prints one JSON object last: per number of blocks `dense_ms`, a scorer's `<name>_ms`, `attend_ms`, `other_us` (from the scores that
-scoring has just written: weights, choice, hot set's step, c pulls of 64 KiB, the new block table) and `schedule_us` (the attention kernel's
-schedule, made once a step for all layers with as many blocks); `missing_ratio`: the share of selected blocks that the hot set lacked;
-`speedup` per scorer: dense over scoring + other + attention at 10 % of 32k tokens. `service_select_us`, `local_select_us`: a selection from
-8k blocks with `rot2u` by the server (`SelectBlocks`) and in this process, round trip and all.
+`--json` prints one JSON object last: per number of blocks `dense_ms`, a scorer's `<name>_ms`,
+`attend_ms`, `other_us` (from the scores that scoring has just written: weights, choice, hot set's
+step, c pulls of 64 KiB, the new block table) and `schedule_us` (the attention kernel's schedule,
+made once a step for all layers with as many blocks); `missing_ratio`: the share of selected blocks
+that the hot set lacked; `speedup` per scorer: dense over scoring + other + attention at 10 % of 32k
+tokens. `service_select_us`, `local_select_us`: a selection from 8k blocks with `rot2u` by the
+server (`SelectBlocks`) and in this process, round trip and all.
 """
 
 import sys
@@ -31,7 +36,8 @@ KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS = 8, 4, 128, 16
 QUERY_HEADS = KV_HEADS * GROUP
 SIZES = (1024, 2048, 8192, 65536)
 MOST_DENSE_BLOCKS = 8192
-"""Dense attention over more is timed on this many and scaled: 64k blocks are 4 GB of keys and values."""
+"""Dense attention over more is timed on this many and scaled: 64k blocks are 4 GB of keys and
+values."""
 SPEEDUP_BLOCKS = 2048
 BUDGET = 0.1
 MAX_CORRECTIONS = 4
@@ -48,7 +54,8 @@ T = TypeVar("T")
 
 
 class PagedAttention:
-    """vLLM's attention for CPU over pages of one layer: decode of one sequence. Pages have 32 tokens, the least that it takes."""
+    """vLLM's attention for CPU over pages of one layer: decode of one sequence. Pages have 32
+    tokens, the least that it takes."""
 
     def __init__(self, num_pages: int) -> None:
         from vllm import _custom_ops as ops
@@ -65,7 +72,8 @@ class PagedAttention:
         self._starts = torch.tensor([0, 1], dtype=torch.int32)
 
     def plan(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths and the kernel's schedule for so many pages; what a backend makes anew where the table changes."""
+        """Lengths and the kernel's schedule for so many pages; what a backend makes anew where the
+        table changes."""
         lengths = torch.tensor([num_pages * PAGE_TOKENS], dtype=torch.int32)
         schedule = self._ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
@@ -82,7 +90,9 @@ class PagedAttention:
         )
         return lengths, schedule
 
-    def attend(self, table: torch.Tensor, lengths: torch.Tensor, schedule: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, table: torch.Tensor, lengths: torch.Tensor, schedule: torch.Tensor
+    ) -> torch.Tensor:
         """Attention over the pages of a table, int32 [1, n]."""
         self._ops.cpu_attention_with_kv_cache(
             query=self._query,
@@ -105,7 +115,8 @@ class PagedAttention:
 
 @dataclass
 class Layer:
-    """One layer of a context of `num_blocks`: representations, a hot set, and pages as far as they are timed."""
+    """One layer of a context of `num_blocks`: representations, a hot set, and pages as far as they
+    are timed."""
 
     num_blocks: int
     times_s: dict[str, list[float]] = field(default_factory=dict)
@@ -115,9 +126,18 @@ class Layer:
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.num_blocks)
         self.queries = self.varied(random)
-        keys = random.standard_normal((DISTINCT_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32)
-        self.pools = {name: np.tile(hotkv_sparse.build(name, keys), (self.num_blocks // DISTINCT_BLOCKS, 1, 1)) for name in SCORERS}
-        self.supers = {name: superblocks.merge(name, self.pools[name], HEAD_SIZE) for name in TWO_LEVELS}
+        keys = random.standard_normal(
+            (DISTINCT_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32
+        )
+        self.pools = {
+            name: np.tile(
+                hotkv_sparse.build(name, keys), (self.num_blocks // DISTINCT_BLOCKS, 1, 1)
+            )
+            for name in SCORERS
+        }
+        self.supers = {
+            name: superblocks.merge(name, self.pools[name], HEAD_SIZE) for name in TWO_LEVELS
+        }
         self.rows = np.arange(self.num_blocks, dtype=np.int32)
         self.where = hotkv_sparse.Span(2, self.num_blocks - 5, self.num_blocks)
         self.always_log_mass = np.full(QUERY_HEADS, 5.0, np.float32)
@@ -127,19 +147,31 @@ class Layer:
         self.hot.seed(self.where.always)
         self.dense_blocks = min(self.num_blocks, MOST_DENSE_BLOCKS)
         self.attention = PagedAttention(self.dense_blocks // BLOCKS_PER_PAGE)
-        self.whole_table = torch.randperm(self.dense_blocks // BLOCKS_PER_PAGE).to(torch.int32)[None]
-        self.page_of = np.arange(2 * self.num_blocks, dtype=np.int32) % len(self.attention.blocks) // BLOCKS_PER_PAGE
+        self.whole_table = torch.randperm(self.dense_blocks // BLOCKS_PER_PAGE).to(torch.int32)[
+            None
+        ]
+        self.page_of = (
+            np.arange(2 * self.num_blocks, dtype=np.int32)
+            % len(self.attention.blocks)
+            // BLOCKS_PER_PAGE
+        )
         self.table = torch.empty((1, self.num_blocks), dtype=torch.int32)
         self.table_row = self.table[0].numpy()
         self.whole_plan = self.attention.plan(self.whole_table.shape[1])
         # The first step fills the hot set; after some more it holds what most steps select.
         for number in range(SETTLING_STEPS):
-            budget, most = (self.budget, MAX_CORRECTIONS) if number else (2 * self.budget, self.num_blocks)
-            selection = choose(self.score("rot2u", next(self.queries)), self.always_log_mass, self.where, budget)
+            budget, most = (
+                (self.budget, MAX_CORRECTIONS) if number else (2 * self.budget, self.num_blocks)
+            )
+            selection = choose(
+                self.score("rot2u", next(self.queries)), self.always_log_mass, self.where, budget
+            )
             self.hot.step(selection, most)
 
     @staticmethod
-    def varied(random: np.random.Generator) -> Iterator[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
+    def varied(
+        random: np.random.Generator,
+    ) -> Iterator[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
         """Queries of successive steps."""
         mean = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
         while True:
@@ -152,12 +184,17 @@ class Layer:
         """Scores of the candidates."""
         prepared = hotkv_sparse.prepare(name, query)
         if name in TWO_LEVELS:
-            scores = superblocks.score_pruned(prepared, self.pools[name], self.supers[name], self.rows)
+            scores = superblocks.score_pruned(
+                prepared, self.pools[name], self.supers[name], self.rows
+            )
             return np.ascontiguousarray(scores[:, self.where.first : self.where.last])
-        return hotkv_sparse.score(prepared, self.pools[name], self.rows[self.where.first : self.where.last])
+        return hotkv_sparse.score(
+            prepared, self.pools[name], self.rows[self.where.first : self.where.last]
+        )
 
     def choose(self, scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> int:
-        """From scores to pages in the table to attend to: weights, choice, hot set, pulls, table."""
+        """From scores to pages in the table to attend to: weights, choice, hot set, pulls,
+        table."""
         selection = choose(scores, self.always_log_mass, self.where, self.budget)
         step = self.hot.step(selection, MAX_CORRECTIONS)
         blocks = self.attention.blocks
@@ -222,24 +259,52 @@ def main() -> int:
     rows = []
     figures: dict[str, object] = {"bandwidth_gb_s": bandwidth_gb_s(), "missing_ratio": {}}
     for size, layer in layers.items():
-        costs = {"dense_ms": layer.ms("dense"), "other_us": layer.ms("other") * 1e3, "attend_ms": layer.ms("attend")}
-        costs |= {"schedule_us": layer.ms("schedule") * 1e3, "missing_ratio": layer.num_missing / layer.num_selected}
+        costs = {
+            "dense_ms": layer.ms("dense"),
+            "other_us": layer.ms("other") * 1e3,
+            "attend_ms": layer.ms("attend"),
+        }
+        costs |= {
+            "schedule_us": layer.ms("schedule") * 1e3,
+            "missing_ratio": layer.num_missing / layer.num_selected,
+        }
         costs |= {f"{name}_ms": layer.ms(name) for name in SCORERS}
         for name, value in costs.items():
             figures.setdefault(name, {})[str(size)] = value  # type: ignore[index]
-        shown = ("dense_ms", *(f"{scorer}_ms" for scorer in SCORERS), "other_us", "schedule_us", "attend_ms")
+        shown = (
+            "dense_ms",
+            *(f"{scorer}_ms" for scorer in SCORERS),
+            "other_us",
+            "schedule_us",
+            "attend_ms",
+        )
         rows.append((f"{size:,}", *(f"{costs[name]:.3g}" for name in shown)))
     figures |= service_figures()
     figures["speedup"] = {name: layers[SPEEDUP_BLOCKS].speedup(name) for name in SCORERS}
     print_report(
-        ("blocks", "dense ms", *(f"{name} ms" for name in SCORERS), "other us", "schedule us", "attend ms"), rows, figures, as_json=False
+        (
+            "blocks",
+            "dense ms",
+            *(f"{name} ms" for name in SCORERS),
+            "other us",
+            "schedule us",
+            "attend ms",
+        ),
+        rows,
+        figures,
+        as_json=False,
     )
     print()
-    selects = [(where, f"{figures[f'{key}_select_us']:.0f}") for where, key in (("server", "service"), ("engine", "local"))]
+    selects = [
+        (where, f"{figures[f'{key}_select_us']:.0f}")
+        for where, key in (("server", "service"), ("engine", "local"))
+    ]
     print_report(("selection from 8k blocks, by", "us"), selects, figures, as_json=False)
     print()
     speedups = [(name, f"{layers[SPEEDUP_BLOCKS].speedup(name):.2f}x") for name in SCORERS]
-    print_report(("scorer", f"32k tokens, {BUDGET:.0%} budget"), speedups, figures, as_json=options.json)
+    print_report(
+        ("scorer", f"32k tokens, {BUDGET:.0%} budget"), speedups, figures, as_json=options.json
+    )
     return 0
 
 

@@ -1,9 +1,11 @@
-"""How fast KV moves: store and load of paged KV through the running server, beside a memcpy of the same bytes with as many threads.
+"""How fast KV moves: store and load of paged KV through the running server, beside a memcpy of the
+same bytes with as many threads.
 
-`python -m bench.transfer [--json]`. The model: 16 layers of 8 KV heads of 128, bfloat16, 64 MiB an operation, block sizes
-from 4 to 256 tokens, so runs of 16 KiB to 1 MiB. Every load is compared byte by byte. Variants are interleaved; every
-figure starts from the client's call. Before each timed operation comes one of a single block, so that what is timed
-is a transfer of a server at work, not the waking of one whose code the check of the bytes has pushed out of the caches.
+`python -m bench.transfer [--json]`. The model: 16 layers of 8 KV heads of 128, bfloat16, 64 MiB an
+operation, block sizes from 4 to 256 tokens, so runs of 16 KiB to 1 MiB. Every load is compared byte
+by byte. Variants are interleaved; every figure starts from the client's call. Before each timed
+operation comes one of a single block, so that what is timed is a transfer of a server at work, not
+the waking of one whose code the check of the bytes has pushed out of the caches.
 """
 
 import os
@@ -46,9 +48,12 @@ class Engine(PagedEngine):
             engine_id=f"engine-{block_tokens}",
             block_tokens=block_tokens,
         )
-        self.kv[:] = np.random.default_rng(block_tokens).integers(0, 256, self.kv.shape, dtype=np.uint8)
+        self.kv[:] = np.random.default_rng(block_tokens).integers(
+            0, 256, self.kv.shape, dtype=np.uint8
+        )
         self.connect()
-        # Scattered on both sides: sources and destinations in random order, none beside its neighbour in the prompt.
+        # Scattered on both sides: sources and destinations in random order, none beside its
+        # neighbour in the prompt.
         order = np.random.default_rng(1).permutation(pool).astype(np.int32)
         self.sources, self.destinations = order[: self.num_blocks], order[self.num_blocks :]
         self.positions = np.arange(self.num_blocks, dtype=np.int32)
@@ -58,35 +63,48 @@ class Engine(PagedEngine):
         start_s = time.perf_counter()
         result = self.session.store(name, name, [BlockRun(0, hashes, self.sources)], 30).result(30)
         taken_s = time.perf_counter() - start_s
-        assert result.status is TransferStatus.DONE and np.all(result.results[0] == BlockResult.STORED), result
+        assert result.status is TransferStatus.DONE and np.all(
+            result.results[0] == BlockResult.STORED
+        ), result
         return taken_s
 
     def one_block(self, name: str) -> None:
-        """A store and a load of one block, not timed. The server is through with all of it at the end: calls are answered in order."""
+        """A store and a load of one block, not timed. The server is through with all of it at the
+        end: calls are answered in order."""
         block = [os.urandom(32)]
         self.session.store(name, name, [BlockRun(0, block, self.sources[:1])], 30).result(30)
         self.session.acquire(f"{name}-l", [GroupHashes(0, block)]).result(10)
-        self.session.load(f"{name}-l", f"{name}-l", [LoadRun(0, self.positions[:1], self.destinations[:1])], 30).result(30)
+        self.session.load(
+            f"{name}-l", f"{name}-l", [LoadRun(0, self.positions[:1], self.destinations[:1])], 30
+        ).result(30)
         self.session.release(f"{name}-l")
         self.session.lookup([]).result(10)
 
     def load(self, hashes: list[bytes], name: str) -> float:
         """Seconds of a load of one operation, lease apart; checks every byte."""
-        # Leased at once: blocks that nobody has used yet are the first to go when anything else is stored.
-        assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), "stored blocks are missing"
+        # Leased at once: blocks that nobody has used yet are the first to go when anything else is
+        # stored.
+        assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), (
+            "stored blocks are missing"
+        )
         self.one_block(f"warm-{name}")
         self.kv[:, self.destinations] = 0
         start_s = time.perf_counter()
-        result = self.session.load(name, name, [LoadRun(0, self.positions, self.destinations)], 30).result(30)
+        result = self.session.load(
+            name, name, [LoadRun(0, self.positions, self.destinations)], 30
+        ).result(30)
         taken_s = time.perf_counter() - start_s
         assert result.status is TransferStatus.DONE, result
-        assert np.array_equal(self.kv[:, self.destinations], self.kv[:, self.sources]), "wrong bytes"
+        assert np.array_equal(self.kv[:, self.destinations], self.kv[:, self.sources]), (
+            "wrong bytes"
+        )
         self.session.release(name)
         return taken_s
 
 
 def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[[], float]:
-    """Seconds of one memcpy of the same bytes, contiguous, cut over as many threads as the server copies with."""
+    """Seconds of one memcpy of the same bytes, contiguous, cut over as many threads as the server
+    copies with."""
     kernels = native.load("hotkv.kernels")
     assert kernels is not None, "the benchmark needs numba"
     bounds = np.linspace(0, dst.nbytes, COPY_THREADS + 1).astype(np.int64)
@@ -109,15 +127,19 @@ def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[
 
 
 def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
-    """Until the server has stopped turning its arena into huge pages, some seconds after it is ready; the share it got."""
+    """Until the server has stopped turning its arena into huge pages, some seconds after it is
+    ready; the share it got."""
     deadline_s, last = time.monotonic() + timeout_s, -1.0
-    while time.monotonic() < deadline_s and last != (last := server.counter("arena_huge_page_bytes")):
+    while time.monotonic() < deadline_s and last != (
+        last := server.counter("arena_huge_page_bytes")
+    ):
         time.sleep(0.5)
     return last / ARENA_BYTES
 
 
 def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of each operation, by name, once the arena is full: every store that is timed evicts as much as it stores."""
+    """Seconds of each operation, by name, once the arena is full: every store that is timed evicts
+    as much as it stores."""
     engine = Engine(target, block_tokens)
     times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
     for i in range(ARENA_BYTES // OPERATION_BYTES):
@@ -139,7 +161,11 @@ def main() -> int:
     source, target = np.ones(OPERATION_BYTES, np.uint8), np.ones(OPERATION_BYTES, np.uint8)
     memcpy = threaded_memcpy(target, source)
     for block_tokens in BLOCK_TOKENS:
-        with ends_cleanly(), runtime_folder(2 * ARENA_BYTES) as folder, Server(folder, str(ARENA_BYTES)) as server:
+        with (
+            ends_cleanly(),
+            runtime_folder(2 * ARENA_BYTES) as folder,
+            Server(folder, str(ARENA_BYTES)) as server,
+        ):
             server.wait_ready()
             huge_share = wait_for_huge_pages(server)
             times = measure(server.target, block_tokens, memcpy)
@@ -147,18 +173,34 @@ def main() -> int:
         ceiling_s = median(times["memcpy"])
         store_ratio[run_bytes] = ceiling_s / median(times["store"])
         load_ratio[run_bytes] = ceiling_s / median(times["load"])
-        spread[run_bytes] = {name: percentile(values, 0.9) / median(values) for name, values in times.items()}
+        spread[run_bytes] = {
+            name: percentile(values, 0.9) / median(values) for name, values in times.items()
+        }
         for name, values in times.items():
             rate = OPERATION_BYTES / median(values) / 1e9
             ratio, tail = ceiling_s / median(values), spread[run_bytes][name]
-            rows.append((run_bytes >> 10, name, round(rate, 2), round(ratio, 2), round(tail, 2), round(huge_share, 2)))
+            rows.append(
+                (
+                    run_bytes >> 10,
+                    name,
+                    round(rate, 2),
+                    round(ratio, 2),
+                    round(tail, 2),
+                    round(huge_share, 2),
+                )
+            )
     figures: dict[str, object] = {
         "store_ratio": store_ratio,
         "load_ratio": load_ratio,
         "p90_over_p50": spread,
         "copy_threads": COPY_THREADS,
     }
-    print_report(("run KiB", "what", "GB/s", "of memcpy", "p90/p50", "huge"), rows, figures, as_json=options.json)
+    print_report(
+        ("run KiB", "what", "GB/s", "of memcpy", "p90/p50", "huge"),
+        rows,
+        figures,
+        as_json=options.json,
+    )
     return 0
 
 

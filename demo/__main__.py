@@ -1,7 +1,8 @@
 """The demo: two vLLM engines, one after the other, share one cache through hotkv-server.
 
-Engine A computes a long prompt and ends; the server keeps what it computed; engine B, another process, answers the same
-prompt at once. Nothing is left running and no file stays, but for the model in the cache folder.
+Engine A computes a long prompt and ends; the server keeps what it computed; engine B, another
+process, answers the same prompt at once. Nothing is left running and no file stays, but for the
+model in the cache folder.
 """
 
 import contextlib
@@ -42,7 +43,12 @@ def step(what: str) -> Iterator[None]:
     carriage_return = "\r" if lively else ""
 
     def show(end: str) -> None:
-        print(f"{carriage_return}[{time.monotonic() - BEGIN_S:5.1f} s] {what} … {time.monotonic() - begin_s:.1f} s", end=end, flush=True)
+        print(
+            f"{carriage_return}[{time.monotonic() - BEGIN_S:5.1f} s] {what} … "
+            f"{time.monotonic() - begin_s:.1f} s",
+            end=end,
+            flush=True,
+        )
 
     def tick() -> None:
         while not done.wait(0.2):
@@ -68,15 +74,27 @@ def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_b
         ("against cold", "1", *(f"{answer.ttft_s / cold.ttft_s:.3f}" for answer in (own, warm))),
         ("prompt tokens", *(str(PROMPT_TOKENS) for _ in range(3))),
         ("tokens hit", *(str(answer.hit_tokens) for answer in (cold, own, warm))),
-        ("bytes moved", f"{human_bytes(stored_bytes)} stored", "0", f"{human_bytes(loaded_bytes)} loaded"),
-        ("largest logprob difference", "", *(f"{largest_logprob_difference(cold, answer):.3f}" for answer in (own, warm))),
+        (
+            "bytes moved",
+            f"{human_bytes(stored_bytes)} stored",
+            "0",
+            f"{human_bytes(loaded_bytes)} loaded",
+        ),
+        (
+            "largest logprob difference",
+            "",
+            *(f"{largest_logprob_difference(cold, answer):.3f}" for answer in (own, warm)),
+        ),
     ]
-    return "\n".join(f"  {name:<28}" + "".join(f"{cell:>20}" for cell in cells) for name, *cells in rows)
+    return "\n".join(
+        f"  {name:<28}" + "".join(f"{cell:>20}" for cell in cells) for name, *cells in rows
+    )
 
 
 @contextlib.contextmanager
 def engine(name: str, server: Server, model: Path, folder: Path, seed: int) -> Iterator[Engine]:
-    """An engine that has loaded the model and run a prompt of its own, so that what follows is not a first time."""
+    """An engine that has loaded the model and run a prompt of its own, so that what follows is not
+    a first time."""
     with Engine(name, EngineSettings(str(model), server.target), folder) as running:
         with step(f"{name}: loading vLLM and the model"):
             running.wait_ready()
@@ -112,8 +130,14 @@ def run(folder: Path) -> int:
             loaded_bytes = server.counter("loaded_bytes_total") - loaded_before
             status = server.cli("status")
 
-        print(f"\nvLLM {second.vllm_version} on CPU, eager\n{table(cold, own, warm, stored_bytes, loaded_bytes)}\n")
-        print(f"the answers are {'equal' if warm.token_ids == cold.token_ids else 'different'}: {warm.text.strip()!r}\n")
+        print(
+            f"\nvLLM {second.vllm_version} on CPU, "
+            f"eager\n{table(cold, own, warm, stored_bytes, loaded_bytes)}\n"
+        )
+        print(
+            f"the answers are {'equal' if warm.token_ids == cold.token_ids else 'different'}: "
+            f"{warm.text.strip()!r}\n"
+        )
         print(f"$ hotkv status\n{status}")
     return 0 if warm.hit_tokens else 1
 

@@ -1,7 +1,9 @@
-"""One vLLM engine as a child process: reads one JSON request a line on stdin, answers one JSON line each on stdout.
+"""One vLLM engine as a child process: reads one JSON request a line on stdin, answers one JSON line
+each on stdout.
 
-Whatever vLLM prints goes to stderr, so that stdout carries answers only. The process ends when stdin does. Its
-settings come as the one argument, JSON with the fields of `demo.processes.EngineSettings`.
+Whatever vLLM prints goes to stderr, so that stdout carries answers only. The process ends when
+stdin does. Its settings come as the one argument, JSON with the fields of
+`demo.processes.EngineSettings`.
 """
 
 import contextlib
@@ -26,15 +28,21 @@ def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
         "kv_connector": "HotKVConnector",
         "kv_connector_module_path": "hotkv_vllm.connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"hotkv.target": settings["target"], **settings["extra_config"]},
+        "kv_connector_extra_config": {
+            "hotkv.target": settings["target"],
+            **settings["extra_config"],
+        },
     }
 
 
 def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Runs one prompt, greedily, and reports times, hits and logprobs (per generated token: id to logprob)."""
+    """Runs one prompt, greedily, and reports times, hits and logprobs (per generated token: id to
+    logprob)."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=5)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=5
+    )
     begin = time.perf_counter()
     output = llm.generate([{"prompt_token_ids": request["token_ids"]}], params, use_tqdm=False)[0]
     total_s = time.perf_counter() - begin
@@ -44,13 +52,16 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
         "total_s": total_s,
         "hit_tokens": output.num_cached_tokens or 0,
         "token_ids": list(completion.token_ids),
-        "logprobs": [{token: value.logprob for token, value in step.items()} for step in completion.logprobs],
+        "logprobs": [
+            {token: value.logprob for token, value in step.items()} for step in completion.logprobs
+        ],
         "text": completion.text,
     }
 
 
 def end_with_parent() -> None:
-    """Ends this process and those that vLLM starts once the parent is gone: the kernel can tell only the first of them."""
+    """Ends this process and those that vLLM starts once the parent is gone: the kernel can tell
+    only the first of them."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -1,8 +1,8 @@
 """A hotkv-server and vLLM engines as child processes, for demo and benchmarks.
 
-Every child leads its own process group. Leaving a `with` block ends the whole group, whatever the reason (Ctrl-C and
-SIGTERM included, once `ends_cleanly` is in place), and removes its files. Where this process is killed, its children
-notice and end too.
+Every child leads its own process group. Leaving a `with` block ends the whole group, whatever the
+reason (Ctrl-C and SIGTERM included, once `ends_cleanly` is in place), and removes its files. Where
+this process is killed, its children notice and end too.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ class ChildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`target`: the server, empty for vLLM alone. `extra_config`: further settings of the connector."""
+    """`target`: the server, empty for vLLM alone. `extra_config`: further settings of the
+    connector."""
 
     model: str
     target: str = ""
@@ -46,7 +47,8 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine says of one request. `logprobs`: for each generated token, token id to logprob of the likeliest five."""
+    """What an engine says of one request. `logprobs`: for each generated token, token id to logprob
+    of the likeliest five."""
 
     ttft_s: float
     total_s: float
@@ -57,10 +59,13 @@ class Answer:
 
 
 def largest_logprob_difference(one: Answer, other: Answer) -> float:
-    """Over tokens both rank among their likeliest, up to the first position where the answers part, that one included."""
+    """Over tokens both rank among their likeliest, up to the first position where the answers part,
+    that one included."""
     largest = 0.0
     for position, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
-        largest = max([largest, *(abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys())])
+        largest = max(
+            [largest, *(abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys())]
+        )
         if one.token_ids[position] != other.token_ids[position]:
             break
     return largest
@@ -68,7 +73,8 @@ def largest_logprob_difference(one: Answer, other: Answer) -> float:
 
 @contextlib.contextmanager
 def ends_cleanly() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into SystemExit and SIGINT into KeyboardInterrupt, so that `with` blocks unwind."""
+    """Turns SIGTERM and SIGHUP into SystemExit and SIGINT into KeyboardInterrupt, so that `with`
+    blocks unwind."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -84,7 +90,8 @@ def ends_cleanly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_folder(needed_bytes: int) -> Iterator[Path]:
-    """A fresh folder in shared memory where that has room, else in the temporary folder; removed at the end."""
+    """A fresh folder in shared memory where that has room, else in the temporary folder; removed at
+    the end."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
     folder = Path(tempfile.mkdtemp(prefix="hotkv-", dir=SHM if roomy else None))
     try:
@@ -98,21 +105,29 @@ def _end_with_parent() -> None:
 
 
 def prepare_model() -> Path:
-    """The model folder, made now if need be; what transformers prints while making it is kept back unless it fails."""
-    done = subprocess.run([sys.executable, "-m", "tools.smollm2"], capture_output=True, text=True, cwd=ROOT)
+    """The model folder, made now if need be; what transformers prints while making it is kept back
+    unless it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.smollm2"], capture_output=True, text=True, cwd=ROOT
+    )
     if done.returncode:
         raise ChildError(f"the model could not be prepared:\n{done.stderr}")
     return Path(done.stdout.splitlines()[-1])
 
 
 def group_members(group: int) -> list[int]:
-    """Living processes of a process group, but for Python's resource trackers: they clean up behind the others, then end."""
+    """Living processes of a process group, but for Python's resource trackers: they clean up behind
+    the others, then end."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
             # After the name in brackets come state, parent and process group.
             state, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(number) == group and state != "Z" and b"resource_tracker" not in (folder / "cmdline").read_bytes():
+            if (
+                int(number) == group
+                and state != "Z"
+                and b"resource_tracker" not in (folder / "cmdline").read_bytes()
+            ):
                 found.append(int(folder.name))
     return found
 
@@ -120,7 +135,9 @@ def group_members(group: int) -> list[int]:
 class Child:
     """A child process in its own group, with its log in a file. Owned by one thread."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False
+    ) -> None:
         self.name = name
         self.log = log
         pipe = subprocess.PIPE if pipes else None
@@ -144,10 +161,13 @@ class Child:
     def error(self, what: str) -> ChildError:
         """An error that quotes the end of the log."""
         lines = self.log.read_text(errors="replace").splitlines()[-25:]
-        return ChildError("\n".join([f"{self.name}: {what}; its log ends:", *(f"  | {line}" for line in lines)]))
+        return ChildError(
+            "\n".join([f"{self.name}: {what}; its log ends:", *(f"  | {line}" for line in lines)])
+        )
 
     def signal_group(self, number: int, deadline_s: float) -> None:
-        """Sends a signal to all members and waits until they are gone, or the deadline has passed."""
+        """Sends a signal to all members and waits until they are gone, or the deadline has
+        passed."""
         end_s = time.monotonic() + deadline_s
         for pid in group_members(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -157,7 +177,8 @@ class Child:
             time.sleep(0.02)
 
     def stop(self, hurry: bool = False) -> None:
-        """Ends the group: by the end of its input or SIGTERM, then by force. `hurry` leaves out the long wait in between."""
+        """Ends the group: by the end of its input or SIGTERM, then by force. `hurry` leaves out the
+        long wait in between."""
         try:
             if self.process.stdin and not hurry:
                 with contextlib.suppress(OSError):
@@ -181,14 +202,18 @@ class Engine:
         self.name = name
         env = {
             "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
-            "VLLM_CPU_CI_ENV": "1",  # no warm-up over many shapes; `warm_up` does what is needed here
-            # With a connector vLLM reserves more cores, or on two cores none at all: engines must be alike to be compared.
+            # no warm-up over many shapes; `warm_up` does what is needed here
+            "VLLM_CPU_CI_ENV": "1",
+            # With a connector vLLM reserves more cores, or on two cores none at all: engines must
+            # be alike to be compared.
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
         command = [sys.executable, "-m", "demo.engine_process", json.dumps(asdict(settings))]
-        self._child = Child(name, command, folder / f"{name.replace(' ', '-')}.log", env, pipes=True)
+        self._child = Child(
+            name, command, folder / f"{name.replace(' ', '-')}.log", env, pipes=True
+        )
         self.vllm_version = ""
 
     def __repr__(self) -> str:
@@ -219,13 +244,17 @@ class Engine:
 
     def generate(self, token_ids: Sequence[int], max_tokens: int) -> Answer:
         """Runs one prompt to its end."""
-        reply = self._ask({"op": "generate", "token_ids": list(token_ids), "max_tokens": max_tokens})
+        reply = self._ask(
+            {"op": "generate", "token_ids": list(token_ids), "max_tokens": max_tokens}
+        )
         return Answer(
             ttft_s=reply["ttft_s"],
             total_s=reply["total_s"],
             hit_tokens=reply["hit_tokens"],
             token_ids=tuple(reply["token_ids"]),
-            logprobs=tuple({int(token): value for token, value in step.items()} for step in reply["logprobs"]),
+            logprobs=tuple(
+                {int(token): value for token, value in step.items()} for step in reply["logprobs"]
+            ),
             text=reply["text"],
         )
 
@@ -254,7 +283,8 @@ class Engine:
 
 
 class Server:
-    """A hotkv-server in a child process with its runtime directory and its arena in `folder`. Use in a `with` block.
+    """A hotkv-server in a child process with its runtime directory and its arena in `folder`. Use
+    in a `with` block.
 
     One after the other in the same folder, each goes on with what the one before has left.
     """
@@ -295,13 +325,23 @@ class Server:
 
         serving = health_pb2.HealthCheckResponse.SERVING
         deadline = self.begin_s + timeout_s
-        # Each try has its own channel: a gRPC channel that failed once waits a second before it tries again.
+        # Each try has its own channel: a gRPC channel that failed once waits a second before it
+        # tries again.
         while time.monotonic() < deadline and self._child.process.poll() is None:
             with grpc.insecure_channel(self.target) as channel, contextlib.suppress(grpc.RpcError):
-                if health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0).status == serving:
+                if (
+                    health_pb2_grpc.HealthStub(channel)
+                    .Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                    .status
+                    == serving
+                ):
                     return time.monotonic() - self.begin_s
             time.sleep(0.02)
-        raise self._child.error("ended early" if self._child.process.poll() is not None else f"not ready in {timeout_s:g} s")
+        raise self._child.error(
+            "ended early"
+            if self._child.process.poll() is not None
+            else f"not ready in {timeout_s:g} s"
+        )
 
     def cli(self, *arguments: str) -> str:
         """Output of the `hotkv` command against this server; raises ChildError."""

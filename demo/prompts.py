@@ -1,11 +1,28 @@
-"""Long prompts that share nothing: a log of a station with its own random entries, then a question about it."""
+"""Long prompts that share nothing: a log of a station with its own random entries, then a question
+about it."""
 
 import random
 from pathlib import Path
 
-PLACES = ("north gate", "boiler room", "upper deck", "greenhouse", "radio mast", "workshop", "pump house", "archive")
+PLACES = (
+    "north gate",
+    "boiler room",
+    "upper deck",
+    "greenhouse",
+    "radio mast",
+    "workshop",
+    "pump house",
+    "archive",
+)
 PEOPLE = ("Ada", "Bela", "Chidi", "Dana", "Emil", "Farah", "Goro", "Hana")
-DEEDS = ("found the door open at", "replaced the filter in", "took readings at", "heard a rattle near", "cleaned", "locked")
+DEEDS = (
+    "found the door open at",
+    "replaced the filter in",
+    "took readings at",
+    "heard a rattle near",
+    "cleaned",
+    "locked",
+)
 
 
 def text(seed: int, num_entries: int) -> str:
@@ -14,12 +31,16 @@ def text(seed: int, num_entries: int) -> str:
     lines = [f"Log of station {chance.randrange(10**6)}, kept by {chance.choice(PEOPLE)}."]
     for number in range(num_entries):
         hour, minute = divmod(number * 7 % 1440, 60)
-        lines.append(f"{hour:02}:{minute:02} {chance.choice(PEOPLE)} {chance.choice(DEEDS)} the {chance.choice(PLACES)}.")
+        lines.append(
+            f"{hour:02}:{minute:02} {chance.choice(PEOPLE)} {chance.choice(DEEDS)} the "
+            f"{chance.choice(PLACES)}."
+        )
     return "\n".join([*lines, "", "Question: who wrote this log, and where? Answer:"])
 
 
 def token_ids(model: Path, seed: int, num_tokens: int) -> list[int]:
-    """A prompt of exactly `num_tokens` tokens of the model in folder `model`; its end, the question, is kept."""
+    """A prompt of exactly `num_tokens` tokens of the model in folder `model`; its end, the
+    question, is kept."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -1,8 +1,9 @@
-"""Compiles every CUDA kernel of the tree for every generation that the compiler at hand knows, warnings as errors; prints what they use.
+"""Compiles every CUDA kernel of the tree for every generation that the compiler at hand knows,
+warnings as errors; prints what they use.
 
-The compiler is NVRTC (the dev extra installs it, a CUDA toolkit has it), which compiles them at run time too, and without headers: what
-passes here needs nothing that is not built in. Where there is no NVRTC, nvcc; where neither, it says so. Registers and stack are read from
-the machine code.
+The compiler is NVRTC (the dev extra installs it, a CUDA toolkit has it), which compiles them at run
+time too, and without headers: what passes here needs nothing that is not built in. Where there is
+no NVRTC, nvcc; where neither, it says so. Registers and stack are read from the machine code.
 """
 
 import ctypes
@@ -32,7 +33,8 @@ _OLD_DEVICE = "nvrtc: warning: Architectures prior to"
 
 @dataclass(frozen=True)
 class Usage:
-    """What a kernel takes of a multiprocessor. `stack_bytes` a thread: spilled registers, and arrays with an index that is not known."""
+    """What a kernel takes of a multiprocessor. `stack_bytes` a thread: spilled registers, and
+    arrays with an index that is not known."""
 
     kernel: str
     registers: int
@@ -61,14 +63,20 @@ class Nvrtc:
         """Machine code. Raises CompileError on an error or a warning."""
         program = ctypes.c_void_p()
         create = self._library.nvrtcCreateProgram
-        self._checked(create(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None))
+        self._checked(
+            create(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
+        )
         try:
             for instance in instances:
                 self._checked(self._library.nvrtcAddNameExpression(program, instance.encode()))
             options = [*OPTIONS, f"-arch=sm_{architecture}", f"-I{source.parent}"]
             words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             status = self._library.nvrtcCompileProgram(program, len(options), words)
-            log = self._text(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0\n").decode(errors="replace")
+            log = (
+                self._text(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")
+                .rstrip(b"\0\n")
+                .decode(errors="replace")
+            )
             if status != 0 or "warning" in log.replace(_OLD_DEVICE, ""):
                 raise CompileError(log or self._library.nvrtcGetErrorString(status).decode())
             return self._text(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN")
@@ -88,13 +96,18 @@ class Nvrtc:
 
 
 class Nvcc:
-    """The compiler of a CUDA toolkit. It makes no instances of templates, only what the source itself makes."""
+    """The compiler of a CUDA toolkit. It makes no instances of templates, only what the source
+    itself makes."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        text = subprocess.run([path, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [path, "--list-gpu-code"], capture_output=True, text=True, check=True
+        ).stdout
         known = {int(word) for word in re.findall(r"sm_(\d+)\b", text)}
-        version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+        version = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, check=True
+        ).stdout
         self.name = f"nvcc {(re.search(r'release ([0-9.]+)', version) or ['', '?'])[1]}"
         self.architectures = tuple(arch for arch in ARCHITECTURES if arch in known)
 
@@ -141,7 +154,8 @@ def _wheels() -> Iterator[str]:
 
 
 def instances_of(source: Path) -> tuple[str, ...]:
-    """Instances of templates to compile, each on a line `// instance: score<2, 64>` of the source."""
+    """Instances of templates to compile, each on a line `// instance: score<2, 64>` of the
+    source."""
     return tuple(re.findall(r"^// instance: (.+?)\s*$", source.read_text(), re.MULTILINE))
 
 
@@ -151,19 +165,33 @@ _SYMBOL_BYTES = 24
 
 
 def usages(cubin: bytes) -> list[Usage]:
-    """Of the kernels in an ELF file of NVIDIA's. Source of the format: what nvcc's own cuobjdump --dump-elf shows."""
+    """Of the kernels in an ELF file of NVIDIA's. Source of the format: what nvcc's own cuobjdump
+    --dump-elf shows."""
     sections = _sections(cubin)
-    registers, stacks = (_attribute(cubin, sections, attribute) for attribute in (_REGISTERS, _STACK_BYTES))
+    registers, stacks = (
+        _attribute(cubin, sections, attribute) for attribute in (_REGISTERS, _STACK_BYTES)
+    )
     kernels = sorted(name.removeprefix(".text.") for name in sections if name.startswith(".text."))
     return [Usage(kernel, registers.get(kernel, 0), stacks.get(kernel, 0)) for kernel in kernels]
 
 
 def _sections(elf: bytes) -> dict[str, tuple[int, int]]:
     """Where each begins, and its bytes."""
-    start, size, count, names_at = _number(elf, 40, 8), _number(elf, 58, 2), _number(elf, 60, 2), _number(elf, 62, 2)
+    start, size, count, names_at = (
+        _number(elf, 40, 8),
+        _number(elf, 58, 2),
+        _number(elf, 60, 2),
+        _number(elf, 62, 2),
+    )
     names = _number(elf, start + names_at * size + 24, 8)
     headers = [start + i * size for i in range(count)]
-    return {_name(elf, names + _number(elf, at, 4)): (_number(elf, at + 24, 8), _number(elf, at + 32, 8)) for at in headers}
+    return {
+        _name(elf, names + _number(elf, at, 4)): (
+            _number(elf, at + 24, 8),
+            _number(elf, at + 32, 8),
+        )
+        for at in headers
+    }
 
 
 def _attribute(elf: bytes, sections: dict[str, tuple[int, int]], attribute: int) -> dict[str, int]:
@@ -194,9 +222,14 @@ def check(compiler: Nvrtc | Nvcc, source: Path) -> list[str] | None:
         try:
             for usage in usages(compiler.compile(source, architecture, instances_of(source))):
                 stack = f" and {usage.stack_bytes} bytes of stack" if usage.stack_bytes else ""
-                found.setdefault(usage.kernel, []).append(f"{usage.registers}{stack} (sm_{architecture})")
+                found.setdefault(usage.kernel, []).append(
+                    f"{usage.registers}{stack} (sm_{architecture})"
+                )
         except CompileError as error:
-            print(f"{source.relative_to(ROOT)}: {compiler.name} refuses it for sm_{architecture}\n{error}")
+            print(
+                f"{source.relative_to(ROOT)}: {compiler.name} refuses it for "
+                f"sm_{architecture}\n{error}"
+            )
             return None
     return [f"{kernel}: registers {', '.join(each)}" for kernel, each in found.items()]
 
@@ -206,7 +239,11 @@ def main() -> int:
     sources = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.cu"))
     compiler = find_compiler()
     if compiler is None:
-        where = "" if platform.machine() == "x86_64" else f" (none is installed by itself on {platform.machine()})"
+        where = (
+            ""
+            if platform.machine() == "x86_64"
+            else f" (none is installed by itself on {platform.machine()})"
+        )
         print(f"kernels: neither NVRTC nor nvcc here, {len(sources)} sources not compiled{where}")
         return 0
     failed = False
@@ -215,12 +252,19 @@ def main() -> int:
             failed |= texts is None
             for text in texts or ():
                 print(f"{source.relative_to(ROOT)}: {text}")
-    print(f"kernels: {len(sources)} sources, {compiler.name}, sm_{', sm_'.join(map(str, compiler.architectures))}; g++ {_gpp()}")
+    print(
+        f"kernels: {len(sources)} sources, {compiler.name}, "
+        f"sm_{', sm_'.join(map(str, compiler.architectures))}; g++ {_gpp()}"
+    )
     return int(failed)
 
 
 def _gpp() -> str:
-    return "runs them on the CPU in the tests" if shutil.which("g++") else "is missing: tests that run them on the CPU skip"
+    return (
+        "runs them on the CPU in the tests"
+        if shutil.which("g++")
+        else "is missing: tests that run them on the CPU skip"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Compares all that the connector uses of vLLM with the sources of every supported version: of the installed one and of the index's wheels.
+"""Compares all that the connector uses of vLLM with the sources of every supported version: of the
+installed one and of the index's wheels.
 
-Checked, on syntax trees: imported names, attributes of vLLM's objects and calls as far as annotations tell, signatures of overridden
-hooks, and that each hook of the base class is overridden or was looked at (`NOT_OVERRIDDEN`). Where the index can't be reached, what it
-lacks is named, and the rest is checked.
+Checked, on syntax trees: imported names, attributes of vLLM's objects and calls as far as
+annotations tell, signatures of overridden hooks, and that each hook of the base class is overridden
+or was looked at (`NOT_OVERRIDDEN`). Where the index can't be reached, what it lacks is named, and
+the rest is checked.
 """
 
 import ast
@@ -22,7 +24,8 @@ PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".wheels"
 FEWEST_CHECKED = 150
-"""If fewer uses than this are found in a version, the check itself no longer sees what it should."""
+"""If fewer uses than this are found in a version, the check itself no longer sees what it
+should."""
 
 NOT_OVERRIDDEN = {
     "bind_connector_metadata": "the base class keeps the step's metadata, as we need it",
@@ -30,7 +33,9 @@ NOT_OVERRIDDEN = {
     "bind_kv_cache_manager": "as above",
     "clear_connector_metadata": "as bind_connector_metadata",
     "finish_forward": "stores begin in wait_for_save",
-    "get_block_ids_with_load_errors": "failed loads go through get_transfer_results; this one raises with several groups",
+    "get_block_ids_with_load_errors": (
+        "failed loads go through get_transfer_results; this one raises with several groups"
+    ),
     "get_external_cache_hit_sources": "_cache_hit_source says it",
     "get_finished": "get_transfer_results takes its place",
     "get_finished_count": "each rank reports for itself",
@@ -48,10 +53,12 @@ NOT_OVERRIDDEN = {
     "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
     "take_events": "the server publishes events",
 }
-"""Hooks that hotkv leaves to the base class, and why. One that is not here and not overridden is new: read what it asks of connectors."""
+"""Hooks that hotkv leaves to the base class, and why. One that is not here and not overridden is
+new: read what it asks of connectors."""
 
 OWN = {"hook_broke"}
-"""Public methods of the connector that are no hooks; another that the newest version lacks is a hook that vLLM no longer calls."""
+"""Public methods of the connector that are no hooks; another that the newest version lacks is a
+hook that vLLM no longer calls."""
 
 
 def supported() -> tuple[tuple[int, int], ...]:
@@ -87,22 +94,49 @@ def compare(source: Source, *, is_newest: bool) -> list[str]:
     problems += [why] if (why := pauses_by(names)) else []
     problems += hook_problems(names, is_newest=is_newest)
     if num_checked < FEWEST_CHECKED:
-        problems.append(f"only {num_checked} uses of vLLM were found, where at least {FEWEST_CHECKED} were expected")
-    print(f"{source.name}: {num_checked} imports, attributes, calls and overrides compared, {len(problems)} problems")
+        problems.append(
+            f"only {num_checked} uses of vLLM were found, where at least {FEWEST_CHECKED} were "
+            "expected"
+        )
+    print(
+        f"{source.name}: {num_checked} imports, attributes, calls and overrides compared, "
+        f"{len(problems)} problems"
+    )
     return sorted(set(problems))
 
 
 def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
     """Hooks that nobody has looked at, and in the newest version those that are gone."""
-    found = [cls for name in ("KVConnectorBase_V1", "SupportsHMA") if (cls := names.find(f"{BASE}.{name}")) is not None]
+    found = [
+        cls
+        for name in ("KVConnectorBase_V1", "SupportsHMA")
+        if (cls := names.find(f"{BASE}.{name}")) is not None
+    ]
     theirs = {hook for cls in found for hook in hooks_of(names, cls)}
     tree = ast.parse((PACKAGE / "connector.py").read_text())
-    connector = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "HotKVConnector")
-    ours = {node.name for node in connector.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
-    problems = [f"{BASE}: {hook} is neither overridden nor in NOT_OVERRIDDEN" for hook in sorted(theirs - ours - set(NOT_OVERRIDDEN))]
+    connector = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "HotKVConnector"
+    )
+    ours = {
+        node.name
+        for node in connector.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+    problems = [
+        f"{BASE}: {hook} is neither overridden nor in NOT_OVERRIDDEN"
+        for hook in sorted(theirs - ours - set(NOT_OVERRIDDEN))
+    ]
     if is_newest:
-        problems += [f"connector.py: {hook} is no hook of vLLM's any more" for hook in sorted(ours - theirs - OWN)]
-        problems += [f"NOT_OVERRIDDEN: {hook} is no hook of vLLM's" for hook in sorted(set(NOT_OVERRIDDEN) - theirs)]
+        problems += [
+            f"connector.py: {hook} is no hook of vLLM's any more"
+            for hook in sorted(ours - theirs - OWN)
+        ]
+        problems += [
+            f"NOT_OVERRIDDEN: {hook} is no hook of vLLM's"
+            for hook in sorted(set(NOT_OVERRIDDEN) - theirs)
+        ]
     return problems
 
 
@@ -115,7 +149,9 @@ def main() -> int:
         found.append(f"README.md does not say {said!r}, as hotkv_vllm/versions.py does")
     for source, is_newest in sources(lines):
         try:
-            found += [f"{source.name}: {problem}" for problem in compare(source, is_newest=is_newest)]
+            found += [
+                f"{source.name}: {problem}" for problem in compare(source, is_newest=is_newest)
+            ]
         except Unreachable as error:
             print(f"NOT CHECKED against {source.name}: {error}")
     print("\n".join(found), end="\n" if found else "")

@@ -1,4 +1,5 @@
-"""Only `hotkv_vllm.layout`, `.compat` and `.sparse.backend` read vLLM's internals; the rest keeps to the modules named here.
+"""Only `hotkv_vllm.layout`, `.compat` and `.sparse.backend` read vLLM's internals; the rest keeps
+to the modules named here.
 
 import-linter sees vLLM as one package, so the finer rule is checked on the syntax tree.
 """
@@ -28,7 +29,8 @@ PUBLIC = (
     "vllm.v1.outputs",
     "vllm.v1.request",
 )
-"""Base classes, the values passed to a connector's hooks, and what vLLM offers to programs; a name covers its submodules."""
+"""Base classes, the values passed to a connector's hooks, and what vLLM offers to programs; a name
+covers its submodules."""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -51,7 +53,10 @@ def main() -> int:
             continue
         for line, name in imported(ast.parse(path.read_text())):
             if not any(name == public or name.startswith(public + ".") for public in PUBLIC):
-                print(f"{path.relative_to(ROOT)}:{line}: {name} is internal to vLLM: reach it through hotkv_vllm.compat or .layout")
+                print(
+                    f"{path.relative_to(ROOT)}:{line}: {name} is internal to vLLM: reach it "
+                    "through hotkv_vllm.compat or .layout"
+                )
                 found = True
     return int(found)
 

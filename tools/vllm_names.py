@@ -1,6 +1,8 @@
-"""What vLLM's sources define, found on their syntax trees: names of modules, members and bases of classes, parameters, annotated types.
+"""What vLLM's sources define, found on their syntax trees: names of modules, members and bases of
+classes, parameters, annotated types.
 
-Nothing is imported or run. What can't be told (names from other packages, unannotated values) is None, and nobody checks it.
+Nothing is imported or run. What can't be told (names from other packages, unannotated values) is
+None, and nobody checks it.
 """
 
 import ast
@@ -11,13 +13,26 @@ from dataclasses import dataclass
 from tools.vllm_sources import Source
 
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
-SEQUENCES = {"list", "List", "Sequence", "Iterable", "Iterator", "set", "Set", "frozenset", "deque", "Collection", "Generator"}
+SEQUENCES = {
+    "list",
+    "List",
+    "Sequence",
+    "Iterable",
+    "Iterator",
+    "set",
+    "Set",
+    "frozenset",
+    "deque",
+    "Collection",
+    "Generator",
+}
 MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "OrderedDict"}
 
 
 @dataclass(frozen=True)
 class Found:
-    """A definition: a class, a function, a variable's assignment, or (node is its tree) a module. `module` is where it stands."""
+    """A definition: a class, a function, a variable's assignment, or (node is its tree) a module.
+    `module` is where it stands."""
 
     module: str
     node: ast.AST
@@ -54,7 +69,14 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
             handlers = [line for handler in getattr(node, "handlers", ()) for line in handler.body]
-            yield from statements([*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ()), *handlers])
+            yield from statements(
+                [
+                    *node.body,
+                    *getattr(node, "orelse", ()),
+                    *getattr(node, "finalbody", ()),
+                    *handlers,
+                ]
+            )
 
 
 class Names:
@@ -74,12 +96,18 @@ class Names:
         return self._trees[name]
 
     def find(self, name: str) -> Found | None:
-        """What a full name such as `vllm.config.VllmConfig` stands for; None if there is nothing, or it comes from another package."""
+        """What a full name such as `vllm.config.VllmConfig` stands for; None if there is nothing,
+        or it comes from another package."""
         module, _, last = name.rpartition(".")
-        return self.lookup(module, last) or (Found(name, tree) if (tree := self.module(name)) is not None else None)
+        return self.lookup(module, last) or (
+            Found(name, tree) if (tree := self.module(name)) is not None else None
+        )
 
-    def lookup(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Found | None:
-        """A name in a module's scope, followed to where it is defined; None for those of other packages. `seen`: names on the way."""
+    def lookup(
+        self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
+    ) -> Found | None:
+        """A name in a module's scope, followed to where it is defined; None for those of other
+        packages. `seen`: names on the way."""
         if seen:
             return self._lookup(module, name, seen)
         if (module, name) not in self._found:
@@ -94,20 +122,32 @@ class Names:
         for node in statements(tree.body):
             if isinstance(node, ast.ClassDef | FunctionDef) and node.name == name:
                 return Found(module, node)
-            if isinstance(node, ast.Assign) and any(name in _targets(target) for target in node.targets):
+            if isinstance(node, ast.Assign) and any(
+                name in _targets(target) for target in node.targets
+            ):
                 return Found(module, node)
             if isinstance(node, ast.AnnAssign) and name in _targets(node.target):
                 return Found(module, node)
-            if isinstance(node, ast.ImportFrom) and (found := self._imported(module, node, name, seen)) is not None:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (found := self._imported(module, node, name, seen)) is not None
+            ):
                 return found
         return None
 
-    def _imported(self, module: str, node: ast.ImportFrom, name: str, seen: frozenset[tuple[str, str]]) -> Found | None:
+    def _imported(
+        self, module: str, node: ast.ImportFrom, name: str, seen: frozenset[tuple[str, str]]
+    ) -> Found | None:
         origin = node.module or ""
         if node.level:
             is_package = self._source.read(f"{module.replace('.', '/')}/__init__.py") is not None
             parts = module.split(".")
-            origin = ".".join([*parts[: len(parts) - node.level + is_package], *([node.module] if node.module else [])])
+            origin = ".".join(
+                [
+                    *parts[: len(parts) - node.level + is_package],
+                    *([node.module] if node.module else []),
+                ]
+            )
         if origin.split(".")[0] != "vllm":
             return None
         for alias in node.names:
@@ -116,10 +156,12 @@ class Names:
             if (alias.asname or alias.name) == name:
                 full = f"{origin}.{alias.name}"
                 tree = self.module(full)
-                return self.lookup(origin, alias.name, seen) or (Found(full, tree) if tree is not None else None)
+                return self.lookup(origin, alias.name, seen) or (
+                    Found(full, tree) if tree is not None else None
+                )
         return None
 
-    # ----------------------------------------------------------------------------------------------------------- classes
+    # -------------------------------------------------------------------------------------- classes
 
     def bases(self, cls: Found) -> list[Found]:
         """A class and its bases of vLLM's, nearest first."""
@@ -127,7 +169,10 @@ class Names:
         found = [cls]
         for base in cls.node.bases:
             expression = base.value if isinstance(base, ast.Subscript) else base
-            if isinstance(expression, ast.Name) and (one := self.lookup(cls.module, expression.id)) is not None:
+            if (
+                isinstance(expression, ast.Name)
+                and (one := self.lookup(cls.module, expression.id)) is not None
+            ):
                 found += self.bases(one) if isinstance(one.node, ast.ClassDef) else []
         return found
 
@@ -139,18 +184,24 @@ class Names:
         return None
 
     def member_of_kin(self, cls: Found, name: str) -> Found | None:
-        """As `member`; also that of a subclass in the class's own module, for values whose annotation names the base."""
+        """As `member`; also that of a subclass in the class's own module, for values whose
+        annotation names the base."""
         if (found := self.member(cls, name)) is not None:
             return found
         tree = self.module(cls.module)
         for node in tree.body if tree is not None else ():
             kin = Found(cls.module, node)
-            if isinstance(node, ast.ClassDef) and cls in self.bases(kin) and (found := self.member(kin, name)) is not None:
+            if (
+                isinstance(node, ast.ClassDef)
+                and cls in self.bases(kin)
+                and (found := self.member(kin, name)) is not None
+            ):
                 return found
         return None
 
     def constructor(self, cls: Found) -> ast.arguments | None:
-        """Parameters of a class's constructor, a dataclass's fields included; None if they can't be told."""
+        """Parameters of a class's constructor, a dataclass's fields included; None if they can't be
+        told."""
         init = self.member(cls, "__init__")
         if init is not None and isinstance(init.node, FunctionDef):
             return init.node.args
@@ -160,28 +211,51 @@ class Names:
             for line in one.node.body  # type: ignore[attr-defined]
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
         ]
-        if not any("dataclass" in ast.unparse(d) or "config" in ast.unparse(d) for d in cls.node.decorator_list):  # type: ignore[attr-defined]
+        if not any(
+            "dataclass" in ast.unparse(d) or "config" in ast.unparse(d)
+            for d in cls.node.decorator_list  # type: ignore[attr-defined]
+        ):
             return None
         names = [ast.arg("self"), *(ast.arg(field.target.id) for field in fields)]  # type: ignore[union-attr]
-        return ast.arguments([], names, None, [], [], None, [field.value for field in fields if field.value is not None])
+        return ast.arguments(
+            [],
+            names,
+            None,
+            [],
+            [],
+            None,
+            [field.value for field in fields if field.value is not None],
+        )
 
-    # ------------------------------------------------------------------------------------------------------------- types
+    # ---------------------------------------------------------------------------------------- types
 
     def annotated(self, module: str, annotation: ast.expr | None) -> Type:
         """The type that an annotation in a module names."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             annotation = ast.parse(annotation.value, mode="eval").body
         if isinstance(annotation, ast.BinOp):
-            return self.annotated(module, annotation.left) or self.annotated(module, annotation.right)
+            return self.annotated(module, annotation.left) or self.annotated(
+                module, annotation.right
+            )
         if isinstance(annotation, ast.Name):
             found = self.lookup(module, annotation.id)
-            return Instance(found) if found is not None and isinstance(found.node, ast.ClassDef) else None
+            return (
+                Instance(found)
+                if found is not None and isinstance(found.node, ast.ClassDef)
+                else None
+            )
         if not isinstance(annotation, ast.Subscript):
             return None
         name = annotation.value.id if isinstance(annotation.value, ast.Name) else ""
-        parts = list(annotation.slice.elts) if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        parts = (
+            list(annotation.slice.elts)
+            if isinstance(annotation.slice, ast.Tuple)
+            else [annotation.slice]
+        )
         types = tuple(self.annotated(module, part) for part in parts)
-        if name in SEQUENCES or (name == "tuple" and len(parts) == 2 and ast.unparse(parts[1]) == "..."):
+        if name in SEQUENCES or (
+            name == "tuple" and len(parts) == 2 and ast.unparse(parts[1]) == "..."
+        ):
             return Items(types[0])
         if name == "tuple":
             return Row(types)
@@ -216,7 +290,11 @@ def own_members(cls: ast.AST) -> dict[str, ast.AST]:
                 continue
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 for one in ast.walk(target):
-                    if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id in ("self", "cls"):
+                    if (
+                        isinstance(one, ast.Attribute)
+                        and isinstance(one.value, ast.Name)
+                        and one.value.id in ("self", "cls")
+                    ):
                         members.setdefault(one.attr, _typed(one, node, arguments))
     return members
 
@@ -224,7 +302,11 @@ def own_members(cls: ast.AST) -> dict[str, ast.AST]:
 def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) -> ast.AST:
     """The assignment of an attribute; with the annotation of the parameter that it keeps."""
     value = getattr(node, "value", None)
-    argument = arguments.get(value.id) if isinstance(node, ast.Assign) and isinstance(value, ast.Name) else None
+    argument = (
+        arguments.get(value.id)
+        if isinstance(node, ast.Assign) and isinstance(value, ast.Name)
+        else None
+    )
     if argument is None or argument.annotation is None:
         return node
     return ast.AnnAssign(target, argument.annotation, None, 0)

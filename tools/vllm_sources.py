@@ -1,7 +1,9 @@
-"""vLLM's Python sources without installing it: of the environment, and of wheels on the package index.
+"""vLLM's Python sources without installing it: of the environment, and of wheels on the package
+index.
 
-Of a wheel only the files that are read get fetched (by range requests; CUDA wheels have hundreds of megabytes), and kept in `cache`. Where
-the index can't be reached a kept wheel does; without one `Unreachable` says why.
+Of a wheel only the files that are read get fetched (by range requests; CUDA wheels have hundreds of
+megabytes), and kept in `cache`. Where the index can't be reached a kept wheel does; without one
+`Unreachable` says why.
 """
 
 import importlib.util
@@ -31,7 +33,8 @@ class Source(Protocol):
     name: str
 
     def read(self, path: str) -> str | None:
-        """A file's text; None if there is no such file. `path`: from the folder that has `vllm`. Raises Unreachable."""
+        """A file's text; None if there is no such file. `path`: from the folder that has `vllm`.
+        Raises Unreachable."""
 
 
 class Installed:
@@ -58,7 +61,9 @@ class Wheel:
         try:
             version, self._url = _newest(line)
         except OSError as error:
-            kept = sorted(folder.parent for folder in cache.glob(f"vllm-{line[0]}.{line[1]}.*/names.txt"))
+            kept = sorted(
+                folder.parent for folder in cache.glob(f"vllm-{line[0]}.{line[1]}.*/names.txt")
+            )
             if not kept:
                 raise Unreachable(f"{INDEX} can't be reached ({error})") from error
             version = kept[-1].name.removeprefix("vllm-")
@@ -106,7 +111,11 @@ def _newest(line: tuple[int, int]) -> tuple[str, str]:
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as page:
         found = WHEEL.findall(page.read().decode())
         address = page.url
-    releases = [(int(patch), version, link) for link, version, major, minor, patch in found if (int(major), int(minor)) == line]
+    releases = [
+        (int(patch), version, link)
+        for link, version, major, minor, patch in found
+        if (int(major), int(minor)) == line
+    ]
     releases = [release for release in releases if re.fullmatch(r"[\d.]+(\.post\d+)?", release[1])]
     if not releases:
         raise Unreachable(f"{INDEX} has no wheel of vLLM {line[0]}.{line[1]}")

@@ -1,13 +1,24 @@
-"""What a module of the connector uses of vLLM, compared with one version's sources: imports, calls, attributes, overridden methods.
+"""What a module of the connector uses of vLLM, compared with one version's sources: imports, calls,
+attributes, overridden methods.
 
-Types are followed from the names in `PARAMETERS` through annotations, assignments and loops. A value whose type can't be told is passed
-over; `num_checked` says how much was not.
+Types are followed from the names in `PARAMETERS` through annotations, assignments and loops. A
+value whose type can't be told is passed over; `num_checked` says how much was not.
 """
 
 import ast
 from collections.abc import Iterator
 
-from tools.vllm_names import Found, FunctionDef, Instance, Items, Names, Row, Type, kind_of, own_members
+from tools.vllm_names import (
+    Found,
+    FunctionDef,
+    Instance,
+    Items,
+    Names,
+    Row,
+    Type,
+    kind_of,
+    own_members,
+)
 
 PARAMETERS = {
     "vllm_config": "vllm.config.VllmConfig",
@@ -19,7 +30,8 @@ PARAMETERS = {
     "connector_output": "vllm.v1.outputs.KVConnectorOutput",
     "blocks": "vllm.v1.core.kv_cache_manager.KVCacheBlocks",
 }
-"""Classes of parameters and attributes that are annotated `Any`, or of another object's attribute of that name (`state.request`)."""
+"""Classes of parameters and attributes that are annotated `Any`, or of another object's attribute
+of that name (`state.request`)."""
 
 OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata"}
 """Empty classes of vLLM's whose values are instances of our subclasses."""
@@ -35,13 +47,22 @@ class Uses:
         self._imports: dict[str, str] = {}
         self.problems: list[str] = []
         self.num_checked = 0
-        self._roots = {name: Instance(found) for name, full in PARAMETERS.items() if (found := names.find(full)) is not None}
+        self._roots = {
+            name: Instance(found)
+            for name, full in PARAMETERS.items()
+            if (found := names.find(full)) is not None
+        }
         for name in set(PARAMETERS) - set(self._roots):
             self.problems.append(f"{PARAMETERS[name]} is not there")
 
     def check(self) -> None:
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm" and not node.level:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.split(".")[0] == "vllm"
+                and not node.level
+            ):
                 self._check_import(node)
         for node in ast.walk(self._tree):
             if isinstance(node, FunctionDef):
@@ -62,7 +83,7 @@ class Uses:
             if self._names.find(full) is None:
                 self._problem(node, f"{full} is not there")
 
-    # --------------------------------------------------------------------------------------------------- classes of ours
+    # ------------------------------------------------------------------------------ classes of ours
 
     def _class(self, cls: ast.ClassDef) -> None:
         for base in cls.bases:
@@ -71,19 +92,32 @@ class Uses:
                 continue
             for name, ours in own_members(cls).items():
                 theirs = self._names.member(found, name)
-                if name != "__init__" and isinstance(ours, FunctionDef) and theirs is not None and isinstance(theirs.node, FunctionDef):
+                if (
+                    name != "__init__"
+                    and isinstance(ours, FunctionDef)
+                    and theirs is not None
+                    and isinstance(theirs.node, FunctionDef)
+                ):
                     self.num_checked += 1
                     if why := refuses(ours, theirs.node):
                         self._problem(ours, f"{cls.name}.{name} {why}")
 
-    # ------------------------------------------------------------------------------------------------------------ values
+    # --------------------------------------------------------------------------------------- values
 
     def _function(self, function: FunctionDef) -> None:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        types: dict[str, Type] = {a.arg: self._roots.get(a.arg) for a in arguments if a.annotation and ast.unparse(a.annotation) == "Any"}
+        types: dict[str, Type] = {
+            a.arg: self._roots.get(a.arg)
+            for a in arguments
+            if a.annotation and ast.unparse(a.annotation) == "Any"
+        }
         for argument in arguments:
             named = self._names.find(self._imports.get(getattr(argument.annotation, "id", ""), ""))
-            if named is not None and isinstance(named.node, ast.ClassDef) and named.node.name not in OURS:
+            if (
+                named is not None
+                and isinstance(named.node, ast.ClassDef)
+                and named.node.name not in OURS
+            ):
                 types[argument.arg] = Instance(named)
         for node in self._in_order(function):
             if isinstance(node, ast.Assign):
@@ -100,12 +134,16 @@ class Uses:
 
     def _in_order(self, node: ast.AST) -> Iterator[ast.AST]:
         """Nodes as Python meets them: the loops of a comprehension before its element."""
-        for child in sorted(ast.iter_child_nodes(node), key=lambda child: not isinstance(child, ast.comprehension)):
+        for child in sorted(
+            ast.iter_child_nodes(node), key=lambda child: not isinstance(child, ast.comprehension)
+        ):
             if not isinstance(child, FunctionDef | ast.ClassDef):
                 yield child
                 yield from self._in_order(child)
 
-    def _bind(self, target: ast.AST, value: Type, expression: ast.expr | None, types: dict[str, Type]) -> None:
+    def _bind(
+        self, target: ast.AST, value: Type, expression: ast.expr | None, types: dict[str, Type]
+    ) -> None:
         if isinstance(target, ast.Name):
             types[target.id] = value
         elif isinstance(target, ast.Tuple):
@@ -142,7 +180,7 @@ class Uses:
         self.num_checked += 1
         found = self._names.member_of_kin(kind.cls, node.attr)
         if found is None:
-            self._problem(node, f"{kind.cls.node.name} has no attribute {node.attr}")  # type: ignore[attr-defined]
+            self._problem(node, (f"{kind.cls.node.name} has no attribute {node.attr}"))  # type: ignore[attr-defined]
             return None
         return self._names.value(found)
 
@@ -153,15 +191,29 @@ class Uses:
         if not isinstance(called, ast.Attribute):
             return None
         kind = self._type(called.value, types)
-        if isinstance(kind, Items) and kind.mapped is not None and called.attr in ("items", "values", "get"):
-            rows: dict[str, Type] = {"items": Items(Row((kind.item, kind.mapped))), "values": Items(kind.mapped), "get": kind.mapped}
+        if (
+            isinstance(kind, Items)
+            and kind.mapped is not None
+            and called.attr in ("items", "values", "get")
+        ):
+            rows: dict[str, Type] = {
+                "items": Items(Row((kind.item, kind.mapped))),
+                "values": Items(kind.mapped),
+                "get": kind.mapped,
+            }
             return rows[called.attr]
         if not isinstance(kind, Instance):
             return None
         found = self._names.member_of_kin(kind.cls, called.attr)
-        if found is None or not isinstance(found.node, FunctionDef) or kind_of(found.node) == "property":
+        if (
+            found is None
+            or not isinstance(found.node, FunctionDef)
+            or kind_of(found.node) == "property"
+        ):
             return None
-        self._check_call(node, called.attr, found.node.args, has_self=kind_of(found.node) != "staticmethod")
+        self._check_call(
+            node, called.attr, found.node.args, has_self=kind_of(found.node) != "staticmethod"
+        )
         return self._names.annotated(found.module, found.node.returns)
 
     def _call_of_name(self, node: ast.Call, name: str, types: dict[str, Type]) -> Type:
@@ -187,7 +239,9 @@ class Uses:
         self._check_call(node, name, found.node.args, has_self=False)
         return self._names.annotated(found.module, found.node.returns)
 
-    def _check_call(self, node: ast.Call, name: str, parameters: ast.arguments, *, has_self: bool) -> None:
+    def _check_call(
+        self, node: ast.Call, name: str, parameters: ast.arguments, *, has_self: bool
+    ) -> None:
         self.num_checked += 1
         if why := cannot_take(node, parameters, has_self=has_self):
             self._problem(node, f"{name} {why}")
@@ -197,15 +251,27 @@ def cannot_take(call: ast.Call, parameters: ast.arguments, *, has_self: bool) ->
     """Why a function does not accept a call; empty if it does."""
     positional = [a.arg for a in (*parameters.posonlyargs, *parameters.args)][int(has_self) :]
     keywords = {*positional, *(a.arg for a in parameters.kwonlyargs)}
-    required = positional[: len(positional) - len(parameters.defaults)] if parameters.defaults else list(positional)
-    required += [a.arg for a, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True) if default is None]
-    is_open = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
+    required = (
+        positional[: len(positional) - len(parameters.defaults)]
+        if parameters.defaults
+        else list(positional)
+    )
+    required += [
+        a.arg
+        for a, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+        if default is None
+    ]
+    is_open = any(isinstance(a, ast.Starred) for a in call.args) or any(
+        k.arg is None for k in call.keywords
+    )
     if len(call.args) > len(positional) and parameters.vararg is None:
         return f"takes {len(positional)} arguments, and gets {len(call.args)}"
     named = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
     if parameters.kwarg is None and named - keywords:
         return f"has no parameter {', '.join(sorted(named - keywords))}"
-    lacking = [name for name in required if name not in named and name not in positional[: len(call.args)]]
+    lacking = [
+        name for name in required if name not in named and name not in positional[: len(call.args)]
+    ]
     return f"needs {', '.join(lacking)}" if lacking and not is_open else ""
 
 
@@ -216,13 +282,19 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
     mine, base = ours.args, theirs.args
     my_names = [a.arg for a in (*mine.posonlyargs, *mine.args)]
     base_names = [a.arg for a in (*base.posonlyargs, *base.args)]
-    for place, name in enumerate(base_names[1:] if kind_of(theirs) != "staticmethod" else base_names, 1):
-        if my_names[place : place + 1] != [name] and not (mine.vararg is not None and mine.kwarg is not None):
+    for place, name in enumerate(
+        base_names[1:] if kind_of(theirs) != "staticmethod" else base_names, 1
+    ):
+        if my_names[place : place + 1] != [name] and not (
+            mine.vararg is not None and mine.kwarg is not None
+        ):
             return f"does not take {name} as vLLM's does"
     more = {a.arg for a in base.kwonlyargs} - {*my_names, *(a.arg for a in mine.kwonlyargs)}
     if more and mine.kwarg is None:
         return f"does not take {', '.join(sorted(more))}"
-    if (base.vararg is not None and mine.vararg is None) or (base.kwarg is not None and mine.kwarg is None):
+    if (base.vararg is not None and mine.vararg is None) or (
+        base.kwarg is not None and mine.kwarg is None
+    ):
         return "takes fewer arguments than vLLM's"
     needed = my_names[len(base_names) : len(my_names) - len(mine.defaults)]
     return f"needs {', '.join(needed)}, which vLLM does not pass" if needed else ""
@@ -234,13 +306,23 @@ def pauses_by(names: Names) -> str:
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"
     callers = {
-        name: {node.func.attr for node in ast.walk(method) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
+        name: {
+            node.func.attr
+            for node in ast.walk(method)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        }
         for name, method in own_members(core.node).items()
         if isinstance(method, FunctionDef)
     }
     resets = {name for name, called in callers.items() if "_reset_caches" in called}
-    if "reset_prefix_cache" not in callers.get("_reset_caches", ()) or resets != {"_finish_pause", "release_kv_cache_memory"}:
-        return f"compat.is_pausing: EngineCore._reset_caches is called by {', '.join(sorted(resets)) or 'nobody'}"
+    if "reset_prefix_cache" not in callers.get("_reset_caches", ()) or resets != {
+        "_finish_pause",
+        "release_kv_cache_memory",
+    }:
+        return (
+            "compat.is_pausing: EngineCore._reset_caches is called by "
+            f"{', '.join(sorted(resets)) or 'nobody'}"
+        )
     return ""
 
 

@@ -1,7 +1,9 @@
-"""An engine without vLLM: KV in torch tensors on a GPU, shown to a real server by the connector's own code, and plain copies beside it.
+"""An engine without vLLM: KV in torch tensors on a GPU, shown to a real server by the connector's
+own code, and plain copies beside it.
 
-Always true: what is compared or overwritten is settled on the device before the server is asked, unless a mark says so. With a `MadeUp`
-device all of it runs without a GPU, server included; then bytes count and times do not.
+Always true: what is compared or overwritten is settled on the device before the server is asked,
+unless a mark says so. With a `MadeUp` device all of it runs without a GPU, server included; then
+bytes count and times do not.
 """
 
 import contextlib
@@ -24,7 +26,17 @@ from hotkv import native
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle
-from hotkv_client import BlockRun, EngineMemory, GroupHashes, LoadRun, Role, Session, SessionConfig, TransferResult, TransferStatus
+from hotkv_client import (
+    BlockRun,
+    EngineMemory,
+    GroupHashes,
+    LoadRun,
+    Role,
+    Session,
+    SessionConfig,
+    TransferResult,
+    TransferStatus,
+)
 from hotkv_client.types import After, Int32s
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from hotkv_server.testing.with_devices import FakeDevices
@@ -124,7 +136,9 @@ class MadeUp:
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, MemoryHandle]:
         self._kept.append(FakeAllocation(num_bytes))
-        return torch.from_numpy(self._kept[-1].array()), MemoryHandle("kv", num_bytes, 0, self._kept[-1].handle, uuid_of(0))
+        return torch.from_numpy(self._kept[-1].array()), MemoryHandle(
+            "kv", num_bytes, 0, self._kept[-1].handle, uuid_of(0)
+        )
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -201,13 +215,16 @@ def find_side(made_up: bool) -> Side:
         print("made-up device: bytes are checked, times mean nothing", file=sys.stderr)
         return MadeUp()
     if not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU; --made-up runs the same without one, for its bytes and not for its times")
+        raise SystemExit(
+            "torch sees no GPU; --made-up runs the same without one, for its bytes and not for "
+            "its times"
+        )
     return Cuda()
 
 
 class GpuServer(Server):
-    """A server with the device, in a folder as `demo.processes.Server`. Where numba is missing, check values are off: without it they take
-    longer than the copies.
+    """A server with the device, in a folder as `demo.processes.Server`. Where numba is missing,
+    check values are off: without it they take longer than the copies.
     """
 
     def __init__(self, side: Side, folder: Path, arena_bytes: int, *flags: str) -> None:
@@ -216,8 +233,21 @@ class GpuServer(Server):
         self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
         self.target = f"unix:{self.runtime_folder}/grpc.sock"
         self.begin_s = time.monotonic()
-        command = [*side.server_command(), "--runtime-dir", str(self.runtime_folder), "--arena.dir", str(folder / "arena")]
-        command += ["--arena.bytes", str(arena_bytes), "--http.port", "-1", "--arena.slab-bytes", str(min(arena_bytes // 16, 64 * MIB))]
+        command = [
+            *side.server_command(),
+            "--runtime-dir",
+            str(self.runtime_folder),
+            "--arena.dir",
+            str(folder / "arena"),
+        ]
+        command += [
+            "--arena.bytes",
+            str(arena_bytes),
+            "--http.port",
+            "-1",
+            "--arena.slab-bytes",
+            str(min(arena_bytes // 16, 64 * MIB)),
+        ]
         command += [] if native.available() else ["--integrity.check", "off"]
         self._child = Child("hotkv-server", [*command, *flags], folder / "hotkv-server.log", {})
 
@@ -230,14 +260,17 @@ class GpuServer(Server):
         return {**answer.pop("devices")[0], **answer}
 
     def wait_settled(self, *, calibrated: bool, timeout_s: float = 90.0) -> dict[str, Any]:
-        """Until all of the arena is pinned and copies are measured; says what `devices` says. Raises ChildError."""
+        """Until all of the arena is pinned and copies are measured; says what `devices` says.
+        Raises ChildError."""
         self.wait_ready(timeout_s)
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             found = self.devices()
             if found["registering_error"] or found["problem"]:
                 raise self._child.error(found["registering_error"] or found["problem"])
-            if found["registered_byte_count"] >= self.arena_bytes and (found["speeds"] or not calibrated):
+            if found["registered_byte_count"] >= self.arena_bytes and (
+                found["speeds"] or not calibrated
+            ):
                 return found
             time.sleep(0.1)
         raise self._child.error(f"not settled: {found}")
@@ -249,14 +282,19 @@ class GpuServer(Server):
 
 
 class Engine:
-    """A worker's session over `memory`, uint8 [bytes] on the device, with marks of the kind that the server took."""
+    """A worker's session over `memory`, uint8 [bytes] on the device, with marks of the kind that
+    the server took."""
 
-    def __init__(self, side: Side, target: str, shape: Shape, *, order: str = "host", model: str = "") -> None:
+    def __init__(
+        self, side: Side, target: str, shape: Shape, *, order: str = "host", model: str = ""
+    ) -> None:
         self.side, self.shape = side, shape
         self.memory, handle = side.allocate(shape.num_bytes)
         self.marks = side.marks(order)
         tensors = shape.tensors()
-        exported = self.marks.beside(ExportedMemory(Layout(0, shape.num_blocks, (handle,), tensors, shape.layout), {}))
+        exported = self.marks.beside(
+            ExportedMemory(Layout(0, shape.num_blocks, (handle,), tensors, shape.layout), {})
+        )
         self._views = [
             torch.as_strided(
                 self.memory,
@@ -270,9 +308,16 @@ class Engine:
         group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (shape.block_bytes,))
         key_space = KeySpace(model or repr(shape), "gpu", "bfloat16", (group,), 16)
         config = SessionConfig(
-            target, os.urandom(8).hex(), Role.WORKER, key_space, reconnect_max_s=0.3, on_state=lambda _, why: self.said.append(why)
+            target,
+            os.urandom(8).hex(),
+            Role.WORKER,
+            key_space,
+            reconnect_max_s=0.3,
+            on_state=lambda _, why: self.said.append(why),
         )
-        self.session = Session(config, EngineMemory(exported.layout, exported.fds, self.marks.order))
+        self.session = Session(
+            config, EngineMemory(exported.layout, exported.fds, self.marks.order)
+        )
         self.session.start()
 
     def connected(self) -> "Engine":
@@ -320,7 +365,9 @@ class Engine:
 
     # Transfers
 
-    def store(self, hashes: Sequence[bytes], ids: Int32s, after: After | None = None) -> "Future[TransferResult]":
+    def store(
+        self, hashes: Sequence[bytes], ids: Int32s, after: After | None = None
+    ) -> "Future[TransferResult]":
         name = os.urandom(8).hex()
         return self.session.store(name, name, [BlockRun(0, hashes, ids)], DEADLINE_S, after=after)
 
@@ -329,13 +376,17 @@ class Engine:
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)], LEASE_S).result(DEADLINE_S)
         if not grant.pinned[0].all():
-            raise AssertionError(f"{int((~grant.pinned[0]).sum())} of {len(hashes)} blocks are not there")
+            raise AssertionError(
+                f"{int((~grant.pinned[0]).sum())} of {len(hashes)} blocks are not there"
+            )
         return name
 
     def load(self, lease: str, ids: Int32s, after: After | None = None) -> "Future[TransferResult]":
         """Of the first blocks of the lease."""
         positions = np.arange(len(ids), dtype=np.int32)
-        return self.session.load(os.urandom(8).hex(), lease, [LoadRun(0, positions, ids)], DEADLINE_S, after=after)
+        return self.session.load(
+            os.urandom(8).hex(), lease, [LoadRun(0, positions, ids)], DEADLINE_S, after=after
+        )
 
 
 def done(transfer: "Future[TransferResult]") -> TransferResult:
@@ -351,7 +402,8 @@ def new_hashes(count: int) -> list[bytes]:
 
 
 class PlainCopies:
-    """Copies of `num_bytes` contiguous bytes between pinned and device memory, by CUDA's plain call: the ceiling."""
+    """Copies of `num_bytes` contiguous bytes between pinned and device memory, by CUDA's plain
+    call: the ceiling."""
 
     def __init__(self, side: Side, num_bytes: int) -> None:
         self._side = side
@@ -399,15 +451,22 @@ def operation_bytes(wanted_bytes: int, arenas: int) -> int:
     while found > 16 * MIB and free < arenas * found + 256 * MIB:
         found //= 2
     if found < wanted_bytes:
-        print(f"{SHM} has {free >> 20} MiB free: operations of {found >> 20} MiB instead of {wanted_bytes >> 20}", file=sys.stderr)
+        print(
+            f"{SHM} has {free >> 20} MiB free: operations of {found >> 20} MiB instead of "
+            f"{wanted_bytes >> 20}",
+            file=sys.stderr,
+        )
     return found
 
 
 def main() -> None:
-    """An engine to be killed: `python -m bench.gpu.engine TARGET BYTES [made-up]` allocates so much, stores and loads without end."""
+    """An engine to be killed: `python -m bench.gpu.engine TARGET BYTES [made-up]` allocates so
+    much, stores and loads without end."""
     side = MadeUp() if "made-up" in sys.argv[3:] else Cuda()
     num_blocks = int(sys.argv[2]) >> 20
-    engine = Engine(side, sys.argv[1], Shape(64 << 10, 16, num_blocks, "LBHNC"), order="auto").connected()
+    engine = Engine(
+        side, sys.argv[1], Shape(64 << 10, 16, num_blocks, "LBHNC"), order="auto"
+    ).connected()
     engine.fill()
     few = np.arange(num_blocks // 4, dtype=np.int32)
     names = new_hashes(len(few))
@@ -422,7 +481,10 @@ def main() -> None:
 def _for_ever(engine: Engine, lease: str, ids: Int32s) -> "Iterator[list[Future[TransferResult]]]":
     while True:
         mark = engine.marks.make(engine.session.order_kind)
-        yield [engine.load(lease, ids + len(ids), mark.after), engine.store(new_hashes(len(ids)), ids, mark.after)]
+        yield [
+            engine.load(lease, ids + len(ids), mark.after),
+            engine.store(new_hashes(len(ids)), ids, mark.after),
+        ]
         engine.marks.done(mark)
 
 

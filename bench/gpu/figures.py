@@ -1,6 +1,8 @@
-"""Figures with targets: what the benchmarks of `bench.gpu` hand over, and the one table of them all.
+"""Figures with targets: what the benchmarks of `bench.gpu` hand over, and the one table of them
+all.
 
-`python -m bench.gpu.figures FOLDER` reads the last line of each `*.json` there, writes `summary.json` beside them and prints the table.
+`python -m bench.gpu.figures FOLDER` reads the last line of each `*.json` there, writes
+`summary.json` beside them and prints the table.
 """
 
 import argparse
@@ -30,30 +32,48 @@ class Figure:
         return self.measured <= self.target if self.at_most else self.measured >= self.target
 
 
-SPARSE_TARGETS = {"score_ratio_rot2u": (0.25, False), "build_share": (0.02, True), "pull_ratio": (0.6, False)}
+SPARSE_TARGETS = {
+    "score_ratio_rot2u": (0.25, False),
+    "build_share": (0.02, True),
+    "pull_ratio": (0.6, False),
+}
 """`bench.gpu.sparse` prints numbers by name; these have targets: how much, and whether at most."""
 
 
 def gpu_parser(description: str) -> argparse.ArgumentParser:
     """Options that the benchmarks with a server share."""
     options = parser(description)
-    options.add_argument("--quick", action="store_true", help="less of everything: to see that it runs")
     options.add_argument(
-        "--made-up", action="store_true", help="without a GPU, over a made-up device: bytes are checked, times mean nothing"
+        "--quick", action="store_true", help="less of everything: to see that it runs"
+    )
+    options.add_argument(
+        "--made-up",
+        action="store_true",
+        help="without a GPU, over a made-up device: bytes are checked, times mean nothing",
     )
     return options
 
 
 def print_figures(figures: Sequence[Figure], details: dict[str, object], *, as_json: bool) -> None:
     """The table, and with `--json` one object as the last line."""
-    print(table(("figure", "measured", "target", "met"), [_row(figure) for figure in figures]), flush=True)
+    print(
+        table(("figure", "measured", "target", "met"), [_row(figure) for figure in figures]),
+        flush=True,
+    )
     if as_json:
         print(json.dumps({"figures": [asdict(figure) for figure in figures], **details}))
 
 
 def _row(figure: Figure) -> tuple[object, ...]:
-    target = "" if figure.target is None else f"{'<=' if figure.at_most else '>='} {figure.target:g}"
-    return figure.name, f"{figure.measured:.3g}", target, {None: "", True: "yes", False: "NO"}[figure.met]
+    target = (
+        "" if figure.target is None else f"{'<=' if figure.at_most else '>='} {figure.target:g}"
+    )
+    return (
+        figure.name,
+        f"{figure.measured:.3g}",
+        target,
+        {None: "", True: "yes", False: "NO"}[figure.met],
+    )
 
 
 def read(path: Path) -> list[Figure]:
@@ -65,7 +85,11 @@ def read(path: Path) -> list[Figure]:
         return []
     if "figures" in found:
         return [Figure(**figure) for figure in found["figures"]]
-    return [Figure(f"sparse: {name}", found[name], *target) for name, target in SPARSE_TARGETS.items() if name in found]
+    return [
+        Figure(f"sparse: {name}", found[name], *target)
+        for name, target in SPARSE_TARGETS.items()
+        if name in found
+    ]
 
 
 def main() -> int:

@@ -1,10 +1,12 @@
-"""Short times on a GPU: from a load's submission to its first byte on the device, a round trip, and an engine thread's time a step.
+"""Short times on a GPU: from a load's submission to its first byte on the device, a round trip, and
+an engine thread's time a step.
 
-`python -m bench.gpu.latency [--json]`, on a machine with a GPU; about half a minute. Each order (`events`, `flags`, `host`) has an
-engine of its own; `host` waits for the device by itself before it submits. The first byte is seen by reading it from the device again
-and again, on a stream of its own; `read` is what one such reading and a nap take: so much is not seen of. A step is what the
-connector's worker does in the engine's thread: a mark, a store behind it, a load behind it, a look at what has ended; without vLLM
-around it.
+`python -m bench.gpu.latency [--json]`, on a machine with a GPU; about half a minute. Each order
+(`events`, `flags`, `host`) has an engine of its own; `host` waits for the device by itself before
+it submits. The first byte is seen by reading it from the device again and again, on a stream of its
+own; `read` is what one such reading and a nap take: so much is not seen of. A step is what the
+connector's worker does in the engine's thread: a mark, a store behind it, a load behind it, a look
+at what has ended; without vLLM around it.
 """
 
 import ctypes
@@ -16,7 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.engine import DEADLINE_S, GIB, Engine, GpuServer, Side, done, find_side, new_hashes, operation_bytes, until
+from bench.gpu.engine import (
+    DEADLINE_S,
+    GIB,
+    Engine,
+    GpuServer,
+    Side,
+    done,
+    find_side,
+    new_hashes,
+    operation_bytes,
+    until,
+)
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.shape import Shape
 from bench.report import median, percentile
@@ -108,7 +121,9 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
     """One order; raises AssertionError where the server took another."""
     num_blocks = 2 * max(SIZES.values())
-    engine = Engine(side, target, Shape(PAGE_BYTES, LAYERS, num_blocks, "LBHNC"), order=order).connected()
+    engine = Engine(
+        side, target, Shape(PAGE_BYTES, LAYERS, num_blocks, "LBHNC"), order=order
+    ).connected()
     try:
         taken = engine.session.order_kind.name.lower()
         engine.fill()
@@ -116,7 +131,10 @@ def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
         names = new_hashes(len(ids))
         done(engine.store(names, ids))
         lease = engine.lease(names)
-        probe, found = FirstBytes(side, engine), {"order": taken, "message": engine.session.order_message}
+        probe, found = (
+            FirstBytes(side, engine),
+            {"order": taken, "message": engine.session.order_message},
+        )
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in SIZES}
         reads = []
         for _ in range(rounds):
@@ -135,9 +153,16 @@ def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
             **found,
             "read_us": median(reads) * 1e6,
             "ping_us": median(pings) * 1e6,
-            "first_us": {name: median([first for first, _ in pairs]) * 1e6 for name, pairs in times.items()},
-            "first_p90_us": {name: percentile([first for first, _ in pairs], 0.9) * 1e6 for name, pairs in times.items()},
-            "whole_us": {name: median([whole for _, whole in pairs]) * 1e6 for name, pairs in times.items()},
+            "first_us": {
+                name: median([first for first, _ in pairs]) * 1e6 for name, pairs in times.items()
+            },
+            "first_p90_us": {
+                name: percentile([first for first, _ in pairs], 0.9) * 1e6
+                for name, pairs in times.items()
+            },
+            "whole_us": {
+                name: median([whole for _, whole in pairs]) * 1e6 for name, pairs in times.items()
+            },
             "step_us": median(steps),
             "step_p99_us": percentile(steps, 0.99),
         }
@@ -153,16 +178,39 @@ def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> No
         first, whole = one["first_us"], one["whole_us"]
         cells = [f"{first[name]:.0f} / {whole[name]:.0f}" for name in SIZES]
         steps = f"{one['step_us']:.0f} / {one['step_p99_us']:.0f}"
-        rows.append((order, one["order"], f"{one['ping_us']:.0f}", f"{one['read_us']:.0f}", *cells, steps))
+        rows.append(
+            (order, one["order"], f"{one['ping_us']:.0f}", f"{one['read_us']:.0f}", *cells, steps)
+        )
         target = FIRST_BYTE_TARGET_US if one["order"] != "host" else None
-        name = f"submission to first byte, {HEADLINE}, order {order}{'' if one['order'] == order else ' (got ' + one['order'] + ')'}, us"
+        name = (
+            f"submission to first byte, {HEADLINE}, order "
+            f"{order}{'' if one['order'] == order else ' (got ' + one['order'] + ')'}, us"
+        )
         figures.append(Figure(name, first[HEADLINE], target, True))
-        figures.append(Figure(f"engine's thread a step, order {order}, us", one["step_us"], STEP_TARGET_US, True))
-    print(table(("order", "taken", "ping us", "read us", *(f"{name}: first / whole us" for name in SIZES), "step us / p99"), rows))
+        figures.append(
+            Figure(
+                f"engine's thread a step, order {order}, us", one["step_us"], STEP_TARGET_US, True
+            )
+        )
+    print(
+        table(
+            (
+                "order",
+                "taken",
+                "ping us",
+                "read us",
+                *(f"{name}: first / whole us" for name in SIZES),
+                "step us / p99",
+            ),
+            rows,
+        )
+    )
     for order, one in found.items():
         if one["message"]:
             print(f"{order}: {one['message']}")
-    print_figures(figures, {"device": side.name, "made_up": side.is_made_up, "orders": found}, as_json=as_json)
+    print_figures(
+        figures, {"device": side.name, "made_up": side.is_made_up, "orders": found}, as_json=as_json
+    )
 
 
 def main() -> int:
@@ -173,12 +221,18 @@ def main() -> int:
     side, rounds = find_side(options.made_up), 20 if options.quick or options.made_up else 150
     arena_bytes = operation_bytes(GIB, 1)
     found: dict[str, dict[str, Any]] = {}
-    with ends_cleanly(), runtime_folder(arena_bytes) as folder, GpuServer(side, folder, arena_bytes) as server:
+    with (
+        ends_cleanly(),
+        runtime_folder(arena_bytes) as folder,
+        GpuServer(side, folder, arena_bytes) as server,
+    ):
         try:
             server.wait_settled(calibrated=not side.is_made_up)
             for order in ORDERS:
                 found[order] = measure(side, server.target, order, rounds)
-            until(lambda: server.devices()["open_allocation_count"] == 0, "closing of engines' memory")
+            until(
+                lambda: server.devices()["open_allocation_count"] == 0, "closing of engines' memory"
+            )
         finally:
             report(side, found, as_json=options.json)
     return 0

@@ -1,9 +1,11 @@
-"""Each way of giving copies to the device beside `auto`: how fast it is, and what matrix products in the engine lose while it loads.
+"""Each way of giving copies to the device beside `auto`: how fast it is, and what matrix products
+in the engine lose while it loads.
 
-`python -m bench.gpu.methods [--json]`, on a machine with a GPU; about 20 s a method. A server a method, 1 GiB an operation, pages of
-layout LBHNC, every load compared. The products run in a loop in the engine's process, in bfloat16, the copies in the server's; windows
-with and without loads take turns. `plain`: what the loop loses while this process itself does nothing but plain copies to the device, the
-least that loads can cost.
+`python -m bench.gpu.methods [--json]`, on a machine with a GPU; about 20 s a method. A server a
+method, 1 GiB an operation, pages of layout LBHNC, every load compared. The products run in a loop
+in the engine's process, in bfloat16, the copies in the server's; windows with and without loads
+take turns. `plain`: what the loop loses while this process itself does nothing but plain copies to
+the device, the least that loads can cost.
 """
 
 import sys
@@ -16,7 +18,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from bench.gpu.engine import DEADLINE_S, GIB, MIB, Engine, GpuServer, PlainCopies, Side, done, find_side, new_hashes, operation_bytes
+from bench.gpu.engine import (
+    DEADLINE_S,
+    GIB,
+    MIB,
+    Engine,
+    GpuServer,
+    PlainCopies,
+    Side,
+    done,
+    find_side,
+    new_hashes,
+    operation_bytes,
+)
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.shape import Shape
 from bench.gpu.transfer import ARENA_OPERATIONS, layers_of, measure
@@ -76,7 +90,9 @@ class Loss:
         return self.copies * num_bytes / sum(self.beside_ms) / 1e6
 
 
-def loss_of(products: Products, background: Callable[[Callable[[], None]], "Background"], rounds: int) -> Loss:
+def loss_of(
+    products: Products, background: Callable[[Callable[[], None]], "Background"], rounds: int
+) -> Loss:
     """Windows in turns: alone, and with the background at work."""
     found = Loss()
     products.window_ms()
@@ -128,9 +144,14 @@ class Background:
             self._begun.set()
 
 
-def loss_beside_loads(side: Side, target: str, products: Products, shape: Shape, rounds: int) -> Loss:
+def loss_beside_loads(
+    side: Side, target: str, products: Products, shape: Shape, rounds: int
+) -> Loss:
     """With the server loading operations of half the shape's blocks back to back."""
-    engine, ids = Engine(side, target, shape).connected(), np.arange(shape.num_blocks // 2, dtype=np.int32)
+    engine, ids = (
+        Engine(side, target, shape).connected(),
+        np.arange(shape.num_blocks // 2, dtype=np.int32),
+    )
     try:
         engine.fill()
         names = new_hashes(len(ids))
@@ -162,7 +183,8 @@ def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds
 
 @dataclass(slots=True)
 class Found:
-    """What was measured so far. `ratios`: of plain copies, by method and page bytes, then direction; `losses`, `rates_gb_s`: by method."""
+    """What was measured so far. `ratios`: of plain copies, by method and page bytes, then
+    direction; `losses`, `rates_gb_s`: by method."""
 
     side: Side
     ratios: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
@@ -174,18 +196,39 @@ class Found:
 
     def row(self, method: str) -> tuple[object, ...]:
         found = self.ratios.get(method, {})
-        cells = (f"{found[size]['store']:.2f} / {found[size]['load']:.2f}" if size in found else "" for size in PAGES)
+        cells = (
+            f"{found[size]['store']:.2f} / {found[size]['load']:.2f}" if size in found else ""
+            for size in PAGES
+        )
         return (method, *cells, f"{self.losses[method]:.3f}", f"{self.rates_gb_s[method]:.1f}")
 
     def report(self, *, as_json: bool) -> None:
         rows = [self.row(method) for method in self.losses]
-        print(table(("method", *(f"{size >> 10} KiB" for size in PAGES), "products lose", "while GB/s"), rows))
+        print(
+            table(
+                ("method", *(f"{size >> 10} KiB" for size in PAGES), "products lose", "while GB/s"),
+                rows,
+            )
+        )
         figures = [
-            Figure(f"matrix products lose while loads run, {method}", loss, None if method == "plain" else LOSS_TARGET, True)
+            Figure(
+                f"matrix products lose while loads run, {method}",
+                loss,
+                None if method == "plain" else LOSS_TARGET,
+                True,
+            )
             for method, loss in self.losses.items()
         ]
-        details: dict[str, object] = {"losses": self.losses, "rates_gb_s": self.rates_gb_s, "ratios": self.ratios}
-        print_figures(figures, {"device": self.side.name, "made_up": self.side.is_made_up, **details}, as_json=as_json)
+        details: dict[str, object] = {
+            "losses": self.losses,
+            "rates_gb_s": self.rates_gb_s,
+            "ratios": self.ratios,
+        }
+        print_figures(
+            figures,
+            {"device": self.side.name, "made_up": self.side.is_made_up, **details},
+            as_json=as_json,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,32 +244,49 @@ class Plan:
         return Shape(page_bytes, layers, 2 * self.op_bytes // layers // page_bytes, "LBHNC")
 
 
-def measure_method(found: Found, method: str, plan: Plan, plain: PlainCopies, products: Products) -> None:
+def measure_method(
+    found: Found, method: str, plan: Plan, plain: PlainCopies, products: Products
+) -> None:
     """With a server of its own."""
     side, arena_bytes = found.side, ARENA_OPERATIONS * plan.op_bytes
-    with runtime_folder(arena_bytes) as folder, GpuServer(side, folder, arena_bytes, "--copy.method", method) as server:
+    with (
+        runtime_folder(arena_bytes) as folder,
+        GpuServer(side, folder, arena_bytes, "--copy.method", method) as server,
+    ):
         server.wait_settled(calibrated=method == "auto" and not side.is_made_up)
         lost = loss_beside_loads(side, server.target, products, plan.shape(LOSS_PAGE), plan.windows)
         found.lose(method, lost, plan.op_bytes)
         for page_bytes in PAGES:
-            times = measure(side, server.target, plain, plan.shape(page_bytes), plan.rounds, with_both=False)
+            times = measure(
+                side, server.target, plain, plan.shape(page_bytes), plan.rounds, with_both=False
+            )
             found.ratios.setdefault(method, {})[page_bytes] = times.ratios()
 
 
 def main() -> int:
     """Command line."""
     flags = gpu_parser("Time each method of copying, and what it costs an engine's kernels.")
-    flags.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="those, in this order")
-    flags.add_argument("--seconds", type=float, default=600, help="begin no further method after so long")
+    flags.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=METHODS, help="those, in this order"
+    )
+    flags.add_argument(
+        "--seconds", type=float, default=600, help="begin no further method after so long"
+    )
     options = flags.parse_args()
     side, begin_s = find_side(options.made_up), time.monotonic()
     short = options.quick or options.made_up
-    plan = Plan(operation_bytes(16 * MIB if options.made_up else GIB, ARENA_OPERATIONS), 2 if short else 3, 2 if short else 8)
+    plan = Plan(
+        operation_bytes(16 * MIB if options.made_up else GIB, ARENA_OPERATIONS),
+        2 if short else 3,
+        2 if short else 8,
+    )
     found = Found(side)
     with ends_cleanly():
         try:
             plain, products = PlainCopies(side, plan.op_bytes), Products(side)
-            found.lose("plain", loss_beside_plain(side, products, plain, plan.windows), plan.op_bytes)
+            found.lose(
+                "plain", loss_beside_plain(side, products, plain, plan.windows), plan.op_bytes
+            )
             for method in options.methods:
                 if time.monotonic() - begin_s < options.seconds:
                     measure_method(found, method, plan, plain, products)

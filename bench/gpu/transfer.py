@@ -1,8 +1,10 @@
-"""Store and load through the server, 1 GiB an operation, beside plain pinned copies of as many bytes in one run, in turns.
+"""Store and load through the server, 1 GiB an operation, beside plain pinned copies of as many
+bytes in one run, in turns.
 
-`python -m bench.gpu.transfer [--json]`, on a machine with a GPU; about a minute, 6 GiB of device memory, 8 GiB of the host's. Times are
-from the client's call to its answer, leases apart. Ratios are to the plain copy's rate, in its direction; for both directions at once, to
-that of plain copies both ways at once. Every load is compared on the device.
+`python -m bench.gpu.transfer [--json]`, on a machine with a GPU; about a minute, 6 GiB of device
+memory, 8 GiB of the host's. Times are from the client's call to its answer, leases apart. Ratios
+are to the plain copy's rate, in its direction; for both directions at once, to that of plain copies
+both ways at once. Every load is compared on the device.
 """
 
 import sys
@@ -12,7 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.engine import GIB, MIB, Engine, GpuServer, PlainCopies, Side, done, find_side, new_hashes, operation_bytes
+from bench.gpu.engine import (
+    GIB,
+    MIB,
+    Engine,
+    GpuServer,
+    PlainCopies,
+    Side,
+    done,
+    find_side,
+    new_hashes,
+    operation_bytes,
+)
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.shape import Shape
 from bench.report import median
@@ -26,7 +39,8 @@ LAYOUTS = ("LBHNC", "BLHNC")
 TARGETS = {4 << 10: None, 16 << 10: 0.7, 64 << 10: 0.9, 256 << 10: 0.9, 2 << 20: 0.9}
 BOTH_TARGET = 0.8
 ARENA_OPERATIONS = 5
-"""What is leased, and room for what is stored meanwhile; after that a store evicts as much as it brings."""
+"""What is leased, and room for what is stored meanwhile; after that a store evicts as much as it
+brings."""
 
 
 def layers_of(page_bytes: int, operation_bytes: int) -> int:
@@ -48,11 +62,24 @@ class Times:
 
     def ratios(self) -> dict[str, float]:
         """Of the ceiling, by what was done."""
-        return {what: self.median(f"plain {what}") / self.median(what) for what in ("store", "load", "both") if what in self.seconds}
+        return {
+            what: self.median(f"plain {what}") / self.median(what)
+            for what in ("store", "load", "both")
+            if what in self.seconds
+        }
 
 
-def measure(side: Side, target: str, plain: PlainCopies, shape: Shape, rounds: int, *, with_both: bool = True) -> Times:
-    """One layout and page size, in turns with the ceilings. `shape` has the blocks of two operations."""
+def measure(
+    side: Side,
+    target: str,
+    plain: PlainCopies,
+    shape: Shape,
+    rounds: int,
+    *,
+    with_both: bool = True,
+) -> Times:
+    """One layout and page size, in turns with the ceilings. `shape` has the blocks of two
+    operations."""
     engine, times, count = Engine(side, target, shape).connected(), Times(), shape.num_blocks // 2
     try:
         engine.fill()
@@ -93,16 +120,38 @@ def figures_of(found: dict[tuple[str, int], Times]) -> list[Figure]:
         if ratios:
             for what in ("store", "load"):
                 worst = min(ratio[what] for ratio in ratios)
-                figures.append(Figure(f"{what}, pages of {page_bytes >> 10} KiB, of plain copy", worst, target))
-    both = [(times.ratios()["both"], size) for (_, size), times in found.items() if (TARGETS[size] or 0) >= BOTH_TARGET]
+                figures.append(
+                    Figure(f"{what}, pages of {page_bytes >> 10} KiB, of plain copy", worst, target)
+                )
+    both = [
+        (times.ratios()["both"], size)
+        for (_, size), times in found.items()
+        if (TARGETS[size] or 0) >= BOTH_TARGET
+    ]
     if both:
-        figures.append(Figure("store and load at once, pages from 64 KiB up, of plain copies both ways", min(both)[0], BOTH_TARGET))
+        figures.append(
+            Figure(
+                "store and load at once, pages from 64 KiB up, of plain copies both ways",
+                min(both)[0],
+                BOTH_TARGET,
+            )
+        )
     return figures
 
 
-def report(side: Side, op_bytes: int, found: dict[tuple[str, int], Times], devices: dict[str, Any], *, as_json: bool) -> None:
+def report(
+    side: Side,
+    op_bytes: int,
+    found: dict[tuple[str, int], Times],
+    devices: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
     """What there is of it."""
-    speeds = {(s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"] for s in devices.get("speeds", ())}
+    speeds = {
+        (s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"]
+        for s in devices.get("speeds", ())
+    }
     methods = list(dict.fromkeys(method for _, _, method in speeds))
     rows = [
         (way, size >> 10, *(f"{speeds.get((way, size, method), 0.0):.1f}" for method in methods))
@@ -130,7 +179,11 @@ def main() -> int:
     rounds, arena_bytes = 2 if options.quick or options.made_up else 6, ARENA_OPERATIONS * op_bytes
     found: dict[tuple[str, int], Times] = {}
     devices: dict[str, Any] = {}
-    with ends_cleanly(), runtime_folder(arena_bytes) as folder, GpuServer(side, folder, arena_bytes) as server:
+    with (
+        ends_cleanly(),
+        runtime_folder(arena_bytes) as folder,
+        GpuServer(side, folder, arena_bytes) as server,
+    ):
         try:
             devices = server.wait_settled(calibrated=not side.is_made_up)
             print(f"{side.name}: arena pinned in {devices['registering_s']:.1f} s", flush=True)
@@ -141,8 +194,14 @@ def main() -> int:
                     shape = Shape(page_bytes, layers, 2 * op_bytes // layers // page_bytes, layout)
                     times = measure(side, server.target, plain, shape, rounds)
                     found[layout, page_bytes] = times
-                    rates = ", ".join(f"{name} {op_bytes / times.median(name) / 1e9:.1f}" for name in times.seconds)
-                    print(f"{layout} pages of {page_bytes >> 10} KiB, GB/s each way: {rates}", flush=True)
+                    rates = ", ".join(
+                        f"{name} {op_bytes / times.median(name) / 1e9:.1f}"
+                        for name in times.seconds
+                    )
+                    print(
+                        f"{layout} pages of {page_bytes >> 10} KiB, GB/s each way: {rates}",
+                        flush=True,
+                    )
             devices = server.devices()
         finally:
             report(side, op_bytes, found, devices, as_json=options.json)

@@ -1,7 +1,8 @@
 """Clients that mean no good, until they are killed: `python -m bench.load.hostile TARGET KIND`.
 
-flood: calls without waiting for answers. garbage: bytes that are no messages, streams that say nonsense. deaf: a session that asks for
-much and never reads. spin: no client at all, only a process that keeps a processor busy: what the others are compared with.
+flood: calls without waiting for answers. garbage: bytes that are no messages, streams that say
+nonsense. deaf: a session that asks for much and never reads. spin: no client at all, only a process
+that keeps a processor busy: what the others are compared with.
 """
 
 import contextlib
@@ -44,7 +45,9 @@ def garbage(target: str) -> None:
     """Random bytes to a unary method and to the session's stream."""
     with grpc.insecure_channel(target) as channel:
         unary = channel.unary_unary(LOOKUP, request_serializer=_as_is, response_deserializer=_as_is)
-        stream = channel.stream_stream(CONNECT, request_serializer=_as_is, response_deserializer=_as_is)
+        stream = channel.stream_stream(
+            CONNECT, request_serializer=_as_is, response_deserializer=_as_is
+        )
         while True:
             with contextlib.suppress(grpc.RpcError):
                 unary(os.urandom(2000), timeout=1)
@@ -79,7 +82,12 @@ def spin(target: str) -> None:
         sum(range(100_000))
 
 
-KINDS: dict[str, Callable[[str], None]] = {"flood": flood, "garbage": garbage, "deaf": deaf, "spin": spin}
+KINDS: dict[str, Callable[[str], None]] = {
+    "flood": flood,
+    "garbage": garbage,
+    "deaf": deaf,
+    "spin": spin,
+}
 
 
 if __name__ == "__main__":

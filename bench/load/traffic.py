@@ -1,8 +1,10 @@
-"""Traffic of many sessions from one process: lookups, stores and loads, as fast as they are answered or at a given rate.
+"""Traffic of many sessions from one process: lookups, stores and loads, as fast as they are
+answered or at a given rate.
 
-`python -m bench.load.traffic TARGET SESSIONS SECONDS RATE SEED` prints one JSON object: operations done by kind, errors by reason, and
-latencies of lookups in ms. RATE: operations a second over all sessions, open loop (latency counts from the moment an operation was due);
-0 for closed loop. Sessions share a universe of blocks, four times what the arena holds.
+`python -m bench.load.traffic TARGET SESSIONS SECONDS RATE SEED` prints one JSON object: operations
+done by kind, errors by reason, and latencies of lookups in ms. RATE: operations a second over all
+sessions, open loop (latency counts from the moment an operation was due); 0 for closed loop.
+Sessions share a universe of blocks, four times what the arena holds.
 """
 
 import collections
@@ -49,7 +51,12 @@ class Client:
         self.hashes = hashes
         self.random = random.Random(seed * 1000 + number)
         self.engine = PagedEngine(
-            target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES, model="soak", engine_id=f"soak-{seed}-{number}"
+            target,
+            layers=LAYERS,
+            num_blocks=NUM_BLOCKS,
+            page_bytes=PAGE_BYTES,
+            model="soak",
+            engine_id=f"soak-{seed}-{number}",
         ).connect(60.0)
         self.count = 0
 
@@ -77,7 +84,13 @@ class Client:
 
     def kind(self) -> str:
         chance = self.random.random()
-        return "lookup" if chance < LOOKUP_SHARE else "store" if chance < LOOKUP_SHARE + STORE_SHARE else "load"
+        return (
+            "lookup"
+            if chance < LOOKUP_SHARE
+            else "store"
+            if chance < LOOKUP_SHARE + STORE_SHARE
+            else "load"
+        )
 
     def chain(self) -> list[bytes]:
         start = self.random.randrange(0, UNIVERSE_BLOCKS - BLOCKS_A_CALL, BLOCKS_A_CALL)
@@ -89,28 +102,44 @@ class Client:
     def store(self) -> None:
         self.count += 1
         run = BlockRun(0, self.chain(), np.arange(BLOCKS_A_CALL, dtype=np.int32))
-        self.engine.session.store(f"s{self.count}", f"s{self.count}", [run], CALL_TIMEOUT_S).result(CALL_TIMEOUT_S)
+        self.engine.session.store(f"s{self.count}", f"s{self.count}", [run], CALL_TIMEOUT_S).result(
+            CALL_TIMEOUT_S
+        )
 
     def load(self) -> None:
         self.count += 1
         name = f"l{self.count}"
-        pinned = self.engine.session.acquire(name, [GroupHashes(0, self.chain())]).result(CALL_TIMEOUT_S).pinned[0]
+        pinned = (
+            self.engine.session.acquire(name, [GroupHashes(0, self.chain())])
+            .result(CALL_TIMEOUT_S)
+            .pinned[0]
+        )
         positions = np.flatnonzero(pinned).astype(np.int32)
         if len(positions):
             ids = np.arange(32, 32 + len(positions), dtype=np.int32)
-            self.engine.session.load(name, name, [LoadRun(0, positions, ids)], CALL_TIMEOUT_S).result(CALL_TIMEOUT_S)
+            self.engine.session.load(
+                name, name, [LoadRun(0, positions, ids)], CALL_TIMEOUT_S
+            ).result(CALL_TIMEOUT_S)
         self.engine.session.release(name)
 
 
 def main() -> int:
     """Command line."""
-    target, sessions, seconds, rate, seed = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
+    target, sessions, seconds, rate, seed = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        float(sys.argv[3]),
+        float(sys.argv[4]),
+        int(sys.argv[5]),
+    )
     hashes = universe()
     clients = [Client(target, number, hashes, seed) for number in range(sessions)]
     print("connected", flush=True)
     sys.stdin.readline()
     until_s = time.monotonic() + seconds
-    threads = [threading.Thread(target=client.run, args=(until_s, rate / sessions)) for client in clients]
+    threads = [
+        threading.Thread(target=client.run, args=(until_s, rate / sessions)) for client in clients
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -121,7 +150,10 @@ def main() -> int:
         total.errors += client.tally.errors
         total.lookups_ms += client.tally.lookups_ms
         client.engine.close()
-    print(json.dumps({"done": total.done, "errors": total.errors, "lookups_ms": total.lookups_ms}), flush=True)
+    print(
+        json.dumps({"done": total.done, "errors": total.errors, "lookups_ms": total.lookups_ms}),
+        flush=True,
+    )
     return 0
 
 

@@ -1,1 +1,2 @@
-"""The parts of `bench.sparse_quality`: a model's forward pass, texts, the KV pages of many variants, and the decode that compares them."""
+"""The parts of `bench.sparse_quality`: a model's forward pass, texts, the KV pages of many
+variants, and the decode that compares them."""

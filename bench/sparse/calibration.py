@@ -1,9 +1,11 @@
-"""What variants know of a model before they see a text: centres of its keys, with their biases, and the moments that `mix` takes.
+"""What variants know of a model before they see a text: centres of its keys, with their biases, and
+the moments that `mix` takes.
 
 A centre's name is what follows the `+` of a scorer's name:
 - `mu`: from another text, all of it.
 - `mu2k`: from the first 2048 tokens of that other text.
-- `own`: from the first 2048 tokens of the text itself, as an engine could take it from the prompt that it has just computed.
+- `own`: from the first 2048 tokens of the text itself, as an engine could take it from the prompt
+  that it has just computed.
 - `file`: from a file that `hotkv_vllm.sparse.calibrate` wrote.
 
 Shapes: H KV heads, Q query heads, D channels, S tokens, N sampled tokens.
@@ -29,7 +31,8 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What one text gives: centres from all of it and from its beginning, and the moments of all."""
+    """What one text gives: centres from all of it and from its beginning, and the moments of
+    all."""
 
     moments_L: Sequence[Moments]
     whole_L: Sequence[LayerCentre]
@@ -39,7 +42,11 @@ class Own:
     def of(dense: Dense) -> "Own":
         """What a dense pass has seen."""
         num_tokens = dense.keys_LHSD[0].shape[1]
-        return Own(dense.moments_L, _centres(dense, num_tokens), _centres(dense, min(SHORT_TOKENS, num_tokens)))
+        return Own(
+            dense.moments_L,
+            _centres(dense, num_tokens),
+            _centres(dense, min(SHORT_TOKENS, num_tokens)),
+        )
 
 
 def _centres(dense: Dense, num_tokens: int) -> tuple[LayerCentre, ...]:
@@ -49,18 +56,34 @@ def _centres(dense: Dense, num_tokens: int) -> tuple[LayerCentre, ...]:
         keys_SHD = keys_HSD[:, :num_tokens].transpose(0, 1).contiguous().numpy()
         queries_NQD = query_QND[:, : len(positions)].transpose(0, 1).contiguous().numpy()
         mu_HD = keys_SHD[FIRST_TOKENS:].mean(axis=0)
-        found.append(LayerCentre(mu_HD, {name: measured_bias(name, mu_HD, keys_SHD, queries_NQD, positions) for name in TOKEN_FORMATS}))
+        found.append(
+            LayerCentre(
+                mu_HD,
+                {
+                    name: measured_bias(name, mu_HD, keys_SHD, queries_NQD, positions)
+                    for name in TOKEN_FORMATS
+                },
+            )
+        )
     return tuple(found)
 
 
 def calibration(other: Own, own: Own, file: Centres | None, first_layer: int) -> Calibration:
-    """For a text that gives `own`, beside another that gives `other`; ValueError where a file is of another model."""
-    centres: dict[str, Sequence[LayerCentre | None]] = {"mu": other.whole_L, "mu2k": other.short_L, "own": own.short_L}
+    """For a text that gives `own`, beside another that gives `other`; ValueError where a file is of
+    another model."""
+    centres: dict[str, Sequence[LayerCentre | None]] = {
+        "mu": other.whole_L,
+        "mu2k": other.short_L,
+        "own": own.short_L,
+    }
     if file is not None:
-        centres["file"] = [file.layers.get(first_layer + layer) for layer in range(len(own.whole_L))]
+        centres["file"] = [
+            file.layers.get(first_layer + layer) for layer in range(len(own.whole_L))
+        ]
         for mine, layer in zip(own.whole_L, centres["file"], strict=True):
             if layer is not None and layer.mu.shape != mine.mu.shape:
                 raise ValueError(
-                    f"--centres: a layer has {list(layer.mu.shape)} channels, the model {list(mine.mu.shape)}; calibrate this model"
+                    f"--centres: a layer has {list(layer.mu.shape)} channels, the model "
+                    f"{list(mine.mu.shape)}; calibrate this model"
                 )
     return Calibration(other.moments_L, centres)

@@ -1,7 +1,9 @@
-"""A variant at work: from a step's query to the blocks that it attends to, with what `hotkv_sparse` itself does at every stage.
+"""A variant at work: from a step's query to the blocks that it attends to, with what `hotkv_sparse`
+itself does at every stage.
 
-A `Chooser` is one variant over one text. Representations are built when blocks fill and hot sets live as they do in an engine; the
-only copies that are missing are those of keys and values, which all lie in memory anyway.
+A `Chooser` is one variant over one text. Representations are built when blocks fill and hot sets
+live as they do in an engine; the only copies that are missing are those of keys and values, which
+all lie in memory anyway.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
 """
@@ -24,7 +26,8 @@ USUAL_SETS = 2
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`blocks_of_set`: int32, ascending, for all KV heads or for each; `num_moved`: blocks that came in for this step, all sets."""
+    """`blocks_of_set`: int32, ascending, for all KV heads or for each; `num_moved`: blocks that
+    came in for this step, all sets."""
 
     blocks_of_set: tuple[I32, ...]
     num_moved: int
@@ -32,7 +35,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a step selects from: `always_log_mass` float32 [Q] of what is always kept; `block_mass` [Q, B], exact, if it is known."""
+    """What a step selects from: `always_log_mass` float32 [Q] of what is always kept; `block_mass`
+    [Q, B], exact, if it is known."""
 
     tokens: int
     query_QD: F32
@@ -41,9 +45,18 @@ class Context:
 
 
 class Chooser:
-    """See the module. `scorer` knows the first `num_shared` tokens, which are those before the first step; none where none is needed."""
+    """See the module. `scorer` knows the first `num_shared` tokens, which are those before the
+    first step; none where none is needed."""
 
-    def __init__(self, variant: Variant, num_layers: int, kv_heads: int, num_shared: int, max_tokens: int, scorer: Scorer | None) -> None:
+    def __init__(
+        self,
+        variant: Variant,
+        num_layers: int,
+        kv_heads: int,
+        num_shared: int,
+        max_tokens: int,
+        scorer: Scorer | None,
+    ) -> None:
         self.variant = variant
         self.config = variant.config()
         self.kv_heads = kv_heads
@@ -53,7 +66,10 @@ class Chooser:
         self._last: list[list[Selection | None]] = [[None] * num_sets for _ in range(num_layers)]
         capacity = USUAL_SETS * self.config.budget_blocks(max_tokens, variant.block_tokens)
         num_hot = num_sets if variant.freshness == LRU else 0
-        self._hot = [[HotSet(capacity, policy=self.config.cache_policy) for _ in range(num_hot)] for _ in range(num_layers)]
+        self._hot = [
+            [HotSet(capacity, policy=self.config.cache_policy) for _ in range(num_hot)]
+            for _ in range(num_layers)
+        ]
 
     def span(self, context_tokens: int) -> Span:
         """What is always kept of a context, and what is chosen from."""
@@ -78,7 +94,12 @@ class Chooser:
         # There is nothing before the first step; it uses its own.
         last = [before or now for before, now in zip(self._last[layer], selections, strict=True)]
         self._last[layer] = list(selections)
-        return Choice(tuple(np.union1d(selection.blocks, where.always).astype(np.int32) for selection in last), 0)
+        return Choice(
+            tuple(
+                np.union1d(selection.blocks, where.always).astype(np.int32) for selection in last
+            ),
+            0,
+        )
 
     def _select(self, layer: int, where: Span, context: Context) -> list[Selection]:
         if self._scorer:
@@ -89,21 +110,30 @@ class Chooser:
         weights = aggregate(scores, context.always_log_mass, self.kv_heads)
         of_sets = [(weights.shared, weights.always_shared)]
         if not self.variant.shared:
-            of_sets = [(weights.per_head[head], float(weights.always[head])) for head in range(self.kv_heads)]
+            of_sets = [
+                (weights.per_head[head], float(weights.always[head]))
+                for head in range(self.kv_heads)
+            ]
         budget = self.config.budget_blocks(context.tokens, self.variant.block_tokens)
         if self.variant.freshness == LRU and self._hot[layer][0].span.count == 0:
             # A sequence starts with a full hot set: prefill has just had everything on the device.
             budget *= USUAL_SETS
         return [select(of_set, always_mass, where, budget) for of_set, always_mass in of_sets]
 
-    def _through_hot_sets(self, layer: int, where: Span, context_tokens: int, selections: Sequence[Selection]) -> Choice:
+    def _through_hot_sets(
+        self, layer: int, where: Span, context_tokens: int, selections: Sequence[Selection]
+    ) -> Choice:
         maps, num_moved = [], 0
         for hot, selection in zip(self._hot[layer], selections, strict=True):
             begins = hot.span.count == 0
-            growth = hot.extend(where, context_tokens // self.variant.block_tokens, self._num_host if begins else 0)
+            growth = hot.extend(
+                where, context_tokens // self.variant.block_tokens, self._num_host if begins else 0
+            )
             hot.swapped_out(growth.swap_out, True)
             num_moved += len(hot.adopt().blocks)
-            step = hot.step(selection, len(selection.blocks) if begins else self.variant.corrections)
+            step = hot.step(
+                selection, len(selection.blocks) if begins else self.variant.corrections
+            )
             num_moved += 0 if begins else len(step.load.blocks)
             prefetch = hot.begin_prefetch(step.prefetch)
             hot.finish_prefetch(prefetch.slots, True)

@@ -1,7 +1,9 @@
-"""Teacher-forced decode in a real vLLM engine on CPU, attending to everything and to hot sets, over the same prompt and its same KV.
+"""Teacher-forced decode in a real vLLM engine on CPU, attending to everything and to hot sets, over
+the same prompt and its same KV.
 
-The engine runs in this process, so nothing may have loaded numba before. The prompt is computed once, and every run finds it in the
-engine's own prefix cache, all but its last block: runs differ by what decode attends to, and by nothing else.
+The engine runs in this process, so nothing may have loaded numba before. The prompt is computed
+once, and every run finds it in the engine's own prefix cache, all but its last block: runs differ
+by what decode attends to, and by nothing else.
 
 Shapes: N compared tokens, W words.
 """
@@ -31,13 +33,22 @@ class Setup:
 
     def extra_config(self) -> dict[str, Any]:
         """`kv_connector_extra_config`; there is no server."""
-        sparse = {"sparse_topk": self.budget_ratio, "scorer": self.scorer, "max_correction_blocks": self.corrections}
-        extra = {"hotkv.target": "unix:/nonexistent/hotkv.sock", "hotkv.startup_wait_s": 0.0, "hotkv.sparse": sparse}
+        sparse = {
+            "sparse_topk": self.budget_ratio,
+            "scorer": self.scorer,
+            "max_correction_blocks": self.corrections,
+        }
+        extra = {
+            "hotkv.target": "unix:/nonexistent/hotkv.sock",
+            "hotkv.startup_wait_s": 0.0,
+            "hotkv.sparse": sparse,
+        }
         return extra | ({"hotkv.sparse_centre": str(self.centres)} if self.centres else {})
 
 
 class Forced:
-    """Takes down what the model says and makes it say the text's next token. A vLLM logits processor."""
+    """Takes down what the model says and makes it say the text's next token. A vLLM logits
+    processor."""
 
     def __init__(self, *_: Any) -> None:
         """vLLM passes its config, a device and whether to pin memory."""
@@ -67,7 +78,11 @@ class Engine:
         from vllm import LLM
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
-        connector = {"kv_connector": "HotKVConnector", "kv_connector_module_path": "hotkv_vllm.connector", "kv_role": "kv_both"}
+        connector = {
+            "kv_connector": "HotKVConnector",
+            "kv_connector_module_path": "hotkv_vllm.connector",
+            "kv_role": "kv_both",
+        }
         self._llm = LLM(
             str(model),
             block_size=setup.block_tokens,
@@ -90,7 +105,8 @@ class Engine:
         self._generate(tokens, [0], 1)
 
     def run(self, tokens: Sequence[int], num_compared: int, *, sparse: bool) -> torch.Tensor:
-        """Log probabilities [N, W] of the last N tokens of a text, each from a decode step; its other tokens have been prefilled."""
+        """Log probabilities [N, W] of the last N tokens of a text, each from a decode step; its
+        other tokens have been prefilled."""
         num_prompt = len(tokens) - num_compared - 1
         self._worker.attend = self._attend if sparse else _everything
         self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1)
@@ -102,7 +118,9 @@ class Engine:
 
         _taken.clear()
         _forced[:] = forced
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
         self._llm.generate([{"prompt_token_ids": list(prompt)}], parameters, use_tqdm=False)
 
     def close(self) -> None:

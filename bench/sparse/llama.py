@@ -1,9 +1,11 @@
 """A Llama forward pass small enough to read, which leaves attention to its caller.
 
-It computes in float32 whatever the weights are stored in, so that runs differ by what they attend to and by nothing else. Keys are
-those that attention sees: after RoPE. It refuses models that are not plain Llama.
+It computes in float32 whatever the weights are stored in, so that runs differ by what they attend
+to and by nothing else. Keys are those that attention sees: after RoPE. It refuses models that are
+not plain Llama.
 
-Shapes: S tokens, V sequences of one token each, Q query heads, H KV heads, D channels of a head, E channels of the model, W words.
+Shapes: S tokens, V sequences of one token each, Q query heads, H KV heads, D channels of a head, E
+channels of the model, W words.
 """
 
 import json
@@ -40,8 +42,16 @@ class Shape:
         config = json.loads((folder / "config.json").read_text())
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if config.get("model_type") != "llama" or kind != "default" or config.get("attention_bias") or config.get("mlp_bias"):
-            raise ValueError(f"{folder} is a {config.get('model_type')} with rope {kind!r}; use a llama without biases and rope scaling")
+        if (
+            config.get("model_type") != "llama"
+            or kind != "default"
+            or config.get("attention_bias")
+            or config.get("mlp_bias")
+        ):
+            raise ValueError(
+                f"{folder} is a {config.get('model_type')} with rope {kind!r}; use a llama "
+                "without biases and rope scaling"
+            )
         heads = config["num_attention_heads"]
         return Shape(
             config["num_hidden_layers"],
@@ -68,13 +78,19 @@ class Llama:
         self._weights = weights
         self._embedding = weights["model.embed_tokens.weight"]
         self._head = weights.get("lm_head.weight", self._embedding)
-        self._inverse_wavelength_D2 = self.shape.rope_theta ** -(torch.arange(0, self.shape.head_size, 2).double() / self.shape.head_size)
+        self._inverse_wavelength_D2 = self.shape.rope_theta ** -(
+            torch.arange(0, self.shape.head_size, 2).double() / self.shape.head_size
+        )
 
     def _weight(self, layer: int, name: str) -> torch.Tensor:
         return self._weights[f"model.layers.{layer}.{name}.weight"]
 
     def _norm(self, x_SE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
-        return x_SE * torch.rsqrt(x_SE.square().mean(dim=-1, keepdim=True) + self.shape.norm_eps) * weight_E
+        return (
+            x_SE
+            * torch.rsqrt(x_SE.square().mean(dim=-1, keepdim=True) + self.shape.norm_eps)
+            * weight_E
+        )
 
     def _rotated(self, x_SHD: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
         """RoPE, channel i paired with channel i + D / 2."""
@@ -93,14 +109,20 @@ class Llama:
         """Queries [S, Q, D] and keys [S, H, D] after RoPE, values [S, H, D]."""
         normed = self._norm(x_SE, self._weight(layer, "input_layernorm"))
         query, key, value = (
-            functional.linear(normed, self._weight(layer, f"self_attn.{name}_proj")).unflatten(-1, (-1, self.shape.head_size))
+            functional.linear(normed, self._weight(layer, f"self_attn.{name}_proj")).unflatten(
+                -1, (-1, self.shape.head_size)
+            )
             for name in ("q", "k", "v")
         )
         return self._rotated(query, positions_S), self._rotated(key, positions_S), value
 
-    def after_attention(self, layer: int, x_SE: torch.Tensor, attended_SQD: torch.Tensor) -> torch.Tensor:
+    def after_attention(
+        self, layer: int, x_SE: torch.Tensor, attended_SQD: torch.Tensor
+    ) -> torch.Tensor:
         """The layer's output [S, E]: attention's output projected and added, then the MLP."""
-        x_SE = x_SE + functional.linear(attended_SQD.flatten(1), self._weight(layer, "self_attn.o_proj"))
+        x_SE = x_SE + functional.linear(
+            attended_SQD.flatten(1), self._weight(layer, "self_attn.o_proj")
+        )
         normed = self._norm(x_SE, self._weight(layer, "post_attention_layernorm"))
         gate = functional.silu(functional.linear(normed, self._weight(layer, "mlp.gate_proj")))
         inner = gate.mul_(functional.linear(normed, self._weight(layer, "mlp.up_proj")))
@@ -108,16 +130,20 @@ class Llama:
 
     def log_probs(self, x_SE: torch.Tensor) -> torch.Tensor:
         """Log probabilities [S, W] of the next token."""
-        return functional.log_softmax(functional.linear(self._norm(x_SE, self._weights["model.norm.weight"]), self._head), dim=-1)
+        return functional.log_softmax(
+            functional.linear(self._norm(x_SE, self._weights["model.norm.weight"]), self._head),
+            dim=-1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
     """A dense pass over a whole text of S tokens, of which the last N are compared.
 
-    `keys_LHSD`, `values_LHSD`: of all tokens, in the layers from `first_layer` on. `inputs_NE`: what enters layer `first_layer` for the
-    last N tokens; `log_probs_NW`: what the model then says. `moments_L`: of queries and keys, in the same layers.
-    `sampled_queries_LQND`: queries of the tokens `sampled_N`, ascending.
+    `keys_LHSD`, `values_LHSD`: of all tokens, in the layers from `first_layer` on. `inputs_NE`:
+    what enters layer `first_layer` for the last N tokens; `log_probs_NW`: what the model then says.
+    `moments_L`: of queries and keys, in the same layers. `sampled_queries_LQND`: queries of the
+    tokens `sampled_N`, ascending.
     """
 
     first_layer: int
@@ -134,7 +160,9 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
     """Runs all tokens through the model with causal attention."""
     shape, positions = model.shape, torch.arange(len(tokens_S))
     scale = 1.0 / math.sqrt(shape.head_size)
-    sampled = tuple(range(min(SAMPLE_EVERY_TOKENS, len(tokens_S)) - 1, len(tokens_S), SAMPLE_EVERY_TOKENS))
+    sampled = tuple(
+        range(min(SAMPLE_EVERY_TOKENS, len(tokens_S)) - 1, len(tokens_S), SAMPLE_EVERY_TOKENS)
+    )
     keys, values, moments, queries, x = [], [], [], [], model.embed(tokens_S)
     inputs = x[-num_compared:]
     for layer in range(shape.num_layers):
@@ -142,7 +170,9 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
             inputs = x[-num_compared:].clone()
         parts = model.queries_keys_values(layer, x, positions)
         query, key, value = (part.transpose(0, 1).contiguous()[None] for part in parts)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True, scale=scale)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True, scale=scale
+        )
         if layer >= first_layer:
             keys.append(key[0])
             values.append(value[0])
@@ -150,5 +180,12 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
             queries.append(query[0, :, sampled].clone())
         x = model.after_attention(layer, x, attended[0].transpose(0, 1))
     return Dense(
-        first_layer, tuple(keys), tuple(values), inputs, model.log_probs(x[-num_compared:]), tuple(moments), sampled, tuple(queries)
+        first_layer,
+        tuple(keys),
+        tuple(values),
+        inputs,
+        model.log_probs(x[-num_compared:]),
+        tuple(moments),
+        sampled,
+        tuple(queries),
     )

@@ -22,6 +22,8 @@ def decoded(model: Llama, tokens: Sequence[int], num_compared: int, setup: Setup
     if setup.centres:
         file = read_centres(setup.centres)
         scorer = f"{scorer}{CENTRED}file"
-        centres = {"file": [file.layers.get(DENSE_LAYERS + layer) for layer in range(len(dense.keys_LHSD))]}
+        centres = {
+            "file": [file.layers.get(DENSE_LAYERS + layer) for layer in range(len(dense.keys_LHSD))]
+        }
     variant = Variant(scorer, setup.budget_ratio, setup.block_tokens, True, LRU, setup.corrections)
     return Decode(model, dense, given, Calibration(dense.moments_L, centres), [variant]).run()[0]

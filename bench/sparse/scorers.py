@@ -1,6 +1,8 @@
-"""Scores of a variant's blocks, by what is kept of their keys: packed representations of hotkv_sparse, or rebuilt keys of a code on trial.
+"""Scores of a variant's blocks, by what is kept of their keys: packed representations of
+hotkv_sparse, or rebuilt keys of a code on trial.
 
-Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q query heads, D channels, N bytes.
+Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q query
+heads, D channels, N bytes.
 """
 
 import math
@@ -45,12 +47,19 @@ class Packed:
     centres_L: Sequence[LayerCentre | None]
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        build(self.name, keys_THD[None], _mu(self.centres_L[layer]), out=self.pools[layer][block : block + 1])
+        build(
+            self.name,
+            keys_THD[None],
+            _mu(self.centres_L[layer]),
+            out=self.pools[layer][block : block + 1],
+        )
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
         centre = self.centres_L[layer]
         bias = None if centre is None else centre.bias.get(self.name)
-        return score(prepare(self.name, query_QD, _mu(centre), bias=bias), self.pools[layer], candidates_S)
+        return score(
+            prepare(self.name, query_QD, _mu(centre), bias=bias), self.pools[layer], candidates_S
+        )
 
     def copy(self) -> "Packed":
         return Packed(self.name, [pool.copy() for pool in self.pools], self.centres_L)
@@ -76,33 +85,63 @@ class Rebuilt:
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
         keys = self.keys[layer]
-        query_HGD = torch.from_numpy(query_QD).unflatten(0, (len(keys), -1)) / math.sqrt(keys.shape[2])
-        tokens = slice(int(candidates_S[0]) * self.block_tokens, int(candidates_S[-1] + 1) * self.block_tokens)
+        query_HGD = torch.from_numpy(query_QD).unflatten(0, (len(keys), -1)) / math.sqrt(
+            keys.shape[2]
+        )
+        tokens = slice(
+            int(candidates_S[0]) * self.block_tokens, int(candidates_S[-1] + 1) * self.block_tokens
+        )
         token_scores = query_HGD @ keys[:, tokens].transpose(1, 2)
-        mass: F32 = (token_scores.unflatten(-1, (-1, self.block_tokens)).logsumexp(dim=-1).flatten(0, 1) - BIAS[self.name]).numpy()
+        mass: F32 = (
+            token_scores.unflatten(-1, (-1, self.block_tokens)).logsumexp(dim=-1).flatten(0, 1)
+            - BIAS[self.name]
+        ).numpy()
         return mass
 
     def copy(self) -> "Rebuilt":
-        return Rebuilt(self.name, self.codes, [keys.clone() for keys in self.keys], self.block_tokens)
+        return Rebuilt(
+            self.name, self.codes, [keys.clone() for keys in self.keys], self.block_tokens
+        )
 
 
 def scorer_of(
-    variant: Variant, keys_LHSD: Sequence[torch.Tensor], num_shared: int, max_tokens: int, calibration: Calibration
+    variant: Variant,
+    keys_LHSD: Sequence[torch.Tensor],
+    num_shared: int,
+    max_tokens: int,
+    calibration: Calibration,
 ) -> Scorer | None:
-    """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None where a variant needs none."""
+    """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None where a
+    variant needs none."""
     if variant.scorer in BIAS:
         mixed = codes(variant.scorer, calibration.moments_L)
-        room = [keys.new_zeros(keys.shape[0], max_tokens - num_shared, keys.shape[2]) for keys in keys_LHSD]
-        known = [code.rebuilt(keys[:, :num_shared]) for code, keys in zip(mixed, keys_LHSD, strict=True)]
-        return Rebuilt(variant.scorer, mixed, [torch.cat(pair, dim=1) for pair in zip(known, room, strict=True)], variant.block_tokens)
+        room = [
+            keys.new_zeros(keys.shape[0], max_tokens - num_shared, keys.shape[2])
+            for keys in keys_LHSD
+        ]
+        known = [
+            code.rebuilt(keys[:, :num_shared]) for code, keys in zip(mixed, keys_LHSD, strict=True)
+        ]
+        return Rebuilt(
+            variant.scorer,
+            mixed,
+            [torch.cat(pair, dim=1) for pair in zip(known, room, strict=True)],
+            variant.block_tokens,
+        )
     name, _, centre = variant.scorer.partition(CENTRED)
     if name not in FORMATS:
         return None
-    centres: Sequence[LayerCentre | None] = calibration.centres[centre] if centre else [None] * len(keys_LHSD)
+    centres: Sequence[LayerCentre | None] = (
+        calibration.centres[centre] if centre else [None] * len(keys_LHSD)
+    )
     pools = []
     for layer, keys_HSD in enumerate(keys_LHSD):
         kv_heads, _, head_size = keys_HSD.shape
-        keys_BTHD = keys_HSD[:, :num_shared].transpose(0, 1).reshape(-1, variant.block_tokens, kv_heads, head_size)
+        keys_BTHD = (
+            keys_HSD[:, :num_shared]
+            .transpose(0, 1)
+            .reshape(-1, variant.block_tokens, kv_heads, head_size)
+        )
         known_blocks = build(name, keys_BTHD.contiguous().numpy(), _mu(centres[layer]))
         pool = np.zeros((-(-max_tokens // variant.block_tokens), *known_blocks.shape[1:]), np.uint8)
         pool[: len(known_blocks)] = known_blocks

@@ -1,7 +1,9 @@
-"""What a selection by the server costs: a `SelectBlocks` round trip beside the same selection in this process.
+"""What a selection by the server costs: a `SelectBlocks` round trip beside the same selection in
+this process.
 
-A real server holds the representations of one layer, stored by an engine: 8 KV heads of 4 query heads, 128 channels, blocks of 16 tokens.
-Both ways score the same bytes with the same queries, in turns.
+A real server holds the representations of one layer, stored by an engine: 8 KV heads of 4 query
+heads, 128 channels, blocks of 16 tokens. Both ways score the same bytes with the same queries, in
+turns.
 """
 
 import mmap
@@ -32,10 +34,14 @@ ARENA_BYTES = 512 << 20
 
 
 def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, float]:
-    """Median and least microseconds of a selection over so many blocks: `service_select_us`, `service_select_min_us`, and, of the same in
-    this process, `local_select_us`, `local_select_min_us`. Takes seconds; starts a server and ends it.
+    """Median and least microseconds of a selection over so many blocks: `service_select_us`,
+    `service_select_min_us`, and, of the same in this process, `local_select_us`,
+    `local_select_min_us`. Takes seconds; starts a server and ends it.
     """
-    with runtime_folder(ARENA_BYTES + (64 << 20)) as folder, Server(folder, str(ARENA_BYTES)) as server:
+    with (
+        runtime_folder(ARENA_BYTES + (64 << 20)) as folder,
+        Server(folder, str(ARENA_BYTES)) as server,
+    ):
         server.wait_ready()
         engine = _Engine(server.target, num_blocks)
         try:
@@ -49,11 +55,18 @@ class _Engine:
 
     def __init__(self, target: str, num_blocks: int) -> None:
         random = np.random.default_rng(num_blocks)
-        keys = random.standard_normal((DISTINCT_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32)
-        built = np.tile(hotkv_sparse.build(CONFIG.scorer, keys), (-(-num_blocks // DISTINCT_BLOCKS), 1, 1))[:num_blocks]
+        keys = random.standard_normal(
+            (DISTINCT_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32
+        )
+        built = np.tile(
+            hotkv_sparse.build(CONFIG.scorer, keys), (-(-num_blocks // DISTINCT_BLOCKS), 1, 1)
+        )[:num_blocks]
         size = built[0].size
         self.queries = random.standard_normal((64, QUERY_HEADS, HEAD_SIZE), np.float32)
-        self.fds = {"kv": os.memfd_create("bench-kv"), "representations": os.memfd_create("bench-representations")}
+        self.fds = {
+            "kv": os.memfd_create("bench-kv"),
+            "representations": os.memfd_create("bench-representations"),
+        }
         for name, page in (("kv", PAGE_BYTES), ("representations", size)):
             os.posix_fallocate(self.fds[name], 0, num_blocks * page)
         memory = np.frombuffer(mmap.mmap(self.fds["representations"], num_blocks * size), np.uint8)
@@ -62,16 +75,28 @@ class _Engine:
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,)),)
         kind = Representation(0, CONFIG.scorer, 1, (size,))
         key_space = KeySpace("bench-select", "bench-select", "bfloat16", groups, BLOCK_TOKENS)
-        config = SessionConfig(target, "bench-select", Role.WORKER, key_space, representations=(kind,))
+        config = SessionConfig(
+            target, "bench-select", Role.WORKER, key_space, representations=(kind,)
+        )
         self.group = config.representation_group(kind)
-        tensors = (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0), PageTensor(self.group, "representations", 0, size, size, 0))
-        handles = (MemoryHandle("kv", num_blocks * PAGE_BYTES), MemoryHandle("representations", num_blocks * size))
-        self.session = Session(config, EngineMemory(Layout(0, num_blocks, handles, tensors, "LBHNC"), self.fds))
+        tensors = (
+            PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),
+            PageTensor(self.group, "representations", 0, size, size, 0),
+        )
+        handles = (
+            MemoryHandle("kv", num_blocks * PAGE_BYTES),
+            MemoryHandle("representations", num_blocks * size),
+        )
+        self.session = Session(
+            config, EngineMemory(Layout(0, num_blocks, handles, tensors, "LBHNC"), self.fds)
+        )
         self.session.start()
         assert self.session.wait_connected(20), "the server does not answer"
         hashes = [os.urandom(32) for _ in range(num_blocks)]
         ids = np.arange(num_blocks, dtype=np.int32)
-        self.session.store("s", "s", [BlockRun(group, hashes, ids) for group in (0, self.group)], 60).result(60)
+        self.session.store(
+            "s", "s", [BlockRun(group, hashes, ids) for group in (0, self.group)], 60
+        ).result(60)
         select = SelectConfig(CONFIG, self.group, (0,), KV_HEADS, HEAD_SIZE)
         created = self.session.create_sequence("bench", 0, hashes, select).result(60)
         assert created.covered_blocks == num_blocks, "the server does not cover all blocks"
@@ -90,12 +115,18 @@ class _Engine:
                 began_s = time.perf_counter()
                 answer = stream.select("bench", 0, query, tokens, self.log_mass)
                 between_s = time.perf_counter()
-                local = select_layer(CONFIG, 0, query, source, self.rows, self.log_mass, tokens, BLOCK_TOKENS)
+                local = select_layer(
+                    CONFIG, 0, query, source, self.rows, self.log_mass, tokens, BLOCK_TOKENS
+                )
                 times_s["local"].append(time.perf_counter() - between_s)
                 times_s["service"].append(between_s - began_s)
-                assert np.array_equal(answer.positions, local.blocks), "server and engine select different blocks"
+                assert np.array_equal(answer.positions, local.blocks), (
+                    "server and engine select different blocks"
+                )
         figures = {f"{name}_select_us": median(values) * 1e6 for name, values in times_s.items()}
-        return figures | {f"{name}_select_min_us": min(values) * 1e6 for name, values in times_s.items()}
+        return figures | {
+            f"{name}_select_min_us": min(values) * 1e6 for name, values in times_s.items()
+        }
 
     def close(self) -> None:
         """Ends the session."""

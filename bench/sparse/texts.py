@@ -1,8 +1,9 @@
 """Long English texts that lie about on a system, and the copy text made of one of them.
 
-Kinds: licences (GPL-3 and LGPL-3, from Debian's common licences), vim's user manual, and prose (Newton's Opticks, which comes with
-libbacktrace's test data inside packages that vLLM needs, and with Go). The copy text, `repeat`, ends by quoting its own tokens word for
-word from far back: to continue it a model must find them.
+Kinds: licences (GPL-3 and LGPL-3, from Debian's common licences), vim's user manual, and prose
+(Newton's Opticks, which comes with libbacktrace's test data inside packages that vLLM needs, and
+with Go). The copy text, `repeat`, ends by quoting its own tokens word for word from far back: to
+continue it a model must find them.
 """
 
 import importlib.util
@@ -47,24 +48,38 @@ def _prose() -> tuple[str, list[Path]]:
     return "prose", [folder / OPTICKS for folder in folders if (folder / OPTICKS).is_file()][:1]
 
 
-def _read(name: str, files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens: int) -> Text | None:
+def _read(
+    name: str, files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens: int
+) -> Text | None:
     if not files or not all(file.is_file() for file in files):
         return None
     tokens = encode("\n".join(file.read_text(errors="replace") for file in files)[: 8 * num_tokens])
     if len(tokens) < num_tokens:
         return None
-    return Text(name, f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else ""), tuple(tokens[:num_tokens]))
+    return Text(
+        name,
+        f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else ""),
+        tuple(tokens[:num_tokens]),
+    )
 
 
 def copy_text(source: Text, num_quoted: int) -> Text:
-    """The text whose last `num_quoted` tokens repeat those that begin at `QUOTED_FROM_RATIO` of it."""
+    """The text whose last `num_quoted` tokens repeat those that begin at `QUOTED_FROM_RATIO` of
+    it."""
     tokens = source.tokens[: len(source.tokens) - num_quoted]
     begin = int(QUOTED_FROM_RATIO * len(tokens))
-    return Text(REPEAT, f"{source.name}, its tokens from {begin} on repeated", tokens + tokens[begin : begin + num_quoted])
+    return Text(
+        REPEAT,
+        f"{source.name}, its tokens from {begin} on repeated",
+        tokens + tokens[begin : begin + num_quoted],
+    )
 
 
-def texts(files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens: int, num_quoted: int) -> list[Text]:
-    """`files`, or what the system has, each of `num_tokens` tokens, then the copy text made of the last one.
+def texts(
+    files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens: int, num_quoted: int
+) -> list[Text]:
+    """`files`, or what the system has, each of `num_tokens` tokens, then the copy text made of the
+    last one.
 
     ValueError where a file is too short, or the system has no text.
     """
@@ -72,8 +87,12 @@ def texts(files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens:
     found = [_read(name, paths, encode, num_tokens) for name, paths in named]
     if files and None in found:
         short = files[found.index(None)]
-        raise ValueError(f"--texts: {short} is no file of {num_tokens} tokens or more; pass longer texts")
+        raise ValueError(
+            f"--texts: {short} is no file of {num_tokens} tokens or more; pass longer texts"
+        )
     chosen = [text for text in found if text is not None]
     if not chosen:
-        raise ValueError(f"no text of {num_tokens} tokens found on this system; pass some with --texts")
+        raise ValueError(
+            f"no text of {num_tokens} tokens found on this system; pass some with --texts"
+        )
     return [*chosen, copy_text(chosen[-1], num_quoted)]

@@ -1,10 +1,12 @@
 """What is compared: a way to choose what a decode step attends to.
 
-A variant is a scorer, a budget, a block size, one set for all KV heads or one for each, and how fresh selections are:
+A variant is a scorer, a budget, a block size, one set for all KV heads or one for each, and how
+fresh selections are:
 - `fresh`: the blocks that this step's query chooses.
 - `previous`: those that the query before it chose, and what is always kept.
-- `lru`: a hot set of twice the budget, fed by the previous steps' selections; all of it is attended. At most `corrections` missing blocks
-  a set are loaded with the fresh query before that; the rest arrives before the next step.
+- `lru`: a hot set of twice the budget, fed by the previous steps' selections; all of it is
+  attended. At most `corrections` missing blocks a set are loaded with the fresh query before that;
+  the rest arrives before the next step.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,8 @@ from dataclasses import dataclass
 from hotkv_sparse import FORMATS, SparseConfig
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
-"""Beside the formats of `hotkv_sparse`: exact block mass; nothing but sinks and recent window; what stands before a centre's name."""
+"""Beside the formats of `hotkv_sparse`: exact block mass; nothing but sinks and recent window; what
+stands before a centre's name."""
 FRESH, PREVIOUS, LRU = "fresh", "previous", "lru"
 
 
@@ -42,15 +45,30 @@ class Variant:
     def key(self) -> str:
         """The name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`."""
         freshness = f"{LRU}_{self.corrections}" if self.freshness == LRU else self.freshness
-        return f"{self.scorer}_{self.budget_ratio * 100:g}_{self.block_tokens}_{self.sets.replace(' ', '_')}_{freshness}"
+        sets = self.sets.replace(" ", "_")
+        return f"{self.scorer}_{self.budget_ratio * 100:g}_{self.block_tokens}_{sets}_{freshness}"
 
     def config(self) -> SparseConfig:
         """The same to hotkv_sparse; scorers that it does not have play no part there."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
-        return SparseConfig(sparse_topk=self.budget_ratio, scorer=scorer, max_correction_blocks=self.corrections)
+        return SparseConfig(
+            sparse_topk=self.budget_ratio, scorer=scorer, max_correction_blocks=self.corrections
+        )
 
 
-SCORERS = (ORACLE, "rot3u", "rot2u", "rot2u+mu", "rot1u", "rot1u+mu", "mix2", "mix1.5", "cuboid", "mean", "quest")
+SCORERS = (
+    ORACLE,
+    "rot3u",
+    "rot2u",
+    "rot2u+mu",
+    "rot1u",
+    "rot1u+mu",
+    "mix2",
+    "mix1.5",
+    "cuboid",
+    "mean",
+    "quest",
+)
 TIGHT = (0.05, 16, False)
 """Budget, block size and sharing of the first target."""
 SERVED = (0.10, 32, True)
@@ -66,15 +84,22 @@ FROM_FILE = "rot2u+file"
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
-    """What the targets name, beside exact scores, summaries, codes on trial, and sinks and recent window alone."""
+    """What the targets name, beside exact scores, summaries, codes on trial, and sinks and recent
+    window alone."""
     more = (FROM_FILE,) if with_file else ()
     tight = [Variant(scorer, *TIGHT) for scorer in (*TIGHT_SCORERS, *more)]
     served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (*SERVED_SCORERS, *more)]
-    return [*tight, *served, Variant("rot2u", *SERVED, LRU, 4), Variant("rot2u+mu", *SERVED, LRU, 4)]
+    return [
+        *tight,
+        *served,
+        Variant("rot2u", *SERVED, LRU, 4),
+        Variant("rot2u+mu", *SERVED, LRU, 4),
+    ]
 
 
 def all_variants(*, with_file: bool = False) -> list[Variant]:
-    """Every row: all scorers, fresh, at each budget, block size and sharing; the ways to be less fresh at 10 %."""
+    """Every row: all scorers, fresh, at each budget, block size and sharing; the ways to be less
+    fresh at 10 %."""
     fresh = [
         Variant(scorer, budget, block_tokens, shared)
         for budget in (0.05, 0.10)
@@ -93,6 +118,7 @@ def all_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def passes(variants: Sequence[Variant], size: int) -> list[Sequence[Variant]]:
-    """Variants in runs of at most `size`, which decode together; those that share representations lie side by side."""
+    """Variants in runs of at most `size`, which decode together; those that share representations
+    lie side by side."""
     ordered = sorted(variants, key=lambda variant: (variant.block_tokens, variant.scorer))
     return [ordered[first : first + size] for first in range(0, len(ordered), size)]

@@ -1,4 +1,5 @@
-"""Client of hotkv-server: sessions for engines, admin calls for people. Light: grpcio, protobuf and numpy."""
+"""Client of hotkv-server: sessions for engines, admin calls for people. Light: grpcio, protobuf and
+numpy."""
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv_client.arena import Arena

@@ -1,4 +1,5 @@
-"""The stubs of admin calls and event streams; with `_wire` the only module of the client that sees protobuf. Plain values in and out."""
+"""The stubs of admin calls and event streams; with `_wire` the only module of the client that sees
+protobuf. Plain values in and out."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,11 +31,17 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
 
 
-def call(channel: grpc.Channel, name: str, timeout_s: float, metadata: Metadata, **fields: Any) -> dict[str, Any]:
+def call(
+    channel: grpc.Channel, name: str, timeout_s: float, metadata: Metadata, **fields: Any
+) -> dict[str, Any]:
     """One admin call; the answer as plain values, bytes as hexadecimal. Raises HotKVError."""
     method, request = CALLS[name]
     try:
-        return plain(getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(request(**fields), timeout=timeout_s, metadata=metadata))
+        return plain(
+            getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(
+                request(**fields), timeout=timeout_s, metadata=metadata
+            )
+        )
     except grpc.RpcError as error:
         raise as_error(error) from error
 
@@ -42,18 +49,23 @@ def call(channel: grpc.Channel, name: str, timeout_s: float, metadata: Metadata,
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
     """What gRPC's health service says of a service, "" for the server. Raises HotKVError.
 
-    Its two messages have one field each, so they are written out here: the client needs no package for them.
+    Its two messages have one field each, so they are written out here: the client needs no package
+    for them.
     """
     name = service.encode()
     check: Any = channel.unary_unary(HEALTH_CHECK)
     try:
-        return bool(check(b"\x0a" + bytes([len(name)]) + name, timeout=timeout_s, metadata=metadata) == SERVING)
+        return bool(
+            check(b"\x0a" + bytes([len(name)]) + name, timeout=timeout_s, metadata=metadata)
+            == SERVING
+        )
     except grpc.RpcError as error:
         raise as_error(error) from error
 
 
 def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
-    """Answers of a server stream until its time is up. Raises HotKVError where the server ends it."""
+    """Answers of a server stream until its time is up. Raises HotKVError where the server ends
+    it."""
     try:
         yield from call
     except grpc.RpcError as error:
@@ -66,9 +78,12 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
 def watch_requests(
     channel: grpc.Channel, key_space_id: int, seconds: float, metadata: Metadata
 ) -> Iterator[tuple[list[WatchedRequest], int]]:
-    """Reported requests as they come, and how many were missed after them; first an empty answer. `seconds` 0 for ever."""
+    """Reported requests as they come, and how many were missed after them; first an empty answer.
+    `seconds` 0 for ever."""
     request = admin_pb2.WatchRequestsRequest(key_space_id=key_space_id)
-    stream = admin_pb2_grpc.AdminServiceStub(channel).WatchRequests(request, timeout=seconds or None, metadata=metadata)
+    stream = admin_pb2_grpc.AdminServiceStub(channel).WatchRequests(
+        request, timeout=seconds or None, metadata=metadata
+    )
     for response in _read_stream(stream, seconds):
         requests = [
             WatchedRequest(
@@ -84,10 +99,15 @@ def watch_requests(
         yield requests, response.lost_request_count
 
 
-def subscribe(channel: grpc.Channel, key_space_id: int, seconds: float, metadata: Metadata) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Events as they come, as plain values, and how many were missed after them; first an empty answer. `seconds` 0 for ever."""
+def subscribe(
+    channel: grpc.Channel, key_space_id: int, seconds: float, metadata: Metadata
+) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Events as they come, as plain values, and how many were missed after them; first an empty
+    answer. `seconds` 0 for ever."""
     request = events_pb2.SubscribeRequest(key_space_id=key_space_id)
-    stream = events_pb2_grpc.EventServiceStub(channel).Subscribe(request, timeout=seconds or None, metadata=metadata)
+    stream = events_pb2_grpc.EventServiceStub(channel).Subscribe(
+        request, timeout=seconds or None, metadata=metadata
+    )
     for response in _read_stream(stream, seconds):
         yield [_plain_event(event) for event in response.events], response.lost_event_count
 
@@ -97,8 +117,15 @@ def _plain_event(event: events_pb2.Event) -> dict[str, Any]:
     fields = plain(getattr(event, kind))
     if kind == "stored":
         fields["token_ids"] = np.frombuffer(event.stored.token_ids, "<i4").tolist()
-        fields["extra_keys"] = [[_plain_key(key) for key in block.keys] for block in event.stored.extra_keys]
-    return {"event": kind, "key_space_id": event.key_space_id, "unix_time_ms": event.unix_time_ms, **fields}
+        fields["extra_keys"] = [
+            [_plain_key(key) for key in block.keys] for block in event.stored.extra_keys
+        ]
+    return {
+        "event": kind,
+        "key_space_id": event.key_space_id,
+        "unix_time_ms": event.unix_time_ms,
+        **fields,
+    }
 
 
 def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:
@@ -114,12 +141,18 @@ def plain(message: Message) -> dict[str, Any]:
         if field.message_type is not None:
             return plain(item)
         if field.enum_type is not None:
-            return field.enum_type.values_by_number[item].name if item in field.enum_type.values_by_number else item
+            return (
+                field.enum_type.values_by_number[item].name
+                if item in field.enum_type.values_by_number
+                else item
+            )
         return item.hex() if isinstance(item, bytes) else item
 
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         item = getattr(message, field.name)
         many = isinstance(item, Sequence) and not isinstance(item, str | bytes)
-        result[field.name] = [value(field, element) for element in item] if many else value(field, item)
+        result[field.name] = (
+            [value(field, element) for element in item] if many else value(field, item)
+        )
     return result

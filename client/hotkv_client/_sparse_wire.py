@@ -1,4 +1,5 @@
-"""The stubs of sparse decode; with `_wire` and `_admin_wire` the only modules of the client that see protobuf."""
+"""The stubs of sparse decode; with `_wire` and `_admin_wire` the only modules of the client that
+see protobuf."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -36,8 +37,14 @@ def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
         head_size=value.head_size,
         adaptive_p=config.adaptive_p or 0.0,
         scorer=config.scorer,
-        layer_scorers=[sparse_pb2.LayerScorer(layer_index=layer, scorer=name) for layer, name in sorted(config.scorer_of_layer.items())],
-        fusion=[sparse_pb2.FusedScorer(scorer=name, exponent=exponent) for name, exponent in config.fusion.items()],
+        layer_scorers=[
+            sparse_pb2.LayerScorer(layer_index=layer, scorer=name)
+            for layer, name in sorted(config.scorer_of_layer.items())
+        ],
+        fusion=[
+            sparse_pb2.FusedScorer(scorer=name, exponent=exponent)
+            for name, exponent in config.fusion.items()
+        ],
         sink_token_count=config.sink_tokens,
         recent_token_count=config.recent_tokens,
         max_correction_block_count=config.max_correction_blocks,
@@ -63,12 +70,24 @@ def _centre_messages(value: SelectConfig) -> list[sparse_pb2.LayerCentre]:
     for layer in value.layer_indices:
         if (mu_HD := centres.mu(layer)) is not None:
             biases = [(name, centres.bias(layer, name)) for name in value.config.scorers_of(layer)]
-            known = [sparse_pb2.FormatBias(scorer=name, bias=bias) for name, bias in biases if bias is not None]
-            messages.append(sparse_pb2.LayerCentre(layer_index=layer, mu=_float32s(mu_HD), biases=known))
+            known = [
+                sparse_pb2.FormatBias(scorer=name, bias=bias)
+                for name, bias in biases
+                if bias is not None
+            ]
+            messages.append(
+                sparse_pb2.LayerCentre(layer_index=layer, mu=_float32s(mu_HD), biases=known)
+            )
     return messages
 
 
-def create_sequence(sequence_id: str, group_index: int, hashes: Sequence[bytes], select: SelectConfig | None, hash_bytes: int) -> Request:
+def create_sequence(
+    sequence_id: str,
+    group_index: int,
+    hashes: Sequence[bytes],
+    select: SelectConfig | None,
+    hash_bytes: int,
+) -> Request:
     """Begins a sequence."""
     return Request(
         create_sequence=sparse_pb2.CreateSequenceRequest(
@@ -80,7 +99,9 @@ def create_sequence(sequence_id: str, group_index: int, hashes: Sequence[bytes],
     )
 
 
-def append_blocks(sequence_id: str, first_position: int, hashes: Sequence[bytes], hash_bytes: int) -> Request:
+def append_blocks(
+    sequence_id: str, first_position: int, hashes: Sequence[bytes], hash_bytes: int
+) -> Request:
     """Adds blocks to a sequence."""
     return Request(
         append_blocks=sparse_pb2.AppendBlocksRequest(
@@ -91,20 +112,41 @@ def append_blocks(sequence_id: str, first_position: int, hashes: Sequence[bytes]
 
 def delete_sequence(sequence_id: str, hot_sets: Sequence[LayerHotSet]) -> Request:
     """Ends a sequence."""
-    messages = [sparse_pb2.HotSet(layer_index=s.layer_index, shard_index=s.shard_index, positions=_int32s(s.positions)) for s in hot_sets]
-    return Request(delete_sequence=sparse_pb2.DeleteSequenceRequest(sequence_id=sequence_id, hot_sets=messages))
+    messages = [
+        sparse_pb2.HotSet(
+            layer_index=s.layer_index, shard_index=s.shard_index, positions=_int32s(s.positions)
+        )
+        for s in hot_sets
+    ]
+    return Request(
+        delete_sequence=sparse_pb2.DeleteSequenceRequest(sequence_id=sequence_id, hot_sets=messages)
+    )
 
 
-def report_sparse(positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]) -> Request:
+def report_sparse(
+    positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
+) -> Request:
     """Reports what sparse decode did. Raises INVALID_FIELD for a counter that is unknown."""
     for layer, values in counters.items():
         unknown = values.keys() - set(SPARSE_COUNTERS)
         if unknown:
-            raise HotKVError(Reason.INVALID_FIELD, f"counters[{layer}] has {sorted(unknown)[0]!r}; known are {', '.join(SPARSE_COUNTERS)}")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                (
+                    f"counters[{layer}] has {sorted(unknown)[0]!r}; known are "
+                    f"{', '.join(SPARSE_COUNTERS)}"
+                ),
+            )
     return Request(
         report_sparse=sparse_pb2.ReportSparse(
-            sequences=[sparse_pb2.SequenceReport(sequence_id=name, positions=_int32s(at)) for name, at in positions.items()],
-            layers=[sparse_pb2.LayerCounters(layer_index=layer, **values) for layer, values in counters.items()],
+            sequences=[
+                sparse_pb2.SequenceReport(sequence_id=name, positions=_int32s(at))
+                for name, at in positions.items()
+            ],
+            layers=[
+                sparse_pb2.LayerCounters(layer_index=layer, **values)
+                for layer, values in counters.items()
+            ],
         )
     )
 

@@ -1,4 +1,5 @@
-"""The stubs of sessions; with `_admin_wire` the only module of the client that sees protobuf. Typed values in, messages out, and back."""
+"""The stubs of sessions; with `_admin_wire` the only module of the client that sees protobuf. Typed
+values in, messages out, and back."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -40,7 +41,10 @@ def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
     """Hashes joined for the wire. Raises INVALID_HASH where one has another length."""
     if hashes and set(map(len, hashes)) != {hash_bytes}:
         wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
-        raise HotKVError(Reason.INVALID_HASH, f"hashes[{wrong}] has {len(hashes[wrong])} bytes; this key space uses {hash_bytes}")
+        raise HotKVError(
+            Reason.INVALID_HASH,
+            f"hashes[{wrong}] has {len(hashes[wrong])} bytes; this key space uses {hash_bytes}",
+        )
     return b"".join(hashes)
 
 
@@ -54,7 +58,10 @@ def _int32s(values: NDArray[np.int32]) -> bytes:
 
 
 def _groups(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
-    return [cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes)) for g in groups]
+    return [
+        cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes))
+        for g in groups
+    ]
 
 
 def _runs(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.BlockRun]:
@@ -82,7 +89,9 @@ def _extra_keys(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
             case bytes():
                 message.keys.add(digest=key)
             case (identity, offset):
-                message.keys.add(multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset))
+                message.keys.add(
+                    multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset)
+                )
     return message
 
 
@@ -118,7 +127,9 @@ def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
 
 def layout_message(value: Layout) -> layout_pb2.Layout:
     """The layout on the wire."""
-    message = layout_pb2.Layout(shard_index=value.shard_index, block_count=value.num_blocks, name=value.name)
+    message = layout_pb2.Layout(
+        shard_index=value.shard_index, block_count=value.num_blocks, name=value.name
+    )
     for handle in value.handles:
         entry = message.handles.add(handle_id=handle.handle_id, byte_count=handle.num_bytes)
         if handle.is_cuda:
@@ -136,7 +147,10 @@ def layout_message(value: Layout) -> layout_pb2.Layout:
             run_byte_count=tensor.run_bytes,
             shard_byte_offset=tensor.shard_offset_bytes,
             layer_names=tensor.layer_names,
-            dims=[layout_pb2.StridedDim(count=count, stride_byte_count=stride) for count, stride in tensor.dims],
+            dims=[
+                layout_pb2.StridedDim(count=count, stride_byte_count=stride)
+                for count, stride in tensor.dims
+            ],
         )
     return message
 
@@ -152,7 +166,10 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
             client_name=f"{config.client_name} {hotkv.__version__}",
             representations=[
                 layout_pb2.Representation(
-                    group_index=kind.group_index, format=kind.format, version=kind.version, shard_byte_counts=kind.shard_bytes
+                    group_index=kind.group_index,
+                    format=kind.format,
+                    version=kind.version,
+                    shard_byte_counts=kind.shard_bytes,
                 )
                 for kind in config.representations
             ],
@@ -170,11 +187,17 @@ def register_memory(layout: Layout, order: DeviceOrder) -> Request:
         flags_handle_id=order.flags_handle_id,
         flag_count=order.num_flags,
     )
-    return Request(register_memory=session_pb2.RegisterMemory(layout=layout_message(layout), order=message))
+    return Request(
+        register_memory=session_pb2.RegisterMemory(layout=layout_message(layout), order=message)
+    )
 
 
 def _mark(after: After | None) -> layout_pb2.DeviceMark | None:
-    return None if after is None else layout_pb2.DeviceMark(index=after.mark.index, value=after.mark.value)
+    return (
+        None
+        if after is None
+        else layout_pb2.DeviceMark(index=after.mark.index, value=after.mark.value)
+    )
 
 
 def ping() -> Request:
@@ -183,22 +206,36 @@ def ping() -> Request:
 
 
 def lookup(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
-    """Which blocks are ready. Only the total length of the hashes is checked: this is a hint, and it is quick."""
+    """Which blocks are ready. Only the total length of the hashes is checked: this is a hint, and
+    it is quick."""
     request = Request()
     for group in groups:
         packed = b"".join(group.hashes)
         if len(packed) != len(group.hashes) * hash_bytes:
-            raise HotKVError(Reason.INVALID_HASH, f"hashes do not all have the {hash_bytes} bytes of this key space")
+            raise HotKVError(
+                Reason.INVALID_HASH,
+                f"hashes do not all have the {hash_bytes} bytes of this key space",
+            )
         request.lookup.groups.add(group_index=group.group_index, hashes=packed)
     request.lookup.SetInParent()
     return request
 
 
-def acquire(lease_id: str, groups: Sequence[GroupHashes], ttl_s: float, hash_bytes: int, *, wants_offsets: bool = False) -> Request:
+def acquire(
+    lease_id: str,
+    groups: Sequence[GroupHashes],
+    ttl_s: float,
+    hash_bytes: int,
+    *,
+    wants_offsets: bool = False,
+) -> Request:
     """Pins ready blocks."""
     return Request(
         acquire_lease=cache_pb2.AcquireLeaseRequest(
-            lease_id=lease_id, groups=_groups(groups, hash_bytes), ttl_ms=int(ttl_s * 1000), wants_offsets=wants_offsets
+            lease_id=lease_id,
+            groups=_groups(groups, hash_bytes),
+            ttl_ms=int(ttl_s * 1000),
+            wants_offsets=wants_offsets,
         )
     )
 
@@ -206,14 +243,21 @@ def acquire(lease_id: str, groups: Sequence[GroupHashes], ttl_s: float, hash_byt
 def _retention(value: Retention) -> cache_pb2.Retention | None:
     if value == NO_RETENTION:
         return None
-    return cache_pb2.Retention(priority=value.priority, ttl_ms=int(value.ttl_s * 1000), pin=value.pin)
+    return cache_pb2.Retention(
+        priority=value.priority, ttl_ms=int(value.ttl_s * 1000), pin=value.pin
+    )
 
 
-def reserve(lease_id: str, runs: Sequence[BlockRun], ttl_s: float, retention: Retention, hash_bytes: int) -> Request:
+def reserve(
+    lease_id: str, runs: Sequence[BlockRun], ttl_s: float, retention: Retention, hash_bytes: int
+) -> Request:
     """Reserves slots."""
     return Request(
         reserve_blocks=cache_pb2.ReserveBlocksRequest(
-            lease_id=lease_id, runs=_runs(runs, hash_bytes), ttl_ms=int(ttl_s * 1000), retention=_retention(retention)
+            lease_id=lease_id,
+            runs=_runs(runs, hash_bytes),
+            ttl_ms=int(ttl_s * 1000),
+            retention=_retention(retention),
         )
     )
 
@@ -223,15 +267,31 @@ def release(lease_id: str) -> Request:
     return Request(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id=lease_id))
 
 
-def load(transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None) -> Request:
+def load(
+    transfer_id: str,
+    lease_id: str,
+    runs: Sequence[LoadRun],
+    timeout_s: float,
+    after: After | None = None,
+) -> Request:
     """Copies leased blocks into engine memory."""
     messages = [
-        cache_pb2.LoadRun(group_index=run.group_index, lease_positions=_int32s(run.lease_positions), block_ids=_int32s(run.block_ids))
+        cache_pb2.LoadRun(
+            group_index=run.group_index,
+            lease_positions=_int32s(run.lease_positions),
+            block_ids=_int32s(run.block_ids),
+        )
         for run in runs
     ]
     timeout_ms = int(timeout_s * 1000)
     return Request(
-        load=cache_pb2.LoadRequest(transfer_id=transfer_id, lease_id=lease_id, runs=messages, timeout_ms=timeout_ms, after=_mark(after))
+        load=cache_pb2.LoadRequest(
+            transfer_id=transfer_id,
+            lease_id=lease_id,
+            runs=messages,
+            timeout_ms=timeout_ms,
+            after=_mark(after),
+        )
     )
 
 
@@ -309,10 +369,14 @@ def result(response: Response, lease_id: str = "") -> Any:
             return _masks(response.lookup.groups)
         case "acquire_lease":
             granted = response.acquire_lease
-            offsets = tuple(np.frombuffer(g.offsets, "<i8").astype(np.int64) for g in granted.offsets)
+            offsets = tuple(
+                np.frombuffer(g.offsets, "<i8").astype(np.int64) for g in granted.offsets
+            )
             return LeaseGrant(lease_id, _masks(granted.groups), granted.ttl_ms / 1000, offsets)
         case "reserve_blocks":
-            return tuple(np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs)
+            return tuple(
+                np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs
+            )
         case "flushed":
             return response.flushed.block_count
         case "memory_registered":
@@ -320,11 +384,22 @@ def result(response: Response, lease_id: str = "") -> Any:
             return OrderKind(taken.order or OrderKind.HOST), taken.message
         case "load":
             load_end = response.load
-            return TransferResult(load_end.transfer_id, TransferStatus(load_end.status), load_end.byte_count, message=load_end.message)
+            return TransferResult(
+                load_end.transfer_id,
+                TransferStatus(load_end.status),
+                load_end.byte_count,
+                message=load_end.message,
+            )
         case "store":
             store_end = response.store
             runs = tuple(np.frombuffer(run.results, np.uint8) for run in store_end.runs)
-            return TransferResult(store_end.transfer_id, TransferStatus(store_end.status), store_end.byte_count, runs, store_end.message)
+            return TransferResult(
+                store_end.transfer_id,
+                TransferStatus(store_end.status),
+                store_end.byte_count,
+                runs,
+                store_end.message,
+            )
         case "create_sequence":
             return _sequence_created(response.create_sequence)
         case "append_blocks":
@@ -338,9 +413,14 @@ def result(response: Response, lease_id: str = "") -> Any:
 
 def _sequence_created(message: sparse_pb2.CreateSequenceResponse) -> SequenceCreated:
     hot_sets = tuple(
-        LayerHotSet(s.layer_index, s.shard_index, np.frombuffer(s.positions, "<i4").astype(np.int32)) for s in message.hot_sets
+        LayerHotSet(
+            s.layer_index, s.shard_index, np.frombuffer(s.positions, "<i4").astype(np.int32)
+        )
+        for s in message.hot_sets
     )
-    return SequenceCreated(message.lease_id, message.covered_block_count, hot_sets, message.remembered_block_count)
+    return SequenceCreated(
+        message.lease_id, message.covered_block_count, hot_sets, message.remembered_block_count
+    )
 
 
 def evicted(response: Response, hash_bytes: int) -> Evicted:
@@ -349,7 +429,9 @@ def evicted(response: Response, hash_bytes: int) -> Evicted:
     return Evicted(tuple(GroupHashes(g.group_index, unpack(g.hashes, hash_bytes)) for g in groups))
 
 
-def connect(channel: grpc.Channel, requests: Iterator[Request], metadata: Sequence[tuple[str, str]] = ()) -> Any:
+def connect(
+    channel: grpc.Channel, requests: Iterator[Request], metadata: Sequence[tuple[str, str]] = ()
+) -> Any:
     """Opens the session stream; iterate over it for responses."""
     return session_pb2_grpc.SessionServiceStub(channel).Connect(requests, metadata=tuple(metadata))
 
@@ -372,7 +454,8 @@ def _link_response(packet: bytes) -> session_pb2.LinkResponse:
 
 
 def link_sizes(packet: bytes) -> tuple[int, int]:
-    """(arena bytes, table bytes) of a link's answer; 0 for what this session may not map. Raises HotKVError where it was refused."""
+    """(arena bytes, table bytes) of a link's answer; 0 for what this session may not map. Raises
+    HotKVError where it was refused."""
     response = _link_response(packet)
     return response.arena_byte_count, response.table_byte_count
 

@@ -14,10 +14,16 @@ DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 class AdminClient:
     """One channel to the server. Calls block, at most `timeout_s` each, and raise HotKVError.
 
-    `target`: as for sessions; of a Unix target the admin socket beside it is used. Raises HotKVError for credentials that can't be used.
+    `target`: as for sessions; of a Unix target the admin socket beside it is used. Raises
+    HotKVError for credentials that can't be used.
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET, timeout_s: float = 10.0, credentials: Credentials = NO_CREDENTIALS) -> None:
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        timeout_s: float = 10.0,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
         self._target = target
         self._credentials = credentials
         self._metadata = channels.metadata(target, credentials)
@@ -27,11 +33,17 @@ class AdminClient:
     def __enter__(self) -> "AdminClient":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._channel.close()
 
     def ping(self, service: str = "") -> bool:
-        """Whether the server serves, asked where engines ask; `service` "live": whether it is in order, if only to drain."""
+        """Whether the server serves, asked where engines ask; `service` "live": whether it is in
+        order, if only to drain."""
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
@@ -53,39 +65,72 @@ class AdminClient:
         """Live sessions."""
         return list(self._call("sessions")["sessions"])
 
-    def blocks(self, key_space_id: int = 0, page_size: int = 0, page_token: str = "") -> dict[str, Any]:
+    def blocks(
+        self, key_space_id: int = 0, page_size: int = 0, page_token: str = ""
+    ) -> dict[str, Any]:
         """One page of blocks, with `next_page_token`."""
-        return self._call("blocks", key_space_id=key_space_id, page_size=page_size, page_token=page_token)
+        return self._call(
+            "blocks", key_space_id=key_space_id, page_size=page_size, page_token=page_token
+        )
 
-    def evict(self, key_space_id: int = 0, group_index: int = 0, hashes: bytes = b"", *, everything: bool = False) -> dict[str, Any]:
+    def evict(
+        self,
+        key_space_id: int = 0,
+        group_index: int = 0,
+        hashes: bytes = b"",
+        *,
+        everything: bool = False,
+    ) -> dict[str, Any]:
         """Drops the named blocks, or with `everything` all of a key space (0: of every)."""
-        return self._call("evict", key_space_id=key_space_id, group_index=group_index, hashes=hashes, all=everything)
+        return self._call(
+            "evict",
+            key_space_id=key_space_id,
+            group_index=group_index,
+            hashes=hashes,
+            all=everything,
+        )
 
     def flush(self, key_space_id: int) -> dict[str, Any]:
         """Forgets a key space's blocks, also pinned ones."""
         return self._call("flush", key_space_id=key_space_id)
 
-    def watch_requests(self, key_space_id: int = 0, seconds: float = 0) -> Iterator[tuple[list[WatchedRequest], int]]:
-        """Requests that engines report, as they come, and how many were missed after them. The first answer is empty: from there on all
-        is seen. Ends after `seconds`; 0 for never.
+    def watch_requests(
+        self, key_space_id: int = 0, seconds: float = 0
+    ) -> Iterator[tuple[list[WatchedRequest], int]]:
+        """Requests that engines report, as they come, and how many were missed after them. The
+        first answer is empty: from there on all is seen. Ends after `seconds`; 0 for never.
         """
         return _admin_wire.watch_requests(self._channel, key_space_id, seconds, self._metadata)
 
-    def events(self, key_space_id: int = 0, seconds: float = 0) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        """Events as they come, and how many were missed after them. First answer and end as for `watch_requests`."""
+    def events(
+        self, key_space_id: int = 0, seconds: float = 0
+    ) -> Iterator[tuple[list[dict[str, Any]], int]]:
+        """Events as they come, and how many were missed after them. First answer and end as for
+        `watch_requests`."""
         return _admin_wire.subscribe(self._channel, key_space_id, seconds, self._metadata)
 
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
         """Begins to drain; the server stops when all has ended or the time is up."""
         return self._call("drain", timeout_ms=int(timeout_s * 1000))
 
-    def explain(self, key_space_id: int = 0, hashes: bytes = b"", token_ids: bytes = b"") -> list[dict[str, Any]]:
-        """Of each block of a prompt, would it hit, and why not. `token_ids`: packed little-endian int32."""
-        return list(self._call("explain", key_space_id=key_space_id, hashes=hashes, token_ids=token_ids)["key_spaces"])
+    def explain(
+        self, key_space_id: int = 0, hashes: bytes = b"", token_ids: bytes = b""
+    ) -> list[dict[str, Any]]:
+        """Of each block of a prompt, would it hit, and why not. `token_ids`: packed little-endian
+        int32."""
+        return list(
+            self._call("explain", key_space_id=key_space_id, hashes=hashes, token_ids=token_ids)[
+                "key_spaces"
+            ]
+        )
 
     def sparse_layers(self) -> list[dict[str, Any]]:
-        """What engines report of sparse decode: per engine and layer their counters, and what `sparse_figures` makes of them."""
-        rows = [{"engine_id": row["engine_id"], **row["counters"]} for row in self._call("sparse")["layers"]]
+        """What engines report of sparse decode: per engine and layer their counters, and what
+        `sparse_figures` makes of them."""
+        rows = [
+            {"engine_id": row["engine_id"], **row["counters"]}
+            for row in self._call("sparse")["layers"]
+        ]
         return [{**row, **sparse_figures(row)} for row in rows]
 
     def _call(self, name: str, **fields: Any) -> dict[str, Any]:

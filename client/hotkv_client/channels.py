@@ -1,7 +1,8 @@
 """Channels to a server, with what proves the client to it and the server to the client.
 
-On a Unix socket the kernel vouches for the peer, and there is nothing to do. Over TCP: TLS as soon as anything of it is set; a token
-travels in the metadata of calls, and never in the clear over a network.
+On a Unix socket the kernel vouches for the peer, and there is nothing to do. Over TCP: TLS as soon
+as anything of it is set; a token travels in the metadata of calls, and never in the clear over a
+network.
 """
 
 from pathlib import Path
@@ -41,28 +42,56 @@ def admin_target(target: str) -> str:
 
 
 def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
-    """A channel, which connects by itself. Raises HotKVError where the credentials can't be used."""
-    wants_tls = credentials.tls_ca or credentials.tls_certificate or credentials.tls_key or credentials.tls_server_name
+    """A channel, which connects by itself. Raises HotKVError where the credentials can't be
+    used."""
+    wants_tls = (
+        credentials.tls_ca
+        or credentials.tls_certificate
+        or credentials.tls_key
+        or credentials.tls_server_name
+    )
     if is_unix(target) or not wants_tls:
         return grpc.insecure_channel(target, OPTIONS)
     if bool(credentials.tls_certificate) != bool(credentials.tls_key):
         raise HotKVError(Reason.INVALID_FIELD, "tls_certificate and tls_key: set both or neither")
     secrets = grpc.ssl_channel_credentials(
-        _read("tls_ca", credentials.tls_ca), _read("tls_key", credentials.tls_key), _read("tls_certificate", credentials.tls_certificate)
+        _read("tls_ca", credentials.tls_ca),
+        _read("tls_key", credentials.tls_key),
+        _read("tls_certificate", credentials.tls_certificate),
     )
-    name = ((("grpc.ssl_target_name_override", credentials.tls_server_name),) if credentials.tls_server_name else ()) + OPTIONS
+    name = (
+        (("grpc.ssl_target_name_override", credentials.tls_server_name),)
+        if credentials.tls_server_name
+        else ()
+    ) + OPTIONS
     return grpc.secure_channel(target, secrets, name)
 
 
 def metadata(target: str, credentials: Credentials) -> Metadata:
-    """What goes with each call that opens something. Raises HotKVError where the token can't be had or would be sent in the clear."""
+    """What goes with each call that opens something. Raises HotKVError where the token can't be had
+    or would be sent in the clear."""
     if not credentials.token_file or is_unix(target):
         return ()
-    if not (credentials.tls_ca or credentials.tls_server_name or credentials.tls_certificate) and not target.startswith(LOOPBACK):
-        raise HotKVError(Reason.INVALID_FIELD, "token_file without tls_ca would send the token in the clear; set tls_ca or tls_server_name")
+    if not (
+        credentials.tls_ca or credentials.tls_server_name or credentials.tls_certificate
+    ) and not target.startswith(LOOPBACK):
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            (
+                "token_file without tls_ca would send the token in the clear; set tls_ca or "
+                "tls_server_name"
+            ),
+        )
     token = (_read("token_file", credentials.token_file) or b"").decode(errors="replace").strip()
     if not token.isascii() or not token.isprintable() or not token:
-        raise HotKVError(Reason.INVALID_FIELD, f"token_file {credentials.token_file!r} holds no token; write one line of ASCII into it")
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            (
+                f"token_file {credentials.token_file!r} holds no token; write one line of ASCII "
+                "into "
+                "it"
+            ),
+        )
     return (("authorization", f"Bearer {token}"),)
 
 
@@ -71,4 +100,6 @@ def _read(field: str, path: str) -> bytes | None:
     try:
         return Path(path).read_bytes() if path else None
     except OSError as error:
-        raise HotKVError(Reason.INVALID_FIELD, f"{field} {path!r}: {error.strerror or error}") from error
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"{field} {path!r}: {error.strerror or error}"
+        ) from error

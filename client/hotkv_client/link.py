@@ -1,8 +1,9 @@
 """The link: a connection to the server's descriptor socket that lives as long as the session.
 
-Sends the descriptors of the engine's memory, receives read-only ones of what the session may map. Its end is the proof that the server
-can't touch the engine's memory any more: the server closes it only then, and the kernel closes it when the server is dead. A device may
-still be at what a dead server gave it (`session.DEVICE_GRACE_S`).
+Sends the descriptors of the engine's memory, receives read-only ones of what the session may map.
+Its end is the proof that the server can't touch the engine's memory any more: the server closes it
+only then, and the kernel closes it when the server is dead. A device may still be at what a dead
+server gave it (`session.DEVICE_GRACE_S`).
 """
 
 import contextlib
@@ -29,7 +30,8 @@ def descriptor_socket(target: str) -> Path | None:
 
 
 def fetch_ticket(path: Path, timeout_s: float) -> bytes:
-    """A one-time proof that this process is its user's. Raises OSError where nobody answers, HotKVError where the server refuses."""
+    """A one-time proof that this process is its user's. Raises OSError where nobody answers,
+    HotKVError where the server refuses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
@@ -38,9 +40,12 @@ def fetch_ticket(path: Path, timeout_s: float) -> bytes:
 
 
 class Link:
-    """An open link. `table`: the shared block table, mapped read-only; None where this session may not see it."""
+    """An open link. `table`: the shared block table, mapped read-only; None where this session may
+    not see it."""
 
-    def __init__(self, path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float) -> None:
+    def __init__(
+        self, path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float
+    ) -> None:
         """Raises OSError where nobody answers, HotKVError where the server refuses."""
         self._lock = threading.Lock()
         self._arena: Arena | None = None
@@ -57,11 +62,17 @@ class Link:
             answer, received, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 2)
             try:
                 if not answer:
-                    raise ConnectionError("the server closed the descriptor socket without an answer")
+                    raise ConnectionError(
+                        "the server closed the descriptor socket without an answer"
+                    )
                 arena_bytes, table_bytes = _wire.link_sizes(answer)
                 if len(received) != bool(arena_bytes) + bool(table_bytes):
-                    raise ConnectionError(f"the server sent {len(received)} descriptors, not one for each size")
-                self.table = BlockTable.open(map_file(received[-1], table_bytes)) if table_bytes else None
+                    raise ConnectionError(
+                        f"the server sent {len(received)} descriptors, not one for each size"
+                    )
+                self.table = (
+                    BlockTable.open(map_file(received[-1], table_bytes)) if table_bytes else None
+                )
                 if arena_bytes:
                     self._arena_fd, self._arena_bytes = os.dup(received[0]), arena_bytes
             finally:
@@ -73,7 +84,8 @@ class Link:
             raise
 
     def arena(self) -> Arena | None:
-        """The arena, mapped at the first call; None where this session may not map it, and once the link is closed. Raises OSError."""
+        """The arena, mapped at the first call; None where this session may not map it, and once the
+        link is closed. Raises OSError."""
         with self._lock:
             if self._arena is None and self._arena_fd >= 0:
                 self._arena = Arena(self._arena_fd, self._arena_bytes)

@@ -1,7 +1,8 @@
 """Read-only mappings of the server's files, table and arena.
 
-Always true: the address is a multiple of 2 MiB. The files are of huge pages as far as the kernel gives them, and it maps those as such only
-at such addresses, which Python's own mmap does not promise. In small pages a cold lookup waits for page tables longer than for the table.
+Always true: the address is a multiple of 2 MiB. The files are of huge pages as far as the kernel
+gives them, and it maps those as such only at such addresses, which Python's own mmap does not
+promise. In small pages a cold lookup waits for page tables longer than for the table.
 """
 
 import ctypes
@@ -16,11 +17,19 @@ _MAP_FIXED = 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 
 
 def map_file(fd: int, num_bytes: int) -> NDArray[np.uint8]:
-    """The first bytes of a file, uint8 [num_bytes], read-only; mapped as long as somebody holds the array or a view of it.
+    """The first bytes of a file, uint8 [num_bytes], read-only; mapped as long as somebody holds the
+    array or a view of it.
 
     `fd` stays the caller's. Raises OSError where the system refuses, or the file is shorter.
     """
@@ -28,12 +37,18 @@ def map_file(fd: int, num_bytes: int) -> NDArray[np.uint8]:
     if file_bytes < num_bytes:
         raise OSError(f"the file has {file_bytes} bytes, not {num_bytes}")
     # The file takes a part of this mapping's place and goes with it.
-    room = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    room = mmap.mmap(
+        -1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
+    )
     whole = np.frombuffer(room, np.uint8)
     offset = -whole.ctypes.data % HUGE_PAGE_BYTES
     place = whole[offset : offset + num_bytes]
     address = place.ctypes.data
-    if num_bytes and _libc.mmap(address, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+    if (
+        num_bytes
+        and _libc.mmap(address, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+        != address
+    ):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return place

@@ -1,8 +1,11 @@
-"""Records a trace of what engines ask for: one JSON object a line, in the format of Mooncake's traces.
+"""Records a trace of what engines ask for: one JSON object a line, in the format of Mooncake's
+traces.
 
-`timestamp` (ms since the recording began), `input_length` and `output_length` (tokens; 0 where unknown, as here), `hash_ids`: one number
-for each whole block of the prompt, counted up in the order of first sight; equal numbers are equal prefixes. Neither tokens nor hashes
-are written. A trace holds one key space: blocks of different ones can't be shared, and the numbers could not say so.
+`timestamp` (ms since the recording began), `input_length` and `output_length` (tokens; 0 where
+unknown, as here), `hash_ids`: one number for each whole block of the prompt, counted up in the
+order of first sight; equal numbers are equal prefixes. Neither tokens nor hashes are written. A
+trace holds one key space: blocks of different ones can't be shared, and the numbers could not say
+so.
 """
 
 import json
@@ -16,9 +19,12 @@ from hotkv_client.types import WatchedRequest
 
 
 class Tracer:
-    """Requests of one key space as lines of a trace. `block_tokens` is rounded up to whole hash blocks."""
+    """Requests of one key space as lines of a trace. `block_tokens` is rounded up to whole hash
+    blocks."""
 
-    def __init__(self, hash_bytes: int, hash_block_tokens: int, block_tokens: int, start_unix_s: float) -> None:
+    def __init__(
+        self, hash_bytes: int, hash_block_tokens: int, block_tokens: int, start_unix_s: float
+    ) -> None:
         hashes_per_block = max(1, -(-block_tokens // hash_block_tokens))
         self.block_tokens = hashes_per_block * hash_block_tokens
         self.num_requests = 0
@@ -37,9 +43,11 @@ class Tracer:
         return len(self._ids)
 
     def line(self, request: WatchedRequest) -> str:
-        """The request as one line. Time does not go back: a request that was reported late has the time of the one before."""
+        """The request as one line. Time does not go back: a request that was reported late has the
+        time of the one before."""
         ends = range(self._step_bytes, len(request.hashes) + 1, self._step_bytes)
-        # A hash covers all tokens before its end, so the last one in a block stands for the block and what precedes it.
+        # A hash covers all tokens before its end, so the last one in a block stands for the block
+        # and what precedes it.
         hashes = (request.hashes[end - self._hash_bytes : end] for end in ends)
         hash_ids = [self._ids.setdefault(block_hash, len(self._ids)) for block_hash in hashes]
         self._last_ms = max(self._last_ms, int((request.unix_time_s - self._start_unix_s) * 1000))
@@ -56,8 +64,16 @@ class Tracer:
         return json.dumps(fields, separators=(",", ":"))
 
 
-def record(client: AdminClient, path: Path, key_space_id: int, block_tokens: int, seconds: float, max_blocks: int) -> dict[str, Any]:
-    """Writes reported requests to `path` until the time is up (0: never), Ctrl-C, or `max_blocks` different blocks; says what there was.
+def record(
+    client: AdminClient,
+    path: Path,
+    key_space_id: int,
+    block_tokens: int,
+    seconds: float,
+    max_blocks: int,
+) -> dict[str, Any]:
+    """Writes reported requests to `path` until the time is up (0: never), Ctrl-C, or `max_blocks`
+    different blocks; says what there was.
 
     Each line is in the file as soon as its request is known here. Raises HotKVError, OSError.
     """
@@ -66,11 +82,18 @@ def record(client: AdminClient, path: Path, key_space_id: int, block_tokens: int
     known = {space["key_space_id"]: space["key_space"] for space in client.key_spaces()}
     number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
     if number not in known:
-        choices = ", ".join(f"{known_id} ({space['model']})" for known_id, space in known.items()) or "none yet: start an engine first"
-        raise HotKVError(Reason.UNKNOWN_KEY_SPACE, f"name a key space with --key-space; known are {choices}")
+        choices = (
+            ", ".join(f"{known_id} ({space['model']})" for known_id, space in known.items())
+            or "none yet: start an engine first"
+        )
+        raise HotKVError(
+            Reason.UNKNOWN_KEY_SPACE, f"name a key space with --key-space; known are {choices}"
+        )
     start_s, lost = time.time(), 0
     space = known[number]
-    tracer = Tracer(space["hash_byte_count"], space["hash_block_token_count"], block_tokens, start_s)
+    tracer = Tracer(
+        space["hash_byte_count"], space["hash_block_token_count"], block_tokens, start_s
+    )
     with path.open("w", buffering=1) as file:
         try:
             for requests, missed in client.watch_requests(number, seconds):

@@ -1,6 +1,8 @@
-"""A stream of selections that the server makes, for engines that can't map its memory, and for inspection.
+"""A stream of selections that the server makes, for engines that can't map its memory, and for
+inspection.
 
-One call at a time: each waits for its answer. The stream begins with the first selection, belongs to its session and ends with it.
+One call at a time: each waits for its answer. The stream begins with the first selection, belongs
+to its session and ends with it.
 """
 
 import queue
@@ -26,7 +28,12 @@ class Selects:
     def __enter__(self) -> "Selects":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def select(
@@ -39,14 +46,22 @@ class Selects:
         *,
         shard_index: int = 0,
     ) -> SelectedBlocks:
-        """What a layer of a sequence should attend to; blocks until the server has answered. Raises HotKVError.
+        """What a layer of a sequence should attend to; blocks until the server has answered. Raises
+        HotKVError.
 
-        `query_QD` float32 [query heads of the shard, head size] after positional encoding. `always_log_mass_Q` float32: log mass of what is
-        always kept; None to have it estimated from representations.
+        `query_QD` float32 [query heads of the shard, head size] after positional encoding.
+        `always_log_mass_Q` float32: log mass of what is always kept; None to have it estimated from
+        representations.
         """
         self._outbox.put(
             _sparse_wire.select_request(
-                self._session_id, sequence_id, layer_index, query_QD, context_tokens, always_log_mass_Q, shard_index
+                self._session_id,
+                sequence_id,
+                layer_index,
+                query_QD,
+                context_tokens,
+                always_log_mass_Q,
+                shard_index,
             )
         )
         if self._call is None:

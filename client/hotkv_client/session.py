@@ -1,8 +1,8 @@
 """A session with the server: one stream, reopened with back-off whenever it breaks.
 
-Calls return futures and never block. Always true: every future is resolved; a load or store resolves only when the server can
-no longer touch the engine's memory for it, be it because it answered or because it is dead; nothing learnt from one epoch
-survives into another.
+Calls return futures and never block. Always true: every future is resolved; a load or store
+resolves only when the server can no longer touch the engine's memory for it, be it because it
+answered or because it is dead; nothing learnt from one epoch survives into another.
 """
 
 import itertools
@@ -54,8 +54,9 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 DEVICE_GRACE_S = 1.0
-"""How long a device may go on with what a dead server had given it. The kernel closes a dead process's sockets and devices in no promised
-order; a server gives a device a few pieces at a time (`copy.depth`), which take tens of milliseconds.
+"""How long a device may go on with what a dead server had given it. The kernel closes a dead
+process's sockets and devices in no promised order; a server gives a device a few pieces at a time
+(`copy.depth`), which take tens of milliseconds.
 """
 
 
@@ -91,7 +92,9 @@ class Session:
     def __init__(self, config: SessionConfig, memory: EngineMemory | None = None) -> None:
         self.config = config
         self._memory = memory
-        self._fence: Fence | SharedFence | None = None if memory is None else memory.fence or Fence()
+        self._fence: Fence | SharedFence | None = (
+            None if memory is None else memory.fence or Fence()
+        )
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._connection: _Connection | None = None
@@ -102,14 +105,22 @@ class Session:
         self._request_ids = itertools.count(1)
         self._hash_bytes = config.key_space.hash_bytes
         groups = range(len(config.key_space.groups))
-        self._salts = (*map(config.key_space.group_salt, groups), *map(config.key_space.representation_salt, config.representations))
+        self._salts = (
+            *map(config.key_space.group_salt, groups),
+            *map(config.key_space.representation_salt, config.representations),
+        )
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"hotkv-session-{config.role.name.lower()}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"hotkv-session-{config.role.name.lower()}", daemon=True
+        )
 
     def __repr__(self) -> str:
         connection = self._connection
         pending = len(connection.pending) if connection else 0
-        return f"Session({self.config.target}, {self.config.role.name}, {self._state.value}, epoch={self._epoch:#x}, {pending} pending)"
+        return (
+            f"Session({self.config.target}, {self.config.role.name}, {self._state.value}, "
+            f"epoch={self._epoch:#x}, {pending} pending)"
+        )
 
     # Life
 
@@ -132,17 +143,20 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the cache last connected to; 0 before. It changes whenever the cache was lost."""
+        """Epoch of the cache last connected to; 0 before. It changes whenever the cache was
+        lost."""
         return self._epoch
 
     @property
     def wants_token_ids(self) -> bool:
-        """True where the server last connected to publishes events, for which it needs `BlockRun.token_ids`; False before."""
+        """True where the server last connected to publishes events, for which it needs
+        `BlockRun.token_ids`; False before."""
         return self._wants_token_ids
 
     @property
     def order_kind(self) -> OrderKind:
-        """How marks of transfers are made (`After`): what the server took of the memory's order. HOST without a connection or an order."""
+        """How marks of transfers are made (`After`): what the server took of the memory's order.
+        HOST without a connection or an order."""
         connection = self._connection
         return connection.order_kind if connection is not None else OrderKind.HOST
 
@@ -153,8 +167,8 @@ class Session:
         return connection.order_message if connection is not None else ""
 
     def close(self) -> None:
-        """Ends the session; the server settles its transfers and drops its leases. Blocks until the server is done, 5 seconds at most.
-        A fence of the session's own goes with it.
+        """Ends the session; the server settles its transfers and drops its leases. Blocks until the
+        server is done, 5 seconds at most. A fence of the session's own goes with it.
         """
         self._closed.set()
         with self._lock:
@@ -174,13 +188,17 @@ class Session:
     # Calls
 
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Which blocks are ready, as a hint out of the shared table; None where no table is mapped. Microseconds; no call."""
+        """Which blocks are ready, as a hint out of the shared table; None where no table is mapped.
+        Microseconds; no call."""
         connection = self._connection
         if connection is None or connection.table is None:
             return None
         packed = b"".join(hashes)
         if len(packed) != len(hashes) * self._hash_bytes:
-            raise HotKVError(Reason.INVALID_HASH, f"hashes do not all have the {self._hash_bytes} bytes of this key space")
+            raise HotKVError(
+                Reason.INVALID_HASH,
+                f"hashes do not all have the {self._hash_bytes} bytes of this key space",
+            )
         return connection.table.ready(packed, self._hash_bytes, self._salts[group_index])
 
     def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]":
@@ -188,37 +206,69 @@ class Session:
         return self._call(lambda: _wire.lookup(groups, self._hash_bytes))
 
     def arena(self) -> Arena | None:
-        """The server's arena, mapped when first asked for, and the same as long as the connection lasts; None without a connection, and
-        where this session may not map it. `LeaseGrant.offsets` says where leased blocks lie in it. Raises OSError where the system refuses.
+        """The server's arena, mapped when first asked for, and the same as long as the connection
+        lasts; None without a connection, and where this session may not map it.
+        `LeaseGrant.offsets` says where leased blocks lie in it. Raises OSError where the system
+        refuses.
         """
         connection = self._connection
-        return connection.link.arena() if connection is not None and connection.link is not None else None
+        return (
+            connection.link.arena()
+            if connection is not None and connection.link is not None
+            else None
+        )
 
     def acquire(
-        self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0, *, wants_offsets: bool = False
+        self,
+        lease_id: str,
+        groups: Sequence[GroupHashes],
+        ttl_s: float = 0,
+        *,
+        wants_offsets: bool = False,
     ) -> "Future[LeaseGrant]":
-        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default. The same call again gets the same answer; the same id
-        with other blocks fails as DUPLICATE_ID. `wants_offsets`: also says where they lie in `arena()`, and fails as NOT_ALLOWED if there
-        is none; blocks that came back from an earlier server are compared with their check values first.
+        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default. The same call
+        again gets the same answer; the same id with other blocks fails as DUPLICATE_ID.
+        `wants_offsets`: also says where they lie in `arena()`, and fails as NOT_ALLOWED if there is
+        none; blocks that came back from an earlier server are compared with their check values
+        first.
         """
-        return self._call(lambda: _wire.acquire(lease_id, groups, ttl_s, self._hash_bytes, wants_offsets=wants_offsets), lease_id=lease_id)
+        return self._call(
+            lambda: _wire.acquire(
+                lease_id, groups, ttl_s, self._hash_bytes, wants_offsets=wants_offsets
+            ),
+            lease_id=lease_id,
+        )
 
     def reserve(
-        self, lease_id: str, runs: Sequence[BlockRun], ttl_s: float = 0, retention: Retention = NO_RETENTION
+        self,
+        lease_id: str,
+        runs: Sequence[BlockRun],
+        ttl_s: float = 0,
+        retention: Retention = NO_RETENTION,
     ) -> "Future[tuple[NDArray[np.uint8], ...]]":
         """Reserves slots; BlockResult values a run."""
         return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
     def release(self, lease_id: str) -> None:
-        """Gives a lease back. Nothing to wait for; without a connection the lease is gone anyhow."""
+        """Gives a lease back. Nothing to wait for; without a connection the lease is gone
+        anyhow."""
         self._send_only(_wire.release(lease_id))
 
     def load(
-        self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None
+        self,
+        transfer_id: str,
+        lease_id: str,
+        runs: Sequence[LoadRun],
+        timeout_s: float,
+        after: After | None = None,
     ) -> "Future[TransferResult]":
-        """Copies leased blocks into the registered memory. `after`: nothing is written before; `timeout_s` counts from there."""
+        """Copies leased blocks into the registered memory. `after`: nothing is written before;
+        `timeout_s` counts from there."""
         return self._call(
-            lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after), transfer_id=transfer_id, after=after, is_load=True
+            lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after),
+            transfer_id=transfer_id,
+            after=after,
+            is_load=True,
         )
 
     def store(
@@ -231,9 +281,10 @@ class Session:
         after: After | None = None,
         fence_index: int = 0,
     ) -> "Future[TransferResult]":
-        """Copies blocks out of the registered memory and commits them. The first store under a lease id reserves, and its `retention`
-        counts; other ranks join. `after`: nothing is read before; `timeout_s` counts from there. `fence_index`: where the memory came with
-        a fence, the word that revokes this store, and ValueError without one; else not looked at.
+        """Copies blocks out of the registered memory and commits them. The first store under a
+        lease id reserves, and its `retention` counts; other ranks join. `after`: nothing is read
+        before; `timeout_s` counts from there. `fence_index`: where the memory came with a fence,
+        the word that revokes this store, and ValueError without one; else not looked at.
         """
         connection, fence = self._connection, self._fence
         if isinstance(fence, SharedFence):
@@ -242,7 +293,16 @@ class Session:
             has_link = connection is not None and connection.link is not None
             fence_index = fence.take() if fence is not None and has_link else 0
         return self._call(
-            lambda: _wire.store(transfer_id, lease_id, runs, timeout_s, retention, fence_index, self._hash_bytes, after),
+            lambda: _wire.store(
+                transfer_id,
+                lease_id,
+                runs,
+                timeout_s,
+                retention,
+                fence_index,
+                self._hash_bytes,
+                after,
+            ),
             transfer_id=transfer_id,
             fence_index=fence_index,
             after=after,
@@ -251,8 +311,9 @@ class Session:
     def cancel(self, transfer_id: str) -> None:
         """Ends a transfer early; its future's resolving is the acknowledgement.
 
-        A store is revoked and resolves at once, as CANCELLED and without results, whatever the server is doing: its blocks were
-        committed before, or never will be. A load resolves when the server has stopped writing.
+        A store is revoked and resolves at once, as CANCELLED and without results, whatever the
+        server is doing: its blocks were committed before, or never will be. A load resolves when
+        the server has stopped writing.
         """
         revoked: Future[TransferResult] | None = None
         with self._lock:
@@ -263,17 +324,24 @@ class Session:
                     revoked, item.future = item.future, Future()
         self._send_only(_wire.cancel(transfer_id))
         if revoked is not None:
-            revoked.set_result(TransferResult(transfer_id, TransferStatus.CANCELLED, message="revoked by the engine"))
+            revoked.set_result(
+                TransferResult(
+                    transfer_id, TransferStatus.CANCELLED, message="revoked by the engine"
+                )
+            )
 
     def revoke_stores(self) -> None:
-        """Revokes all stores under way at once: when this returns, their blocks may be overwritten. Their futures end with the server's
-        answers. Raises SessionLostError if there is one that can't be revoked; only `close` ends that.
+        """Revokes all stores under way at once: when this returns, their blocks may be overwritten.
+        Their futures end with the server's answers. Raises SessionLostError if there is one that
+        can't be revoked; only `close` ends that.
         """
         fence = self._fence
         if fence is not None:
             fence.revoke_all()
         with self._lock:
-            pending = list(self._connection.pending.values()) if self._connection is not None else []
+            pending = (
+                list(self._connection.pending.values()) if self._connection is not None else []
+            )
         if any(item.transfer_id and not item.is_load and not item.fence_index for item in pending):
             raise SessionLostError("a store is under way that has no word of the fence")
 
@@ -282,51 +350,79 @@ class Session:
         self._send_only(_wire.report_use(groups, self._hash_bytes))
 
     def report_requests(self, reports: Sequence[RequestReport]) -> None:
-        """Tells the server of scheduled requests: what they used from the device cache, and how long to keep their blocks. Nothing to
-        wait for. Raises HotKVError for hashes of another length.
+        """Tells the server of scheduled requests: what they used from the device cache, and how
+        long to keep their blocks. Nothing to wait for. Raises HotKVError for hashes of another
+        length.
         """
         self._send_only(_wire.report_requests(reports, self._hash_bytes))
 
-    # Sparse decode. Sequence ids are the caller's choice, unique in the session; all sequences are gone when the link breaks.
+    # Sparse decode. Sequence ids are the caller's choice, unique in the session; all sequences are
+    # gone when the link breaks.
 
     def create_sequence(
-        self, sequence_id: str, group_index: int, hashes: Sequence[bytes], select: SelectConfig | None = None
+        self,
+        sequence_id: str,
+        group_index: int,
+        hashes: Sequence[bytes],
+        select: SelectConfig | None = None,
     ) -> "Future[SequenceCreated]":
-        """Begins a sequence over the complete blocks `hashes` of its context; with `select` the server selects for it (`selects`).
+        """Begins a sequence over the complete blocks `hashes` of its context; with `select` the
+        server selects for it (`selects`).
 
-        Without, nothing is pinned: reports name the sequence, and remembered hot sets are handed out.
+        Without, nothing is pinned: reports name the sequence, and remembered hot sets are handed
+        out.
         """
-        return self._call(lambda: _sparse_wire.create_sequence(sequence_id, group_index, hashes, select, self._hash_bytes))
+        return self._call(
+            lambda: _sparse_wire.create_sequence(
+                sequence_id, group_index, hashes, select, self._hash_bytes
+            )
+        )
 
-    def append_blocks(self, sequence_id: str, first_position: int, hashes: Sequence[bytes]) -> "Future[SequenceState]":
-        """Adds blocks that have become complete, the first of them at `first_position` of the context; those that the sequence has already
-        must be the same. Where the server selects, it leases anew what is ready now, also where `hashes` is empty.
+    def append_blocks(
+        self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
+    ) -> "Future[SequenceState]":
+        """Adds blocks that have become complete, the first of them at `first_position` of the
+        context; those that the sequence has already must be the same. Where the server selects, it
+        leases anew what is ready now, also where `hashes` is empty.
         """
-        return self._call(lambda: _sparse_wire.append_blocks(sequence_id, first_position, hashes, self._hash_bytes))
+        return self._call(
+            lambda: _sparse_wire.append_blocks(
+                sequence_id, first_position, hashes, self._hash_bytes
+            )
+        )
 
-    def report_sparse(self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]) -> None:
+    def report_sparse(
+        self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
+    ) -> None:
         """Tells the server what sparse decode did since the report before; nothing to wait for.
 
-        `positions`: by sequence id, int32 positions of blocks that were selected or joined a hot set in any layer; they count as used.
-        `counters`: by layer, growth of counters by the names of `SPARSE_COUNTERS`; raises HotKVError for others.
+        `positions`: by sequence id, int32 positions of blocks that were selected or joined a hot
+        set in any layer; they count as used. `counters`: by layer, growth of counters by the names
+        of `SPARSE_COUNTERS`; raises HotKVError for others.
         """
         self._send_only(_sparse_wire.report_sparse(positions, counters))
 
-    def delete_sequence(self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()) -> "Future[bool]":
-        """Ends a sequence; its hot sets are remembered for the next one over the same prefix. False where there was none."""
+    def delete_sequence(
+        self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()
+    ) -> "Future[bool]":
+        """Ends a sequence; its hot sets are remembered for the next one over the same prefix. False
+        where there was none."""
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id, hot_sets))
 
     def selects(self) -> Selects:
-        """Opens a stream of selections by the server; close it. Raises SessionLostError without a connection."""
+        """Opens a stream of selections by the server; close it. Raises SessionLostError without a
+        connection."""
         connection = self._connection
         if connection is None or not connection.session_id:
             raise SessionLostError(f"no server at {self.config.target} ({self._state.value})")
         return Selects(connection.channel, connection.session_id)
 
     def flush(self) -> "Future[int]":
-        """Forgets every block of this session's key space, whoever stored it; gives how many were ready.
+        """Forgets every block of this session's key space, whoever stored it; gives how many were
+        ready.
 
-        Once resolved, no lookup finds a block from before, and what was being stored is refused as ABORTED.
+        Once resolved, no lookup finds a block from before, and what was being stored is refused as
+        ABORTED.
         """
         return self._call(_wire.flush)
 
@@ -359,17 +455,32 @@ class Session:
             connection = self._connection
             fits = connection is not None and (after is None or connection.order_kind is after.kind)
             fits &= not fence_index or (connection is not None and connection.link is not None)
-            if connection is not None and self._state is LinkState.CONNECTED and len(connection.pending) < MAX_PENDING and fits:
-                connection.pending[request_id] = _Pending(future, lease_id, transfer_id, fence_index, is_load)
+            if (
+                connection is not None
+                and self._state is LinkState.CONNECTED
+                and len(connection.pending) < MAX_PENDING
+                and fits
+            ):
+                connection.pending[request_id] = _Pending(
+                    future, lease_id, transfer_id, fence_index, is_load
+                )
                 connection.outbox.put(request)
                 return future
         self._give_back(fence_index)
         if connection is not None and self._state is LinkState.CONNECTED and not fits:
-            future.set_exception(SessionLostError("the link has changed, and does not take this mark or fence; mark anew"))
+            future.set_exception(
+                SessionLostError(
+                    "the link has changed, and does not take this mark or fence; mark anew"
+                )
+            )
         elif connection is not None and self._state is LinkState.CONNECTED:
-            future.set_exception(HotKVError(Reason.OVERLOADED, f"{MAX_PENDING} calls are unanswered; wait for some"))
+            future.set_exception(
+                HotKVError(Reason.OVERLOADED, f"{MAX_PENDING} calls are unanswered; wait for some")
+            )
         else:
-            future.set_exception(SessionLostError(f"no server at {self.config.target} ({self._state.value})"))
+            future.set_exception(
+                SessionLostError(f"no server at {self.config.target} ({self._state.value})")
+            )
         return future
 
     def _give_back(self, fence_index: int) -> None:
@@ -404,7 +515,9 @@ class Session:
         """One life of the stream; returns why it ended."""
         outbox: queue.SimpleQueue[_wire.Request | None] = queue.SimpleQueue()
         metadata = channels.metadata(self.config.target, self.config.credentials)
-        connection = _Connection(channels.open_channel(self.config.target, self.config.credentials), outbox, {})
+        connection = _Connection(
+            channels.open_channel(self.config.target, self.config.credentials), outbox, {}
+        )
         why_no_ticket = ""
         try:
             try:
@@ -412,7 +525,10 @@ class Session:
             except grpc.FutureCancelledError:
                 return "closed"
             except grpc.FutureTimeoutError:
-                return f"no server answers at {self.config.target}, or it and this client do not accept each other's TLS certificates"
+                return (
+                    f"no server answers at {self.config.target}, or it and this client do not "
+                    "accept each other's TLS certificates"
+                )
             ticket, why_no_ticket = self._ticket()
             outbox.put(_wire.open_session(self.config, ticket))
             connection.call = _wire.connect(connection.channel, iter(outbox.get, None), metadata)
@@ -433,12 +549,15 @@ class Session:
             return "the server closed the session"
         except grpc.RpcError as error:
             refusal = _wire.as_error(error)
-            return f"{refusal}{f' (no ticket: {why_no_ticket})' if refusal.reason is Reason.UNAUTHENTICATED and why_no_ticket else ''}"
+            if refusal.reason is Reason.UNAUTHENTICATED and why_no_ticket:
+                return f"{refusal} (no ticket: {why_no_ticket})"
+            return str(refusal)
         finally:
             self._lose(connection)
 
     def _await_server(self, channel: grpc.Channel) -> None:
-        """Blocks until a server answers. Raises grpc.FutureTimeoutError when the time is up, grpc.FutureCancelledError after `close`."""
+        """Blocks until a server answers. Raises grpc.FutureTimeoutError when the time is up,
+        grpc.FutureCancelledError after `close`."""
         ready = grpc.channel_ready_future(channel)
         with self._lock:
             self._awaited = ready
@@ -452,7 +571,8 @@ class Session:
                 self._awaited = None
 
     def _ticket(self) -> tuple[bytes, str]:
-        """The proof of this process's user, and why there is none. A server without tenants needs none, so that is no failure yet."""
+        """The proof of this process's user, and why there is none. A server without tenants needs
+        none, so that is no failure yet."""
         path = descriptor_socket(self.config.target)
         if path is None:
             return b"", ""
@@ -467,14 +587,25 @@ class Session:
         if opened is None or opened.WhichOneof("body") != "session_opened":
             raise SessionLostError("the server did not open the session")
         connection.session_id = opened.session_opened.session_id
-        path = descriptor_socket(self.config.target) if opened.session_opened.has_descriptor_socket else None
+        path = (
+            descriptor_socket(self.config.target)
+            if opened.session_opened.has_descriptor_socket
+            else None
+        )
         if path is None and self._memory is not None and self._memory.is_on_devices:
             raise SessionLostError(
-                "memory of devices needs a unix: target: without the link nothing tells when a dead server has let go of it"
+                "memory of devices needs a unix: target: without the link nothing tells when a "
+                "dead server has let go of it"
             )
         if path is not None and (self.config.use_table or self._memory is not None):
-            fds = {} if self._memory is None or self._fence is None else {**self._memory.fds, FENCE_HANDLE: self._fence.fd}
-            connection.link = Link(path, opened.session_opened.session_id, fds, self.config.connect_timeout_s)
+            fds = (
+                {}
+                if self._memory is None or self._fence is None
+                else {**self._memory.fds, FENCE_HANDLE: self._fence.fd}
+            )
+            connection.link = Link(
+                path, opened.session_opened.session_id, fds, self.config.connect_timeout_s
+            )
             connection.table = connection.link.table if self.config.use_table else None
         if self._memory is not None:
             request = _wire.register_memory(self._memory.layout, self._memory.order)
@@ -512,7 +643,8 @@ class Session:
                 self._set_state(LinkState.DRAINING, "the server is draining")
 
     def _lose(self, connection: _Connection) -> None:
-        """The stream has ended: fail what waits; loads, and stores that can't be revoked, only when the server can't touch our memory."""
+        """The stream has ended: fail what waits; loads, and stores that can't be revoked, only when
+        the server can't touch our memory."""
         with self._lock:
             if self._connection is connection:
                 self._connection = None
@@ -525,7 +657,8 @@ class Session:
         lost = SessionLostError("the link to the server broke")
         for item in waiting:
             if item.fence_index and self._fence is not None:
-                # The server may live, and not know yet: nobody here could take these blocks back any more.
+                # The server may live, and not know yet: nobody here could take these blocks back
+                # any more.
                 self._fence.revoke(item.fence_index)
                 told, item.future = item.future, Future()
                 told.set_exception(lost)
@@ -535,13 +668,22 @@ class Session:
         if connection.link is None:
             self._fail(transfers, lost)
         elif transfers:
-            threading.Thread(target=self._settle, args=(connection.link, transfers, lost), name="hotkv-settle", daemon=True).start()
+            threading.Thread(
+                target=self._settle,
+                args=(connection.link, transfers, lost),
+                name="hotkv-settle",
+                daemon=True,
+            ).start()
         else:
             connection.link.close()
 
     def _settle(self, link: Link, transfers: list[_Pending], lost: SessionLostError) -> None:
         link.wait_closed()
-        loads = [item for item in transfers if item.is_load] if self._memory is not None and self._memory.is_on_devices else []
+        loads = (
+            [item for item in transfers if item.is_load]
+            if self._memory is not None and self._memory.is_on_devices
+            else []
+        )
         self._fail([item for item in transfers if item not in loads], lost)
         if loads:
             _await_devices()
@@ -554,7 +696,9 @@ class Session:
 
     def _set_state(self, state: LinkState, reason: str) -> None:
         with self._changed:
-            if self._state is LinkState.CLOSED or (self._state is state and state is not LinkState.ABSENT):
+            if self._state is LinkState.CLOSED or (
+                self._state is state and state is not LinkState.ABSENT
+            ):
                 return
             self._state = state
             self._changed.notify_all()

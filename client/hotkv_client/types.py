@@ -57,17 +57,20 @@ class GroupHashes:
 
 
 ExtraKey = str | bytes | tuple[str, int]
-"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the place of its first token."""
+"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the
+place of its first token."""
 BlockExtraKeys = Sequence[ExtraKey] | None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A chain of consecutive blocks of one group. `block_ids` int32 [n] in engine memory; empty when only reserving.
+    """A chain of consecutive blocks of one group. `block_ids` int32 [n] in engine memory; empty
+    when only reserving.
 
-    `parent_hash`: hash before the first, empty at the root. `depth`: position of the first block in its chain, in blocks.
-    For events, where `Session.wants_token_ids`: `token_ids` of all the blocks; `lora_name`; `extra_keys` besides tokens that are hashed
-    into each block, as vLLM's events name them, or nothing where no block has any.
+    `parent_hash`: hash before the first, empty at the root. `depth`: position of the first block in
+    its chain, in blocks. For events, where `Session.wants_token_ids`: `token_ids` of all the
+    blocks; `lora_name`; `extra_keys` besides tokens that are hashed into each block, as vLLM's
+    events name them, or nothing where no block has any.
     """
 
     group_index: int
@@ -82,7 +85,8 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Blocks of one group to load: positions in the lease's hash list of that group, int32 [n], and block ids int32 [n]."""
+    """Blocks of one group to load: positions in the lease's hash list of that group, int32 [n], and
+    block ids int32 [n]."""
 
     group_index: int
     lease_positions: Int32s
@@ -91,9 +95,11 @@ class LoadRun:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """A request that the engine has scheduled. `hashes`: of its prompt, one for each full hash block, in chain order.
+    """A request that the engine has scheduled. `hashes`: of its prompt, one for each full hash
+    block, in chain order.
 
-    `device_hit_tokens` hit in the engine's own device cache, `hit_tokens` there or in hotkv. `age_s`: since it came to the engine.
+    `device_hit_tokens` hit in the engine's own device cache, `hit_tokens` there or in hotkv.
+    `age_s`: since it came to the engine.
     """
 
     hashes: Sequence[bytes]
@@ -108,8 +114,9 @@ class RequestReport:
 class LeaseGrant:
     """What a read lease pins: one mask a group, in the order asked. A short grant is a value.
 
-    `offsets`, where asked for: int64 a group, bytes from the arena's start to each block's slot, -1 where not pinned. They hold while the
-    lease does: what is read under it after its release, its end or that of the connection may be any bytes.
+    `offsets`, where asked for: int64 a group, bytes from the arena's start to each block's slot, -1
+    where not pinned. They hold while the lease does: what is read under it after its release, its
+    end or that of the connection may be any bytes.
     """
 
     lease_id: str
@@ -122,7 +129,8 @@ class LeaseGrant:
 class TransferResult:
     """How a transfer ended. Nothing is being read or written for it any more.
 
-    `results` (stores): one uint8 array of BlockResult a run, in the order asked; empty for a store that was revoked.
+    `results` (stores): one uint8 array of BlockResult a run, in the order asked; empty for a store
+    that was revoked.
     """
 
     transfer_id: str
@@ -141,7 +149,8 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class WatchedRequest:
-    """A request that an engine has reported. `hashes`: packed, one for each full hash block. `unix_time_s`: when it came to its engine."""
+    """A request that an engine has reported. `hashes`: packed, one for each full hash block.
+    `unix_time_s`: when it came to its engine."""
 
     key_space_id: int
     hashes: bytes
@@ -155,11 +164,13 @@ class WatchedRequest:
 class SelectConfig:
     """How the server is to select for a sequence. Of `config` counts what matters to a selection.
 
-    `representation_group`: see `SessionConfig`. A shard's part of a representation holds `layer_indices`, the sparse layers, ascending,
-    in order, in each the formats of `config.scorers_of(layer)` in order, in each `kv_heads` heads. `hot_blocks`: size of the hot set that
-    the server keeps for each layer and shard; 0 for none. `scale` of attention; None for 1 / sqrt(head_size). `centres`: those that the
-    representations were made with, of all shards' heads; None for none. They must belong to the kind that the session declares: its version
-    is a hash, from which the server can't tell, and with another centre the selection is worse than with none.
+    `representation_group`: see `SessionConfig`. A shard's part of a representation holds
+    `layer_indices`, the sparse layers, ascending, in order, in each the formats of
+    `config.scorers_of(layer)` in order, in each `kv_heads` heads. `hot_blocks`: size of the hot set
+    that the server keeps for each layer and shard; 0 for none. `scale` of attention; None for 1 /
+    sqrt(head_size). `centres`: those that the representations were made with, of all shards' heads;
+    None for none. They must belong to the kind that the session declares: its version is a hash,
+    from which the server can't tell, and with another centre the selection is worse than with none.
     """
 
     config: "SparseConfig"
@@ -174,7 +185,8 @@ class SelectConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerHotSet:
-    """The hot set of one layer and shard: positions of blocks in the context, int32, most recently used first."""
+    """The hot set of one layer and shard: positions of blocks in the context, int32, most recently
+    used first."""
 
     layer_index: int
     shard_index: int
@@ -185,9 +197,10 @@ class LayerHotSet:
 class SequenceCreated:
     """A sequence has begun.
 
-    Where the server selects, `lease_id` pins the `covered_blocks` leading blocks of the context with their representations; positions of
-    the context are positions in the lease's lists. `hot_sets`: what the last sequence over the longest known part of this context ended
-    with; all positions are below `remembered_blocks`, the length of that part.
+    Where the server selects, `lease_id` pins the `covered_blocks` leading blocks of the context
+    with their representations; positions of the context are positions in the lease's lists.
+    `hot_sets`: what the last sequence over the longest known part of this context ended with; all
+    positions are below `remembered_blocks`, the length of that part.
     """
 
     lease_id: str
@@ -198,7 +211,8 @@ class SequenceCreated:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """What a sequence has: complete blocks, and, where the server selects, the lease that takes the place of the one before."""
+    """What a sequence has: complete blocks, and, where the server selects, the lease that takes the
+    place of the one before."""
 
     num_blocks: int
     lease_id: str
@@ -207,10 +221,12 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class SelectedBlocks:
-    """An answer of the server's selection. `positions` int32, ascending, always kept ones included; `weights` float32, inf for these.
+    """An answer of the server's selection. `positions` int32, ascending, always kept ones included;
+    `weights` float32, inf for these.
 
-    Of the hot set, where the server keeps one: load `load_positions` into `load_slots` before attending; `evict_positions` have lost their
-    slot; `hot_positions` (ascending) in `hot_slots` may then be attended.
+    Of the hot set, where the server keeps one: load `load_positions` into `load_slots` before
+    attending; `evict_positions` have lost their slot; `hot_positions` (ascending) in `hot_slots`
+    may then be attended.
     """
 
     positions: Int32s
@@ -227,8 +243,9 @@ class SelectedBlocks:
 class EngineMemory:
     """Memory that the server may read and write during transfers.
 
-    `fds`: descriptor of each file handle of the layout, kept open by the caller. `order`: how the server may learn what the engine's device
-    has done; what it takes of that is `Session.order_kind`. `fence`: one whose words the caller gives with each store; None for the
+    `fds`: descriptor of each file handle of the layout, kept open by the caller. `order`: how the
+    server may learn what the engine's device has done; what it takes of that is
+    `Session.order_kind`. `fence`: one whose words the caller gives with each store; None for the
     session's own.
     """
 
@@ -245,9 +262,11 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """A transfer begins when the engine's device has passed `mark`, which is made as the session's `order_kind` says.
+    """A transfer begins when the engine's device has passed `mark`, which is made as the session's
+    `order_kind` says.
 
-    A mark of one kind means nothing to another: where the session takes another kind by now, the transfer fails.
+    A mark of one kind means nothing to another: where the session takes another kind by now, the
+    transfer fails.
     """
 
     kind: OrderKind
@@ -256,11 +275,13 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How a client proves itself over TCP, and how it knows the server; nothing of it is used on a Unix socket.
+    """How a client proves itself over TCP, and how it knows the server; nothing of it is used on a
+    Unix socket.
 
-    Paths of files, read at each new connection, so that renewed ones are taken up; empty for none. `tls_ca`: who signs the server's
-    certificate, in PEM. `tls_certificate`, `tls_key`: of the client, in PEM. `tls_server_name`: expected in the server's certificate where
-    that is not the host of the target. `token_file`: holds a bearer token.
+    Paths of files, read at each new connection, so that renewed ones are taken up; empty for none.
+    `tls_ca`: who signs the server's certificate, in PEM. `tls_certificate`, `tls_key`: of the
+    client, in PEM. `tls_server_name`: expected in the server's certificate where that is not the
+    host of the target. `token_file`: holds a bearer token.
     """
 
     tls_ca: str = ""
@@ -277,10 +298,11 @@ NO_CREDENTIALS = Credentials()
 class SessionConfig:
     """How to reach a server and as whom. `target`: `unix:/path/grpc.sock` or `host:port`.
 
-    `engine_id` is shared by all sessions of an engine; leases are the engine's. `representations`: that go with the blocks; everywhere in
-    the session the first has the group index that follows the key space's groups (`representation_group`), and so on. A representation is
-    kept where its block is ready when it is written, before or by the same store; it goes with its block. `use_table`: probe the shared
-    block table where the server offers it.
+    `engine_id` is shared by all sessions of an engine; leases are the engine's. `representations`:
+    that go with the blocks; everywhere in the session the first has the group index that follows
+    the key space's groups (`representation_group`), and so on. A representation is kept where its
+    block is ready when it is written, before or by the same store; it goes with its block.
+    `use_table`: probe the shared block table where the server offers it.
     """
 
     target: str

@@ -1,12 +1,14 @@
 """Says which bytes a worker holds for a LoRA adapter, and notices if they change. Worker side.
 
-vLLM reads an adapter's files when an adapter is added, or in the first step that needs it, and again after it was evicted. The identity is
-a digest of what the read gave, in memory, so files that are written at that moment can't deceive it.
+vLLM reads an adapter's files when an adapter is added, or in the first step that needs it, and
+again after it was evicted. The identity is a digest of what the read gave, in memory, so files that
+are written at that moment can't deceive it.
 
-What is always true: an adapter that was named to the scheduler is the one that vLLM uses for as long as it is not released or evicted; if
-it was not loaded yet it is read ahead, and vLLM is given that. A bounded number of adapters is held so. From the moment that other bytes
-are loaded under a known id until the scheduler has acknowledged it, `is_trusted` is False: stores and loads that were planned on the old
-bytes must not be carried out.
+What is always true: an adapter that was named to the scheduler is the one that vLLM uses for as
+long as it is not released or evicted; if it was not loaded yet it is read ahead, and vLLM is given
+that. A bounded number of adapters is held so. From the moment that other bytes are loaded under a
+known id until the scheduler has acknowledged it, `is_trusted` is False: stores and loads that were
+planned on the old bytes must not be carried out.
 """
 
 import hashlib
@@ -25,12 +27,16 @@ MAX_AHEAD = 4
 
 
 class AdapterWatch:
-    """Watches vLLM's LoRA manager of one worker. `manager`: None where there is none, so that nothing is known of any adapter.
+    """Watches vLLM's LoRA manager of one worker. `manager`: None where there is none, so that
+    nothing is known of any adapter.
 
-    `settings`: what else decides an adapter's KV. `max_ahead`: adapters that are read ahead at most.
+    `settings`: what else decides an adapter's KV. `max_ahead`: adapters that are read ahead at
+    most.
     """
 
-    def __init__(self, manager: Any, rank: int = 0, settings: str = "", max_ahead: int = MAX_AHEAD) -> None:
+    def __init__(
+        self, manager: Any, rank: int = 0, settings: str = "", max_ahead: int = MAX_AHEAD
+    ) -> None:
         self._manager = manager
         self._max_ahead = max_ahead
         self._rank = rank
@@ -46,7 +52,10 @@ class AdapterWatch:
             manager._load_adapter = self._load
 
     def __repr__(self) -> str:
-        return f"AdapterWatch({len(self._held)} adapters, {len(self._ahead)} read ahead, {len(self._changed)} changed)"
+        return (
+            f"AdapterWatch({len(self._held)} adapters, {len(self._ahead)} read ahead, "
+            f"{len(self._changed)} changed)"
+        )
 
     @property
     def is_watching(self) -> bool:
@@ -64,7 +73,11 @@ class AdapterWatch:
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)
         if work.released:
-            self._put_off = {number: lora for number, lora in self._put_off.items() if lora.lora_int_id not in work.released}
+            self._put_off = {
+                number: lora
+                for number, lora in self._put_off.items()
+                if lora.lora_int_id not in work.released
+            }
         for number, lora_request in (*self._put_off.items(), *work.asked):
             identity = self._name(lora_request)
             if identity != LATER:
@@ -117,7 +130,10 @@ class AdapterWatch:
         except Exception:  # noqa: BLE001 - edge to vLLM
             logger.exception("hotkv: the contents of LoRA adapter %d could not be read", adapter_id)
             identity = UNKNOWN
-        if self._held.setdefault(adapter_id, identity) != identity and adapter_id not in self._changed:
+        if (
+            self._held.setdefault(adapter_id, identity) != identity
+            and adapter_id not in self._changed
+        ):
             self._changed.add(adapter_id)
             self._unacknowledged |= {adapter_id}
 
@@ -135,13 +151,21 @@ def watch_adapters(vllm_config: Any) -> AdapterWatch:
         return AdapterWatch(None, rank)
     runner, _ = calling_worker()
     manager = getattr(runner, "lora_manager", None)
-    if not callable(getattr(manager, "_load_adapter", None)) or not callable(getattr(manager, "list_adapters", None)):
+    if not callable(getattr(manager, "_load_adapter", None)) or not callable(
+        getattr(manager, "list_adapters", None)
+    ):
         manager = None
-    return AdapterWatch(manager, rank, digest(vllm_config.lora_config), max(MAX_AHEAD, vllm_config.lora_config.max_loras))
+    return AdapterWatch(
+        manager,
+        rank,
+        digest(vllm_config.lora_config),
+        max(MAX_AHEAD, vllm_config.lora_config.max_loras),
+    )
 
 
 def _feed(found: Any, value: Any) -> None:
-    """Feeds a value into a digest so that unequal values differ: tensors whole, objects by class and attributes."""
+    """Feeds a value into a digest so that unequal values differ: tensors whole, objects by class
+    and attributes."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         found.update(f"tensor {data.dtype} {tuple(data.shape)}\0".encode())

@@ -1,11 +1,15 @@
-"""LoRA adapters by content: which keys the requests of an adapter have. Scheduler thread only; pure.
+"""LoRA adapters by content: which keys the requests of an adapter have. Scheduler thread only;
+pure.
 
-vLLM's block hashes name an adapter by its name and path, and say nothing of its bytes. Here a key is a hash over vLLM's hash and the
-identity of the bytes that this engine's workers hold, so engines share KV only where their adapters are equal.
+vLLM's block hashes name an adapter by its name and path, and say nothing of its bytes. Here a key
+is a hash over vLLM's hash and the identity of the bytes that this engine's workers hold, so engines
+share KV only where their adapters are equal.
 
-What is always true: a request of an adapter has no keys (and so neither hits nor stores) unless all ranks have said what they hold for each
-id of that adapter, and all said the same each time. An adapter that was seen with two identities has none for the rest of the engine's
-life: vLLM's own cache names both alike and mixes their KV. While requests of an adapter live, workers keep what they have named.
+What is always true: a request of an adapter has no keys (and so neither hits nor stores) unless all
+ranks have said what they hold for each id of that adapter, and all said the same each time. An
+adapter that was seen with two identities has none for the rest of the engine's life: vLLM's own
+cache names both alike and mixes their KV. While requests of an adapter live, workers keep what they
+have named.
 """
 
 import enum
@@ -16,13 +20,15 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 WAIT_S = 2.0
-"""How long a request waits for the workers' answer. It is computed without the shared cache after that."""
+"""How long a request waits for the workers' answer. It is computed without the shared cache after
+that."""
 MAX_ADAPTERS = 4096
 """Adapters that are remembered. Others have no keys."""
 UNKNOWN = ""
 """A rank's answer if it can't tell what it holds."""
 LATER = "later"
-"""A rank's answer if it has read as many adapters ahead as it may. It answers anew, unasked, when it can."""
+"""A rank's answer if it has read as many adapters ahead as it may. It answers anew, unasked, when
+it can."""
 
 AdapterName = tuple[str, str]
 """An adapter's name and path, which is what vLLM's block hashes tell adapters apart by."""
@@ -32,8 +38,8 @@ AdapterName = tuple[str, str]
 class AdapterWork:
     """What a step's metadata asks of the workers. `released` comes before `asked`.
 
-    asked: (number, vLLM's LoRARequest) of adapters to name. released: ids that no request uses any more. acknowledged: ids of which the
-    scheduler knows that their bytes have changed.
+    asked: (number, vLLM's LoRARequest) of adapters to name. released: ids that no request uses any
+    more. acknowledged: ids of which the scheduler knows that their bytes have changed.
     """
 
     asked: tuple[tuple[int, Any], ...] = ()
@@ -46,7 +52,8 @@ NO_WORK = AdapterWork()
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """What workers say: identities by number and rank, and ids whose bytes have changed and were not acknowledged."""
+    """What workers say: identities by number and rank, and ids whose bytes have changed and were
+    not acknowledged."""
 
     answers: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
     changed: frozenset[int] = frozenset()
@@ -54,12 +61,16 @@ class AdapterReport:
     def join(self, other: "AdapterReport") -> "AdapterReport":
         """What two ranks say together."""
         numbers = self.answers.keys() | other.answers.keys()
-        answers = {number: {**self.answers.get(number, {}), **other.answers.get(number, {})} for number in numbers}
+        answers = {
+            number: {**self.answers.get(number, {}), **other.answers.get(number, {})}
+            for number in numbers
+        }
         return AdapterReport(answers, self.changed | other.changed)
 
 
 class Standing(enum.Enum):
-    """Whether a request of an adapter may use the shared cache: `WAIT` for now, `NOT_YET` if it waited long enough, `NEVER` for good."""
+    """Whether a request of an adapter may use the shared cache: `WAIT` for now, `NOT_YET` if it
+    waited long enough, `NEVER` for good."""
 
     KNOWN = "known"
     WAIT = "wait"
@@ -69,7 +80,8 @@ class Standing(enum.Enum):
 
 @dataclass(slots=True)
 class _Id:
-    """One of vLLM's adapter ids. `asked`: number of the question that is open; 0 for none. `is_put_off`: a rank answers it later."""
+    """One of vLLM's adapter ids. `asked`: number of the question that is open; 0 for none.
+    `is_put_off`: a rank answers it later."""
 
     names: set[AdapterName] = field(default_factory=set)
     num_live: int = 0
@@ -113,18 +125,25 @@ class Adapters:
 
     def __repr__(self) -> str:
         refused = sum(adapter.is_refused for adapter in self._adapters.values())
-        return f"Adapters({len(self._adapters)}, {refused} refused, {len(self._questions)} asked about, {len(self._live)} requests)"
+        return (
+            f"Adapters({len(self._adapters)}, {refused} refused, {len(self._questions)} asked "
+            f"about, {len(self._live)} requests)"
+        )
 
-    # --------------------------------------------------------------------------------------------------------- requests
+    # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """A request of an adapter has come. The first of those that live together has the workers asked."""
+        """A request of an adapter has come. The first of those that live together has the workers
+        asked."""
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
         if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
             if not self._said_many:
                 self._said_many = True
-                self._say(f"requests of more than {MAX_ADAPTERS} LoRA adapters do not use the shared cache in this engine")
+                self._say(
+                    f"requests of more than {MAX_ADAPTERS} LoRA adapters do not use the shared "
+                    "cache in this engine"
+                )
             return
         adapter = self._adapters.setdefault(name, _Adapter())
         one = self._ids.setdefault(lora.lora_int_id, _Id())
@@ -155,10 +174,15 @@ class Adapters:
             return Standing.NEVER
         if self._is_known(self._adapters[live[1]]):
             return Standing.KNOWN
-        return Standing.WAIT if now_s < live[2] + WAIT_S and not self._ids[live[0]].is_put_off else Standing.NOT_YET
+        return (
+            Standing.WAIT
+            if now_s < live[2] + WAIT_S and not self._ids[live[0]].is_put_off
+            else Standing.NOT_YET
+        )
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Keys of a request's complete blocks, as many as vLLM has hashes; none while its adapter's identity is not known."""
+        """Keys of a request's complete blocks, as many as vLLM has hashes; none while its adapter's
+        identity is not known."""
         hashes: Sequence[bytes] = request.block_hashes
         lora = request.lora_request
         if lora is None:
@@ -169,7 +193,8 @@ class Adapters:
         mine = self._keys.setdefault(request, _Keys())
         count = len(mine.keys)
         if count > len(hashes) or (count and hashes[count - 1] != mine.last):
-            # Each hash covers those before it, so the last tells for all. vLLM takes tokens back in streaming sessions.
+            # Each hash covers those before it, so the last tells for all. vLLM takes tokens back in
+            # streaming sessions.
             mine.keys, count = [], 0
         if count < len(hashes):
             salted = hashlib.sha256(b"hotkv-adapter-1\0" + adapter.identity.encode() + b"\0")
@@ -180,13 +205,15 @@ class Adapters:
             mine.last = hashes[-1]
         return mine.keys
 
-    # ------------------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
     def take_work(self) -> AdapterWork:
         """What the next step's metadata carries."""
         if not self._to_ask and not self._to_release and not self._to_acknowledge:
             return NO_WORK
-        work = AdapterWork(tuple(self._to_ask.items()), tuple(sorted(self._to_release)), self._to_acknowledge)
+        work = AdapterWork(
+            tuple(self._to_ask.items()), tuple(sorted(self._to_release)), self._to_acknowledge
+        )
         self._to_ask, self._to_release, self._to_acknowledge = {}, set(), frozenset()
         return work
 
@@ -227,18 +254,29 @@ class Adapters:
                 self._refuse(name, "the workers can't tell which bytes they hold for it")
             return
         # Ranks may hold parts of an adapter, so each counts at its place.
-        identity = hashlib.sha256("\0".join(f"{rank}={held}" for rank, held in said).encode()).hexdigest()
+        identity = hashlib.sha256(
+            "\0".join(f"{rank}={held}" for rank, held in said).encode()
+        ).hexdigest()
         for name in one.names:
             adapter = self._adapters[name]
             if adapter.identity not in ("", identity):
-                self._refuse(name, "other files were loaded under its name and path while the engine ran")
+                self._refuse(
+                    name, "other files were loaded under its name and path while the engine ran"
+                )
             adapter.identity = adapter.identity or identity
 
     def _refuse(self, name: AdapterName, why: str) -> None:
         adapter = self._adapters[name]
         if not adapter.is_refused:
             adapter.is_refused = True
-            self._say(f"requests of LoRA adapter {name[0]!r} ({name[1]}) do not use the shared cache in this engine: {why}")
+            self._say(
+                f"requests of LoRA adapter {name[0]!r} ({name[1]}) do not use the shared cache "
+                f"in this engine: {why}"
+            )
 
     def _is_known(self, adapter: _Adapter) -> bool:
-        return bool(adapter.identity) and not adapter.is_refused and not any(self._ids[one].asked for one in adapter.ids)
+        return (
+            bool(adapter.identity)
+            and not adapter.is_refused
+            and not any(self._ids[one].asked for one in adapter.ids)
+        )

@@ -1,7 +1,8 @@
-"""Blocks that vLLM gives to requests. Whoever fills them, they are about to be written, and what was known of them is void.
+"""Blocks that vLLM gives to requests. Whoever fills them, they are about to be written, and what
+was known of them is void.
 
-A step's prefill and decode show in its schedule, loads of this connector in its plan. What another connector loads, beside this one,
-shows nowhere else. Scheduler thread only.
+A step's prefill and decode show in its schedule, loads of this connector in its plan. What another
+connector loads, beside this one, shows nowhere else. Scheduler thread only.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,11 @@ class Allocations:
         self._matched_tokens[request_id] = num_tokens
 
     def allocated(self, request: Any, blocks: Any) -> None:
-        """The request has its blocks; those behind its own prefix hit, or behind a load that has ended, are new to it."""
-        valid_tokens = max(request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0))
+        """The request has its blocks; those behind its own prefix hit, or behind a load that has
+        ended, are new to it."""
+        valid_tokens = max(
+            request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0)
+        )
         for tokens, ids in zip(self._block_tokens, blocks.get_block_ids(), strict=True):
             self._blocks.update(ids[valid_tokens // tokens if tokens else 0 :])
 

@@ -1,7 +1,8 @@
 """Settings of the connector, out of `kv_connector_extra_config`.
 
-Every setting is a key `hotkv.<name>`; keys that do not start with `hotkv.` belong to others and are ignored. A wrong setting is an
-error when the engine starts (the message names key, value and what is allowed); an absent server never is.
+Every setting is a key `hotkv.<name>`; keys that do not start with `hotkv.` belong to others and are
+ignored. A wrong setting is an error when the engine starts (the message names key, value and what
+is allowed); an absent server never is.
 """
 
 import os
@@ -31,30 +32,36 @@ class ConfigError(ValueError):
 class ConnectorConfig:
     """All settings.
 
-    target: `unix:/path/grpc.sock` or `host:port`; default from the environment variable HOTKV_TARGET.
-    tenant: engines of different tenants never share blocks; a server that knows tenants demands a proof that this engine may act for it.
-    tls_ca, tls_certificate, tls_key, tls_server_name, token_file: over TCP, see `hotkv_client.types.Credentials`.
-    weights_identity: replaces the identity computed from the weights; equal values promise equal weights.
-    lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it counts as a miss.
-    lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
-    load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
-    store_timeout_s: the server gives up a store that takes longer.
-    flush_timeout_s: how long a step waits for a store that reads blocks which the step overwrites, before it takes them back.
-    device_order: how the server learns what the engine's device has done (CUDA): `auto` offers events and flags, and the server takes what
-        works; `events` (interprocess events; containers need hostIPC); `flags` (words in device memory); `host` (the worker waits itself).
+    target: `unix:/path/grpc.sock` or `host:port`; default from the environment variable
+    HOTKV_TARGET. tenant: engines of different tenants never share blocks; a server that knows
+    tenants demands a proof that this engine may act for it. tls_ca, tls_certificate, tls_key,
+    tls_server_name, token_file: over TCP, see `hotkv_client.types.Credentials`. weights_identity:
+    replaces the identity computed from the weights; equal values promise equal weights.
+    lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
+    counts as a miss. lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission
+    and the load. load_timeout_s: a load that takes longer is cancelled, and its request computes
+    its prompt. store_timeout_s: the server gives up a store that takes longer. flush_timeout_s: how
+    long a step waits for a store that reads blocks which the step overwrites, before it takes them
+    back. device_order: how the server learns what the engine's device has done (CUDA): `auto`
+    offers events and flags, and the server takes what works; `events` (interprocess events;
+        containers need hostIPC); `flags` (words in device memory); `host` (the worker waits
+        itself).
     reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its own.
-    startup_wait_s: how long the engine's start waits for the server, so that the first request can hit.
-    max_inflight_store_mib: bytes of blocks being stored; what comes on top waits, and is dropped when its request ends.
-    max_load_retries: failed loads after which a request is not offered hits again.
-    allow_untested_vllm: use hotkv with versions of vLLM that it is not tested with (`hotkv_vllm.versions`); without it hotkv is off there.
-    use_table: probe the shared block table where the server offers it.
-    state_interval_tokens: of recurrent states (Mamba and the like) store those at multiples of this many tokens, rounded up to a boundary
+    startup_wait_s: how long the engine's start waits for the server, so that the first request can
+    hit. max_inflight_store_mib: bytes of blocks being stored; what comes on top waits, and is
+    dropped when its request ends. max_load_retries: failed loads after which a request is not
+    offered hits again. allow_untested_vllm: use hotkv with versions of vLLM that it is not tested
+    with (`hotkv_vllm.versions`); without it hotkv is off there. use_table: probe the shared block
+    table where the server offers it. state_interval_tokens: of recurrent states (Mamba and the
+    like) store those at multiples of this many tokens, rounded up to a boundary
         that can be hit, and the last one of a prompt; 0 for every state that vLLM hands over.
-    hook_timing_file: where to write time spent in connector hooks, as JSON, at shutdown; empty for nowhere.
-    sparse: sparse decode (CPU engines), an object with the fields of `SparseConfig`; absent: attention is vLLM's own.
-    sparse_centre: file with the model's calibrated centres (`python -m hotkv_vllm.sparse.calibrate`), which make selections better; empty
+    hook_timing_file: where to write time spent in connector hooks, as JSON, at shutdown; empty for
+    nowhere. sparse: sparse decode (CPU engines), an object with the fields of `SparseConfig`;
+    absent: attention is vLLM's own. sparse_centre: file with the model's calibrated centres
+    (`python -m hotkv_vllm.sparse.calibrate`), which make selections better; empty
         for none. Engines share representations only where it is the same.
-    sparse_recall_steps: every so many decode steps, one layer's selection is measured against exact attention; 0 for never.
+    sparse_recall_steps: every so many decode steps, one layer's selection is measured against exact
+    attention; 0 for never.
     """
 
     target: str = DEFAULT_TARGET
@@ -94,18 +101,25 @@ class ConnectorConfig:
             name = key.removeprefix(PREFIX)
             if name not in known:
                 allowed = ", ".join(PREFIX + other for other in sorted(known))
-                raise ConfigError(f"{key} = {value!r}: there is no such setting; allowed are {allowed}")
+                raise ConfigError(
+                    f"{key} = {value!r}: there is no such setting; allowed are {allowed}"
+                )
             values[name] = _READERS[str(known[name].type)](key, value)
         _check_target(values["target"])
         _check_choice("device_order", values, DEVICE_ORDERS)
         if values.get("sparse_centre") and "sparse" not in values:
-            raise ConfigError(f"{CENTRE} = {values['sparse_centre']!r}: it serves sparse decode only; set {SPARSE} too, or leave it out")
+            raise ConfigError(
+                f"{CENTRE} = {values['sparse_centre']!r}: it serves sparse decode only; set "
+                f"{SPARSE} too, or leave it out"
+            )
         return ConnectorConfig(**values)
 
     @property
     def credentials(self) -> Credentials:
         """What proves this engine to a server over TCP."""
-        return Credentials(self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file)
+        return Credentials(
+            self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file
+        )
 
     def read_centres(self) -> Centres | None:
         """What `sparse_centre` names. Raises ConfigError."""
@@ -145,16 +159,24 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
     """JSON has no tuples and no integer keys, so lists and decimal keys stand for them."""
     known = {f.name for f in fields(SparseConfig)}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} = {value!r}: allowed is an object with some of the fields {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{key} = {value!r}: allowed is an object with some of the fields "
+            f"{', '.join(sorted(known))}"
+        )
     for name in value:
         if name not in known:
-            raise ConfigError(f"{key}.{name} = {value[name]!r}: there is no such setting; allowed are {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"{key}.{name} = {value[name]!r}: there is no such setting; allowed are "
+                f"{', '.join(sorted(known))}"
+            )
     settings = dict(value)
     if isinstance(settings.get("dense_layers"), list):
         settings["dense_layers"] = tuple(settings["dense_layers"])
     if isinstance(settings.get("scorer_of_layer"), Mapping):
         of_layer = settings["scorer_of_layer"].items()
-        settings["scorer_of_layer"] = {int(k) if isinstance(k, str) and k.isdecimal() else k: scorer for k, scorer in of_layer}
+        settings["scorer_of_layer"] = {
+            int(k) if isinstance(k, str) and k.isdecimal() else k: scorer for k, scorer in of_layer
+        }
     try:
         return SparseConfig(**settings)
     except HotKVError as error:
@@ -164,12 +186,14 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
 
 
 def is_sparse_configured(extra: Mapping[str, Any]) -> bool:
-    """Whether an engine with this `kv_connector_extra_config` may ask for sparse decode, itself or through one of several connectors."""
+    """Whether an engine with this `kv_connector_extra_config` may ask for sparse decode, itself or
+    through one of several connectors."""
     return SPARSE in extra or "connectors" in extra
 
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
-    t.__name__: read for t, read in ((str, _read_str), (bool, _read_bool), (int, _read_int), (float, _read_float))
+    t.__name__: read
+    for t, read in ((str, _read_str), (bool, _read_bool), (int, _read_int), (float, _read_float))
 }
 _READERS |= {str(t): _READERS[t.__name__] for t in (str, bool, int, float)}
 _READERS[str(SparseConfig | None)] = _read_sparse
@@ -183,6 +207,12 @@ def _check_choice(name: str, values: Mapping[str, Any], allowed: tuple[str, ...]
 def _check_target(target: str) -> None:
     path = target.removeprefix("unix:")
     host, _, port = target.rpartition(":")
-    fine = path.startswith("/") if target.startswith("unix:") else bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    fine = (
+        path.startswith("/")
+        if target.startswith("unix:")
+        else bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    )
     if not fine:
-        raise ConfigError(f"{PREFIX}target = {target!r}: allowed are unix:/absolute/path and host:port")
+        raise ConfigError(
+            f"{PREFIX}target = {target!r}: allowed are unix:/absolute/path and host:port"
+        )

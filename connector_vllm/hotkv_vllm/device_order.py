@@ -1,13 +1,16 @@
 """Marks in the queue of the engine's device, behind which transfers wait (`hotkv.order`).
 
-What is always true: a mark lies on the stream that is current in the hook, so it comes after all that vLLM gave the device before,
-whether that wrote the blocks or still reads them; an interprocess event is recorded again only when every transfer that names it has ended;
-a word only counts up, and belongs to one stream. In a step nothing here waits for the device. Where nothing can be offered, where the
-server takes nothing, and where all events are in use, a mark serves this process alone: the worker sends the transfer when it has passed.
+What is always true: a mark lies on the stream that is current in the hook, so it comes after all
+that vLLM gave the device before, whether that wrote the blocks or still reads them; an interprocess
+event is recorded again only when every transfer that names it has ended; a word only counts up, and
+belongs to one stream. In a step nothing here waits for the device. Where nothing can be offered,
+where the server takes nothing, and where all events are in use, a mark serves this process alone:
+the worker sends the transfer when it has passed.
 
-Words are written by a kernel of torch's (`fill_`), not by cuStreamWriteValue32. Both come after everything before them on the stream, and
-the server asks for the word before it copies; the kernel needs no binding to the driver that nobody could test here, and its few
-microseconds are spent on the device.
+Words are written by a kernel of torch's (`fill_`), not by cuStreamWriteValue32. Both come after
+everything before them on the stream, and the server asks for the word before it copies; the kernel
+needs no binding to the driver that nobody could test here, and its few microseconds are spent on
+the device.
 """
 
 from collections import deque
@@ -68,7 +71,8 @@ class Device(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the device's queue. `after`: what tells the server; None where only this process can know. `uses`: transfers behind it.
+    """A point in the device's queue. `after`: what tells the server; None where only this process
+    can know. `uses`: transfers behind it.
 
     Without an event everything queued is done already.
     """
@@ -90,10 +94,12 @@ class Mark:
 
 
 class Marks:
-    """Makes marks and takes them back. `order`: what the server is offered. On a CPU (`device` None) all marks have passed."""
+    """Makes marks and takes them back. `order`: what the server is offered. On a CPU (`device`
+    None) all marks have passed."""
 
     def __init__(self, device: Device | None = None, wanted: str = "auto") -> None:
-        """`wanted`: `auto`, `events`, `flags` or `host`. Never raises: what the device can't do is not offered, and the log says why."""
+        """`wanted`: `auto`, `events`, `flags` or `host`. Never raises: what the device can't do is
+        not offered, and the log says why."""
         self.order = NO_ORDER
         self._device = device
         self._ring: list[Event] = []
@@ -122,7 +128,12 @@ class Marks:
     def _offer_words(self, device: Device) -> None:
         try:
             self._words = device.new_words(NUM_WORDS)
-            self.order = replace(self.order, device_uuid=device.uuid, flags_handle_id=self._words.handle.handle_id, num_flags=NUM_WORDS)
+            self.order = replace(
+                self.order,
+                device_uuid=device.uuid,
+                flags_handle_id=self._words.handle.handle_id,
+                num_flags=NUM_WORDS,
+            )
         except (Unsupported, RuntimeError, AttributeError, TypeError, OSError) as error:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
@@ -134,7 +145,8 @@ class Marks:
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """A mark at the end of the current stream, as the session's `kind` says where that can be. It has one use: that of the caller."""
+        """A mark at the end of the current stream, as the session's `kind` says where that can be.
+        It has one use: that of the caller."""
         if self._device is None:
             return Mark()
         if kind is OrderKind.EVENTS and self._free:
@@ -198,7 +210,8 @@ class CudaDevice:
 
 @dataclass(slots=True, init=False)
 class CudaWords:
-    """Words in device memory, in an allocation of torch's. Raises Unsupported where it can't be shared."""
+    """Words in device memory, in an allocation of torch's. Raises Unsupported where it can't be
+    shared."""
 
     handle: MemoryHandle
     fds: Mapping[str, int] = field(default_factory=dict)

@@ -1,8 +1,9 @@
-"""Which KV on the device is not what its key promises, and so must not be stored: KV of steps that decoded sparsely, KV computed from it,
-and KV of weights that the engine no longer has.
+"""Which KV on the device is not what its key promises, and so must not be stored: KV of steps that
+decoded sparsely, KV computed from it, and KV of weights that the engine no longer has.
 
-What is always true: a token is exact only if it and every token before it was computed exactly. A block's mark goes only when vLLM gives
-the block away anew, or copies an exact block into it. A request that was not seen to be admitted is not trusted. Scheduler thread only.
+What is always true: a token is exact only if it and every token before it was computed exactly. A
+block's mark goes only when vLLM gives the block away anew, or copies an exact block into it. A
+request that was not seen to be admitted is not trusted. Scheduler thread only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,8 @@ EVERYTHING = 1 << 62
 
 
 class Exactness:
-    """Marks of blocks, and for each running request how many of its tokens are exact. Costs nothing until something is inexact."""
+    """Marks of blocks, and for each running request how many of its tokens are exact. Costs nothing
+    until something is inexact."""
 
     def __init__(self, tokens_per_block: Sequence[int], num_blocks: int) -> None:
         """`tokens_per_block`: per vLLM group; 0 where blocks do not follow token order."""
@@ -28,14 +30,19 @@ class Exactness:
 
     def __repr__(self) -> str:
         watching = "watching" if self.is_watching else "nothing to watch"
-        return f"Exactness({watching}, {int(self._inexact.sum())} inexact blocks, {len(self._exact_tokens)} requests)"
+        return (
+            f"Exactness({watching}, {int(self._inexact.sum())} inexact blocks, "
+            f"{len(self._exact_tokens)} requests)"
+        )
 
     def exact_tokens(self, request_id: str) -> int:
-        """Leading tokens of a running request that are exact, or will be; at least EVERYTHING where all are."""
+        """Leading tokens of a running request that are exact, or will be; at least EVERYTHING where
+        all are."""
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
     def distrust_all(self) -> None:
-        """Whatever is on the device now, and whatever running requests go on to compute from it, is inexact."""
+        """Whatever is on the device now, and whatever running requests go on to compute from it, is
+        inexact."""
         self.is_watching = True
         self._inexact[:] = True
         self._inexact[NULL_BLOCK] = False
@@ -46,30 +53,55 @@ class Exactness:
         if self.is_watching:
             self.distrust_all()
 
-    def step(self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]) -> None:
-        """Takes in a step that vLLM has planned. `allocated`: blocks given away anew since the step before, or in this one.
-        `sparse_requests`: those whose row decodes sparsely.
+    def step(
+        self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
+    ) -> None:
+        """Takes in a step that vLLM has planned. `allocated`: blocks given away anew since the step
+        before, or in this one. `sparse_requests`: those whose row decodes sparsely.
         """
         if not self.is_watching:
             return
         state = scheduler_output.kv_connector_block_state
-        copied = [c.dst_block_id for c in scheduler_output.kv_cache_block_copies or () if self._inexact[c.src_block_id]]
+        copied = [
+            c.dst_block_id
+            for c in scheduler_output.kv_cache_block_copies or ()
+            if self._inexact[c.src_block_id]
+        ]
         self._inexact[list(allocated)] = False
         self._inexact[copied] = True
         if state is None:
             return
-        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        computed = {
+            new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
+        }
         cached = scheduler_output.scheduled_cached_reqs
         admitted = {*computed, *cached.resumed_req_ids}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sparse = frozenset(sparse_requests)
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            self._scheduled(request_id, computed[request_id], num_tokens, state, request_id in admitted, request_id in sparse)
+            self._scheduled(
+                request_id,
+                computed[request_id],
+                num_tokens,
+                state,
+                request_id in admitted,
+                request_id in sparse,
+            )
 
-    def _scheduled(self, request_id: str, computed: int, num_tokens: int, state: Any, is_admitted: bool, is_sparse: bool) -> None:
+    def _scheduled(
+        self,
+        request_id: str,
+        computed: int,
+        num_tokens: int,
+        state: Any,
+        is_admitted: bool,
+        is_sparse: bool,
+    ) -> None:
         if is_admitted:
             tables = state.get_block_ids(request_id)
-            self._exact_tokens[request_id] = 0 if tables is None else self._exact_prefix(tables, computed)
+            self._exact_tokens[request_id] = (
+                0 if tables is None else self._exact_prefix(tables, computed)
+            )
         exact = self.exact_tokens(request_id)
         if is_sparse and computed < exact:
             exact = self._exact_tokens[request_id] = computed
@@ -78,7 +110,9 @@ class Exactness:
             for tokens, ids in zip(self._block_tokens, tables or (), strict=False):
                 # The block in which exactness ends is complete before it does, or is being filled.
                 first = max(exact, computed) // tokens if tokens else 0
-                self._inexact[ids[first : -(-(computed + num_tokens) // tokens) if tokens else None]] = True
+                self._inexact[
+                    ids[first : -(-(computed + num_tokens) // tokens) if tokens else None]
+                ] = True
             self._inexact[NULL_BLOCK] = False
 
     def ended(self, request_id: str) -> None:
@@ -86,10 +120,13 @@ class Exactness:
         self._exact_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
-        """Tokens before the first marked block among those that hold the first `computed` tokens."""
+        """Tokens before the first marked block among those that hold the first `computed`
+        tokens."""
         exact = EVERYTHING
         for tokens, ids in zip(self._block_tokens, tables, strict=False):
-            marked = np.flatnonzero(self._inexact[ids[: -(-computed // tokens) if tokens else None]])
+            marked = np.flatnonzero(
+                self._inexact[ids[: -(-computed // tokens) if tokens else None]]
+            )
             if len(marked):
                 exact = min(exact, int(marked[0]) * tokens)
         return exact

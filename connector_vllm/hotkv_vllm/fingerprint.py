@@ -1,7 +1,9 @@
-"""Which of vLLM's settings decide the bytes of a KV block: all of them, but for those that `harmless` lists.
+"""Which of vLLM's settings decide the bytes of a KV block: all of them, but for those that
+`harmless` lists.
 
-So a setting that is new in another vLLM version keeps engines apart until somebody has looked at it. Nothing here knows a model, a layer or
-a value: `key_space_factors` walks vLLM's config objects as they are.
+So a setting that is new in another vLLM version keeps engines apart until somebody has looked at
+it. Nothing here knows a model, a layer or a value: `key_space_factors` walks vLLM's config objects
+as they are.
 """
 
 import dataclasses
@@ -25,27 +27,40 @@ _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_spec
 
 
 def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of an engine's settings decides KV bytes: `name=digest` for each of vLLM's config objects, so that two engines that don't share
-    can be compared part by part. `layer_specs`: KV cache spec by layer name.
+    """What of an engine's settings decides KV bytes: `name=digest` for each of vLLM's config
+    objects, so that two engines that don't share can be compared part by part. `layer_specs`: KV
+    cache spec by layer name.
     """
     parts = {name: value for name, value in _fields(vllm_config).items() if value is not None}
     if draft_model(vllm_config) is not None:
         parts["speculative_config"] = vllm_config.speculative_config
     parts["layers"] = dict(layer_specs)
     parts["environment"] = environment()
-    return (f"vllm={versions.VERSION}", *(f"{name}={digest(value)}" for name, value in sorted(parts.items())))
+    return (
+        f"vllm={versions.VERSION}",
+        *(f"{name}={digest(value)}" for name, value in sorted(parts.items())),
+    )
 
 
 def draft_model(vllm_config: Any) -> Any | None:
-    """vLLM's config of the model that drafts, and may keep KV of its own; None where nothing drafts, or no model does."""
+    """vLLM's config of the model that drafts, and may keep KV of its own; None where nothing
+    drafts, or no model does."""
     speculative = vllm_config.speculative_config
-    return None if speculative is None or speculative.method in _WITHOUT_OWN_KV else speculative.draft_model_config
+    return (
+        None
+        if speculative is None or speculative.method in _WITHOUT_OWN_KV
+        else speculative.draft_model_config
+    )
 
 
 def environment() -> dict[str, str]:
     """vLLM's environment variables that are set and not known to be harmless."""
     known = envs.compile_factors()
-    return {name: os.environ[name] for name in sorted(known) if name in os.environ and name not in HARMLESS_ENVIRONMENT}
+    return {
+        name: os.environ[name]
+        for name in sorted(known)
+        if name in os.environ and name not in HARMLESS_ENVIRONMENT
+    }
 
 
 def digest(value: Any) -> str:
@@ -55,10 +70,11 @@ def digest(value: Any) -> str:
 
 
 def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """`value` as JSON that is equal in every process for equal settings: no addresses, no order of sets.
+    """`value` as JSON that is equal in every process for equal settings: no addresses, no order of
+    sets.
 
-    Objects of unknown classes stand for their class and attributes, an object inside itself for its class. `within`: ids of the objects
-    around this one.
+    Objects of unknown classes stand for their class and attributes, an object inside itself for its
+    class. `within`: ids of the objects around this one.
     """
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
@@ -76,10 +92,16 @@ def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
         return type(value).__qualname__
     within = (*within, id(value))
     if isinstance(value, Mapping):
-        entries = ((json.dumps(canonical(key, within)), canonical(entry, within)) for key, entry in value.items())
+        entries = (
+            (json.dumps(canonical(key, within)), canonical(entry, within))
+            for key, entry in value.items()
+        )
         return dict(sorted(entries, key=lambda entry: entry[0]))
     if isinstance(value, set | frozenset):
-        return sorted((canonical(entry, within) for entry in value), key=lambda entry: json.dumps(entry, sort_keys=True))
+        return sorted(
+            (canonical(entry, within) for entry in value),
+            key=lambda entry: json.dumps(entry, sort_keys=True),
+        )
     if isinstance(value, Sequence) and type(value).__module__ != "torch":
         return [canonical(entry, within) for entry in value]
     return _canonical_object(value, within)
@@ -96,21 +118,33 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
     attributes = getattr(value, "__dict__", None)
     if attributes is not None and type(value).__module__ != "torch":
         return [name, canonical(attributes, within)]
-    # The text of dtypes, devices, numbers and patterns says what they are. Where it is only an address, the class has to do.
+    # The text of dtypes, devices, numbers and patterns says what they are. Where it is only an
+    # address, the class has to do.
     text = str(value)
     return name if f"at {id(value):#x}" in text else [name, text]
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """A config object's fields that are not harmless, by the lists of its class and that class's bases."""
-    harmless = frozenset[str]().union(*(HARMLESS.get(kind.__name__, frozenset()) for kind in type(value).__mro__))
+    """A config object's fields that are not harmless, by the lists of its class and that class's
+    bases."""
+    harmless = frozenset[str]().union(
+        *(HARMLESS.get(kind.__name__, frozenset()) for kind in type(value).__mro__)
+    )
     # A field that vLLM declares and never sets has no value to differ in.
-    names = [field.name for field in dataclasses.fields(value) if field.name not in harmless and hasattr(value, field.name)]
+    names = [
+        field.name
+        for field in dataclasses.fields(value)
+        if field.name not in harmless and hasattr(value, field.name)
+    ]
     return {name: getattr(value, name) for name in names}
 
 
 def _model_settings(config: Any) -> Any:
     """A transformers config without where it was read from and what wrote it, at any depth."""
     if isinstance(config, dict):
-        return {name: _model_settings(entry) for name, entry in config.items() if name not in ("_name_or_path", "transformers_version")}
+        return {
+            name: _model_settings(entry)
+            for name, entry in config.items()
+            if name not in ("_name_or_path", "transformers_version")
+        }
     return [_model_settings(entry) for entry in config] if isinstance(config, list) else config

@@ -1,7 +1,8 @@
 """Retention hints of a request, out of its `kv_transfer_params`.
 
-Keys `hotkv.priority`, `hotkv.ttl_s` and `hotkv.pin`; keys without our prefix are other connectors' and pass by. A wrong hint is left out,
-counted, and named in the log at most once in `LOG_INTERVAL_S`; it never touches the request.
+Keys `hotkv.priority`, `hotkv.ttl_s` and `hotkv.pin`; keys without our prefix are other connectors'
+and pass by. A wrong hint is left out, counted, and named in the log at most once in
+`LOG_INTERVAL_S`; it never touches the request.
 """
 
 import math
@@ -32,7 +33,11 @@ class HintReader:
         """The hints that can be used; NO_RETENTION for none."""
         if not isinstance(params, dict):
             return NO_RETENTION
-        given = {key.removeprefix(PREFIX): value for key, value in params.items() if isinstance(key, str) and key.startswith(PREFIX)}
+        given = {
+            key.removeprefix(PREFIX): value
+            for key, value in params.items()
+            if isinstance(key, str) and key.startswith(PREFIX)
+        }
         if not given:
             return NO_RETENTION
         good: dict[str, Any] = {}
@@ -42,25 +47,49 @@ class HintReader:
             elif name in _ALLOWED:
                 self._complain(now_s, f"{PREFIX}{name} = {value!r}: allowed is {_ALLOWED[name]}")
             else:
-                self._complain(now_s, f"{PREFIX}{name}: there is no such hint; there are {', '.join(PREFIX + n for n in _ALLOWED)}")
+                self._complain(
+                    now_s,
+                    (
+                        f"{PREFIX}{name}: there is no such hint; there are "
+                        f"{', '.join(PREFIX + n for n in _ALLOWED)}"
+                    ),
+                )
         if good.get("pin") and not good.get("ttl_s"):
-            self._complain(now_s, f"{PREFIX}pin = True: needs {PREFIX}ttl_s, how many seconds to keep the blocks")
+            self._complain(
+                now_s,
+                f"{PREFIX}pin = True: needs {PREFIX}ttl_s, how many seconds to keep the blocks",
+            )
             del good["pin"]
-        return Retention(good.get("priority", 0), float(good.get("ttl_s", 0.0)), good.get("pin", False))
+        return Retention(
+            good.get("priority", 0), float(good.get("ttl_s", 0.0)), good.get("pin", False)
+        )
 
     def _complain(self, now_s: float, what: str) -> None:
         self._stats.add("wrong_hints")
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + LOG_INTERVAL_S
-            logger.warning("hotkv: a request's kv_transfer_params: %s; the hint is ignored (said once in %.0f s)", what, LOG_INTERVAL_S)
+            logger.warning(
+                "hotkv: a request's kv_transfer_params: %s; the hint is ignored (said once in "
+                "%.0f s)",
+                what,
+                LOG_INTERVAL_S,
+            )
 
 
 def _is_good(name: str, value: Any) -> bool:
     match name:
         case "priority":
-            return isinstance(value, int) and not isinstance(value, bool) and -MAX_PRIORITY <= value <= MAX_PRIORITY
+            return (
+                isinstance(value, int)
+                and not isinstance(value, bool)
+                and -MAX_PRIORITY <= value <= MAX_PRIORITY
+            )
         case "ttl_s":
-            return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_TTL_S
+            return (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and 0 <= value <= MAX_TTL_S
+            )
         case "pin":
             return isinstance(value, bool)
     return False

@@ -1,10 +1,13 @@
-"""Blocks of hung loads, held back from vLLM's pool until the server can't write them any more. Scheduler thread only.
+"""Blocks of hung loads, held back from vLLM's pool until the server can't write them any more.
+Scheduler thread only.
 
-A hung server may write the blocks of a load at any later time, so nobody else may get them; but the request need not wait. What is always
-true: when a worker may report such a load as failed (it reads of it in `held`), the pool counts one more user of its blocks, so that they
-stay out of the pool after vLLM has freed the request's own; they go back when all ranks say, in one step, that their transfer is over.
-Meanwhile the pool is smaller by them: vLLM resets its prefix cache only if no block is in use, and else a pause or a sleep fails.
-What passes between the sides is a state and is said again in each step, so that a lost message costs a step and nothing else.
+A hung server may write the blocks of a load at any later time, so nobody else may get them; but the
+request need not wait. What is always true: when a worker may report such a load as failed (it reads
+of it in `held`), the pool counts one more user of its blocks, so that they stay out of the pool
+after vLLM has freed the request's own; they go back when all ranks say, in one step, that their
+transfer is over. Meanwhile the pool is smaller by them: vLLM resets its prefix cache only if no
+block is in use, and else a pause or a sleep fails. What passes between the sides is a state and is
+said again in each step, so that a lost message costs a step and nothing else.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,9 +29,11 @@ class _Load:
 
 
 class HeldBlocks:
-    """See the module. `pool` is vLLM's; without one nothing is held, and requests wait for the server.
+    """See the module. `pool` is vLLM's; without one nothing is held, and requests wait for the
+    server.
 
-    `loading`, by request: loads that vLLM has not heard the end of; whoever tells it of an end takes them out.
+    `loading`, by request: loads that vLLM has not heard the end of; whoever tells it of an end
+    takes them out.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -38,7 +43,10 @@ class HeldBlocks:
         self.pool: Any = None
 
     def __repr__(self) -> str:
-        return f"HeldBlocks({len(self.loading)} loading, {self.num_blocks} blocks of {len(self._held)} loads held)"
+        return (
+            f"HeldBlocks({len(self.loading)} loading, {self.num_blocks} blocks of "
+            f"{len(self._held)} loads held)"
+        )
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -52,7 +60,12 @@ class HeldBlocks:
     def begun(self, job: LoadJob, blocks: Any) -> None:
         """`blocks`: vLLM's `KVCacheBlocks` of the request."""
         written = {block for run in job.runs for block in run.block_ids.tolist()}
-        mine = {block.block_id: block for group in blocks.blocks for block in group if block.block_id in written}
+        mine = {
+            block.block_id: block
+            for group in blocks.blocks
+            for block in group
+            if block.block_id in written
+        }
         self.loading[job.request_id] = _Load(job.transfer_id, tuple(mine.values()))
 
     def overdue(self, transfer_ids: Iterable[str]) -> int:
@@ -68,7 +81,8 @@ class HeldBlocks:
                 self.pool.num_gpu_blocks -= len(load.blocks)
                 num_new += 1
                 logger.warning(
-                    "hotkv: the server does not end the load of request %s; the request goes on without it, and %d blocks are out of use "
+                    "hotkv: the server does not end the load of request %s; the request goes on "
+                    "without it, and %d blocks are out of use "
                     "until the server answers or is stopped",
                     request_id,
                     len(load.blocks),

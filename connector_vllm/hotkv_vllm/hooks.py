@@ -1,8 +1,9 @@
 """The edge between vLLM and the connector: no exception of hotkv's passes it.
 
-Each hook names its fallback: what vLLM gets instead of the hook's result, and in `why` what makes that safe. What is always true: a hook
-that raises is counted and answered by its fallback; a fallback that raises too is counted and answered by `last`, which is a constant. A
-fallback uses as little as it can of what the hook uses, so that one fault does not break both.
+Each hook names its fallback: what vLLM gets instead of the hook's result, and in `why` what makes
+that safe. What is always true: a hook that raises is counted and answered by its fallback; a
+fallback that raises too is counted and answered by `last`, which is a constant. A fallback uses as
+little as it can of what the hook uses, so that one fault does not break both.
 """
 
 import functools
@@ -36,7 +37,8 @@ class Guarded(Protocol):
 def hook(
     otherwise: Callable[..., Any], *, why: str, last: Any = None, is_part: bool = False
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Times a hook and keeps its exceptions from vLLM; a broken hook answers `otherwise(self, *its arguments)`.
+    """Times a hook and keeps its exceptions from vLLM; a broken hook answers `otherwise(self, *its
+    arguments)`.
 
     `is_part`: of a hook that goes on when this breaks, and is timed itself.
     """
@@ -62,7 +64,9 @@ def hook(
     return wrap
 
 
-def _answer(self: Any, name: str, otherwise: Callable[..., Any], last: Any, args: Any, kwargs: Any) -> Any:
+def _answer(
+    self: Any, name: str, otherwise: Callable[..., Any], last: Any, args: Any, kwargs: Any
+) -> Any:
     try:
         return otherwise(self, *args, **kwargs)
     except Exception:  # noqa: BLE001 - hook edge, as above
@@ -70,8 +74,11 @@ def _answer(self: Any, name: str, otherwise: Callable[..., Any], last: Any, args
         return last
 
 
-def class_hook(otherwise: Callable[..., Any], *, why: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """The same for what vLLM asks of the class, before there is a connector: logged, neither timed nor counted."""
+def class_hook(
+    otherwise: Callable[..., Any], *, why: str
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """The same for what vLLM asks of the class, before there is a connector: logged, neither timed
+    nor counted."""
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
         FALLBACKS[method.__name__] = why
@@ -81,7 +88,9 @@ def class_hook(otherwise: Callable[..., Any], *, why: str) -> Callable[[Callable
             try:
                 return method(cls, *args, **kwargs)
             except Exception:
-                logger.exception("hotkv: hook %s broke; the engine goes on without its result", method.__name__)
+                logger.exception(
+                    "hotkv: hook %s broke; the engine goes on without its result", method.__name__
+                )
                 answer: T = otherwise(cls, *args, **kwargs)
                 return answer
 

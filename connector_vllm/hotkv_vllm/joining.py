@@ -1,8 +1,10 @@
-"""The start of a connector whose handshake comes with a step's report, because vLLM has not forwarded it (MultiConnector).
+"""The start of a connector whose handshake comes with a step's report, because vLLM has not
+forwarded it (MultiConnector).
 
-Until all ranks have reported theirs the scheduler side stores and loads nothing, so nothing needs to be revoked either. Requests that
-arrive meanwhile are kept and answered "ask again": the step that this leaves empty brings the reports within milliseconds. A rank that
-never answers delays the first requests once, by `PATIENCE_S` at most.
+Until all ranks have reported theirs the scheduler side stores and loads nothing, so nothing needs
+to be revoked either. Requests that arrive meanwhile are kept and answered "ask again": the step
+that this leaves empty brings the reports within milliseconds. A rank that never answers delays the
+first requests once, by `PATIENCE_S` at most.
 """
 
 from typing import Any
@@ -22,7 +24,10 @@ class Joining:
         self.was_late = False
 
     def __repr__(self) -> str:
-        return f"Joining(ranks={self._num_ranks}, requests={len(self._requests)}, late={self.was_late})"
+        return (
+            f"Joining(ranks={self._num_ranks}, requests={len(self._requests)}, "
+            f"late={self.was_late})"
+        )
 
     def arrived(self, request: Any) -> None:
         """Keeps a request until hotkv can look at it."""
@@ -33,7 +38,8 @@ class Joining:
         self._requests.pop(request_id, None)
 
     def must_wait(self, now_s: float) -> bool:
-        """Returns True while a request is to be asked again; its time runs from the first call on."""
+        """Returns True while a request is to be asked again; its time runs from the first call
+        on."""
         if self._until_s is None:
             self._until_s = now_s + PATIENCE_S
         self.was_late = now_s >= self._until_s

@@ -1,8 +1,10 @@
-"""Where the engine's KV pages lie, read off the tensors vLLM registered, and how their memory is shown to the server.
+"""Where the engine's KV pages lie, read off the tensors vLLM registered, and how their memory is
+shown to the server.
 
-The order of a slot's pages is canonical: layers as the group names them, and inside a page the order of the engine's inner axes (that
-order is in the key space). Strides are read from the tensors, so every layout vLLM has (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC)
-and packed groups over one buffer need no case of their own.
+The order of a slot's pages is canonical: layers as the group names them, and inside a page the
+order of the engine's inner axes (that order is in the key space). Strides are read from the
+tensors, so every layout vLLM has (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC) and packed groups over
+one buffer need no case of their own.
 """
 
 import contextlib
@@ -24,7 +26,8 @@ Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Pages of one layer: block b's page starts at `base` + b * `block_stride` in storage `handle_id`.
+    """Pages of one layer: block b's page starts at `base` + b * `block_stride` in storage
+    `handle_id`.
 
     `dims` and `run` as in PageTensor.
     """
@@ -46,7 +49,8 @@ class LayerPages:
 
 @dataclass(slots=True)
 class EngineMemoryMap:
-    """What `describe` found: tensors per group in slot order, their bytes per block, storages by handle id."""
+    """What `describe` found: tensors per group in slot order, their bytes per block, storages by
+    handle id."""
 
     tensors: list[PageTensor] = field(default_factory=list)
     shard_bytes: list[int] = field(default_factory=list)
@@ -54,13 +58,19 @@ class EngineMemoryMap:
     page_format: str = ""
 
 
-def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, groups: Sequence[CacheGroup]) -> EngineMemoryMap:
-    """Reads the layout off the registered tensors and checks it against vLLM's placement. Raises Unsupported."""
+def describe(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, groups: Sequence[CacheGroup]
+) -> EngineMemoryMap:
+    """Reads the layout off the registered tensors and checks it against vLLM's placement. Raises
+    Unsupported."""
     found = EngineMemoryMap()
     formats = []
     for index, group in enumerate(groups):
         names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names
-        layers = [_layer_pages(name, kv_caches, kv_cache_config.num_blocks, found.storages) for name in names]
+        layers = [
+            _layer_pages(name, kv_caches, kv_cache_config.num_blocks, found.storages)
+            for name in names
+        ]
         for layer in layers:
             _check_placement(layer, kv_cache_config)
         offset = 0
@@ -68,37 +78,60 @@ def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, groups
             found.tensors.append(_page_tensor(index, run, offset))
             offset += sum(layer.page_bytes for layer in run)
         found.shard_bytes.append(offset)
-        formats.append("/".join(dict.fromkeys(_page_format(kv_caches[name], kv_cache_config.num_blocks) for name in names)))
+        formats.append(
+            "/".join(
+                dict.fromkeys(
+                    _page_format(kv_caches[name], kv_cache_config.num_blocks) for name in names
+                )
+            )
+        )
     found.page_format = ";".join(formats)
     return found
 
 
 def _layer_pages(
-    name: str, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, storages: dict[str, torch.UntypedStorage]
+    name: str,
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    storages: dict[str, torch.UntypedStorage],
 ) -> LayerPages:
     if name not in kv_caches:
         raise Unsupported(f"layer {name} registered no KV cache")
     tensor = group_kernel_blocks(kv_caches[name], num_blocks)
     size = tensor.element_size()
     storage = tensor.untyped_storage()
-    handle_id = next((h for h, s in storages.items() if s.data_ptr() == storage.data_ptr()), f"kv{len(storages)}")
+    handle_id = next(
+        (h for h, s in storages.items() if s.data_ptr() == storage.data_ptr()), f"kv{len(storages)}"
+    )
     storages.setdefault(handle_id, storage)
     axes = sorted(
-        ((count, stride * size) for count, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True) if count > 1),
+        (
+            (count, stride * size)
+            for count, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+            if count > 1
+        ),
         key=lambda axis: -axis[1],
     )
     run = size
     while axes and axes[-1][1] == run:
         run *= axes.pop()[0]
-    return LayerPages(name, handle_id, tensor.storage_offset() * size, tensor.stride(0) * size, run, tuple(axes))
+    return LayerPages(
+        name, handle_id, tensor.storage_offset() * size, tensor.stride(0) * size, run, tuple(axes)
+    )
 
 
 def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
-    """Inner axes in physical order with their sizes, for instance `H4N32C256:2` for two-byte elements."""
+    """Inner axes in physical order with their sizes, for instance `H4N32C256:2` for two-byte
+    elements."""
     tensor = group_kernel_blocks(tensor, num_blocks)
     letters = "KHNC" if tensor.dim() == 5 else "HNC" if tensor.dim() == 4 else "XYZW"
-    axes = sorted(zip(tensor.stride()[1:], letters, tensor.shape[1:], strict=False), key=lambda axis: -axis[0])
-    return "".join(f"{letter}{count}" for _, letter, count in axes if count > 1) + f":{tensor.element_size()}"
+    axes = sorted(
+        zip(tensor.stride()[1:], letters, tensor.shape[1:], strict=False), key=lambda axis: -axis[0]
+    )
+    return (
+        "".join(f"{letter}{count}" for _, letter, count in axes if count > 1)
+        + f":{tensor.element_size()}"
+    )
 
 
 def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
@@ -108,7 +141,8 @@ def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
             base = placed.offset + placed.layers.index(layer.name) * placed.layer_stride
             if (base, placed.block_stride) != (layer.base, layer.block_stride):
                 raise Unsupported(
-                    f"layer {layer.name} lies at byte {layer.base} with block stride {layer.block_stride}, "
+                    f"layer {layer.name} lies at byte {layer.base} with block stride "
+                    f"{layer.block_stride}, "
                     f"but vLLM's placement says {base} and {placed.block_stride}"
                 )
             return
@@ -116,7 +150,8 @@ def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
 
 
 def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
-    """Consecutive layers with equal pages at equal distances, so that one PageTensor covers them."""
+    """Consecutive layers with equal pages at equal distances, so that one PageTensor covers
+    them."""
     runs: list[list[LayerPages]] = []
     for layer in layers:
         last = runs[-1] if runs else []
@@ -128,7 +163,11 @@ def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
         )
         distance = layer.base - last[-1].base if last else 0
         span = layer.run + sum((count - 1) * stride for count, stride in layer.dims)
-        if fits and distance >= span and (len(last) == 1 or distance == last[1].base - last[0].base):
+        if (
+            fits
+            and distance >= span
+            and (len(last) == 1 or distance == last[1].base - last[0].base)
+        ):
             last.append(layer)
         else:
             runs.append([layer])
@@ -153,7 +192,8 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 
 
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
-    """Makes the engine's memory readable and writable for the server. Raises Unsupported; the engine's tensors stay as they are then."""
+    """Makes the engine's memory readable and writable for the server. Raises Unsupported; the
+    engine's tensors stay as they are then."""
     handles: list[MemoryHandle] = []
     with contextlib.ExitStack() as undo:
         fds: dict[str, int] = {}
@@ -165,14 +205,19 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
             elif storage.device.type == "cuda":
                 handles.append(cuda_handle(handle_id, storage))
             else:
-                raise Unsupported(f"KV cache on device {storage.device.type} can't be shown to the server")
-        memory = ExportedMemory(Layout(shard_index, num_blocks, tuple(handles), tuple(found.tensors), name), fds)
+                raise Unsupported(
+                    f"KV cache on device {storage.device.type} can't be shown to the server"
+                )
+        memory = ExportedMemory(
+            Layout(shard_index, num_blocks, tuple(handles), tuple(found.tensors), name), fds
+        )
         undo.pop_all()
     return memory
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> int:
-    """Moves a storage to an unlinked shared file in place (its views follow) and returns a descriptor of ours."""
+    """Moves a storage to an unlinked shared file in place (its views follow) and returns a
+    descriptor of ours."""
     share = getattr(storage, "_share_fd_cpu_", None)
     if share is None:
         raise Unsupported("this torch can't move a CPU tensor to shared memory")
@@ -180,7 +225,9 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
         free = os.statvfs(SHARED_MEMORY_DIR)
         if free.f_bavail * free.f_frsize < storage.nbytes() * 1.02:
             raise Unsupported(
-                f"{SHARED_MEMORY_DIR} has {free.f_bavail * free.f_frsize >> 20} MiB left, the KV cache needs {storage.nbytes() >> 20} MiB"
+                f"{SHARED_MEMORY_DIR} has {free.f_bavail * free.f_frsize >> 20} MiB left, "
+                "the KV "
+                f"cache needs {storage.nbytes() >> 20} MiB"
             )
     fd, size = share()
     if size < storage.nbytes():
@@ -190,9 +237,11 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyPacking:
-    """How vLLM's CPU kernels put one head's keys of a block: runs of `run` tokens, in each [head_size / pair][run][pair].
+    """How vLLM's CPU kernels put one head's keys of a block: runs of `run` tokens, in each
+    [head_size / pair][run][pair].
 
-    Where they do otherwise, `order` int64 [tokens * head_size] has the place of every key's every channel.
+    Where they do otherwise, `order` int64 [tokens * head_size] has the place of every key's every
+    channel.
     """
 
     run: int
@@ -201,7 +250,8 @@ class KeyPacking:
 
 
 def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
-    """Found by writing numbered keys, so it holds for whatever permutes one head's keys; raises Unsupported for all else."""
+    """Found by writing numbered keys, so it holds for whatever permutes one head's keys; raises
+    Unsupported for all else."""
     from vllm import _custom_ops as ops
 
     token = torch.arange(block_tokens)[:, None].expand(block_tokens, head_size)
@@ -212,13 +262,17 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
         keys = number.to(dtype)[:, None].contiguous()
         pages = torch.zeros((2, 1, 2 * block_tokens, head_size), dtype=dtype)
         key_pages, value_pages = pages.chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(keys, torch.zeros_like(keys), key_pages, value_pages, torch.arange(block_tokens), isa)
+        ops.cpu_attn_reshape_and_cache(
+            keys, torch.zeros_like(keys), key_pages, value_pages, torch.arange(block_tokens), isa
+        )
         digits.append(key_pages[0].reshape(-1).float().round().long())
     origin = (digits[0] + 128 * digits[1]) * head_size + digits[2] + 128 * digits[3]
     numbers = torch.arange(block_tokens * head_size)
     for run in (block_tokens, 32, 16):
         for pair in (1, 2, 4, head_size):
-            packed = numbers.view(block_tokens // run, run, head_size // pair, pair).permute(0, 2, 1, 3)
+            packed = numbers.view(block_tokens // run, run, head_size // pair, pair).permute(
+                0, 2, 1, 3
+            )
             if torch.equal(packed.reshape(-1), origin):
                 return KeyPacking(run, pair)
     if not torch.equal(origin.sort().values, numbers):
@@ -227,13 +281,20 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
 
 
 def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking) -> torch.Tensor:
-    """Keys float32 [blocks, tokens, heads, head_size] of the `blocks` of a CPU layer's `pages` [B, heads, tokens, 2 * head_size]."""
+    """Keys float32 [blocks, tokens, heads, head_size] of the `blocks` of a CPU layer's `pages` [B,
+    heads, tokens, 2 * head_size]."""
     num_blocks, heads, tokens, width = pages.shape
     count, head_size = len(blocks), width // 2
     packed = pages.view(num_blocks, heads, 2, tokens * head_size)[:, :, 0].index_select(0, blocks)
     if packing.order is not None:
-        keys = packed.index_select(2, packing.order).view(count, heads, tokens, head_size).transpose(1, 2)
+        keys = (
+            packed.index_select(2, packing.order)
+            .view(count, heads, tokens, head_size)
+            .transpose(1, 2)
+        )
     else:
         run, pair = packing.run, packing.pair
-        keys = packed.view(count, heads, tokens // run, head_size // pair, run, pair).permute(0, 2, 4, 1, 3, 5)
+        keys = packed.view(count, heads, tokens // run, head_size // pair, run, pair).permute(
+            0, 2, 4, 1, 3, 5
+        )
     return keys.float().reshape(count, tokens, heads, head_size).contiguous()

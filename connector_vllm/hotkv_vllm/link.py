@@ -1,4 +1,5 @@
-"""The seam between connector and client: what the connector asks of a session, and how it opens one.
+"""The seam between connector and client: what the connector asks of a session, and how it opens
+one.
 
 Nothing here blocks. State changes are logged once each, never per request.
 """
@@ -39,7 +40,8 @@ BoolMask = NDArray[np.bool_]
 
 
 class CacheSession(Protocol):
-    """The part of `hotkv_client.Session` that the connector uses; see there for what is guaranteed."""
+    """The part of `hotkv_client.Session` that the connector uses; see there for what is
+    guaranteed."""
 
     @property
     def connected(self) -> bool: ...
@@ -55,10 +57,17 @@ class CacheSession(Protocol):
     def wait_connected(self, timeout_s: float) -> bool: ...
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None: ...
     def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]": ...
-    def acquire(self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0) -> "Future[LeaseGrant]": ...
+    def acquire(
+        self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0
+    ) -> "Future[LeaseGrant]": ...
     def release(self, lease_id: str) -> None: ...
     def load(
-        self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None
+        self,
+        transfer_id: str,
+        lease_id: str,
+        runs: Sequence[LoadRun],
+        timeout_s: float,
+        after: After | None = None,
     ) -> "Future[TransferResult]": ...
     def store(
         self,
@@ -73,10 +82,18 @@ class CacheSession(Protocol):
     def cancel(self, transfer_id: str) -> None: ...
     def revoke_stores(self) -> None: ...
     def report_requests(self, reports: Sequence[RequestReport]) -> None: ...
-    def create_sequence(self, sequence_id: str, group_index: int, hashes: Sequence[bytes]) -> "Future[SequenceCreated]": ...
-    def append_blocks(self, sequence_id: str, first_position: int, hashes: Sequence[bytes]) -> "Future[SequenceState]": ...
-    def report_sparse(self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]) -> None: ...
-    def delete_sequence(self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()) -> "Future[bool]": ...
+    def create_sequence(
+        self, sequence_id: str, group_index: int, hashes: Sequence[bytes]
+    ) -> "Future[SequenceCreated]": ...
+    def append_blocks(
+        self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
+    ) -> "Future[SequenceState]": ...
+    def report_sparse(
+        self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
+    ) -> None: ...
+    def delete_sequence(
+        self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()
+    ) -> "Future[bool]": ...
     def flush(self) -> "Future[int]": ...
     def close(self) -> None: ...
 
@@ -88,12 +105,16 @@ def open_session(
     order: DeviceOrder = NO_ORDER,
     fence: SharedFence | None = None,
 ) -> CacheSession:
-    """A started session; with `layout` one that registers memory, what orders transfers after the device's own work, and the page in which
-    the scheduler revokes stores.
+    """A started session; with `layout` one that registers memory, what orders transfers after the
+    device's own work, and the page in which the scheduler revokes stores.
     """
     from hotkv_client.session import Session
 
-    memory = None if layout is None else EngineMemory(layout=layout, fds=fds or {}, order=order, fence=fence)
+    memory = (
+        None
+        if layout is None
+        else EngineMemory(layout=layout, fds=fds or {}, order=order, fence=fence)
+    )
     session: CacheSession = Session(config, memory)
     session.start()
     return session
@@ -105,7 +126,8 @@ def log_state(who: str, level: int) -> "StateLog":
 
 
 class StateLog:
-    """Logs changes of a session's state; says nothing where the state stays as it is. `why`: what was last said of it."""
+    """Logs changes of a session's state; says nothing where the state stays as it is. `why`: what
+    was last said of it."""
 
     def __init__(self, who: str, level: int) -> None:
         self._who = who

@@ -1,11 +1,12 @@
 """The loads of one rank, from their begin to the one report of their end.
 
-What is always true: each load is reported as ended, well or failed, exactly once; and not before its future is resolved, or the scheduler
-has said that it holds the blocks back (`holds`), so that nobody else gets blocks which the server may still write. `take` decides before it
-changes anything.
+What is always true: each load is reported as ended, well or failed, exactly once; and not before
+its future is resolved, or the scheduler has said that it holds the blocks back (`holds`), so that
+nobody else gets blocks which the server may still write. `take` decides before it changes anything.
 
-A load that outlives its deadline, or whose request was aborted, is cancelled. If the server does not answer the cancel within
-`CANCEL_GRACE_S` the load is overdue, and is named in each report until the scheduler holds its blocks.
+A load that outlives its deadline, or whose request was aborted, is cancelled. If the server does
+not answer the cancel within `CANCEL_GRACE_S` the load is overdue, and is named in each report until
+the scheduler holds its blocks.
 """
 
 import time
@@ -21,15 +22,17 @@ from hotkv_vllm.metadata import LoadJob
 logger = link.logger
 
 CANCEL_GRACE_S = 2.0
-"""How long a server may take to answer a cancel: it finishes the pieces that its threads are copying."""
+"""How long a server may take to answer a cancel: it finishes the pieces that its threads are
+copying."""
 
 
 @dataclass(slots=True)
 class ActiveLoad:
-    """A load of this rank. `answer` is None until it is sent. `deadline_s`: None until the device is seen to have passed `after`.
+    """A load of this rank. `answer` is None until it is sent. `deadline_s`: None until the device
+    is seen to have passed `after`.
 
-    `cancelled_s`: when it was cancelled; None if it was not. `is_void`: the memory was discarded meanwhile, so that it counts as failed
-    however it ends.
+    `cancelled_s`: when it was cancelled; None if it was not. `is_void`: the memory was discarded
+    meanwhile, so that it counts as failed however it ends.
     """
 
     job: LoadJob
@@ -54,9 +57,14 @@ class Ended:
 
 
 class Loads:
-    """See the module. `send` begins a transfer and does not raise; `cancel` asks to end the transfer of this id."""
+    """See the module. `send` begins a transfer and does not raise; `cancel` asks to end the
+    transfer of this id."""
 
-    def __init__(self, send: "Callable[[LoadJob, Mark], Future[TransferResult]]", cancel: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        send: "Callable[[LoadJob, Mark], Future[TransferResult]]",
+        cancel: Callable[[str], None],
+    ) -> None:
         self._send = send
         self._cancel = cancel
         self._active: dict[str, ActiveLoad] = {}
@@ -67,7 +75,10 @@ class Loads:
         return len(self._active)
 
     def __repr__(self) -> str:
-        return f"Loads({len(self._active)} active, {len(self._hung)} hung, {len(self._failed)} to report as failed)"
+        return (
+            f"Loads({len(self._active)} active, {len(self._hung)} hung, {len(self._failed)} "
+            "to report as failed)"
+        )
 
     def begin(self, job: LoadJob, after: Mark) -> None:
         load = self._active[job.request_id] = ActiveLoad(job, after)
@@ -118,38 +129,55 @@ class Loads:
         else:
             self._cancel(load.job.transfer_id)
 
-    # ----------------------------------------------------------------------------------------------------------- results
+    # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[Ended]]:
-        """Requests whose load is over, those of them whose load failed, and the loads that ended."""
+        """Requests whose load is over, those of them whose load failed, and the loads that
+        ended."""
         if not self._active:
             return *self._taken([]), []
-        ended = [self._end_of(load) for load in self._active.values() if load.answer is not None and load.answer.done()]
+        ended = [
+            self._end_of(load)
+            for load in self._active.values()
+            if load.answer is not None and load.answer.done()
+        ]
         finished, failed = self._taken(ended)
         return finished, failed, ended
 
     def _taken(self, ended: list[Ended]) -> tuple[set[str], set[str]]:
         failed = self._failed | {one.load.job.request_id for one in ended if one.num_bytes is None}
         finished = failed | {one.load.job.request_id for one in ended}
-        self._active = {request_id: load for request_id, load in self._active.items() if request_id not in finished}
+        self._active = {
+            request_id: load
+            for request_id, load in self._active.items()
+            if request_id not in finished
+        }
         self._failed = set()
         return finished, failed
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
-        """What `take` would do if all loads that are over had failed, those never sent among them: for a worker whose results break."""
+        """What `take` would do if all loads that are over had failed, those never sent among them:
+        for a worker whose results break."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
-        self._active = {request_id: load for request_id, load in self._active.items() if request_id not in failed}
+        self._active = {
+            request_id: load
+            for request_id, load in self._active.items()
+            if request_id not in failed
+        }
         self._failed = set()
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> Ended:
-        """A load whose result can't be read has failed: its future is resolved, so its blocks may be given up."""
+        """A load whose result can't be read has failed: its future is resolved, so its blocks may
+        be given up."""
         assert load.answer is not None
         try:
             return Ended(load, None if load.is_void else _bytes_loaded(load.answer))
         except Exception:
-            logger.exception("hotkv: the result of a load could not be read; the load counts as failed")
+            logger.exception(
+                "hotkv: the result of a load could not be read; the load counts as failed"
+            )
             return Ended(load, None)
 
     def watch(self, now_s: float) -> None:
@@ -162,27 +190,35 @@ class Loads:
             elif now_s >= load.deadline_s:
                 self._end_early(load)
 
-    # --------------------------------------------------------------------------------------------------------- hung loads
+    # ----------------------------------------------------------------------------------- hung loads
 
     def overdue(self, now_s: float) -> tuple[str, ...]:
         """Transfers that the server does not end although it was asked to."""
         return tuple(
             load.job.transfer_id
             for load in self._active.values()
-            if load.cancelled_s is not None and not load.is_over and now_s >= load.cancelled_s + CANCEL_GRACE_S
+            if load.cancelled_s is not None
+            and not load.is_over
+            and now_s >= load.cancelled_s + CANCEL_GRACE_S
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """The scheduler holds the blocks of these back: their requests need not wait for the server any more."""
+        """The scheduler holds the blocks of these back: their requests need not wait for the server
+        any more."""
         wanted = set(transfer_ids)
-        for load in [load for load in self._active.values() if load.job.transfer_id in wanted and not load.is_over]:
+        for load in [
+            load
+            for load in self._active.values()
+            if load.job.transfer_id in wanted and not load.is_over
+        ]:
             self._end_early(load)
             self._hung[load.job.transfer_id] = load
             self._failed.add(load.job.request_id)
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Of transfers whose blocks are held back: those that can't write here any more, and the loads that hung until now."""
+        """Of transfers whose blocks are held back: those that can't write here any more, and the
+        loads that hung until now."""
         for load in self._active.values():
             # What was never sent under a held id is failed by its report.
             if load.answer is None and load.job.transfer_id in transfer_ids:
@@ -190,7 +226,9 @@ class Loads:
         done = [load for load in self._hung.values() if load.is_over]
         for load in done:
             del self._hung[load.job.transfer_id]
-        busy = self._hung.keys() | {load.job.transfer_id for load in self._active.values() if not load.is_over}
+        busy = self._hung.keys() | {
+            load.job.transfer_id for load in self._active.values() if not load.is_over
+        }
         return [transfer_id for transfer_id in transfer_ids if transfer_id not in busy], done
 
 

@@ -1,10 +1,12 @@
 """How one request comes to its hit: hint, lease, grant. Scheduler thread only; never blocks.
 
-    IDLE -> ASKED (lookup call, only where no block table is mapped) -> LEASING -> GRANTED -> LOADING -> IDLE
+    IDLE -> ASKED (lookup call, only if no block table is mapped) -> LEASING -> GRANTED -> LOADING
+    -> IDLE
 
-What is always true: at most one lease per request; every lease taken is given back or runs out by itself; an answer that comes after
-its deadline is a miss and its lease is given back, and while one is overdue nobody else waits; a hit leaves at least one token to
-compute; keys of a failed load are not offered again until the server answers for them or has a new epoch; representations never make a
+What is always true: at most one lease per request; every lease taken is given back or runs out by
+itself; an answer that comes after its deadline is a miss and its lease is given back, and while one
+is overdue nobody else waits; a hit leaves at least one token to compute; keys of a failed load are
+not offered again until the server answers for them or has a new epoch; representations never make a
 hit longer or shorter.
 """
 
@@ -17,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.groups import PREFIX_CLOSED, GroupSpec, Int64s, longest_hit, longest_prefix, needed_blocks
+from hotkv.groups import (
+    PREFIX_CLOSED,
+    GroupSpec,
+    Int64s,
+    longest_hit,
+    longest_prefix,
+    needed_blocks,
+)
 from hotkv.keys import group_hashes
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import GroupHashes, LeaseGrant, LoadRun
@@ -36,7 +45,8 @@ LEASE_SHARE_BEFORE_LOAD = 0.5
 """A grant older than this share of its lifetime is not begun any more."""
 MAX_HIDDEN_KEYS = 1 << 16
 FAILED_PATIENCE_S = 0.25
-"""How long a hit may wait for admission while requests whose load failed wait too; see `HitFinder.failed_waiting`."""
+"""How long a hit may wait for admission while requests whose load failed wait too; see
+`HitFinder.failed_waiting`."""
 
 NO_HIT: tuple[int, bool] = (0, False)
 Masks = tuple[BoolMask, ...]
@@ -56,11 +66,12 @@ class Phase(enum.Enum):
 class RequestState:
     """What the connector knows of one request of the scheduler.
 
-    `computed_tokens`: local hit for which the lease was taken. `leased`: leased blocks per group; `represented`: by group, of which of
-    them the representation is leased too. `stored_blocks`: per group the first block not yet considered for storing;
-    `next_store_tokens`: computed tokens at which another block is full. `may_store`: False where its blocks build on what a reset of the
-    cache has made void. `device_hit_tokens`: hit in the engine's own cache, as last asked. `unproved_loads`: begun, and not known to have
-    ended well.
+    `computed_tokens`: local hit for which the lease was taken. `leased`: leased blocks per group;
+    `represented`: by group, of which of them the representation is leased too. `stored_blocks`: per
+    group the first block not yet considered for storing; `next_store_tokens`: computed tokens at
+    which another block is full. `may_store`: False where its blocks build on what a reset of the
+    cache has made void. `device_hit_tokens`: hit in the engine's own cache, as last asked.
+    `unproved_loads`: begun, and not known to have ended well.
     """
 
     request: Any
@@ -92,7 +103,8 @@ class RequestState:
 
 
 class HiddenKeys:
-    """Keys whose load failed; not offered, and stored again, until the server has answered for them."""
+    """Keys whose load failed; not offered, and stored again, until the server has answered for
+    them."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[int, bytes], None] = {}
@@ -123,7 +135,9 @@ class HiddenKeys:
         """`ready` without the hidden keys."""
         if not self._keys:
             return ready
-        return ready & np.fromiter(((group, h) not in self._keys for h in hashes), np.bool_, len(hashes))
+        return ready & np.fromiter(
+            ((group, h) not in self._keys for h in hashes), np.bool_, len(hashes)
+        )
 
 
 class HitFinder:
@@ -147,7 +161,9 @@ class HitFinder:
         self._adapters = adapters
         self.alignment_tokens = alignment_tokens
         self.draft_groups = draft_groups
-        self._probe_order = sorted(range(len(self.specs)), key=lambda index: self.specs[index].kind not in PREFIX_CLOSED)
+        self._probe_order = sorted(
+            range(len(self.specs)), key=lambda index: self.specs[index].kind not in PREFIX_CLOSED
+        )
         self.hidden = HiddenKeys()
         self._session = session
         self._hash_block_tokens = hash_block_tokens
@@ -156,22 +172,31 @@ class HitFinder:
         self._prefix = id_prefix
         self._counter = itertools.count(1)
         self._overdue: Future[Any] | None = None
-        # vLLM 0.32 goes on reserving blocks for a request whose load failed until it is scheduled, and admits async loads (not plain
-        # prefills) only beside all such reservations. If nothing else fits, a hit would wait for ever, so it is given up instead.
+        # vLLM 0.32 goes on reserving blocks for a request whose load failed until it is scheduled,
+        # and admits async loads (not plain prefills) only beside all such reservations. If nothing
+        # else fits, a hit would wait for ever, so it is given up instead.
         self.failed_waiting: set[str] = set()
-        # It also leaves such a request at the head of its queue of requests that hold blocks, although it holds none any more: if it does
-        # not fit, those behind it never give theirs back. Answered 'ask again' once, it steps aside into the ordinary queue.
+        # It also leaves such a request at the head of its queue of requests that hold blocks,
+        # although it holds none any more: if it does not fit, those behind it never give theirs
+        # back. Answered 'ask again' once, it steps aside into the ordinary queue.
         self.step_aside: set[str] = set()
 
     def hashes(self, request: Any, group: int) -> Sequence[bytes]:
-        """Hashes that name one group's blocks, as far as the request's tokens are known; none while its adapter is not known."""
-        hashes: Sequence[bytes] = group_hashes(self.keys(request), self._hash_block_tokens, self.specs[group].block_tokens)
+        """Hashes that name one group's blocks, as far as the request's tokens are known; none while
+        its adapter is not known."""
+        hashes: Sequence[bytes] = group_hashes(
+            self.keys(request), self._hash_block_tokens, self.specs[group].block_tokens
+        )
         return hashes
 
     def keys(self, request: Any) -> Sequence[bytes]:
         """As `hashes`, one for each of vLLM's hash blocks."""
         plain: Sequence[bytes] = request.block_hashes
-        return plain if self._adapters is None or request.lora_request is None else self._adapters.keys(request)
+        return (
+            plain
+            if self._adapters is None or request.lora_request is None
+            else self._adapters.keys(request)
+        )
 
     def arrive(self, state: RequestState, now_s: float) -> None:
         """A new request: look at the table, or ask the server where there is none."""
@@ -184,9 +209,14 @@ class HitFinder:
         elif self._session.connected:
             self._ask(state, now_s)
 
-    def match(self, state: RequestState, computed_tokens: int, now_s: float) -> tuple[int | None, bool]:
+    def match(
+        self, state: RequestState, computed_tokens: int, now_s: float
+    ) -> tuple[int | None, bool]:
         """vLLM's question: how many tokens beyond `computed_tokens`; None for 'ask again'."""
-        if not self._session.connected or max(state.failed_loads, state.unproved_loads) > self._config.max_load_retries:
+        if (
+            not self._session.connected
+            or max(state.failed_loads, state.unproved_loads) > self._config.max_load_retries
+        ):
             self.give_back(state)
             return NO_HIT
         self.hidden.set_epoch(self._session.epoch)
@@ -213,21 +243,32 @@ class HitFinder:
             return self._ask(state, now_s)
         return self._take_lease(state, masks, computed_tokens, now_s)
 
-    def begin_load(self, state: RequestState, block_ids: Sequence[Sequence[int]], num_external: int, null_block: int) -> LoadJob | None:
+    def begin_load(
+        self,
+        state: RequestState,
+        block_ids: Sequence[Sequence[int]],
+        num_external: int,
+        null_block: int,
+    ) -> LoadJob | None:
         """The load of a granted hit into allocated blocks; None where the lease does not cover it.
 
-        `block_ids`: the request's block table per group. Blocks that vLLM left out (null) are not loaded.
+        `block_ids`: the request's block table per group. Blocks that vLLM left out (null) are not
+        loaded.
         """
         hit = state.computed_tokens + num_external
         if state.phase is not Phase.GRANTED or not 0 < hit <= state.hit_tokens:
             return None
         runs = []
-        for index, (spec, blocks) in enumerate(zip(self.specs, needed_blocks(self.specs, hit), strict=True)):
+        for index, (spec, blocks) in enumerate(
+            zip(self.specs, needed_blocks(self.specs, hit), strict=True)
+        ):
             first = max(blocks.start, state.computed_tokens // spec.block_tokens)
             table = np.asarray(block_ids[index][first : blocks.stop], np.int32)
             wanted = np.arange(first, first + len(table), dtype=np.int32)[table != null_block]
             table = table[table != null_block]
-            if len(table) and (wanted[0] < state.leased[index].start or not state.ready[index][wanted].all()):
+            if len(table) and (
+                wanted[0] < state.leased[index].start or not state.ready[index][wanted].all()
+            ):
                 return None
             if first + len(block_ids[index][first : blocks.stop]) < blocks.stop:
                 return None
@@ -244,7 +285,14 @@ class HitFinder:
             self._stats.add("hit_tokens", num_external)
         transfer_id = f"{self._prefix}-l{next(self._counter)}"
         along = self.represented.loads(state.represented, runs)
-        return LoadJob(state.request.request_id, transfer_id, state.lease_id, tuple(runs), self._config.load_timeout_s, along)
+        return LoadJob(
+            state.request.request_id,
+            transfer_id,
+            state.lease_id,
+            tuple(runs),
+            self._config.load_timeout_s,
+            along,
+        )
 
     def load_failed(self, state: RequestState) -> None:
         """vLLM was told, or will be, that the request's load failed."""
@@ -259,14 +307,19 @@ class HitFinder:
         if failed:
             self.load_failed(state)
             for index, blocks in enumerate(state.leased):
-                self.hidden.hide(index, self.hashes(state.request, index)[blocks.start : blocks.stop])
+                self.hidden.hide(
+                    index, self.hashes(state.request, index)[blocks.start : blocks.stop]
+                )
         else:
             state.unproved_loads = 0
             for index, spec in enumerate(self.specs):
                 stored = state.hit_tokens // spec.block_tokens
                 if index in state.represented and not state.represented[index].all():
-                    # Blocks that came without a representation are looked at once more, so that they get one.
-                    stored = min(stored, state.leased[index].start + int(np.argmin(state.represented[index])))
+                    # Blocks that came without a representation are looked at once more, so that
+                    # they get one.
+                    stored = min(
+                        stored, state.leased[index].start + int(np.argmin(state.represented[index]))
+                    )
                 state.stored_blocks[index] = max(state.stored_blocks[index], stored)
         self.give_back(state)
 
@@ -280,7 +333,13 @@ class HitFinder:
     def give_back(self, state: RequestState) -> None:
         """Ends whatever the request holds; nothing where it holds nothing."""
         answer, lease_id = state.answer, state.lease_id
-        state.phase, state.answer, state.lease_id, state.ready, state.represented = Phase.IDLE, None, "", (), {}
+        state.phase, state.answer, state.lease_id, state.ready, state.represented = (
+            Phase.IDLE,
+            None,
+            "",
+            (),
+            {},
+        )
         if not lease_id:
             return
         self._session.release(lease_id)
@@ -289,7 +348,8 @@ class HitFinder:
             answer.add_done_callback(lambda _: self._session.release(lease_id))
 
     def _probe(self, state: RequestState, computed_tokens: int) -> Masks | None:
-        """Which blocks the table says are ready, per group; None where no table is mapped. A hint: a lease settles it."""
+        """Which blocks the table says are ready, per group; None where no table is mapped. A hint:
+        a lease settles it."""
         limit = state.request.num_tokens - 1
         masks: list[BoolMask] = [np.zeros(0, np.bool_)] * len(self.specs)
         for index in self._probe_order:
@@ -310,7 +370,8 @@ class HitFinder:
         return tuple(masks)
 
     def _probe_prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
-        """Leading blocks that are ready, by a few probes; those before `first` are the engine's own."""
+        """Leading blocks that are ready, by a few probes; those before `first` are the engine's
+        own."""
         # Most requests that miss do so at their first block.
         head = self._session.probe(index, hashes[first : first + 1])
         if head is None:
@@ -326,7 +387,8 @@ class HitFinder:
     def _ask(self, state: RequestState, now_s: float) -> tuple[int | None, bool]:
         limit = state.request.num_tokens - 1
         groups = [
-            GroupHashes(index, self.hashes(state.request, index)[: self._looked_at(index, limit)]) for index in range(len(self.specs))
+            GroupHashes(index, self.hashes(state.request, index)[: self._looked_at(index, limit)])
+            for index in range(len(self.specs))
         ]
         if not any(len(group.hashes) for group in groups):
             return NO_HIT
@@ -335,7 +397,9 @@ class HitFinder:
         state.deadline_s = now_s + self._config.lookup_timeout_s
         return None, False
 
-    def _after_lookup(self, state: RequestState, computed_tokens: int, now_s: float) -> tuple[int | None, bool]:
+    def _after_lookup(
+        self, state: RequestState, computed_tokens: int, now_s: float
+    ) -> tuple[int | None, bool]:
         answer = state.answer
         if answer is not None and not answer.done():
             return (None, False) if now_s < state.deadline_s else self._late(state, now_s)
@@ -343,7 +407,8 @@ class HitFinder:
         if answer is None or answer.cancelled() or answer.exception() is not None:
             return self._miss(state, now_s)
         masks = tuple(
-            self.hidden.mask(index, self.hashes(state.request, index)[: len(mask)], mask) for index, mask in enumerate(answer.result())
+            self.hidden.mask(index, self.hashes(state.request, index)[: len(mask)], mask)
+            for index, mask in enumerate(answer.result())
         )
         return self._take_lease(state, masks, computed_tokens, now_s)
 
@@ -358,9 +423,13 @@ class HitFinder:
             mask = mask.copy()
             mask[: computed_tokens // spec.block_tokens] = True
             known.append(mask)
-        return longest_hit(self.specs, known, limit_tokens, self.alignment_tokens, self.draft_groups)
+        return longest_hit(
+            self.specs, known, limit_tokens, self.alignment_tokens, self.draft_groups
+        )
 
-    def _take_lease(self, state: RequestState, masks: Masks, computed_tokens: int, now_s: float) -> tuple[int | None, bool]:
+    def _take_lease(
+        self, state: RequestState, masks: Masks, computed_tokens: int, now_s: float
+    ) -> tuple[int | None, bool]:
         hit = self._hit(masks, computed_tokens, state.request.num_tokens - 1)
         if hit <= computed_tokens:
             return self._miss(state, now_s)
@@ -369,16 +438,21 @@ class HitFinder:
             for spec, blocks in zip(self.specs, needed_blocks(self.specs, hit), strict=True)
         ]
         groups = [
-            GroupHashes(index, self.hashes(state.request, index)[blocks.start : blocks.stop]) for index, blocks in enumerate(state.leased)
+            GroupHashes(index, self.hashes(state.request, index)[blocks.start : blocks.stop])
+            for index, blocks in enumerate(state.leased)
         ]
         state.lease_id = f"{self._prefix}-r{next(self._counter)}"
-        state.answer = self._session.acquire(state.lease_id, groups + self.represented.asked(groups), self._config.lease_ttl_s)
+        state.answer = self._session.acquire(
+            state.lease_id, groups + self.represented.asked(groups), self._config.lease_ttl_s
+        )
         state.phase = Phase.LEASING
         state.computed_tokens, state.hit_tokens = computed_tokens, hit
         state.deadline_s = now_s + self._config.lookup_timeout_s
         return None, False
 
-    def _after_lease(self, state: RequestState, computed_tokens: int, now_s: float) -> tuple[int | None, bool]:
+    def _after_lease(
+        self, state: RequestState, computed_tokens: int, now_s: float
+    ) -> tuple[int | None, bool]:
         answer = state.answer
         if answer is not None and not answer.done():
             return (None, False) if now_s < state.deadline_s else self._late(state, now_s)
@@ -395,7 +469,9 @@ class HitFinder:
         state.hit_tokens = hit
         state.phase = Phase.GRANTED
         state.granted_s = now_s
-        state.lease_ends_s = now_s + (grant.ttl_s or self._config.lease_ttl_s) * LEASE_SHARE_BEFORE_LOAD
+        state.lease_ends_s = (
+            now_s + (grant.ttl_s or self._config.lease_ttl_s) * LEASE_SHARE_BEFORE_LOAD
+        )
         if not state.counted:
             state.counted = True
             self._stats.add("offered_requests")
@@ -405,7 +481,9 @@ class HitFinder:
     def _granted(self, state: RequestState, grant: LeaseGrant) -> Masks:
         masks = []
         state.represented = self.represented.granted(grant.pinned[len(state.leased) :])
-        for index, (blocks, pinned) in enumerate(zip(state.leased, grant.pinned[: len(state.leased)], strict=True)):
+        for index, (blocks, pinned) in enumerate(
+            zip(state.leased, grant.pinned[: len(state.leased)], strict=True)
+        ):
             # Of the block behind a drafter's hit only the hash matters, so it is not leased.
             mask = np.ones(self._looked_at(index, state.hit_tokens), np.bool_)
             mask[: blocks.stop] = False

@@ -1,8 +1,8 @@
 """What the connector's two sides send each other through vLLM, once per step.
 
-Scheduler to worker: `HotKVMetadata`. Worker to scheduler: `HotKVWorkerMetadata`, aggregated over ranks, and once at the start
-`HotKVHandshake`, which vLLM forwards, or which comes in a report when the scheduler asks for it. Plain values, small, picklable: hashes
-and ids, never KV bytes.
+Scheduler to worker: `HotKVMetadata`. Worker to scheduler: `HotKVWorkerMetadata`, aggregated over
+ranks, and once at the start `HotKVHandshake`, which vLLM forwards, or which comes in a report when
+the scheduler asks for it. Plain values, small, picklable: hashes and ids, never KV bytes.
 """
 
 from dataclasses import dataclass, field
@@ -37,10 +37,11 @@ class LoadJob:
 
 @dataclass(slots=True)
 class StoreJob:
-    """Blocks that are complete at the end of the step. All ranks store their shard under the same lease.
+    """Blocks that are complete at the end of the step. All ranks store their shard under the same
+    lease.
 
-    `representations`: which of these blocks, or of others that are stored already, want theirs stored. `fence_index`: the word in which the
-    scheduler revokes it; 0 where only workers do.
+    `representations`: which of these blocks, or of others that are stored already, want theirs
+    stored. `fence_index`: the word in which the scheduler revokes it; 0 where only workers do.
     """
 
     store_id: int
@@ -55,14 +56,16 @@ class StoreJob:
 class HotKVMetadata(KVConnectorMetadata):
     """One step's work for a worker.
 
-    flush_stores: stores that must have ended before this step's first write. cancel_loads, abandoned_loads: request ids whose load
-    is to be cancelled, or was never begun and is to be reported as failed. held_loads: transfers whose blocks the scheduler holds back, so
-    that their requests need not wait for them. asks_links: each rank is to say whether it has a session. lost_track: which blocks this
-    step gives away is not known; all stores are to be taken back, and all representations forgotten. sparse_rows: None without sparse
-    decode; allocated_blocks: blocks that somebody is about to fill. remembered: hot sets that requests start from; hot_sets_of: ended
-    requests whose own are wanted. wants_handshake: the scheduler has no handshake yet.
-    settles_step: number to be reported with this step's output; 0 for none.
-    adapters: LoRA adapters that are to be named. weights: what ranks are to do about weights that may have changed.
+    flush_stores: stores that must have ended before this step's first write. cancel_loads,
+    abandoned_loads: request ids whose load is to be cancelled, or was never begun and is to be
+    reported as failed. held_loads: transfers whose blocks the scheduler holds back, so that their
+    requests need not wait for them. asks_links: each rank is to say whether it has a session.
+    lost_track: which blocks this step gives away is not known; all stores are to be taken back, and
+    all representations forgotten. sparse_rows: None without sparse decode; allocated_blocks: blocks
+    that somebody is about to fill. remembered: hot sets that requests start from; hot_sets_of:
+    ended requests whose own are wanted. wants_handshake: the scheduler has no handshake yet.
+    settles_step: number to be reported with this step's output; 0 for none. adapters: LoRA adapters
+    that are to be named. weights: what ranks are to do about weights that may have changed.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -85,18 +88,22 @@ class HotKVMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport:
-    """How one store ended: `BlockResult` bytes of its blocks, per rank (empty where a rank's transfer failed as a whole)."""
+    """How one store ended: `BlockResult` bytes of its blocks, per rank (empty where a rank's
+    transfer failed as a whole)."""
 
     results: list[bytes]
 
 
 @dataclass(slots=True)
 class HotKVHandshake(KVConnectorHandshakeMetadata):
-    """What a rank found out when it registered its memory: the key space, or why it runs without the cache.
+    """What a rank found out when it registered its memory: the key space, or why it runs without
+    the cache.
 
-    `representations`: those that it stores and loads with blocks. `sparse_layers`: (layer, vLLM's group) of its sparse layers. `fence`: the
-    page in which the scheduler revokes its stores; None where it need not. `host`: as `hotkv_vllm.ranks.this_host`. `absent`: why the rank
-    has no session yet; empty if it has one. `weights_in_doubt`: the key space may speak of other weights than the rank has.
+    `representations`: those that it stores and loads with blocks. `sparse_layers`: (layer, vLLM's
+    group) of its sparse layers. `fence`: the page in which the scheduler revokes its stores; None
+    where it need not. `host`: as `hotkv_vllm.ranks.this_host`. `absent`: why the rank has no
+    session yet; empty if it has one. `weights_in_doubt`: the key space may speak of other weights
+    than the rank has.
     """
 
     key_space: KeySpace | None
@@ -112,11 +119,13 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ended since the last step. `counters` are summed over ranks. `sparse`, `adapters`: None for nothing to report.
+    """What ended since the last step. `counters` are summed over ranks. `sparse`, `adapters`: None
+    for nothing to report.
 
-    `handshakes`: one of each rank, if the scheduler asked for them. `settled_step`: the step's number, if the scheduler gave it one.
-    overdue_loads: transfers that the server does not end although it was asked to. settled_loads: of those held back, how many ranks
-    can't be written any more. links: by rank, why it has no session; empty for one that has. weights: by rank.
+    `handshakes`: one of each rank, if the scheduler asked for them. `settled_step`: the step's
+    number, if the scheduler gave it one. overdue_loads: transfers that the server does not end
+    although it was asked to. settled_loads: of those held back, how many ranks can't be written any
+    more. links: by rank, why it has no session; empty for one that has. weights: by rank.
     """
 
     stores: dict[int, StoreReport] = field(default_factory=dict)
@@ -134,7 +143,9 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         """Joins what two ranks report."""
         if not isinstance(other, HotKVWorkerMetadata):
             return self
-        stores = {store_id: StoreReport(list(report.results)) for store_id, report in self.stores.items()}
+        stores = {
+            store_id: StoreReport(list(report.results)) for store_id, report in self.stores.items()
+        }
         for store_id, report in other.stores.items():
             stores.setdefault(store_id, StoreReport([])).results.extend(report.results)
         counters = dict(self.counters)
@@ -160,6 +171,8 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         )
 
     def is_empty(self) -> bool:
-        of_step = self.stores or self.counters or self.handshakes or self.settled_step or self.weights
+        of_step = (
+            self.stores or self.counters or self.handshakes or self.settled_step or self.weights
+        )
         of_server = self.overdue_loads or self.settled_loads or self.links
         return not of_step and not of_server and self.sparse is None and self.adapters is None

@@ -1,10 +1,13 @@
-"""Loads of other connectors beside hotkv (MultiConnector), as far as storing must know of them. Scheduler thread only.
+"""Loads of other connectors beside hotkv (MultiConnector), as far as storing must know of them.
+Scheduler thread only.
 
 What is always true: no KV is stored that another connector may have failed to load.
 
-- vLLM counts tokens of an asynchronous load as computed from its start. A request is trusted again when a step runs it.
-- A synchronous load runs within the step that uses it, and its failure is known when the step's output has come. Until then nothing is
-  stored of the requests that were admitted since, as they may build on its blocks. If it failed, nothing is ever stored of them.
+- vLLM counts tokens of an asynchronous load as computed from its start. A request is trusted again
+  when a step runs it.
+- A synchronous load runs within the step that uses it, and its failure is known when the step's
+  output has come. Until then nothing is stored of the requests that were admitted since, as they
+  may build on its blocks. If it failed, nothing is ever stored of them.
 """
 
 from collections.abc import Collection
@@ -22,7 +25,10 @@ class OtherLoads:
         """Requests that run and of which nothing may be stored."""
 
     def __repr__(self) -> str:
-        return f"OtherLoads(admitted={len(self._admitted)}, unsettled={len(self._unsettled)}, held={len(self.held)})"
+        return (
+            f"OtherLoads(admitted={len(self._admitted)}, unsettled={len(self._unsettled)}, "
+            f"held={len(self.held)})"
+        )
 
     def admitted(self, request_id: str) -> None:
         """vLLM has given the request blocks; a load may be filling them."""
@@ -38,7 +44,8 @@ class OtherLoads:
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """A step is planned. Returns the number under which its end is to be reported; 0 if nobody needs to know."""
+        """A step is planned. Returns the number under which its end is to be reported; 0 if nobody
+        needs to know."""
         if not self._admitted and not has_sync_loads and not self._unsettled:
             return 0
         ran = self._admitted.intersection(running)
@@ -56,7 +63,8 @@ class OtherLoads:
         self.held |= self._admitted
 
     def settled(self, step: int, went_well: bool) -> None:
-        """The output of a step has come. Outputs come in order, so an earlier step that was not reported has lost its report."""
+        """The output of a step has come. Outputs come in order, so an earlier step that was not
+        reported has lost its report."""
         for number in sorted(self._unsettled):
             if number > step and went_well:
                 break

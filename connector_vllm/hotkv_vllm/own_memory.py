@@ -1,4 +1,5 @@
-"""A rank's KV memory as it finds it when vLLM registers it: shown to the server, and described for the engine's other ranks."""
+"""A rank's KV memory as it finds it when vLLM registers it: shown to the server, and described for
+the engine's other ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from hotkv_vllm.ranks import RankNote
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """`note`: what the other ranks must know. `memory`: None if it can't be shown; the note says why."""
+    """`note`: what the other ranks must know. `memory`: None if it can't be shown; the note says
+    why."""
 
     note: RankNote
     memory: ExportedMemory | None = None
@@ -31,7 +33,8 @@ def find_own(
     place: compat.RankPlace,
     known_space: KeySpace | None,
 ) -> OwnMemory:
-    """Reads the layout off the tensors and exports them. Raises nothing: the other ranks wait for the note.
+    """Reads the layout off the tensors and exports them. Raises nothing: the other ranks wait for
+    the note.
 
     `known_space`: after a sleep, this rank's key space from before; None to work it out.
     """
@@ -42,10 +45,14 @@ def find_own(
         if not found.storages:
             raise compat.Unsupported(f"pipeline stage {place.stage} has no layer with a KV cache")
         device = next(iter(found.storages.values())).device
-        page_format = f"{found.page_format};{compat.packing(vllm_config, kv_cache_config, groups, device.type)}"
-        # A key space has no group without bytes; the sizes of the whole slot come with the other ranks' notes.
+        packing = compat.packing(vllm_config, kv_cache_config, groups, device.type)
+        page_format = f"{found.page_format};{packing}"
+        # A key space has no group without bytes; the sizes of the whole slot come with the other
+        # ranks' notes.
         sizes = tuple(size or 1 for size in found.shard_bytes)
-        space = known_space or compat.key_space(vllm_config, kv_cache_config, config, groups, sizes, 1, page_format)
+        space = known_space or compat.key_space(
+            vllm_config, kv_cache_config, config, groups, sizes, 1, page_format
+        )
         name = str(getattr(kv_cache_config, "kv_cache_layout", "") or "")
         memory = export(found, kv_cache_config.num_blocks, place.shard_index, name)
     except (compat.Unsupported, OSError, ValueError) as error:

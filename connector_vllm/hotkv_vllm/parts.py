@@ -1,4 +1,5 @@
-"""What the scheduler side is made of once the ranks agree: all of it belongs to one key space, and is made anew for another."""
+"""What the scheduler side is made of once the ranks agree: all of it belongs to one key space, and
+is made anew for another."""
 
 import logging
 import uuid
@@ -23,7 +24,8 @@ from hotkv_vllm.stores import StorePlanner
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks have said. `sparse_layers`: (layer, vLLM's group). `revocations`: None if workers revoke their stores."""
+    """What all ranks have said. `sparse_layers`: (layer, vLLM's group). `revocations`: None if
+    workers revoke their stores."""
 
     space: KeySpace
     kinds: tuple[Representation, ...]
@@ -57,7 +59,8 @@ class Parts:
 
 
 def open_parts(engine: Engine, agreement: Agreement) -> Parts:
-    """Begins the scheduler's session and makes what works over it. Whatever it raises, no session is left behind."""
+    """Begins the scheduler's session and makes what works over it. Whatever it raises, no session
+    is left behind."""
     config = engine.config
     engine_id = str(engine.vllm_config.kv_transfer_config.engine_id)
     streams = Streams(link.log_state("scheduler", logging.INFO))
@@ -75,13 +78,17 @@ def open_parts(engine: Engine, agreement: Agreement) -> Parts:
         )
     )
     try:
-        return _parts(engine, agreement, session, streams, f"{engine_id[:8]}-{uuid.uuid4().hex[:8]}")
+        return _parts(
+            engine, agreement, session, streams, f"{engine_id[:8]}-{uuid.uuid4().hex[:8]}"
+        )
     except BaseException:
         session.close()
         raise
 
 
-def _parts(engine: Engine, agreement: Agreement, session: link.CacheSession, streams: Streams, prefix: str) -> Parts:
+def _parts(
+    engine: Engine, agreement: Agreement, session: link.CacheSession, streams: Streams, prefix: str
+) -> Parts:
     space, config, groups = agreement.space, engine.config, engine.groups
     finder = HitFinder(
         session,
@@ -96,14 +103,32 @@ def _parts(engine: Engine, agreement: Agreement, session: link.CacheSession, str
         engine.adapters,
     )
     num_ranks = engine.vllm_config.parallel_config.world_size
-    planner = StorePlanner(session, finder, groups, num_ranks, config, engine.stats, prefix, agreement.revocations, engine.exactness)
+    planner = StorePlanner(
+        session,
+        finder,
+        groups,
+        num_ranks,
+        config,
+        engine.stats,
+        prefix,
+        agreement.revocations,
+        engine.exactness,
+    )
     reports = UseReports(session, space.hash_block_tokens, engine.stats, finder.keys)
     sparse_groups = [
         SparseGroup(index, group.block_tokens, layers)
         for index, group in enumerate(groups)
-        if (layers := frozenset(layer for layer, vllm_group in agreement.sparse_layers if vllm_group == group.vllm_group))
+        if (
+            layers := frozenset(
+                layer
+                for layer, vllm_group in agreement.sparse_layers
+                if vllm_group == group.vllm_group
+            )
+        )
     ]
     memory = None
     if config.sparse is not None and sparse_groups:
-        memory = SparseMemory(session, streams, sparse_groups, finder.hashes, config.sparse.min_context_tokens, prefix)
+        memory = SparseMemory(
+            session, streams, sparse_groups, finder.hashes, config.sparse.min_context_tokens, prefix
+        )
     return Parts(session, finder, planner, reports, CacheReset(session, planner), memory)

@@ -1,8 +1,10 @@
-"""Entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it builds a model.
+"""Entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it builds a
+model.
 
-Changes nothing for engines without `hotkv.sparse` (see `hotkv_vllm.sparse.backend`), but for one thing: vLLM knows the connector by its
-name, which its MultiConnector asks for (the connector's module registers the name too, as VLLM_PLUGINS may leave this plugin out).
-Never raises: an exception here would keep vLLM from starting.
+Changes nothing for engines without `hotkv.sparse` (see `hotkv_vllm.sparse.backend`), but for one
+thing: vLLM knows the connector by its name, which its MultiConnector asks for (the connector's
+module registers the name too, as VLLM_PLUGINS may leave this plugin out). Never raises: an
+exception here would keep vLLM from starting.
 """
 
 import logging
@@ -12,11 +14,14 @@ BACKEND = "hotkv_vllm.sparse.backend.HotAttentionBackend"
 
 
 def register() -> None:
-    """Puts hotkv's attention backend in place of vLLM's `CPU_ATTN`, and names the connector; leaves what others have done alone."""
+    """Puts hotkv's attention backend in place of vLLM's `CPU_ATTN`, and names the connector; leaves
+    what others have done alone."""
     try:
         from hotkv_vllm import compat
 
         compat.name_connector(*CONNECTOR)
         compat.override_cpu_attention(BACKEND)
     except Exception:
-        logging.getLogger("vllm.hotkv").exception("hotkv: sparse attention is not available; vLLM goes on with its own")
+        logging.getLogger("vllm.hotkv").exception(
+            "hotkv: sparse attention is not available; vLLM goes on with its own"
+        )

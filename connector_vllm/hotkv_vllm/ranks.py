@@ -1,10 +1,12 @@
 """How the ranks of one engine come to one key space, when they register their KV caches.
 
-A slot holds a shard of each rank that has KV of its own: by pipeline stage, within a stage by tensor-parallel rank. No rank knows the
-layers and sizes of the others, so each one posts a note of what it found, or of why it can't take part, and reads all notes. All decide
-by the same notes, so all decide the same. A rank posts its note whatever happened to it, so that nobody waits for it. If a rank
-posts none, the others stop waiting after AGREE_TIMEOUT_S. Notes go through the store of torch's process group and not through vLLM's
-collectives: a collective that was given up would leave its group unusable for vLLM.
+A slot holds a shard of each rank that has KV of its own: by pipeline stage, within a stage by
+tensor-parallel rank. No rank knows the layers and sizes of the others, so each one posts a note of
+what it found, or of why it can't take part, and reads all notes. All decide by the same notes, so
+all decide the same. A rank posts its note whatever happened to it, so that nobody waits for it. If
+a rank posts none, the others stop waiting after AGREE_TIMEOUT_S. Notes go through the store of
+torch's process group and not through vLLM's collectives: a collective that was given up would leave
+its group unusable for vLLM.
 """
 
 import itertools
@@ -42,7 +44,8 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankNote:
-    """What one rank found. `host`: the machine it runs on. `space`: its own key space, of one shard; None where it can't take part.
+    """What one rank found. `host`: the machine it runs on. `space`: its own key space, of one
+    shard; None where it can't take part.
 
     `shard_bytes`: bytes of a block per group; 0 where the rank has no layer of the group.
     """
@@ -55,7 +58,8 @@ class RankNote:
 
 
 def this_host() -> str:
-    """The machine, as long as it runs; containers of one machine have the same. Its name where the kernel does not say."""
+    """The machine, as long as it runs; containers of one machine have the same. Its name where the
+    kernel does not say."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -63,13 +67,20 @@ def this_host() -> str:
 
 
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
-    """The engine's key space, the same in all ranks, and this rank's place in it. Raises Unsupported, with the same words in all ranks.
+    """The engine's key space, the same in all ranks, and this rank's place in it. Raises
+    Unsupported, with the same words in all ranks.
 
     Blocks until all ranks have called it, AGREE_TIMEOUT_S at most.
     """
     if num_ranks == 1:
         return decide([note], note.place.rank)
-    notes = exchange(process_group_store(), f"hotkv/{engine_id}/{next(_rounds)}", note, num_ranks, AGREE_TIMEOUT_S)
+    notes = exchange(
+        process_group_store(),
+        f"hotkv/{engine_id}/{next(_rounds)}",
+        note,
+        num_ranks,
+        AGREE_TIMEOUT_S,
+    )
     return decide(notes, note.place.rank)
 
 
@@ -84,8 +95,11 @@ def process_group_store() -> Store:
     return store
 
 
-def exchange(store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_s: float) -> list[RankNote]:
-    """Posts this rank's note and returns those of all. Raises Unsupported where one does not come in time."""
+def exchange(
+    store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
+) -> list[RankNote]:
+    """Posts this rank's note and returns those of all. Raises Unsupported where one does not come
+    in time."""
     until_s = time.monotonic() + timeout_s
     rank = 0
     try:
@@ -97,7 +111,10 @@ def exchange(store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_
             notes.append(_parsed(store.get(key)))
     except RuntimeError as error:
         said = str(error).splitlines()
-        raise Unsupported(f"rank {rank} has not said within {timeout_s:.0f} s what it found ({said[0] if said else 'no answer'})") from None
+        raise Unsupported(
+            f"rank {rank} has not said within {timeout_s:.0f} s what it found "
+            f"({said[0] if said else 'no answer'})"
+        ) from None
     return notes
 
 
@@ -108,17 +125,26 @@ def _parsed(data: bytes) -> RankNote:
 
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
-    """The key space that these notes make, and the place of one of their ranks. Raises Unsupported. Their order does not matter."""
+    """The key space that these notes make, and the place of one of their ranks. Raises Unsupported.
+    Their order does not matter."""
     notes = sorted(notes, key=lambda note: note.place.rank)
     for note in notes:
         if note.space is None:
-            raise Unsupported(note.why_off if len(notes) == 1 else f"rank {note.place.rank}: {note.why_off}")
+            raise Unsupported(
+                note.why_off if len(notes) == 1 else f"rank {note.place.rank}: {note.why_off}"
+            )
     if len({note.host for note in notes}) > 1:
-        raise Unsupported("the engine's ranks are on several machines; hotkv keeps KV of engines that are on one")
+        raise Unsupported(
+            "the engine's ranks are on several machines; hotkv keeps KV of engines that are on one"
+        )
     _check(notes)
     writers = [note for note in notes if note.place.is_writer]
     if len(writers) > MAX_SHARDS:
-        raise Unsupported(f"the engine's ranks hold {len(writers)} different shards; at most {MAX_SHARDS} are supported")
+        raise Unsupported(
+            f"the engine's ranks hold {len(writers)} different shards; at most {MAX_SHARDS} "
+            "are "
+            "supported"
+        )
     space = _joined(notes, writers)
     mine = next(note.place for note in notes if note.place.rank == rank)
     # A rank that holds a copy comes right behind the one that writes it.
@@ -130,15 +156,22 @@ def _check(notes: Sequence[RankNote]) -> None:
     """Raises Unsupported, naming the fields, where ranks found what can't be one engine."""
     first = _space(notes[0])
     differing = {
-        field.name for note in notes for field in fields(KeySpace) if field.name not in _JOINED and _differs(first, note, field.name)
+        field.name
+        for note in notes
+        for field in fields(KeySpace)
+        if field.name not in _JOINED and _differs(first, note, field.name)
     }
     for note in notes:
         leader = next(other for other in notes if other.place.stage == note.place.stage)
         differing |= {name for name in _JOINED if _differs(_space(leader), note, name)}
-        if [_rule(group) for group in _space(note).groups] != [_rule(group) for group in first.groups]:
+        if [_rule(group) for group in _space(note).groups] != [
+            _rule(group) for group in first.groups
+        ]:
             differing.add("groups")
     if differing:
-        raise Unsupported(f"the ranks do not agree on the key space ({', '.join(sorted(differing))})")
+        raise Unsupported(
+            f"the ranks do not agree on the key space ({', '.join(sorted(differing))})"
+        )
 
 
 def _space(note: RankNote) -> KeySpace:
@@ -151,12 +184,14 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 
 
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
-    """What all stages must see alike. Windows are not: one that has no layer of the group can't know them all."""
+    """What all stages must see alike. Windows are not: one that has no layer of the group can't
+    know them all."""
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """One key space of all: sizes and layers in the order of ranks, formats and further parts once where all stages have the same."""
+    """One key space of all: sizes and layers in the order of ranks, formats and further parts once
+    where all stages have the same."""
     groups = []
     for index, group in enumerate(_space(notes[0]).groups):
         sizes = tuple(writer.shard_bytes[index] for writer in writers)
@@ -164,7 +199,14 @@ def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
             raise Unsupported(f"no rank has a layer of KV cache group {index}")
         each = [_space(note).groups[index] for note in notes]
         names = tuple(dict.fromkeys(name for one in each for name in one.layer_names))
-        groups.append(replace(group, shard_bytes=sizes, layer_names=names, window_tokens=max(one.window_tokens for one in each)))
+        groups.append(
+            replace(
+                group,
+                shard_bytes=sizes,
+                layer_names=names,
+                window_tokens=max(one.window_tokens for one in each),
+            )
+        )
     stages = {note.place.stage: _space(note) for note in notes}
     formats = [space.page_format for space in stages.values()]
     return replace(
@@ -177,5 +219,17 @@ def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
 
 def _joined_extra(extras: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
     """Parts that all stages have, then the others, each with its stage."""
-    common = [part for part in next(iter(extras.values())) if all(part in extra for extra in extras.values())]
-    return (*common, *(f"stage {stage}: {part}" for stage, extra in extras.items() for part in extra if part not in common))
+    common = [
+        part
+        for part in next(iter(extras.values()))
+        if all(part in extra for extra in extras.values())
+    ]
+    return (
+        *common,
+        *(
+            f"stage {stage}: {part}"
+            for stage, extra in extras.items()
+            for part in extra
+            if part not in common
+        ),
+    )

@@ -1,8 +1,10 @@
-"""A new key space for an engine whose weights have changed in place, agreed on by its scheduler and all its ranks.
+"""A new key space for an engine whose weights have changed in place, agreed on by its scheduler and
+all its ranks.
 
-What is always true: from the moment weights may be others until every rank has said what they are, and the sessions are those of that key
-space, nothing is stored and nothing is loaded. Weights that are what the engine started with keep its key space, so that a reset by itself
-costs no sharing. Both sides here are decisions only: no sessions, no models, no clock.
+What is always true: from the moment weights may be others until every rank has said what they are,
+and the sessions are those of that key space, nothing is stored and nothing is loaded. Weights that
+are what the engine started with keep its key space, so that a reset by itself costs no sharing.
+Both sides here are decisions only: no sessions, no models, no clock.
 """
 
 import hashlib
@@ -15,17 +17,19 @@ from typing import Protocol
 ASK_AGAIN_S = 5.0
 """An answer that has not come by then was lost with a step that broke."""
 PATIENCE_S = 2.0
-"""How long requests wait for the ranks' answers. They are computed without the shared cache after that."""
+"""How long requests wait for the ranks' answers. They are computed without the shared cache after
+that."""
 RECONNECT_S = 1.0
-"""How long a step waits at most for the session of another key space; some ten milliseconds are usual."""
+"""How long a step waits at most for the session of another key space; some ten milliseconds are
+usual."""
 _questions = itertools.count(1)
 """No number comes twice in a scheduler's process: ranks may outlive a `Rekeying`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsOrder:
-    """From the scheduler. `question`: number of the check that every rank answers once; `identity`: of the weights, once it is settled, for
-    ranks to go on under; empty before.
+    """From the scheduler. `question`: number of the check that every rank answers once; `identity`:
+    of the weights, once it is settled, for ranks to go on under; empty before.
     """
 
     question: int
@@ -34,7 +38,8 @@ class WeightsOrder:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """From a rank. `question`: which check it answers; 0 for a rank that has noticed a change unasked, and has no digest yet."""
+    """From a rank. `question`: which check it answers; 0 for a rank that has noticed a change
+    unasked, and has no digest yet."""
 
     question: int
     digest: str = ""
@@ -51,10 +56,12 @@ class Watch(Protocol):
 
 
 class Rekeying:
-    """The scheduler's side. One check at a time; a new one makes the answers to the one before void."""
+    """The scheduler's side. One check at a time; a new one makes the answers to the one before
+    void."""
 
     def __init__(self, num_ranks: int, original: str, in_doubt: bool = False) -> None:
-        """`original`: the weights' identity at the start. `in_doubt`: nothing is stored or loaded before ranks have said what they have."""
+        """`original`: the weights' identity at the start. `in_doubt`: nothing is stored or loaded
+        before ranks have said what they have."""
         self._num_ranks = num_ranks
         self._original = original
         self._question = 0
@@ -66,7 +73,10 @@ class Rekeying:
         """Of the weights that the present key space stands for."""
 
     def __repr__(self) -> str:
-        return f"Rekeying({'under way' if self.under_way else 'settled'}, {self.identity[:24]}, {len(self._answers)} answers)"
+        return (
+            f"Rekeying({'under way' if self.under_way else 'settled'}, {self.identity[:24]}, "
+            f"{len(self._answers)} answers)"
+        )
 
     @property
     def under_way(self) -> bool:
@@ -74,7 +84,8 @@ class Rekeying:
         return self._is_due or self._is_asking
 
     def suspect(self) -> None:
-        """The engine pauses, or its caches were reset: weights may be others when it next runs something, and not before."""
+        """The engine pauses, or its caches were reset: weights may be others when it next runs
+        something, and not before."""
         self._is_due = True
 
     def ask(self, now_s: float) -> None:
@@ -87,7 +98,8 @@ class Rekeying:
         self._is_due, self._is_asking = False, True
 
     def waits(self, now_s: float) -> bool:
-        """A request asks for a hit. Returns True if it should wait for the ranks, False if nothing is asked or they are late."""
+        """A request asks for a hit. Returns True if it should wait for the ranks, False if nothing
+        is asked or they are late."""
         if self._is_due:
             self.ask(now_s)
         return self._is_asking and now_s < self._since_s + PATIENCE_S
@@ -103,7 +115,8 @@ class Rekeying:
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
-        """A step is planned. Returns the identity of the weights to go on with, once all ranks have said what they are; None before."""
+        """A step is planned. Returns the identity of the weights to go on with, once all ranks have
+        said what they are; None before."""
         if self._is_due and runs_something:
             self.ask(now_s)
         if not self._is_asking:
@@ -118,8 +131,9 @@ class Rekeying:
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
     def go_on(self, identity: str) -> None:
-        """The scheduler's side starts anew, over sessions of this identity, and ranks have not: what were the original weights, and the
-        numbers of checks, stay. What was being asked is asked again.
+        """The scheduler's side starts anew, over sessions of this identity, and ranks have not:
+        what were the original weights, and the numbers of checks, stay. What was being asked is
+        asked again.
         """
         self.identity, self._is_due, self._is_asking = identity, self.under_way, False
 
@@ -128,7 +142,8 @@ class Rekeying:
         self.identity, self._is_asking = identity, False
 
     def order(self) -> WeightsOrder | None:
-        """What the ranks are to do in this step; None until the first check. It is said in every step, since one may break."""
+        """What the ranks are to do in this step; None until the first check. It is said in every
+        step, since one may break."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)
@@ -138,7 +153,8 @@ class RankWeights:
     """A rank's side. `held`: nothing may be stored or loaded."""
 
     def __init__(self, watch: Watch | None, original: str) -> None:
-        """`watch`: None where the models can't be seen; then weights count as others after every check."""
+        """`watch`: None where the models can't be seen; then weights count as others after every
+        check."""
         self._watch = watch
         self._answered = 0
         self._waits = False
@@ -153,7 +169,8 @@ class RankWeights:
         return self._waits or (self._watch is not None and self._watch.touched)
 
     def obey(self, order: WeightsOrder | None) -> bool:
-        """Takes in the step's order. True where the session is to be opened anew, under `identity`."""
+        """Takes in the step's order. True where the session is to be opened anew, under
+        `identity`."""
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
         elif order is not None and order.identity and order.question == self._answered:

@@ -1,4 +1,5 @@
-"""Reports of the requests that the engine has admitted, so that the server's hotness sees hits in the engine's own device cache.
+"""Reports of the requests that the engine has admitted, so that the server's hotness sees hits in
+the engine's own device cache.
 
 Each request is reported once, when it is first admitted; all of a step go in one message.
 """
@@ -15,8 +16,15 @@ from hotkv_vllm.stats import HotKVStats
 class UseReports:
     """What is to be reported with the next message."""
 
-    def __init__(self, session: CacheSession, hash_block_tokens: int, stats: HotKVStats, keys: Callable[[Any], Sequence[bytes]]) -> None:
-        """`keys`: a request's hashes, one for each hash block; none if its blocks can't be named."""
+    def __init__(
+        self,
+        session: CacheSession,
+        hash_block_tokens: int,
+        stats: HotKVStats,
+        keys: Callable[[Any], Sequence[bytes]],
+    ) -> None:
+        """`keys`: a request's hashes, one for each hash block; none if its blocks can't be
+        named."""
         self._session = session
         self._hash_block_tokens = hash_block_tokens
         self._stats = stats
@@ -38,7 +46,9 @@ class UseReports:
         waiting, self._waiting = self._waiting, []
         if not self._session.connected:
             return
-        self._session.report_requests([self._report(state, external_tokens, now_s) for state, external_tokens in waiting])
+        self._session.report_requests(
+            [self._report(state, external_tokens, now_s) for state, external_tokens in waiting]
+        )
         self._stats.add("reported_requests", len(waiting))
 
     def _report(self, state: RequestState, external_tokens: int, now_s: float) -> RequestReport:

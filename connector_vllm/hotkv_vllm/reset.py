@@ -1,8 +1,10 @@
-"""Emptying the shared cache of this key space when somebody asks for it (`reset_prefix_cache` with `reset_external`).
+"""Emptying the shared cache of this key space when somebody asks for it (`reset_prefix_cache` with
+`reset_external`).
 
-What is always true: from the reset on, this engine stores no block that was computed before it, and it loads nothing until a flush was
-accepted after the last store of such a block had ended. A flush that failed, or that no server was there for, is tried again while steps
-go on. A pause or a sleep of one engine is no such reset (`compat.is_pausing`).
+What is always true: from the reset on, this engine stores no block that was computed before it, and
+it loads nothing until a flush was accepted after the last store of such a block had ended. A flush
+that failed, or that no server was there for, is tried again while steps go on. A pause or a sleep
+of one engine is no such reset (`compat.is_pausing`).
 """
 
 import time
@@ -28,7 +30,8 @@ class CacheReset:
         return f"CacheReset(under_way={self.under_way}, waiting={self._answer is not None})"
 
     def begin(self, timeout_s: float) -> bool:
-        """Flushes and waits for the answer, `timeout_s` at most. False if a server that is there did not flush.
+        """Flushes and waits for the answer, `timeout_s` at most. False if a server that is there
+        did not flush.
 
         True without a server: nothing can be loaded, and the flush is sent when the server is back.
         """
@@ -37,12 +40,20 @@ class CacheReset:
         wait([answer], timeout_s)
         accepted = _is_good(answer)
         if not accepted and not self._session.connected:
-            logger.info("hotkv: there is no server whose cache could be emptied; that is done when it is back, before anything is loaded")
+            logger.info(
+                "hotkv: there is no server whose cache could be emptied; that is done when "
+                "it is "
+                "back, before anything is loaded"
+            )
             self._answer, self._retry_at_s = None, 0.0
             return True
         if not accepted:
-            logger.warning("hotkv: the shared cache was not emptied (%s); it is not used until that is done", _why(answer))
-        # Stores of old blocks that the server hears of after this flush would bring them back: those need another one.
+            logger.warning(
+                "hotkv: the shared cache was not emptied (%s); it is not used until that is done",
+                _why(answer),
+            )
+        # Stores of old blocks that the server hears of after this flush would bring them back:
+        # those need another one.
         if accepted and not self._planner.num_in_flight:
             self._done()
         else:
@@ -77,4 +88,6 @@ def _is_good(answer: "Future[int]") -> bool:
 
 
 def _why(answer: "Future[int]") -> str:
-    return str(answer.exception()) if answer.done() and not answer.cancelled() else "no answer in time"
+    return (
+        str(answer.exception()) if answer.done() and not answer.cancelled() else "no answer in time"
+    )

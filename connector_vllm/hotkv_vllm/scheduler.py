@@ -1,7 +1,8 @@
 """The connector's scheduler side: answers vLLM's scheduler and plans each step's loads and stores.
 
-Owns one state per request, the scheduler's session, the leases and the store plan. Runs in the scheduler's thread and never blocks
-after the start; with no server every hook returns after one test.
+Owns one state per request, the scheduler's session, the leases and the store plan. Runs in the
+scheduler's thread and never blocks after the start; with no server every hook returns after one
+test.
 """
 
 import threading
@@ -37,7 +38,8 @@ from hotkv_vllm.workers import WorkerLinks
 logger = link.logger
 
 LINKS_PATIENCE_S = 0.25
-"""How long a request may wait for the workers to say that they, too, have a session with a server that has come back."""
+"""How long a request may wait for the workers to say that they, too, have a session with a server
+that has come back."""
 
 
 class HotKVScheduler:
@@ -55,7 +57,9 @@ class HotKVScheduler:
         self._cancel: list[str] = []
         self._abandoned: list[str] = []
         self._counts_media = compat.counts_media(vllm_config)
-        self._adapters = Adapters(vllm_config.parallel_config.world_size, lambda text: logger.warning("hotkv: %s", text))
+        self._adapters = Adapters(
+            vllm_config.parallel_config.world_size, lambda text: logger.warning("hotkv: %s", text)
+        )
         self.stats = HotKVStats()
         self.totals = HotKVStats()
         self.session: link.CacheSession | None = None
@@ -81,15 +85,19 @@ class HotKVScheduler:
         self.holds = HeldBlocks(vllm_config.parallel_config.world_size)
 
     def __repr__(self) -> str:
-        return f"HotKVScheduler(requests={len(self._requests)}, loads={len(self._loads)}, planner={self.planner})"
+        return (
+            f"HotKVScheduler(requests={len(self._requests)}, loads={len(self._loads)}, "
+            f"planner={self.planner})"
+        )
 
-    # ------------------------------------------------------------------------------------------------------------ start
+    # ---------------------------------------------------------------------------------------- start
 
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
-        """Opens the session for the key space that all ranks agree on; waits a moment for the server. May load numba's kernels.
+        """Opens the session for the key space that all ranks agree on; waits a moment for the
+        server. May load numba's kernels.
 
-        Without handshakes the workers are asked for theirs with the first steps (`joining`). vLLM 0.33 calls it after each wake-up, too:
-        a session whose ranks say the same as before goes on.
+        Without handshakes the workers are asked for theirs with the first steps (`joining`). vLLM
+        0.33 calls it after each wake-up, too: a session whose ranks say the same as before goes on.
         """
         if not handshakes:
             if self.session is None:
@@ -97,7 +105,9 @@ class HotKVScheduler:
                 self._joining = Joining(self._vllm_config.parallel_config.world_size)
             return
         self._joining = None
-        self._links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), is_connected=False)
+        self._links.told(
+            {h.rank: h.absent for h in handshakes}, time.monotonic(), is_connected=False
+        )
         settled = [replace(h, absent="") for h in handshakes]
         if self.session is not None:
             if settled == self._handshakes:
@@ -106,41 +116,58 @@ class HotKVScheduler:
         self._handshakes = settled
         off = next((h.why_off for h in handshakes if h.key_space is None), "")
         spaces = [h.key_space for h in handshakes if h.key_space is not None]
-        if not off and (not spaces or any(space.fingerprint != spaces[0].fingerprint for space in spaces)):
+        if not off and (
+            not spaces or any(space.fingerprint != spaces[0].fingerprint for space in spaces)
+        ):
             off = "the ranks do not agree on the key space"
         num_ranks = self._vllm_config.parallel_config.world_size
         if not off and len(handshakes) < num_ranks:
             # The others have no session, and no store would ever be whole.
             off = f"{len(handshakes)} of {num_ranks} ranks have said what they found"
         if not off and any(h.host not in ("", this_host()) for h in handshakes):
-            off = "the scheduler and the engine's ranks are on different machines; hotkv keeps KV of engines that are on one"
+            off = (
+                "the scheduler and the engine's ranks are on different machines; hotkv keeps "
+                "KV of engines that are on one"
+            )
         revocations = None
         # Where ranks have named fences their stores need words.
-        in_advance = compat.writes_before_it_tells(self._vllm_config, self._kv_cache_config) or any(h.fence is not None for h in handshakes)
+        in_advance = compat.writes_before_it_tells(self._vllm_config, self._kv_cache_config) or any(
+            h.fence is not None for h in handshakes
+        )
         if not off and in_advance:
             try:
                 revocations = self._revocations(handshakes)
             except (OSError, ValueError) as error:
                 off = (
-                    "model runner V2 writes blocks of this model before it tells connectors' workers that they change hands, and the "
-                    f"scheduler can't reach the workers' fences ({error}); set VLLM_USE_V2_MODEL_RUNNER=0"
+                    "model runner V2 writes blocks of this model before it tells connectors' "
+                    "workers that they change hands, and the "
+                    f"scheduler can't reach the workers' fences ({error}); set "
+                    "VLLM_USE_V2_MODEL_RUNNER=0"
                 )
         if off:
             logger.warning("hotkv is off: %s; the engine runs without it", off)
             return
         kinds = handshakes[0].representations
         if any(h.representations != kinds for h in handshakes):
-            logger.warning("hotkv: the ranks do not agree on representations; each rank builds its own")
+            logger.warning(
+                "hotkv: the ranks do not agree on representations; each rank builds its own"
+            )
             kinds = ()
         identity = spaces[0].weights_identity
         if self._weights.identity:
             self._weights.go_on(identity)
         else:
-            self._weights = Rekeying(num_ranks, identity, any(h.weights_in_doubt for h in handshakes))
-        self._start(Agreement(spaces[0], kinds, handshakes[0].sparse_layers, revocations), self._config.startup_wait_s)
+            self._weights = Rekeying(
+                num_ranks, identity, any(h.weights_in_doubt for h in handshakes)
+            )
+        self._start(
+            Agreement(spaces[0], kinds, handshakes[0].sparse_layers, revocations),
+            self._config.startup_wait_s,
+        )
 
     def _disconnect(self) -> None:
-        """Ends the session of ranks that say something else now. Requests that are there already do without hotkv."""
+        """Ends the session of ranks that say something else now. Requests that are there already do
+        without hotkv."""
         for request_id, state in self._requests.items():
             if state.phase is Phase.LOADING:
                 self._cancel.append(request_id)
@@ -160,13 +187,27 @@ class HotKVScheduler:
         # Before the first request: numba takes a second to load and some kernels to compile.
         native.load("hotkv.kernels")
         self._groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
-        engine = Engine(self._vllm_config, self._kv_cache_config, self._config, self._groups, self.stats, self._adapters, self._exactness)
+        engine = Engine(
+            self._vllm_config,
+            self._kv_cache_config,
+            self._config,
+            self._groups,
+            self.stats,
+            self._adapters,
+            self._exactness,
+        )
         parts = open_parts(engine, agreement)
-        self._agreement, self.session, self.finder, self.planner = agreement, parts.session, parts.finder, parts.planner
+        self._agreement, self.session, self.finder, self.planner = (
+            agreement,
+            parts.session,
+            parts.finder,
+            parts.planner,
+        )
         self._reports, self._reset, self._memory = parts.reports, parts.reset, parts.memory
         if self._counts_media:
             logger.warning(
-                "hotkv: requests with images or other media do not use the shared cache: vLLM names media by a counter where "
+                "hotkv: requests with images or other media do not use the shared cache: vLLM "
+                "names media by a counter where "
                 "mm_processor_cache_gb is 0 and prefix caching is off; turn one of them on"
             )
         if parts.session.wait_connected(wait_s):
@@ -177,19 +218,25 @@ class HotKVScheduler:
                 parts.session.probe(index, [bytes(agreement.space.hash_bytes)])
 
     def _adopt(self, identity: str) -> None:
-        """All ranks have said which weights they have. If these are others, all is made anew for their key space."""
+        """All ranks have said which weights they have. If these are others, all is made anew for
+        their key space."""
         before, agreement = self._weights.identity, self._agreement
         self._weights.adopt(identity)
         if identity == before or agreement is None or self.finder is None or self.session is None:
             return
-        logger.info("hotkv: the engine's weights have changed; from now on it shares KV with engines that have the same (%s)", identity)
+        logger.info(
+            "hotkv: the engine's weights have changed; from now on it shares KV with engines "
+            "that have the same (%s)",
+            identity,
+        )
         self._exactness.distrust_all()
         for state in self._requests.values():
             # Loads of the old weights' KV were made to fail.
             state.hint, state.miss_until_s, state.failed_loads = None, 0.0, 0
             if state.phase is not Phase.LOADING:
                 self.finder.give_back(state)
-        # Changed weights are worth a moment, so that the first request can hit; without a server there is nothing to wait for.
+        # Changed weights are worth a moment, so that the first request can hit; without a server
+        # there is nothing to wait for.
         wait_s = min(self._config.startup_wait_s, RECONNECT_S) if self.is_connected else 0.0
         # Closing waits for the server.
         threading.Thread(target=self.session.close, name="hotkv-close", daemon=True).start()
@@ -203,7 +250,7 @@ class HotKVScheduler:
             if state.phase is Phase.LOADING:
                 self._cancel.append(request_id)
 
-    # --------------------------------------------------------------------------------------------------------- requests
+    # ------------------------------------------------------------------------------------- requests
 
     def on_new_request(self, request: Any) -> None:
         if self._joining is not None:
@@ -214,7 +261,9 @@ class HotKVScheduler:
             return
         now_s = time.monotonic()
         retention = self._hints.read(request.kv_transfer_params, now_s)
-        state = RequestState(request, [0] * len(self._groups), self.planner.first_check_tokens(), retention, now_s)
+        state = RequestState(
+            request, [0] * len(self._groups), self.planner.first_check_tokens(), retention, now_s
+        )
         self._requests[request.request_id] = state
         if not self._links.are_complete and self.is_connected:
             self.stats.add("unserved_requests")
@@ -226,13 +275,22 @@ class HotKVScheduler:
 
     def sparse_arrived(self, request: Any) -> None:
         """A request arrived: its sequences begin, if hotkv knows it."""
-        if self._memory is not None and request.request_id in self._requests and request.lora_request is None:
+        if (
+            self._memory is not None
+            and request.request_id in self._requests
+            and request.lora_request is None
+        ):
             self._memory.arrived(request)
 
     def _may_read(self, request: Any) -> bool:
         is_resetting = self._reset is not None and self._reset.under_way
         is_held = is_resetting or self._weights.under_way
-        return self._may_load and self._links.are_complete and not request.skip_reading_prefix_cache and not is_held
+        return (
+            self._may_load
+            and self._links.are_complete
+            and not request.skip_reading_prefix_cache
+            and not is_held
+        )
 
     @property
     def is_connected(self) -> bool:
@@ -247,7 +305,11 @@ class HotKVScheduler:
             return NO_HIT
         state.device_hit_tokens = num_computed_tokens
         now_s = time.monotonic()
-        if self._links.will_say and self.is_connected and now_s < state.arrived_s + LINKS_PATIENCE_S:
+        if (
+            self._links.will_say
+            and self.is_connected
+            and now_s < state.arrived_s + LINKS_PATIENCE_S
+        ):
             return None, False
         if self._weights.waits(now_s) and self.is_connected:
             return None, False
@@ -271,7 +333,10 @@ class HotKVScheduler:
         if self._joining.must_wait(time.monotonic()):
             return None, False
         if not said:
-            logger.warning("hotkv is off until all ranks have told the scheduler what they store; the engine runs without it")
+            logger.warning(
+                "hotkv is off until all ranks have told the scheduler what they store; the "
+                "engine runs without it"
+            )
         return NO_HIT
 
     def after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -301,7 +366,8 @@ class HotKVScheduler:
         self.stats.add("loads")
 
     def abandon(self, request_id: str) -> None:
-        """A request waits for a load that will not be: the workers report it as failed, and it is offered no other."""
+        """A request waits for a load that will not be: the workers report it as failed, and it is
+        offered no other."""
         self._loads.pop(request_id, None)
         self._abandoned.append(request_id)
         self.holds.loading.pop(request_id, None)
@@ -332,21 +398,32 @@ class HotKVScheduler:
         if loading:
             self._cancel.append(request.request_id)
         # vLLM 0.33 may have put its load off.
-        loading |= state.phase is Phase.GRANTED or request.request_id in self.finder.failed_waiting or not all_is_there
+        loading |= (
+            state.phase is Phase.GRANTED
+            or request.request_id in self.finder.failed_waiting
+            or not all_is_there
+        )
         self.finder.give_back(state)
         self.finder.failed_waiting.discard(request.request_id)
         self.finder.step_aside.discard(request.request_id)
-        # vLLM counts tokens as computed from the moment their load begins; until it has ended the blocks hold nothing to store.
+        # vLLM counts tokens as computed from the moment their load begins; until it has ended the
+        # blocks hold nothing to store.
         if self._may_store and state.may_store and not loading and self._links.are_complete:
-            # The last sampled token's slot may hold another token's KV, so a block that ends there is not stored.
+            # The last sampled token's slot may hold another token's KV, so a block that ends there
+            # is not stored.
             known = max(request.num_prompt_tokens, request.num_tokens - 1)
             self.planner.finish(state, block_ids, min(known, request.num_computed_tokens))
 
-    # ------------------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
-    def build_meta(self, scheduler_output: Any, sparse_requests: Sequence[str] | None = None) -> HotKVMetadata:
-        """This step's work for the workers. `sparse_requests`: requests whose row decodes sparsely; None if the engine never does."""
-        settles_step = self._others.step(scheduler_output.num_scheduled_tokens, scheduler_output.has_sync_kv_loads)
+    def build_meta(
+        self, scheduler_output: Any, sparse_requests: Sequence[str] | None = None
+    ) -> HotKVMetadata:
+        """This step's work for the workers. `sparse_requests`: requests whose row decodes sparsely;
+        None if the engine never does."""
+        settles_step = self._others.step(
+            scheduler_output.num_scheduled_tokens, scheduler_output.has_sync_kv_loads
+        )
         self._allocated |= self._allocations.take()
         self._exactness.is_watching |= sparse_requests is not None
         if self._exactness.is_watching:
@@ -354,7 +431,12 @@ class HotKVScheduler:
             self._exactness.step(scheduler_output, self._allocated, sparse_requests or ())
         if self._lost_track and self.planner is not None:
             self.planner.take_all_back()
-        if self.planner is None or self.finder is None or self._reports is None or self._reset is None:
+        if (
+            self.planner is None
+            or self.finder is None
+            or self._reports is None
+            or self._reset is None
+        ):
             meta = self.only_pending()
             meta.wants_handshake, meta.settles_step = self._joining is not None, settles_step
             return meta
@@ -378,7 +460,10 @@ class HotKVScheduler:
                 state = requests.get(request_id)
                 if state is None or not state.may_store or request_id in self._others.held:
                     continue
-                if state.request.num_computed_tokens + num_tokens >= state.next_store_tokens or request_id in handoffs:
+                if (
+                    state.request.num_computed_tokens + num_tokens >= state.next_store_tokens
+                    or request_id in handoffs
+                ):
                     scheduled.append((state, num_tokens))
         stores, flush = self.planner.plan(
             scheduled,
@@ -393,7 +478,8 @@ class HotKVScheduler:
         return meta
 
     def only_pending(self) -> HotKVMetadata:
-        """What must reach the workers in any case: loads, cancels, loads that are no more, and for sparse decode allocated blocks."""
+        """What must reach the workers in any case: loads, cancels, loads that are no more, and for
+        sparse decode allocated blocks."""
         meta = HotKVMetadata(
             loads=tuple(self._loads.values()),
             cancel_loads=tuple(self._cancel),
@@ -406,7 +492,13 @@ class HotKVScheduler:
         )
         if self._config.sparse is not None:
             meta.allocated_blocks = tuple(self._allocated)
-        self._loads, self._cancel, self._abandoned, self._allocated, self._lost_track = {}, [], [], set(), False
+        self._loads, self._cancel, self._abandoned, self._allocated, self._lost_track = (
+            {},
+            [],
+            [],
+            set(),
+            False,
+        )
         return meta
 
     def update(self, output: Any) -> None:
@@ -448,7 +540,8 @@ class HotKVScheduler:
             self._memory.reported(report.sparse)
 
     def _join(self, joining: Joining, report: HotKVWorkerMetadata) -> None:
-        """Connects once all ranks have reported their handshakes, and takes up the requests that came before."""
+        """Connects once all ranks have reported their handshakes, and takes up the requests that
+        came before."""
         handshakes = joining.handshakes(report)
         if not handshakes:
             return
@@ -457,7 +550,8 @@ class HotKVScheduler:
             self.on_new_request(request)
 
     def _named(self, report: AdapterReport) -> None:
-        """What workers say of LoRA adapters. Where bytes have changed, nothing is stored or loaded that was planned on the old ones."""
+        """What workers say of LoRA adapters. Where bytes have changed, nothing is stored or loaded
+        that was planned on the old ones."""
         self._adapters.reported(report)
         if not report.changed:
             return
@@ -466,13 +560,20 @@ class HotKVScheduler:
         now_s = time.monotonic()
         for request_id, state in self._requests.items():
             has_adapter = state.request.lora_request is not None
-            if has_adapter and state.phase is Phase.LOADING and self._adapters.standing(state.request, now_s) is Standing.NEVER:
+            if (
+                has_adapter
+                and state.phase is Phase.LOADING
+                and self._adapters.standing(state.request, now_s) is Standing.NEVER
+            ):
                 self._cancel.append(request_id)
 
     def plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        """Adds to a step's work what the server remembers for its sparse rows, and what is asked about ended requests."""
+        """Adds to a step's work what the server remembers for its sparse rows, and what is asked
+        about ended requests."""
         if self._memory is not None:
-            meta.remembered, meta.hot_sets_of = self._memory.step(rows, self._requests, time.monotonic())
+            meta.remembered, meta.hot_sets_of = self._memory.step(
+                rows, self._requests, time.monotonic()
+            )
 
     def sparse_ended(self, request_id: str) -> None:
         """A request ended: so do its sequences on the server."""
@@ -489,11 +590,12 @@ class HotKVScheduler:
         return taken
 
     def reset_cache(self) -> bool:
-        """Empties the shared cache of this key space, for all engines, and forgets what this side knows of it.
+        """Empties the shared cache of this key space, for all engines, and forgets what this side
+        knows of it.
 
-        A pause or a sleep leaves the shared cache as it is. Nothing is stored of blocks that were computed before it and not yet being
-        stored, because vLLM may discard the KV memory. False only if a server that is there did not flush. Blocks `hotkv.reset_timeout_s`
-        at most.
+        A pause or a sleep leaves the shared cache as it is. Nothing is stored of blocks that were
+        computed before it and not yet being stored, because vLLM may discard the KV memory. False
+        only if a server that is there did not flush. Blocks `hotkv.reset_timeout_s` at most.
         """
         if self.finder is None or self.planner is None or self._reset is None:
             return True
@@ -509,17 +611,21 @@ class HotKVScheduler:
                 # It holds blocks from before and goes on from them.
                 state.may_store = False
             else:
-                state.stored_blocks, state.next_store_tokens = [0] * len(self._groups), self.planner.first_check_tokens()
+                state.stored_blocks, state.next_store_tokens = (
+                    [0] * len(self._groups),
+                    self.planner.first_check_tokens(),
+                )
         if compat.is_pausing():
             return True
         self.stats.add("resets")
         self.finder.hidden.clear_all()
         return self._reset.begin(self._config.reset_timeout_s)
 
-    # ------------------------------------------------------------------------------------------- fallbacks of broken hooks
+    # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def request_broke(self, request_id: str) -> None:
-        """The request's hook broke: it goes on as one that hotkv does not know, and what it held is given back."""
+        """The request's hook broke: it goes on as one that hotkv does not know, and what it held is
+        given back."""
         state = self._requests.pop(request_id, None)
         if state is not None and state.phase is Phase.LOADING:
             self._cancel.append(request_id)
@@ -530,7 +636,8 @@ class HotKVScheduler:
         self._adapters.ended(request_id)
 
     def end_broke(self, request_id: str) -> None:
-        """The same for the hook that says that a request is no more: nobody waits for it, or because of it."""
+        """The same for the hook that says that a request is no more: nobody waits for it, or
+        because of it."""
         self.request_broke(request_id)
         self._others.ended(request_id)
         if self.finder is not None:
@@ -538,7 +645,8 @@ class HotKVScheduler:
             self.finder.step_aside.discard(request_id)
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
-        """It is not known which blocks have changed hands, nor whether a load was planned: there is none, and no store is safe."""
+        """It is not known which blocks have changed hands, nor whether a load was planned: there is
+        none, and no store is safe."""
         self._lost_track = True
         try:
             if num_external_tokens > 0:
@@ -547,8 +655,9 @@ class HotKVScheduler:
             self._others.admitted(request_id)
 
     def plan_broke(self) -> HotKVMetadata:
-        """The work of a step whose planning broke: which blocks it gives away is not known, so all stores are taken back, those too that
-        no worker was told of. Loads that were to begin count as failed, and what the step computes is not stored.
+        """The work of a step whose planning broke: which blocks it gives away is not known, so all
+        stores are taken back, those too that no worker was told of. Loads that were to begin count
+        as failed, and what the step computes is not stored.
         """
         self._exactness.step_was_lost()
         self._others.lost()
@@ -560,12 +669,18 @@ class HotKVScheduler:
             if self.planner is not None:
                 self.planner.plan_broke()
         finally:
-            meta = HotKVMetadata(cancel_loads=cancelled, abandoned_loads=abandoned, held_loads=self.holds.held, lost_track=True)
+            meta = HotKVMetadata(
+                cancel_loads=cancelled,
+                abandoned_loads=abandoned,
+                held_loads=self.holds.held,
+                lost_track=True,
+            )
             meta.weights = self._weights.order()
         return meta
 
     def update_broke(self, output: Any) -> None:
-        """Whatever of a step's results was not taken: its loads count as failed, and its stores as ended. Shares nothing with `update`."""
+        """Whatever of a step's results was not taken: its loads count as failed, and its stores as
+        ended. Shares nothing with `update`."""
         report = output.kv_connector_worker_meta
         if self.planner is not None and isinstance(report, HotKVWorkerMetadata):
             self.planner.account(report)
@@ -579,7 +694,8 @@ class HotKVScheduler:
                 self.finder.give_up(state)
 
     def reset_broke(self) -> bool:
-        """Nothing is loaded or stored until a flush is accepted; requests that run store nothing of what they have."""
+        """Nothing is loaded or stored until a flush is accepted; requests that run store nothing of
+        what they have."""
         if self._reset is not None:
             self._reset.hold()
         for state in self._requests.values():
@@ -588,12 +704,14 @@ class HotKVScheduler:
 
     def turn_off(self) -> None:
         """The start broke: this engine runs without hotkv."""
-        self.finder = self.planner = self._reports = self._reset = self._memory = self._agreement = None
+        self.finder = self.planner = self._reports = self._reset = self._memory = (
+            self._agreement
+        ) = None
         session, self.session = self.session, None
         if session is not None:
             session.close()
 
-    # ------------------------------------------------------------------------------------------------------------- end
+    # ------------------------------------------------------------------------------------------ end
 
     def shutdown(self) -> None:
         self.turn_off()

@@ -1,6 +1,7 @@
 """What the connector counts, for vLLM's metrics and for the share of time spent in its hooks.
 
-Counters only go up; vLLM collects the growth since the last step. `HookClock` is written by one thread.
+Counters only go up; vLLM collects the growth since the last step. `HookClock` is written by one
+thread.
 """
 
 import json
@@ -9,29 +10,42 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from hotkv_vllm.link import logger
 
 COUNTERS: dict[str, str] = {
     "offered_requests": "Requests that were offered tokens from hotkv.",
     "offered_tokens": "Tokens that requests were offered from hotkv.",
-    "hit_requests": "Requests that took tokens from hotkv; another connector of the engine may have served the others.",
+    "hit_requests": (
+        "Requests that took tokens from hotkv; another connector of the engine may "
+        "have served the others."
+    ),
     "hit_tokens": "Tokens that requests took from hotkv.",
     "miss_requests": "Requests that asked hotkv and got nothing.",
     "lookup_timeouts": "Lookups and leases not answered in time.",
     "short_grants": "Leases that pinned less than asked.",
     "loads": "Loads begun.",
     "failed_loads": "Loads that failed; their requests computed their prompt.",
-    "hung_loads": "Loads that the server did not end when asked to; their requests went on, their blocks were kept out of use.",
-    "unserved_requests": "Requests not offered anything because a worker had no session with the server.",
+    "hung_loads": (
+        "Loads that the server did not end when asked to; their requests went on, "
+        "their blocks were kept out of use."
+    ),
+    "unserved_requests": (
+        "Requests not offered anything because a worker had no session with the server."
+    ),
     "load_bytes": "Bytes loaded.",
     "stores": "Stores begun.",
     "store_bytes": "Bytes stored.",
     "stored_blocks": "Blocks that the server has committed.",
     "present_blocks": "Blocks that the server had already.",
     "refused_blocks": "Blocks that the server did not keep.",
-    "unreachable_blocks": "Blocks not stored because no hit could use them, or because of the interval of states.",
+    "unreachable_blocks": (
+        "Blocks not stored because no hit could use them, or because of the interval of states."
+    ),
     "dropped_blocks": "Blocks not stored because too much was in flight when their request ended.",
     "flushes": "Stores that a step had to wait for.",
     "flush_s": "Seconds that steps waited for stores.",
@@ -44,17 +58,25 @@ COUNTERS: dict[str, str] = {
     "sparse_selected_blocks": "Blocks that selections chose.",
     "sparse_attended_blocks": "Blocks that selections led to attention to: the hot sets.",
     "sparse_seeded_blocks": "Blocks that hot sets began with, beside those always kept.",
-    "sparse_remembered_blocks": "Of those, blocks that came from the hot set of another request over the same prefix.",
+    "sparse_remembered_blocks": (
+        "Of those, blocks that came from the hot set of another request over the same prefix."
+    ),
     "sparse_corrected_blocks": "Blocks that joined a hot set with the fresh query.",
     "sparse_prefetched_blocks": "Blocks that joined a hot set a step after they were selected.",
     "sparse_wanted_blocks": "Selected blocks but for those always kept.",
     "sparse_hit_blocks": "Of those, blocks that the hot set had already.",
-    "sparse_estimated_mass": "Sum over selections of the estimated share of attention mass that they hold.",
-    "sparse_swap_bytes": "Bytes of the pages that joined hot sets: what a device with less memory would have moved.",
+    "sparse_estimated_mass": (
+        "Sum over selections of the estimated share of attention mass that they hold."
+    ),
+    "sparse_swap_bytes": (
+        "Bytes of the pages that joined hot sets: what a device with less memory would have moved."
+    ),
     "sparse_select_s": "Seconds spent on selecting.",
     "sparse_built_blocks": "Representations built, one for each block and layer.",
     "sparse_build_s": "Seconds spent on building representations.",
-    "sparse_loaded_blocks": "Representations loaded with their blocks, one for each block and layer.",
+    "sparse_loaded_blocks": (
+        "Representations loaded with their blocks, one for each block and layer."
+    ),
     "sparse_recall_samples": "Selections that were measured against exact attention.",
     "sparse_recall": "Sum over samples of the share of the exactly best blocks that was attended.",
     "sparse_true_mass": "Sum over samples of the exact share of attention mass that was attended.",
@@ -62,7 +84,14 @@ COUNTERS: dict[str, str] = {
 }
 
 
-OUTSIDE_STEPS = frozenset({"register_kv_caches", "get_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "shutdown"})
+OUTSIDE_STEPS = frozenset(
+    {
+        "register_kv_caches",
+        "get_handshake_metadata",
+        "set_xfer_handshake_metadata_pp_aware",
+        "shutdown",
+    }
+)
 """Hooks that run while no request waits."""
 
 
@@ -90,14 +119,25 @@ class HotKVStats(KVConnectorStats):
 
 
 class HotKVPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per name in COUNTERS and engine, `vllm:hotkv_<name>`; all of them are exposed as 0 from the start."""
+    """One Prometheus counter per name in COUNTERS and engine, `vllm:hotkv_<name>`; all of them are
+    exposed as 0 from the start."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[str, dict[int, Any]] = {}
         for name, text in COUNTERS.items():
-            counter = self._counter_cls(name=f"vllm:hotkv_{name}", documentation=text, labelnames=labelnames)
-            self._counters[name] = {engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()}
+            counter = self._counter_cls(
+                name=f"vllm:hotkv_{name}", documentation=text, labelnames=labelnames
+            )
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         try:
@@ -119,7 +159,8 @@ class SilentPromMetrics(KVConnectorPromMetrics):
 
 
 class HookClock:
-    """Seconds spent in the connector's hooks, and the number of engine steps. Start and shutdown count apart (`startup_s`).
+    """Seconds spent in the connector's hooks, and the number of engine steps. Start and shutdown
+    count apart (`startup_s`).
 
     `step_s` (worker side only): wall time of the steps, hooks included.
     """
@@ -163,7 +204,8 @@ class HookClock:
         }
 
     def write(self, path: str) -> None:
-        """Merges this side's figures into the JSON file, next to those of the engine's other sides. Raises OSError."""
+        """Merges this side's figures into the JSON file, next to those of the engine's other sides.
+        Raises OSError."""
         target = Path(path)
         merged: dict[str, Any] = {}
         if target.exists():

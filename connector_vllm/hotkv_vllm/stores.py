@@ -1,10 +1,13 @@
-"""Which blocks to store after a step, and which stores a step has to wait for. Scheduler thread only; never blocks.
+"""Which blocks to store after a step, and which stores a step has to wait for. Scheduler thread
+only; never blocks.
 
-What is always true: a block being stored is not written before its store has ended, because every step that may write blocks for the
-first time (new requests, growth, loads by whomever) lists the stores that read any of them, and the worker waits for those first. Block
-tables are read from vLLM at each step and never kept. A block has at most one store in flight. Only blocks that a hit can use are stored
-(`reach`), and only exact ones (`exactness`). What holds for a block that is stored holds for one whose representation is. With
-`Revocations` a store is revoked here, before any worker gets the step that gives its blocks away.
+What is always true: a block being stored is not written before its store has ended, because every
+step that may write blocks for the first time (new requests, growth, loads by whomever) lists the
+stores that read any of them, and the worker waits for those first. Block tables are read from vLLM
+at each step and never kept. A block has at most one store in flight. Only blocks that a hit can use
+are stored (`reach`), and only exact ones (`exactness`). What holds for a block that is stored holds
+for one whose representation is. With `Revocations` a store is revoked here, before any worker gets
+the step that gives its blocks away.
 """
 
 import itertools
@@ -30,9 +33,11 @@ from hotkv_vllm.stats import HotKVStats
 _store_ids = itertools.count(1)
 """Of all planners of this process: workers may report stores of one that is gone."""
 UNREPORTED_S = 60.0
-"""A store that no rank has reported for this long was lost on the way: it is taken back and forgotten."""
+"""A store that no rank has reported for this long was lost on the way: it is taken back and
+forgotten."""
 STORE_BLOCKS = 1 << 13
-"""Most blocks of one store. The server takes no more than 2^16 in a call, and the sooner a store ends the sooner its blocks are found."""
+"""Most blocks of one store. The server takes no more than 2^16 in a call, and the sooner a store
+ends the sooner its blocks are found."""
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
@@ -50,8 +55,9 @@ def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
 
 @dataclass(slots=True)
 class StoreInFlight:
-    """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have not reported its end. `fence_index`:
-    the word that revokes it; 0 for none. `planned_s`: when it was planned.
+    """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have
+    not reported its end. `fence_index`: the word that revokes it; 0 for none. `planned_s`: when it
+    was planned.
     """
 
     runs: tuple[BlockRun, ...]
@@ -84,9 +90,17 @@ class StorePlanner:
         self._finder = finder
         self._groups = tuple(groups)
         self._represented = finder.represented
-        self._slot_bytes = (*(spec.slot_bytes for spec in finder.specs), *finder.represented.slot_bytes)
+        self._slot_bytes = (
+            *(spec.slot_bytes for spec in finder.specs),
+            *finder.represented.slot_bytes,
+        )
         self._reach = tuple(
-            Reach(spec, finder.alignment_tokens, config.state_interval_tokens, index in finder.draft_groups)
+            Reach(
+                spec,
+                finder.alignment_tokens,
+                config.state_interval_tokens,
+                index in finder.draft_groups,
+            )
             for index, spec in enumerate(finder.specs)
         )
         self._num_ranks = num_ranks
@@ -107,7 +121,10 @@ class StorePlanner:
         """The same, while it is not known which key space stands for the engine's weights."""
 
     def __repr__(self) -> str:
-        return f"StorePlanner(in_flight={len(self._in_flight)}, bytes={self._bytes}, blocks_read={len(self._reading)})"
+        return (
+            f"StorePlanner(in_flight={len(self._in_flight)}, bytes={self._bytes}, "
+            f"blocks_read={len(self._reading)})"
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -126,8 +143,9 @@ class StorePlanner:
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
         """This step's stores, and the stores in flight that it has to wait for.
 
-        `scheduled`: requests and how many tokens the step computes for each. `fresh_blocks`: blocks that the step, or a load that begins
-        with it, may write for the first time; asked only where something reads blocks.
+        `scheduled`: requests and how many tokens the step computes for each. `fresh_blocks`: blocks
+        that the step, or a load that begins with it, may write for the first time; asked only where
+        something reads blocks.
         """
         self._last_sent = self._last_planned
         flush = tuple(sorted({*self._lost(), *self._fences(fresh_blocks)}))
@@ -141,18 +159,42 @@ class StorePlanner:
         if self._session.connected:
             for state, num_tokens in scheduled:
                 computed = state.request.num_computed_tokens + num_tokens
-                runs = self._runs_of(state, computed, block_ids, planned) if computed >= state.next_store_tokens else []
-                runs += self._handed_over(state, handoffs.get(state.request.request_id, ()), planned)
+                runs = (
+                    self._runs_of(state, computed, block_ids, planned)
+                    if computed >= state.next_store_tokens
+                    else []
+                )
+                runs += self._handed_over(
+                    state, handoffs.get(state.request.request_id, ()), planned
+                )
                 if runs:
                     batches.setdefault(state.retention, []).extend(runs)
-        jobs = [self._job(part, retention) for retention, runs in batches.items() for part in portions(runs)]
+        jobs = [
+            self._job(part, retention)
+            for retention, runs in batches.items()
+            for part in portions(runs)
+        ]
         return tuple(job for job in jobs if job is not None), flush
 
-    def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int) -> None:
-        """A request ends: blocks whose hash became known after their last step are stored with the next one, if still unwritten then."""
-        if self.is_held or self.is_rekeying or not self._session.connected or known_tokens < state.next_store_tokens:
+    def finish(
+        self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int
+    ) -> None:
+        """A request ends: blocks whose hash became known after their last step are stored with the
+        next one, if still unwritten then."""
+        if (
+            self.is_held
+            or self.is_rekeying
+            or not self._session.connected
+            or known_tokens < state.next_store_tokens
+        ):
             return
-        runs = self._runs_of(state, known_tokens, lambda _: tuple(list(ids) for ids in block_ids), self._tail_blocks, last=True)
+        runs = self._runs_of(
+            state,
+            known_tokens,
+            lambda _: tuple(list(ids) for ids in block_ids),
+            self._tail_blocks,
+            last=True,
+        )
         if runs:
             self._tails.append((state.retention, tuple(runs)))
 
@@ -162,7 +204,8 @@ class StorePlanner:
             self._settle(store)
 
     def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:
-        """Strikes off the stores that all ranks have ended by now, and returns them. Takes a report once, however often it is called."""
+        """Strikes off the stores that all ranks have ended by now, and returns them. Takes a report
+        once, however often it is called."""
         ended: list[StoreInFlight] = []
         if self._accounted is report:
             return ended
@@ -180,10 +223,19 @@ class StorePlanner:
         return ended
 
     def plan_broke(self) -> None:
-        """The step's plan is lost: stores that no worker was told of are struck off; all others are revoked where that is done here."""
-        unsent = [store for store_id, store in self._in_flight.items() if store_id > self._last_sent]
-        self._in_flight = {store_id: store for store_id, store in self._in_flight.items() if store_id <= self._last_sent}
-        self._reading = {block: store_id for store_id, store in self._in_flight.items() for block in store.read}
+        """The step's plan is lost: stores that no worker was told of are struck off; all others are
+        revoked where that is done here."""
+        unsent = [
+            store for store_id, store in self._in_flight.items() if store_id > self._last_sent
+        ]
+        self._in_flight = {
+            store_id: store
+            for store_id, store in self._in_flight.items()
+            if store_id <= self._last_sent
+        }
+        self._reading = {
+            block: store_id for store_id, store in self._in_flight.items() for block in store.read
+        }
         self._bytes = sum(store.num_bytes for store in self._in_flight.values())
         self._tails, self._tail_blocks = [], set()
         if self._revocations is not None:
@@ -192,13 +244,19 @@ class StorePlanner:
                 self._revocations.end(store.fence_index)
 
     def _lost(self) -> list[int]:
-        """Strikes off stores that somehow were not, and those whose reports never came; the step waits for them, where a worker has them
-        after all.
+        """Strikes off stores that somehow were not, and those whose reports never came; the step
+        waits for them, where a worker has them after all.
         """
         until_s = time.monotonic() - UNREPORTED_S
-        lost = [store_id for store_id, store in self._in_flight.items() if store.ranks_left <= 0 or store.planned_s <= until_s]
+        lost = [
+            store_id
+            for store_id, store in self._in_flight.items()
+            if store.ranks_left <= 0 or store.planned_s <= until_s
+        ]
         for store_id in lost:
-            self._stats.add("dropped_blocks", sum(len(run.hashes) for run in self._in_flight[store_id].runs))
+            self._stats.add(
+                "dropped_blocks", sum(len(run.hashes) for run in self._in_flight[store_id].runs)
+            )
             self._drop(store_id)
         return lost
 
@@ -217,7 +275,8 @@ class StorePlanner:
         self._tail_blocks.clear()
 
     def take_all_back(self) -> tuple[int, ...]:
-        """What a step waits for that may give away any block; what was not yet planned is dropped."""
+        """What a step waits for that may give away any block; what was not yet planned is
+        dropped."""
         for store_id in self._in_flight:
             self._take_back(store_id)
         self.forget()
@@ -227,8 +286,16 @@ class StorePlanner:
         if not self._reading and not self._tails:
             return ()
         fresh = fresh_blocks()
-        self._tails = [(kept, tail) for kept, tail in self._tails if not any(int(b) in fresh for run in tail for b in run.block_ids)]
-        flush = {self._reading[block] for block in fresh if block in self._reading} if self._reading else set()
+        self._tails = [
+            (kept, tail)
+            for kept, tail in self._tails
+            if not any(int(b) in fresh for run in tail for b in run.block_ids)
+        ]
+        flush = (
+            {self._reading[block] for block in fresh if block in self._reading}
+            if self._reading
+            else set()
+        )
         for store_id in flush:
             self._take_back(store_id)
         return tuple(sorted(flush))
@@ -251,9 +318,12 @@ class StorePlanner:
         planned: set[int],
         last: bool = False,
     ) -> list[BlockRun]:
-        """Full blocks of a request that nobody has stored, as chains of neighbours; moves the request's marks on."""
+        """Full blocks of a request that nobody has stored, as chains of neighbours; moves the
+        request's marks on."""
         request = state.request
-        known = min(computed_tokens, request.num_tokens, self._exactness.exact_tokens(request.request_id))
+        known = min(
+            computed_tokens, request.num_tokens, self._exactness.exact_tokens(request.request_id)
+        )
         decoding = known > request.num_prompt_tokens
         tables = None
         runs: list[BlockRun] = []
@@ -279,13 +349,22 @@ class StorePlanner:
             state.stored_blocks[index] = max(begin, end)
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
         # Behind inexact tokens no block is ever stored.
-        state.next_store_tokens = next_tokens if known == min(computed_tokens, request.num_tokens) else EVERYTHING
+        state.next_store_tokens = (
+            next_tokens if known == min(computed_tokens, request.num_tokens) else EVERYTHING
+        )
         return runs
 
     def _missing(
-        self, state: RequestState, index: int, hashes: Sequence[bytes], begin: int, ids: Int32s, planned: set[int]
+        self,
+        state: RequestState,
+        index: int,
+        hashes: Sequence[bytes],
+        begin: int,
+        ids: Int32s,
+        planned: set[int],
     ) -> list[BlockRun]:
-        """What of one group's blocks, from block `begin` on, is to be stored, as chains of neighbours; adds them to `planned`.
+        """What of one group's blocks, from block `begin` on, is to be stored, as chains of
+        neighbours; adds them to `planned`.
 
         A representation is stored with its block, or after it where the server lacks it.
         """
@@ -299,26 +378,51 @@ class StorePlanner:
                 self._stats.add("unreachable_blocks", unreachable)
             wanted &= reachable
         if self._reading or planned:
-            wanted &= np.fromiter((b not in self._reading and b not in planned for b in ids.tolist()), np.bool_, len(ids))
+            wanted &= np.fromiter(
+                (b not in self._reading and b not in planned for b in ids.tolist()),
+                np.bool_,
+                len(ids),
+            )
         lacking = self._represented.lacking(self._session, index, hashes[begin:end])
-        along = [] if lacking is None else self._chains(state, index, hashes, begin, ids, wanted & lacking)
+        along = (
+            []
+            if lacking is None
+            else self._chains(state, index, hashes, begin, ids, wanted & lacking)
+        )
         ready = self._session.probe(index, hashes[begin:end])
         if ready is not None:
             wanted &= ~self._finder.hidden.mask(index, hashes[begin:end], ready)
-        runs = self._chains(state, index, hashes, begin, ids, wanted) + [self._represented.of_run(run) for run in along]
+        runs = self._chains(state, index, hashes, begin, ids, wanted) + [
+            self._represented.of_run(run) for run in along
+        ]
         planned.update(block for run in runs for block in run.block_ids.tolist())
         return runs
 
     def _chains(
-        self, state: RequestState, index: int, hashes: Sequence[bytes], begin: int, ids: Int32s, wanted: BoolMask
+        self,
+        state: RequestState,
+        index: int,
+        hashes: Sequence[bytes],
+        begin: int,
+        ids: Int32s,
+        wanted: BoolMask,
     ) -> list[BlockRun]:
-        """The wanted ones of a group's blocks `ids`, the first of which is block `begin`, as chains of neighbours."""
+        """The wanted ones of a group's blocks `ids`, the first of which is block `begin`, as chains
+        of neighbours."""
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
-        chains = [chain[start : start + STORE_BLOCKS] for chain in chains for start in range(0, len(chain), STORE_BLOCKS)]
-        return [self._run(state, index, hashes, begin + int(chain[0]), ids[chain]) for chain in chains]
+        chains = [
+            chain[start : start + STORE_BLOCKS]
+            for chain in chains
+            for start in range(0, len(chain), STORE_BLOCKS)
+        ]
+        return [
+            self._run(state, index, hashes, begin + int(chain[0]), ids[chain]) for chain in chains
+        ]
 
-    def _run(self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s) -> BlockRun:
+    def _run(
+        self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s
+    ) -> BlockRun:
         """A chain of neighbours that begins with the group's block `first`."""
         stop, tokens = first + len(ids), self._groups[index].block_tokens
         parent = hashes[first - 1] if first else b""
@@ -326,14 +430,23 @@ class StorePlanner:
             return BlockRun(index, list(hashes[first:stop]), ids, parent, first)
         token_ids = state.request.all_token_ids[first * tokens : stop * tokens]
         extra_keys = event_extra_keys(state.request, range(first, stop), tokens)
-        return BlockRun(index, list(hashes[first:stop]), ids, parent, first, token_ids, extra_keys=extra_keys)
+        return BlockRun(
+            index, list(hashes[first:stop]), ids, parent, first, token_ids, extra_keys=extra_keys
+        )
 
     def _reachable(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
-        ends = prompt_boundaries(state.request.num_prompt_tokens, self._finder.alignment_tokens, bool(self._finder.draft_groups))
+        ends = prompt_boundaries(
+            state.request.num_prompt_tokens,
+            self._finder.alignment_tokens,
+            bool(self._finder.draft_groups),
+        )
         return self._reach[index].mask(begin, end, (*ends, shared_prefix_boundary(state.request)))
 
-    def _handed_over(self, state: RequestState, entries: Sequence[tuple[int, int, int]], planned: set[int]) -> list[BlockRun]:
-        """States at block boundaries that vLLM names itself (Mamba "align" mode): (group, block, boundary in tokens)."""
+    def _handed_over(
+        self, state: RequestState, entries: Sequence[tuple[int, int, int]], planned: set[int]
+    ) -> list[BlockRun]:
+        """States at block boundaries that vLLM names itself (Mamba "align" mode): (group, block,
+        boundary in tokens)."""
         runs: list[BlockRun] = []
         for vllm_group, block, boundary in entries:
             index = next((i for i, g in enumerate(self._groups) if g.vllm_group == vllm_group), -1)
@@ -341,15 +454,22 @@ class StorePlanner:
                 continue
             if boundary > self._exactness.exact_tokens(state.request.request_id):
                 continue
-            place, hashes = boundary // self._groups[index].block_tokens - 1, self._finder.hashes(state.request, index)
+            place, hashes = (
+                boundary // self._groups[index].block_tokens - 1,
+                self._finder.hashes(state.request, index),
+            )
             if 0 <= place < len(hashes):
-                runs += self._missing(state, index, hashes, place, np.array([block], np.int32), planned)
+                runs += self._missing(
+                    state, index, hashes, place, np.array([block], np.int32), planned
+                )
         return runs
 
     def _over_bound(self, more_bytes: int) -> bool:
         return bool(self._in_flight) and self._bytes + more_bytes >= self._max_bytes
 
-    def _job(self, runs: Sequence[BlockRun], retention: Retention = NO_RETENTION) -> StoreJob | None:
+    def _job(
+        self, runs: Sequence[BlockRun], retention: Retention = NO_RETENTION
+    ) -> StoreJob | None:
         """The store of these runs; None where it could not be revoked."""
         fence_index = self._revocations.take() if self._revocations is not None else 0
         if self._revocations is not None and not fence_index:
@@ -359,27 +479,43 @@ class StorePlanner:
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         blocks, representations = self._represented.split(runs)
         read = tuple(dict.fromkeys(block for run in runs for block in run.block_ids.tolist()))
-        self._in_flight[store_id] = StoreInFlight(blocks, read, num_bytes, self._num_ranks, [], fence_index, time.monotonic())
+        self._in_flight[store_id] = StoreInFlight(
+            blocks, read, num_bytes, self._num_ranks, [], fence_index, time.monotonic()
+        )
         self._bytes += num_bytes
         self._reading.update(dict.fromkeys(read, store_id))
         self._stats.add("stores")
-        return StoreJob(store_id, f"{self._prefix}-w{store_id}", blocks, retention, representations, fence_index)
+        return StoreJob(
+            store_id, f"{self._prefix}-w{store_id}", blocks, retention, representations, fence_index
+        )
 
     def _settle(self, store: StoreInFlight) -> None:
         """Counts what a store has come to, and offers again what it has stored."""
         num_blocks = sum(len(run.hashes) for run in store.runs)
         answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
         for row, result in enumerate(store.results):
-            answers[row, : min(len(result), num_blocks)] = np.frombuffer(result, np.uint8)[:num_blocks]
-        whole = (answers <= BlockResult.WRITTEN).all(axis=0) & (answers <= BlockResult.PRESENT).any(axis=0)
+            answers[row, : min(len(result), num_blocks)] = np.frombuffer(result, np.uint8)[
+                :num_blocks
+            ]
+        whole = (answers <= BlockResult.WRITTEN).all(axis=0) & (answers <= BlockResult.PRESENT).any(
+            axis=0
+        )
         stored = int((whole & (answers == BlockResult.STORED).any(axis=0)).sum())
         kept = int(whole.sum())
-        for name, count in (("stored_blocks", stored), ("present_blocks", kept - stored), ("refused_blocks", num_blocks - kept)):
+        for name, count in (
+            ("stored_blocks", stored),
+            ("present_blocks", kept - stored),
+            ("refused_blocks", num_blocks - kept),
+        ):
             if count:
                 self._stats.add(name, count)
         if len(self._finder.hidden):
-            hashes = ((run.group_index, block_hash) for run in store.runs for block_hash in run.hashes)
-            for (group, block_hash), good in zip(hashes, np.atleast_1d(whole).tolist(), strict=True):
+            hashes = (
+                (run.group_index, block_hash) for run in store.runs for block_hash in run.hashes
+            )
+            for (group, block_hash), good in zip(
+                hashes, np.atleast_1d(whole).tolist(), strict=True
+            ):
                 if good:
                     self._finder.hidden.clear(group, block_hash)
 
@@ -391,4 +527,6 @@ def report_of(result_arrays: Sequence[Any]) -> StoreReport:
 
 def nothing_to_write(job: StoreJob) -> StoreReport:
     """The report of a rank that holds a copy of what another rank writes."""
-    return report_of([np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)])
+    return report_of(
+        [np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)]
+    )

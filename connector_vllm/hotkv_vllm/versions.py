@@ -1,7 +1,9 @@
-"""Which versions of vLLM hotkv works with. `make check` compares what the connector uses of vLLM with these versions' sources.
+"""Which versions of vLLM hotkv works with. `make check` compares what the connector uses of vLLM
+with these versions' sources.
 
-With any other version hotkv is off and the engine runs without it: hooks whose meaning has changed could serve wrong KV, and an engine
-that does not start is worse than one without a cache. `hotkv.allow_untested_vllm` turns hotkv on nevertheless.
+With any other version hotkv is off and the engine runs without it: hooks whose meaning has changed
+could serve wrong KV, and an engine that does not start is worse than one without a cache.
+`hotkv.allow_untested_vllm` turns hotkv on nevertheless.
 """
 
 import re
@@ -18,9 +20,14 @@ RANGE = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
 def why_off(allow_untested: bool) -> str:
     """Why hotkv is off with this version of vLLM; empty if it is supported or `allow_untested`."""
     release = re.match(r"(\d+)\.(\d+)", VERSION)
-    if allow_untested or (release is not None and FIRST <= (int(release[1]), int(release[2])) <= LAST):
+    if allow_untested or (
+        release is not None and FIRST <= (int(release[1]), int(release[2])) <= LAST
+    ):
         return ""
-    return f"it is tested with vLLM {RANGE}, and this is {VERSION}; set hotkv.allow_untested_vllm to use it nevertheless"
+    return (
+        f"it is tested with vLLM {RANGE}, and this is {VERSION}; set "
+        "hotkv.allow_untested_vllm to use it nevertheless"
+    )
 
 
 def why_not_imported(error: ImportError) -> str:

@@ -1,9 +1,11 @@
 """Identity of a model's weights: equal only where the weights are.
 
-Never a path. A revision's commit where the model comes from a hub; else a digest of the files: all names, sizes and small files
-whole, of each tensor in a safetensors file its header entry and pieces, of other large files a page in every mebibyte. Fine-tunes share
-index and headers, so these alone would not do. Training moves a share of all elements of what it trains, but that may be one expert
-alone, or the embeddings of a few tokens: so each expert of a stacked tensor has pieces of its own, and embeddings are read whole.
+Never a path. A revision's commit where the model comes from a hub; else a digest of the files: all
+names, sizes and small files whole, of each tensor in a safetensors file its header entry and
+pieces, of other large files a page in every mebibyte. Fine-tunes share index and headers, so these
+alone would not do. Training moves a share of all elements of what it trains, but that may be one
+expert alone, or the embeddings of a few tokens: so each expert of a stacked tensor has pieces of
+its own, and embeddings are read whole.
 """
 
 import hashlib
@@ -48,7 +50,8 @@ def is_commit(revision: str) -> bool:
 
 
 def files_identity(path: Path) -> str:
-    """Digest of a weights file, or of all weights files of a folder. Raises OSError, or ValueError where there are none."""
+    """Digest of a weights file, or of all weights files of a folder. Raises OSError, or ValueError
+    where there are none."""
     files = _weights_files(path)
     if not files:
         raise ValueError(f"{path} has no weights files ({', '.join(WEIGHT_SUFFIXES)})")
@@ -67,37 +70,48 @@ def files_identity(path: Path) -> str:
 
 
 def changed_since(path: Path, moment_s: float) -> bool:
-    """Whether a file that `files_identity` reads, its folder, or a symbolic link on the way to them was made, moved or written after a
-    moment of the system's clock. Raises OSError.
+    """Whether a file that `files_identity` reads, its folder, or a symbolic link on the way to them
+    was made, moved or written after a moment of the system's clock. Raises OSError.
     """
     files = [*_weights_files(path), *_side_files(path)]
     times = [place.stat().st_ctime for place in (path, *files)]
-    times += [link.lstat().st_ctime for place in (path, *files) for link in _links(place.absolute())]
+    times += [
+        link.lstat().st_ctime for place in (path, *files) for link in _links(place.absolute())
+    ]
     return max(times) > moment_s
 
 
 def process_start_s() -> float:
-    """When this process began, by the system's clock; at most 10 ms late. A forked one begins with its fork. Raises OSError."""
+    """When this process began, by the system's clock; at most 10 ms late. A forked one begins with
+    its fork. Raises OSError."""
     hertz = os.sysconf("SC_CLK_TCK")
     began_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - (began_ticks + 1) / hertz)
 
 
 def _weights_files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and f.suffix in WEIGHT_SUFFIXES)
+    return (
+        [path]
+        if path.is_file()
+        else sorted(f for f in path.iterdir() if f.is_file() and f.suffix in WEIGHT_SUFFIXES)
+    )
 
 
 def _side_files(path: Path) -> list[Path]:
     """What else decides how a model computes; its code among them, if it brings its own."""
     if not path.is_dir():
         return []
-    return [side for name in SIDE_FILES if (side := path / name).is_file()] + sorted(path.glob("*.py"))
+    return [side for name in SIDE_FILES if (side := path / name).is_file()] + sorted(
+        path.glob("*.py")
+    )
 
 
 def _links(path: Path) -> Iterator[Path]:
     """Symbolic links that lead to where an absolute path ends."""
     for _ in range(MAX_LINKS):
-        link = next((place for place in (*reversed(path.parents), path) if place.is_symlink()), None)
+        link = next(
+            (place for place in (*reversed(path.parents), path) if place.is_symlink()), None
+        )
         if link is None:
             return
         yield link
@@ -111,7 +125,9 @@ def _sampled_ranges(file: Path, stream: BinaryIO, size: int) -> Iterable[tuple[i
         ranges = _tensor_ranges(stream, size)
         if ranges:
             return ranges
-    return [(at, min(at + SAMPLE_BYTES, size)) for at in range(0, size, STRIDE_BYTES)] + [(size - SAMPLE_BYTES, size)]
+    return [(at, min(at + SAMPLE_BYTES, size)) for at in range(0, size, STRIDE_BYTES)] + [
+        (size - SAMPLE_BYTES, size)
+    ]
 
 
 def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
@@ -122,14 +138,20 @@ def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
         return []
     try:
         entries = json.loads(stream.read(header_bytes))
-        pieces = sorted(piece for name, entry in entries.items() if name != "__metadata__" for piece in _pieces(name, entry))
+        pieces = sorted(
+            piece
+            for name, entry in entries.items()
+            if name != "__metadata__"
+            for piece in _pieces(name, entry)
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return []
     return [(0, data), *((data + begin, data + end) for begin, end in pieces)]
 
 
 def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
-    """What is read of a tensor, as bytes behind the header: begin, middle and end of each slice, or all of it."""
+    """What is read of a tensor, as bytes behind the header: begin, middle and end of each slice, or
+    all of it."""
     (begin, end), shape = entry["data_offsets"], entry["shape"]
     if len(shape) > 1 and _EMBEDDINGS.search(name):
         return [(begin, end)]

@@ -1,9 +1,12 @@
-"""Notices that an engine's weights may have changed in place, and says what they are by their content.
+"""Notices that an engine's weights may have changed in place, and says what they are by their
+content.
 
-What is always true: weights that were written through vLLM (`reload_weights`, weight transfer, waking up) or through the model's own
-`load_weights` are noticed before the next step, and `digest` then reads all of them: one element that differs shows. What was written past
-both shows in the samples that `digest` takes otherwise, for resets. Equal digests stand for equal weights, in any process with the same
-parallel shape. Worker side; nothing here runs in a step unless something was noticed.
+What is always true: weights that were written through vLLM (`reload_weights`, weight transfer,
+waking up) or through the model's own `load_weights` are noticed before the next step, and `digest`
+then reads all of them: one element that differs shows. What was written past both shows in the
+samples that `digest` takes otherwise, for resets. Equal digests stand for equal weights, in any
+process with the same parallel shape. Worker side; nothing here runs in a step unless something was
+noticed.
 """
 
 import functools
@@ -20,22 +23,32 @@ WHOLE_BYTES = 1 << 20
 """A tensor of at most this many bytes is read whole."""
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 64
-"""Of a larger one so many pieces are samples, evenly spread. A step of training moves a share of all its elements, not one of them."""
+"""Of a larger one so many pieces are samples, evenly spread. A step of training moves a share of
+all its elements, not one of them."""
 ROW_WORDS = 4096
-"""Sums of a larger tensor are over rows of so many words, and over their columns. Changes that cancel in both are no accident."""
+"""Sums of a larger tensor are over rows of so many words, and over their columns. Changes that
+cancel in both are no accident."""
 
-WRITERS = ("reload_weights", "update_weights", "finish_weight_update", "finish_draft_weight_update", "wake_up", "load_model")
+WRITERS = (
+    "reload_weights",
+    "update_weights",
+    "finish_weight_update",
+    "finish_draft_weight_update",
+    "wake_up",
+    "load_model",
+)
 """Methods of vLLM's worker and model runner after which weights may be others."""
 MAX_FRAMES = 40
 
 
 class WeightsWatch:
-    """Watches the models of one worker. `original`: digest of the weights that the engine started with; empty if it is not known what
-    these are.
+    """Watches the models of one worker. `original`: digest of the weights that the engine started
+    with; empty if it is not known what these are.
     """
 
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:
-        """`models`: the worker's, a drafter's among them. `writers`: objects whose methods WRITERS write weights."""
+        """`models`: the worker's, a drafter's among them. `writers`: objects whose methods WRITERS
+        write weights."""
         self._models = tuple(models)
         self.touched = False
         """Weights were written since `digest` was last taken."""
@@ -48,11 +61,14 @@ class WeightsWatch:
         self._known = self.original
 
     def __repr__(self) -> str:
-        return f"WeightsWatch({len(self._models)} models, {'touched' if self.touched else 'untouched'}, {self.original[:8]})"
+        return (
+            f"WeightsWatch({len(self._models)} models, "
+            f"{'touched' if self.touched else 'untouched'}, {self.original[:8]})"
+        )
 
     def digest(self) -> str:
-        """Digest over the weights as they are now. Takes some tenths of a second for a large model; if weights were written, and lie in
-        host memory, as long as it takes to read them twice.
+        """Digest over the weights as they are now. Takes some tenths of a second for a large model;
+        if weights were written, and lie in host memory, as long as it takes to read them twice.
         """
         # Whoever writes while they are read is noticed again.
         was_touched, self.touched = self.touched, False
@@ -66,8 +82,8 @@ class WeightsWatch:
         return self._known
 
     def forget_original(self) -> None:
-        """It is not known whether the weights are those that the engine's identity speaks of: from the first check on, what they are in
-        memory stands for them.
+        """It is not known whether the weights are those that the engine's identity speaks of: from
+        the first check on, what they are in memory stands for them.
         """
         self.original, self.touched = "", True
 
@@ -75,7 +91,9 @@ class WeightsWatch:
         found = hashlib.sha256(b"hotkv-weights-in-memory-1\0")
         for number, model in enumerate(self._models):
             for name, tensor in _tensors(model):
-                found.update(f"{number}\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{tuple(tensor.stride())}\0".encode())
+                found.update(
+                    f"{number}\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{tuple(tensor.stride())}\0".encode()
+                )
                 for piece in read(tensor):
                     found.update(piece)
         return found.hexdigest()
@@ -88,7 +106,10 @@ class WeightsWatch:
             setattr(owner, name, self._noticing(method))
         except (AttributeError, TypeError):
             logger.warning(
-                "hotkv: can't watch %s.%s; reset the connector's cache after weights were changed by it", type(owner).__name__, name
+                "hotkv: can't watch %s.%s; reset the connector's cache after weights were "
+                "changed by it",
+                type(owner).__name__,
+                name,
             )
 
     def _noticing(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +125,8 @@ class WeightsWatch:
 
 
 def calling_worker() -> tuple[Any, Any]:
-    """vLLM's model runner and worker that are registering their KV caches right now; None for what can't be found.
+    """vLLM's model runner and worker that are registering their KV caches right now; None for what
+    can't be found.
 
     vLLM tells a connector neither, but both are on the stack when KV caches are registered.
     """
@@ -112,7 +134,11 @@ def calling_worker() -> tuple[Any, Any]:
     frame = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         owner = frame.f_locals.get("self")
-        if runner is None and callable(getattr(type(owner), "get_model", None)) and hasattr(owner, "vllm_config"):
+        if (
+            runner is None
+            and callable(getattr(type(owner), "get_model", None))
+            and hasattr(owner, "vllm_config")
+        ):
             runner = owner
         elif runner is not None and getattr(owner, "model_runner", None) is runner:
             return runner, owner
@@ -123,21 +149,31 @@ def calling_worker() -> tuple[Any, Any]:
 
 
 def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
-    """A watch over the models of the worker that is registering its KV caches right now; None where it can't be found.
+    """A watch over the models of the worker that is registering its KV caches right now; None where
+    it can't be found.
 
-    `in_doubt`: files of the model have changed since this process began, so what was loaded may be older than they are.
+    `in_doubt`: files of the model have changed since this process began, so what was loaded may be
+    older than they are.
     """
     runner, worker = calling_worker()
     if runner is None:
-        logger.warning("hotkv: the model was not found; after a reset this engine shares KV with no other")
+        logger.warning(
+            "hotkv: the model was not found; after a reset this engine shares KV with no other"
+        )
         return None
     drafters = (getattr(runner, name, None) for name in ("drafter", "speculator"))
-    models = [runner.get_model(), *(model for drafter in drafters if (model := getattr(drafter, "model", None)) is not None)]
-    watched = list({id(model): model for model in models if isinstance(model, torch.nn.Module)}.values())
+    models = [
+        runner.get_model(),
+        *(model for drafter in drafters if (model := getattr(drafter, "model", None)) is not None),
+    ]
+    watched = list(
+        {id(model): model for model in models if isinstance(model, torch.nn.Module)}.values()
+    )
     watch = WeightsWatch(watched, [owner for owner in (runner, worker) if owner is not None])
     if in_doubt:
         logger.warning(
-            "hotkv: files of the model have changed since this process began, so the weights are named by what they are in memory; engines "
+            "hotkv: files of the model have changed since this process began, so the weights are "
+            "named by what they are in memory; engines "
             "that start from now on share no KV with this one"
         )
         watch.forget_original()
@@ -154,9 +190,20 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of a tensor's memory, in whatever order its strides give it; uint8 [bytes]."""
     size = tensor.element_size()
-    span = (sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * size
+    span = (
+        sum(
+            (count - 1) * stride
+            for count, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        + 1
+    ) * size
     data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return data.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (span if tensor.numel() else 0,), (1,))
+    return data.set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * size,
+        (span if tensor.numel() else 0,),
+        (1,),
+    )
 
 
 def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
@@ -165,7 +212,11 @@ def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)
         return
-    pieces = data.as_strided((NUM_SAMPLES, SAMPLE_BYTES), ((len(data) - SAMPLE_BYTES) // (NUM_SAMPLES - 1), 1), data.storage_offset())
+    pieces = data.as_strided(
+        (NUM_SAMPLES, SAMPLE_BYTES),
+        ((len(data) - SAMPLE_BYTES) // (NUM_SAMPLES - 1), 1),
+        data.storage_offset(),
+    )
     yield _bytes(pieces.contiguous())
     yield _bytes(data[-SAMPLE_BYTES:])
 
@@ -176,7 +227,11 @@ def _sums(tensor: torch.Tensor) -> Iterator[bytes]:
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)
         return
-    word = next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if data.storage_offset() % kind.itemsize == 0)
+    word = next(
+        kind
+        for kind in (torch.int64, torch.int32, torch.int16, torch.uint8)
+        if data.storage_offset() % kind.itemsize == 0
+    )
     body = len(data) // (ROW_WORDS * word.itemsize) * ROW_WORDS * word.itemsize
     rows = data[:body].view(word).view(-1, ROW_WORDS)
     yield _bytes(rows.sum(0))

@@ -1,15 +1,19 @@
-"""The connector's worker side: shows the engine's memory to the server, and carries out each step's loads and stores.
+"""The connector's worker side: shows the engine's memory to the server, and carries out each step's
+loads and stores.
 
-Owns the worker's session, the exported memory and all transfers of this rank (`loads` has its own rules). What is always true: a store
-that a step must wait for has ended, or is revoked, or its session is closed, before the step goes on. Nothing else here waits. Where a
-step's blocks are not known, `take_everything_back` revokes all stores by one call that needs none of this module's books.
+Owns the worker's session, the exported memory and all transfers of this rank (`loads` has its own
+rules). What is always true: a store that a step must wait for has ended, or is revoked, or its
+session is closed, before the step goes on. Nothing else here waits. Where a step's blocks are not
+known, `take_everything_back` revokes all stores by one call that needs none of this module's books.
 
-Every transfer lies behind a mark in the device's queue (`device_order`). Where the server can ask for the mark the transfer is sent at
-once, else in the hook that sees it passed. No step waits for the device: a store behind a mark that has not passed has read nothing yet,
-and is taken back at once where a step overwrites its blocks. Deadlines of a transfer run from its mark on.
+Every transfer lies behind a mark in the device's queue (`device_order`). Where the server can ask
+for the mark the transfer is sent at once, else in the hook that sees it passed. No step waits for
+the device: a store behind a mark that has not passed has read nothing yet, and is taken back at
+once where a step overwrites its blocks. Deadlines of a transfer run from its mark on.
 
-With sparse decode, representations go with blocks: built before their block's store begins, and marked as built when a load has ended
-well. What goes wrong with them leaves blocks without, and no more.
+With sparse decode, representations go with blocks: built before their block's store begins, and
+marked as built when a load has ended well. What goes wrong with them leaves blocks without, and no
+more.
 """
 
 import logging
@@ -33,7 +37,14 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.device_order import Mark, Marks, marks_for
 from hotkv_vllm.exported import ExportedMemory
 from hotkv_vllm.loads import ActiveLoad, Loads, never_begun
-from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, LoadJob, StoreJob, StoreReport
+from hotkv_vllm.metadata import (
+    HotKVHandshake,
+    HotKVMetadata,
+    HotKVWorkerMetadata,
+    LoadJob,
+    StoreJob,
+    StoreReport,
+)
 from hotkv_vllm.own_memory import find_own
 from hotkv_vllm.rekeying import RECONNECT_S, RankWeights, WeightsOrder
 from hotkv_vllm.sparse.reporter import SparseReport
@@ -50,7 +61,8 @@ FENCE_GRACE_S = 0.5
 
 @dataclass(slots=True)
 class ActiveStore:
-    """A store of this rank. `answer` is None until it is sent. `representations`: runs whose rows are built."""
+    """A store of this rank. `answer` is None until it is sent. `representations`: runs whose rows
+    are built."""
 
     job: StoreJob
     after: Mark
@@ -60,7 +72,8 @@ class ActiveStore:
 
 
 class HotKVWorker:
-    """Worker side. Idle until `export` has found the memory exportable and `open` has begun a session."""
+    """Worker side. Idle until `export` has found the memory exportable and `open` has begun a
+    session."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
         self._vllm_config = vllm_config
@@ -93,13 +106,17 @@ class HotKVWorker:
         self.handshake = HotKVHandshake(None, "the worker registered no KV cache")
 
     def __repr__(self) -> str:
-        return f"HotKVWorker(loads={len(self._loads)}, stores={len(self._stores)}, session={self.session})"
+        return (
+            f"HotKVWorker(loads={len(self._loads)}, stores={len(self._stores)}, "
+            f"session={self.session})"
+        )
 
-    # ------------------------------------------------------------------------------------------------------------ start
+    # ---------------------------------------------------------------------------------------- start
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Finds out what the memory is and makes it one that the server can map. Where that can't be, the engine runs without hotkv and
-        says why once. CPU memory moves; views of the tensors follow. Lets go of memory that was exported before.
+        """Finds out what the memory is and makes it one that the server can map. Where that can't
+        be, the engine runs without hotkv and says why once. CPU memory moves; views of the tensors
+        follow. Lets go of memory that was exported before.
         """
         if self._memory is not None:
             self.let_go()
@@ -112,30 +129,49 @@ class HotKVWorker:
             self.handshake = HotKVHandshake(None, str(error))
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """After a sleep the memory is described and exported anew; what it holds and what orders transfers stay."""
+        """After a sleep the memory is described and exported anew; what it holds and what orders
+        transfers stay."""
         compat.check_ranks(self._vllm_config)
         place = self._place = compat.rank_place(self._vllm_config, self._kv_cache_config)
-        own = find_own(kv_caches, self._vllm_config, self._kv_cache_config, self._config, place, self._own_space)
+        own = find_own(
+            kv_caches,
+            self._vllm_config,
+            self._kv_cache_config,
+            self._config,
+            place,
+            self._own_space,
+        )
         memory = own.memory
         try:
-            space, self._place = ranks.agree(own.note, compat.num_ranks(self._vllm_config), self._engine_id)
+            space, self._place = ranks.agree(
+                own.note, compat.num_ranks(self._vllm_config), self._engine_id
+            )
             assert memory is not None, "the ranks agreed, although this one has no memory to show"
             memory.layout = replace(memory.layout, shard_index=self._place.shard_index)
             memory.layout.validate(space.groups)
             self._groups = own.groups
             if self._own_space is None:
-                self._own_space, self._marks = own.note.space, marks_for(own.device, self._config.device_order)
+                self._own_space, self._marks = (
+                    own.note.space,
+                    marks_for(own.device, self._config.device_order),
+                )
         except Exception:
             if memory is not None:
                 memory.close()
             raise
         if self._weights is None:
-            in_doubt = not self._config.weights_identity and compat.weights_may_be_older(self._vllm_config)
+            in_doubt = not self._config.weights_identity and compat.weights_may_be_older(
+                self._vllm_config
+            )
             self._weights = RankWeights(watch_callers(in_doubt), space.weights_identity)
-        self._memory, self._space = self._marks.beside(memory), replace(space, weights_identity=self._weights.identity)
+        self._memory, self._space = (
+            self._marks.beside(memory),
+            replace(space, weights_identity=self._weights.identity),
+        )
 
     def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
-        """Opens the session over the exported memory, with the representations of `sparse` beside it; nothing where none was exported.
+        """Opens the session over the exported memory, with the representations of `sparse` beside
+        it; nothing where none was exported.
 
         Where those can't be shared, blocks go without them, and it is said once.
         """
@@ -146,7 +182,9 @@ class HotKVWorker:
             try:
                 kinds = self._share(sparse, centres)
             except (compat.Unsupported, OSError, ValueError) as error:
-                logger.warning("hotkv: representations are built in this engine and not shared: %s", error)
+                logger.warning(
+                    "hotkv: representations are built in this engine and not shared: %s", error
+                )
         try:
             self._open(self._space, kinds)
         except (OSError, ValueError) as error:
@@ -156,10 +194,17 @@ class HotKVWorker:
         fence = None if self._fence is None else self._fence.place
         in_doubt = self._weights is not None and self._weights.held
         self.handshake = HotKVHandshake(
-            self._space, representations=kinds, fence=fence, host=ranks.this_host(), rank=self._place.rank, weights_in_doubt=in_doubt
+            self._space,
+            representations=kinds,
+            fence=fence,
+            host=ranks.this_host(),
+            rank=self._place.rank,
+            weights_in_doubt=in_doubt,
         )
         # A step that came before the server knows this memory would lose its stores.
-        if self.session is not None and not self.session.wait_connected(self._config.startup_wait_s):
+        if self.session is not None and not self.session.wait_connected(
+            self._config.startup_wait_s
+        ):
             self._said_link = False
             self.handshake = replace(self.handshake, absent=self._why_absent())
 
@@ -171,11 +216,20 @@ class HotKVWorker:
     def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Representation, ...]:
         """Puts the pool beside the exported memory; the kinds that lie in it."""
         assert self._memory is not None and self._space is not None
-        pool = shared_pool(sparse.representations, list(sparse.layers.values()), self._groups, self._place.num_shards, centres)
+        pool = shared_pool(
+            sparse.representations,
+            list(sparse.layers.values()),
+            self._groups,
+            self._place.num_shards,
+            centres,
+        )
         num_groups = len(self._space.groups)
         memory = pool.beside(self._memory, num_groups)
         try:
-            memory.layout.validate(self._space.groups, {num_groups + place: kind for place, kind in enumerate(pool.kinds)})
+            memory.layout.validate(
+                self._space.groups,
+                {num_groups + place: kind for place, kind in enumerate(pool.kinds)},
+            )
         except ValueError:
             os.close(memory.fds[HANDLE])
             raise
@@ -195,19 +249,29 @@ class HotKVWorker:
             credentials=self._config.credentials,
             on_state=self._state_log,
         )
-        if self._fence is None and compat.writes_before_it_tells(self._vllm_config, self._kv_cache_config):
+        if self._fence is None and compat.writes_before_it_tells(
+            self._vllm_config, self._kv_cache_config
+        ):
             self._fence = SharedFence()
         self.session = self._new_session()
 
     def _new_session(self) -> link.CacheSession:
         assert self._session_config is not None and self._memory is not None
-        return link.open_session(self._session_config, self._memory.layout, self._memory.fds, self._marks.order, self._fence)
+        return link.open_session(
+            self._session_config,
+            self._memory.layout,
+            self._memory.fds,
+            self._marks.order,
+            self._fence,
+        )
 
     def let_go(self) -> None:
-        """Ends all transfers, the session and the export of memory that the engine is about to unmap; `export` and `open` begin anew.
+        """Ends all transfers, the session and the export of memory that the engine is about to
+        unmap; `export` and `open` begin anew.
 
-        Waits for the server as long as for the end of a store. A hung server keeps mappings of its own, so what it still writes reaches
-        no memory that the engine gets afterwards; a load that it has not ended stays unreported, and vLLM keeps its blocks.
+        Waits for the server as long as for the end of a store. A hung server keeps mappings of its
+        own, so what it still writes reaches no memory that the engine gets afterwards; a load that
+        it has not ended stays unreported, and vLLM keeps its blocks.
         """
         fence = self._fence
         if self.session is not None:
@@ -224,8 +288,14 @@ class HotKVWorker:
             elif not store.answer.done():
                 session.cancel(self._transfer_id(store.job))
         answers = self._loads.answers + [store.answer for store in self._stores.values()]
-        if wait_futures([answer for answer in answers if answer is not None], self._config.store_timeout_s + FENCE_GRACE_S).not_done:
-            logger.error("hotkv: the server did not end all transfers before the engine sleeps; its session is closed")
+        if wait_futures(
+            [answer for answer in answers if answer is not None],
+            self._config.store_timeout_s + FENCE_GRACE_S,
+        ).not_done:
+            logger.error(
+                "hotkv: the server did not end all transfers before the engine sleeps; its "
+                "session is closed"
+            )
             self._fail_stores()
 
     def _fail_stores(self) -> None:
@@ -235,22 +305,28 @@ class HotKVWorker:
             self._marks.done(store.after)
         self._stores.clear()
 
-    # ------------------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
     def before_step(self, meta: HotKVMetadata) -> None:
-        """Waits for the stores whose source blocks this step overwrites, or takes the blocks back. Those that the scheduler has revoked
-        are not waited for.
+        """Waits for the stores whose source blocks this step overwrites, or takes the blocks back.
+        Those that the scheduler has revoked are not waited for.
         """
         self.adapters.before_step(meta.adapters)
         self._follow(meta.weights)
         self._submit_waiting()
-        waiting = [store for store_id in meta.flush_stores if (store := self._stores.get(store_id)) is not None]
+        waiting = [
+            store
+            for store_id in meta.flush_stores
+            if (store := self._stores.get(store_id)) is not None
+        ]
         if not waiting:
             return
         began_s = time.monotonic()
         for store in waiting:
             if store.answer is None:
-                store.answer = never_begun("the device was not there yet when its blocks were taken back")
+                store.answer = never_begun(
+                    "the device was not there yet when its blocks were taken back"
+                )
         late = [store for store in waiting if self._fence is not None or not store.after.passed()]
         if late and not self._take_back(late):
             # The session was closed with all its stores.
@@ -259,7 +335,8 @@ class HotKVWorker:
         self.count("flush_s", time.monotonic() - began_s)
 
     def _follow(self, order: WeightsOrder | None) -> None:
-        """Takes in what the scheduler says of weights that may have changed; opens a session of their key space."""
+        """Takes in what the scheduler says of weights that may have changed; opens a session of
+        their key space."""
         weights, config = self._weights, self._session_config
         if weights is None or not weights.obey(order) or config is None or self._space is None:
             return
@@ -273,28 +350,37 @@ class HotKVWorker:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether what this rank holds is what the scheduler's plans and the session's key space rest on."""
+        """Whether what this rank holds is what the scheduler's plans and the session's key space
+        rest on."""
         return self.adapters.is_trusted and (self._weights is None or not self._weights.held)
 
     def _await_stores(self, waiting: list[ActiveStore]) -> None:
-        """Waits a moment, then takes the blocks back. While the server is slow there is no moment."""
+        """Waits a moment, then takes the blocks back. While the server is slow there is no
+        moment."""
         if self._all_done(waiting, 0.0 if self._server_slow else self._config.flush_timeout_s):
             return
         self._server_slow = True
         self._take_back(waiting)
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
-        """Ends stores so that their blocks may be overwritten. False where that took the session."""
+        """Ends stores so that their blocks may be overwritten. False where that took the
+        session."""
         if self.session is None:
             return True
         for store in stores:
             if store.answer is not None and not store.answer.done():
                 self.session.cancel(self._transfer_id(store.job))
-        # Where the session shares a fence page with the server, a cancelled store has ended by now, whatever the server does.
-        last_s = max(store.began_s for store in stores) + self._config.store_timeout_s + FENCE_GRACE_S
+        # Where the session shares a fence page with the server, a cancelled store has ended by now,
+        # whatever the server does.
+        last_s = (
+            max(store.began_s for store in stores) + self._config.store_timeout_s + FENCE_GRACE_S
+        )
         if self._all_done(stores, max(0.0, last_s - time.monotonic())):
             return True
-        logger.error("hotkv: the server did not end a store within its %.1f s; the session is closed", self._config.store_timeout_s)
+        logger.error(
+            "hotkv: the server did not end a store within its %.1f s; the session is closed",
+            self._config.store_timeout_s,
+        )
         self._reopen()
         return False
 
@@ -304,9 +390,11 @@ class HotKVWorker:
         return not wait_futures(answers, timeout_s).not_done
 
     def take_everything_back(self) -> None:
-        """Ends all stores of this rank at once, sent or not, so that any block may be overwritten. Needs no list of them.
+        """Ends all stores of this rank at once, sent or not, so that any block may be overwritten.
+        Needs no list of them.
 
-        Where they can't all be revoked the session is closed, so that the server aborts them, and another one opened.
+        Where they can't all be revoked the session is closed, so that the server aborts them, and
+        another one opened.
         """
         session = self.session
         stores, self._stores = self._stores, {}
@@ -324,12 +412,15 @@ class HotKVWorker:
             self.session = self._new_session()
 
     def _reopen(self) -> None:
-        """A new session in place of one whose server hangs. Its stores count as failed; its loads go on waiting for their end."""
+        """A new session in place of one whose server hangs. Its stores count as failed; its loads
+        go on waiting for their end."""
         if self.session is None or self._session_config is None or self._memory is None:
             return
-        # Nothing more goes to the old session, whatever becomes of the new one: it may be of another key space.
+        # Nothing more goes to the old session, whatever becomes of the new one: it may be of
+        # another key space.
         session, self.session = self.session, None
-        # Closing waits for the server; the futures of what it still copies keep to their promise without us.
+        # Closing waits for the server; the futures of what it still copies keep to their promise
+        # without us.
         threading.Thread(target=session.close, name="hotkv-close", daemon=True).start()
         self._fail_stores()
         self.session = self._new_session()
@@ -359,7 +450,12 @@ class HotKVWorker:
             if taken != self._said_order:
                 self._said_order = taken
                 why = f" ({taken[1]})" if taken[1] else ""
-                logger.info("hotkv worker %d: the server follows the device by %s%s", self._place.rank, taken[0].name.lower(), why)
+                logger.info(
+                    "hotkv worker %d: the server follows the device by %s%s",
+                    self._place.rank,
+                    taken[0].name.lower(),
+                    why,
+                )
         return self._marks.make(self.session.order_kind)
 
     def save(self, meta: HotKVMetadata) -> None:
@@ -375,14 +471,17 @@ class HotKVWorker:
             return
         after = self._mark()
         for job in meta.stores:
-            store = ActiveStore(job, self._marks.use(after), time.monotonic(), self._built(job.representations))
+            store = ActiveStore(
+                job, self._marks.use(after), time.monotonic(), self._built(job.representations)
+            )
             self._stores[job.store_id] = store
             if after.lets_send():
                 self._submit_store(store)
         self._marks.done(after)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """The runs, their representations all built; none where they can't be, or nobody would take them."""
+        """The runs, their representations all built; none where they can't be, or nobody would take
+        them."""
         if not runs or self._sparse is None or self.session is None or not self.session.connected:
             return ()
         try:
@@ -393,7 +492,11 @@ class HotKVWorker:
             self.count("sparse_faults", 1)
             if not self._said_build:
                 self._said_build = True
-                logger.exception("hotkv: representations could not be built; their blocks are stored without (said once)")
+                logger.exception(
+                    "hotkv: representations could not be built; their blocks are stored "
+                    "without "
+                    "(said once)"
+                )
             return ()
         return runs
 
@@ -401,10 +504,13 @@ class HotKVWorker:
         """vLLM's group of the blocks whose representations have this index in the session."""
         assert self._session_config is not None
         config = self._session_config
-        return self._groups[config.representations[group_index - len(config.key_space.groups)].group_index].vllm_group
+        return self._groups[
+            config.representations[group_index - len(config.key_space.groups)].group_index
+        ].vllm_group
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Requests whose load has ended, and those of them whose load failed. Whatever breaks here, a load is reported once."""
+        """Requests whose load has ended, and those of them whose load failed. Whatever breaks here,
+        a load is reported once."""
         if self._loads:
             if self._weights is not None and self._weights.held:
                 self._loads.make_void()
@@ -421,7 +527,8 @@ class HotKVWorker:
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
-        """Requests whose load is over, all of which count as failed: where `take_results` breaks."""
+        """Requests whose load is over, all of which count as failed: where `take_results`
+        breaks."""
         failed, over = self._loads.take_failed()
         self._lost += over
         return failed
@@ -450,7 +557,8 @@ class HotKVWorker:
         return report
 
     def note_step(self, handshake: HotKVHandshake | None, settled_step: int) -> None:
-        """For the next report: this rank's handshake, if it was asked for, and the number of the step that has run."""
+        """For the next report: this rank's handshake, if it was asked for, and the number of the
+        step that has run."""
         self._report.handshakes = () if handshake is None else (handshake,)
         self._report.settled_step = settled_step
 
@@ -458,7 +566,10 @@ class HotKVWorker:
         """Puts into the next report how hung loads and the session are now."""
         report = self._report
         report.overdue_loads, report.settled_loads, report.links = (), {}, {}
-        report.overdue_loads, report.links = self._loads.overdue(time.monotonic()), self._link_report()
+        report.overdue_loads, report.links = (
+            self._loads.overdue(time.monotonic()),
+            self._link_report(),
+        )
         weights = self._weights.take_report() if self._weights is not None else None
         if weights is not None:
             report.weights = {self._vllm_config.parallel_config.rank: weights}
@@ -472,7 +583,9 @@ class HotKVWorker:
         for name, value in counters.items():
             self.count(name, value)
         if sparse is not None:
-            self._report.sparse = sparse if self._report.sparse is None else self._report.sparse.join(sparse)
+            self._report.sparse = (
+                sparse if self._report.sparse is None else self._report.sparse.join(sparse)
+            )
 
     def _forget_lost(self) -> None:
         """Frees the marks of transfers that nobody reports any more."""
@@ -494,11 +607,13 @@ class HotKVWorker:
         return (self._state_log is not None and self._state_log.why) or "not connected yet"
 
     def fail_loads(self, meta: HotKVMetadata) -> None:
-        """The hook that should have begun a step's loads broke: whatever it has not begun has failed. Its stores are still to come."""
+        """The hook that should have begun a step's loads broke: whatever it has not begun has
+        failed. Its stores are still to come."""
         self._loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def fail_stores(self, meta: HotKVMetadata) -> None:
-        """The hook that should have begun a step's stores broke: whatever it has not sent has failed, and is not sent any more."""
+        """The hook that should have begun a step's stores broke: whatever it has not sent has
+        failed, and is not sent any more."""
         for job in meta.stores:
             store = self._stores.get(job.store_id)
             if store is None:
@@ -507,12 +622,13 @@ class HotKVWorker:
                 store.answer = never_begun("its hook broke")
 
     def without_representations(self) -> None:
-        """From now on blocks go without theirs, for good: it is not known any more which of them hold."""
+        """From now on blocks go without theirs, for good: it is not known any more which of them
+        hold."""
         self._sparse = None
 
     def shutdown(self) -> None:
-        """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most; a load that it does not end then writes
-        to memory that nobody reads.
+        """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most; a
+        load that it does not end then writes to memory that nobody reads.
         """
         session, self.session = self.session, None
         memory, self._memory = self._memory, None
@@ -524,7 +640,7 @@ class HotKVWorker:
             if memory is not None:
                 memory.close()
 
-    # -------------------------------------------------------------------------------------------------------- transfers
+    # ------------------------------------------------------------------------------------ transfers
 
     def _transfer_id(self, job: StoreJob) -> str:
         return f"{job.lease_id}-k{self._place.rank}"
@@ -538,7 +654,11 @@ class HotKVWorker:
 
     def _send_load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
         runs = job.runs if self._sparse is None else (*job.runs, *job.representations)
-        return self._begun(lambda s: s.load(self._load_id(job.transfer_id), job.lease_id, runs, job.timeout_s, mark.after))
+        return self._begun(
+            lambda s: s.load(
+                self._load_id(job.transfer_id), job.lease_id, runs, job.timeout_s, mark.after
+            )
+        )
 
     def _cancel_load(self, transfer_id: str) -> None:
         if self.session is not None:
@@ -558,7 +678,15 @@ class HotKVWorker:
             return
         timeout_s = self._config.store_timeout_s
         store.answer = self._begun(
-            lambda s: s.store(transfer_id, job.lease_id, runs, timeout_s, job.retention, store.after.after, job.fence_index)
+            lambda s: s.store(
+                transfer_id,
+                job.lease_id,
+                runs,
+                timeout_s,
+                job.retention,
+                store.after.after,
+                job.fence_index,
+            )
         )
 
     def _begun(self, begin: Any) -> "Future[TransferResult]":
@@ -576,7 +704,9 @@ class HotKVWorker:
     def _store_report(self, store: ActiveStore, answer: "Future[TransferResult]") -> StoreReport:
         """A store whose result can't be read has failed."""
         if answer.cancelled() or answer.exception() is not None:
-            logger.debug("hotkv: a store failed: %s", None if answer.cancelled() else answer.exception())
+            logger.debug(
+                "hotkv: a store failed: %s", None if answer.cancelled() else answer.exception()
+            )
             return StoreReport([b""])
         try:
             result = answer.result()
@@ -586,7 +716,9 @@ class HotKVWorker:
             return report_of(result.results[: len(store.job.runs)])
         except Exception:
             self.count("hook_errors")
-            logger.exception("hotkv: the result of a store could not be read; the store counts as failed")
+            logger.exception(
+                "hotkv: the result of a store could not be read; the store counts as failed"
+            )
             return StoreReport([b""])
 
     def count(self, name: str, value: float = 1) -> None:

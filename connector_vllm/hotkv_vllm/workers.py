@@ -1,7 +1,9 @@
-"""Which of the engine's workers have a session with the server, as they say themselves. Scheduler thread only.
+"""Which of the engine's workers have a session with the server, as they say themselves. Scheduler
+thread only.
 
-What is always true: while a worker is without a session nothing is offered and nothing planned for storing, since that worker could
-neither load nor store. Workers say when their state changes, and in each step in which they are asked; they are asked while one is absent.
+What is always true: while a worker is without a session nothing is offered and nothing planned for
+storing, since that worker could neither load nor store. Workers say when their state changes, and
+in each step in which they are asked; they are asked while one is absent.
 """
 
 from collections.abc import Mapping
@@ -11,7 +13,8 @@ from hotkv_vllm import link
 logger = link.logger
 
 PATIENCE_S = 5.0
-"""How long a worker may be without a session before a warning; sessions reconnect on their own, one after the other."""
+"""How long a worker may be without a session before a warning; sessions reconnect on their own, one
+after the other."""
 
 
 class WorkerLinks:
@@ -32,11 +35,13 @@ class WorkerLinks:
 
     @property
     def will_say(self) -> bool:
-        """A worker was absent when there was no server, and has not been heard of since: it may be there again."""
+        """A worker was absent when there was no server, and has not been heard of since: it may be
+        there again."""
         return bool(self._absent) and not self._heard
 
     def told(self, links: Mapping[int, str], now_s: float, is_connected: bool = True) -> None:
-        """By rank: why it has no session; empty for one that has. `is_connected`: the scheduler's own session."""
+        """By rank: why it has no session; empty for one that has. `is_connected`: the scheduler's
+        own session."""
         if links:
             self._heard = is_connected
         for rank, why in links.items():
@@ -49,7 +54,8 @@ class WorkerLinks:
             self._absent[rank] = why
 
     def check(self, is_connected: bool, now_s: float, patience_s: float | None = None) -> None:
-        """Warns once of a worker that stays absent while the scheduler's own session `is_connected`."""
+        """Warns once of a worker that stays absent while the scheduler's own session
+        `is_connected`."""
         if not self._absent:
             return
         if not is_connected:
@@ -62,8 +68,10 @@ class WorkerLinks:
             if rank not in self._said:
                 self._said.add(rank)
                 logger.warning(
-                    "hotkv: worker %d has no session with the KV cache server (%s), so this engine neither loads nor stores; the server "
-                    "must run on the worker's node, answer at hotkv.target and be able to map its memory (a unix: target; for CUDA a "
+                    "hotkv: worker %d has no session with the KV cache server (%s), so this "
+                    "engine neither loads nor stores; the server "
+                    "must run on the worker's node, answer at hotkv.target and be able to map "
+                    "its memory (a unix: target; for CUDA a "
                     "server with the same GPU). The worker goes on trying",
                     rank,
                     why,

@@ -1,4 +1,5 @@
-"""Names of the counters that engines keep per layer of sparse decode; those of `hotkv.v1.LayerCounters`, which says what they mean."""
+"""Names of the counters that engines keep per layer of sparse decode; those of
+`hotkv.v1.LayerCounters`, which says what they mean."""
 
 SPARSE_COUNTERS: tuple[str, ...] = (
     "selects",
@@ -27,8 +28,9 @@ SPARSE_COUNTERS: tuple[str, ...] = (
 def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
     """What an operator wants of a layer, from its counters; None where nothing was counted.
 
-    `hit_ratio`: of the selected blocks, always kept ones aside, the share that the hot set had. `recall_ratio`: of sampled selections, the
-    share of the exactly best blocks that was attended. `mean_estimated_mass`, `mean_selected_blocks`, `mean_select_s`: per selection.
+    `hit_ratio`: of the selected blocks, always kept ones aside, the share that the hot set had.
+    `recall_ratio`: of sampled selections, the share of the exactly best blocks that was attended.
+    `mean_estimated_mass`, `mean_selected_blocks`, `mean_select_s`: per selection.
     """
 
     def ratio(part: str, whole: str) -> float | None:

@@ -1,7 +1,7 @@
 """The one error base and the one reason enum of hotkv.
 
-A refusal always carries a reason and a sentence that names the field and the fix. Misses, pending answers and short
-grants are values, never errors.
+A refusal always carries a reason and a sentence that names the field and the fix. Misses, pending
+answers and short grants are values, never errors.
 """
 
 import enum

@@ -1,9 +1,10 @@
 """KV cache groups and the hit rule.
 
-A request hits n tokens only if *every* group can serve position n. What a group needs of the past is its kind's business
-(`GroupSpec.first_needed_block`): full attention needs everything before n, so its hits are downward closed; the other kinds need a
-range that ends at n, so theirs are not. `longest_hit` is the greatest n that all groups serve. Pure functions over numpy masks, no
-Python per block; groups in any order, specs that are equal judged once.
+A request hits n tokens only if *every* group can serve position n. What a group needs of the past
+is its kind's business (`GroupSpec.first_needed_block`): full attention needs everything before n,
+so its hits are downward closed; the other kinds need a range that ends at n, so theirs are not.
+`longest_hit` is the greatest n that all groups serve. Pure functions over numpy masks, no Python
+per block; groups in any order, specs that are equal judged once.
 """
 
 import enum
@@ -20,7 +21,8 @@ Probe = Callable[[Int64s], BoolMask]
 """Which of the blocks at some positions (int64 [k], ascending) are ready [k]."""
 
 PROBES_PER_ROUND = 32
-"""`longest_prefix` asks for so many blocks at a time: one call answers them together, and their cache misses overlap."""
+"""`longest_prefix` asks for so many blocks at a time: one call answers them together, and their
+cache misses overlap."""
 _SPREAD = np.arange(PROBES_PER_ROUND)
 
 
@@ -44,10 +46,10 @@ WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 class GroupSpec:
     """One KV cache group.
 
-    `block_tokens`: tokens in one block, over all ranks that share its tokens. `window_tokens`: window (sliding) or chunk (chunked
-    local); 0 for other kinds. `shard_bytes`: bytes of one block in each shard; the slot holds the shards in order. A shard is empty
-    where a pipeline stage has no layer of the group.
-    Raises ValueError where the numbers contradict each other.
+    `block_tokens`: tokens in one block, over all ranks that share its tokens. `window_tokens`:
+    window (sliding) or chunk (chunked local); 0 for other kinds. `shard_bytes`: bytes of one block
+    in each shard; the slot holds the shards in order. A shard is empty where a pipeline stage has
+    no layer of the group. Raises ValueError where the numbers contradict each other.
     """
 
     kind: GroupKind
@@ -60,9 +62,14 @@ class GroupSpec:
         if self.block_tokens <= 0:
             raise ValueError(f"block_tokens is {self.block_tokens}; it must be positive")
         if not self.shard_bytes or min(self.shard_bytes) < 0 or sum(self.shard_bytes) == 0:
-            raise ValueError(f"shard_bytes is {self.shard_bytes}; sizes can't be negative, and one shard at least holds bytes")
+            raise ValueError(
+                f"shard_bytes is {self.shard_bytes}; sizes can't be negative, and one shard at "
+                "least holds bytes"
+            )
         if self.window_tokens < 0 or (self.kind in WINDOWED) != (self.window_tokens > 0):
-            raise ValueError(f"window_tokens is {self.window_tokens}, which does not fit kind {self.kind.name}")
+            raise ValueError(
+                f"window_tokens is {self.window_tokens}, which does not fit kind {self.kind.name}"
+            )
 
     @property
     def slot_bytes(self) -> int:
@@ -82,11 +89,16 @@ class GroupSpec:
                 return max(0, hit_tokens - 1)
 
     def first_needed_block(self, hit_tokens: int) -> int:
-        """Index of the first block needed to go on at `hit_tokens`; blocks up to `hit_tokens // block_tokens` are needed."""
-        return min(self.first_needed_token(hit_tokens) // self.block_tokens, hit_tokens // self.block_tokens)
+        """Index of the first block needed to go on at `hit_tokens`; blocks up to `hit_tokens //
+        block_tokens` are needed."""
+        return min(
+            self.first_needed_token(hit_tokens) // self.block_tokens,
+            hit_tokens // self.block_tokens,
+        )
 
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
-        """No hit of this group is longer: it ends with the prompt, or before the first missing block where every block is needed.
+        """No hit of this group is longer: it ends with the prompt, or before the first missing
+        block where every block is needed.
 
         `ready` [blocks]: which blocks of the prompt are ready. `blocks_after`: as in `serves`.
         """
@@ -94,15 +106,24 @@ class GroupSpec:
         return max(0, blocks - blocks_after) * self.block_tokens
 
     def serves(self, ready: BoolMask, hit_tokens: int, blocks_after: int = 0) -> bool:
-        """Whether a hit of whole blocks, within reach, can be served. `blocks_after`: so many blocks behind the hit must be ready too."""
-        return bool(ready[self.first_needed_block(hit_tokens) : hit_tokens // self.block_tokens + blocks_after].all())
+        """Whether a hit of whole blocks, within reach, can be served. `blocks_after`: so many
+        blocks behind the hit must be ready too."""
+        return bool(
+            ready[
+                self.first_needed_block(hit_tokens) : hit_tokens // self.block_tokens + blocks_after
+            ].all()
+        )
 
-    def serves_each(self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0) -> BoolMask:
-        """`serves` for the hits alignment, 2 * alignment, ... count * alignment, all of them within reach."""
+    def serves_each(
+        self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0
+    ) -> BoolMask:
+        """`serves` for the hits alignment, 2 * alignment, ... count * alignment, all of them within
+        reach."""
         if self.kind in PREFIX_CLOSED:
             return np.ones(count, np.bool_)
         step = alignment // self.block_tokens
-        # How many blocks are missing before each one: a range is complete exactly when the number at its start is that at its end.
+        # How many blocks are missing before each one: a range is complete exactly when the number
+        # at its start is that at its end.
         missing = np.zeros(step * count + blocks_after + 1, np.int32)
         np.cumsum(~ready[: len(missing) - 1], out=missing[1:])
         at_end = missing[step + blocks_after :: step]
@@ -114,7 +135,12 @@ class GroupSpec:
             past_tokens = 1 if self.kind is GroupKind.MAMBA else self.window_tokens - 1
             span = -(-past_tokens // self.block_tokens)
             whole = min(count, span // step)
-            at_start = np.concatenate((np.zeros(whole, np.int32), missing[(whole + 1) * step - span :: step][: count - whole]))
+            at_start = np.concatenate(
+                (
+                    np.zeros(whole, np.int32),
+                    missing[(whole + 1) * step - span :: step][: count - whole],
+                )
+            )
         fits: BoolMask = at_end == at_start
         return fits
 
@@ -133,19 +159,29 @@ def longest_hit(
 ) -> int:
     """Longest prefix in tokens that every group can serve.
 
-    `ready`: one mask a group, one flag a block of that group; blocks beyond its end are not ready. `limit_tokens`: upper bound, for
-    instance prompt length - 1. `alignment`: hits are multiples of it, itself a multiple of all block sizes; 0 for the least of those.
-    `draft_groups`: indices of groups whose KV of a token depends on the token after it (EAGLE, MTP); there the block behind the hit must
-    be ready too, which says that the token behind the hit is the same. States have no such layers. Source: EAGLE's last-block drop in
-    `HybridKVCacheCoordinator`, vLLM 0.32.
+    `ready`: one mask a group, one flag a block of that group; blocks beyond its end are not ready.
+    `limit_tokens`: upper bound, for instance prompt length - 1. `alignment`: hits are multiples of
+    it, itself a multiple of all block sizes; 0 for the least of those. `draft_groups`: indices of
+    groups whose KV of a token depends on the token after it (EAGLE, MTP); there the block behind
+    the hit must be ready too, which says that the token behind the hit is the same. States have no
+    such layers. Source: EAGLE's last-block drop in `HybridKVCacheCoordinator`, vLLM 0.32.
     """
     least = alignment_tokens(groups)
     step = alignment or least
     if step % least:
-        raise ValueError(f"alignment is {step} tokens; it must be a multiple of {least}, which all blocks divide")
+        raise ValueError(
+            f"alignment is {step} tokens; it must be a multiple of {least}, which all blocks divide"
+        )
     rules = _distinct_rules(groups, ready, draft_groups)
-    count = min(limit_tokens, *(group.reach_tokens(mask, after) for group, mask, after in rules)) // step
-    if count <= 0 or all(group.serves(mask, count * step, after) for group, mask, after in rules if group.kind not in PREFIX_CLOSED):
+    count = (
+        min(limit_tokens, *(group.reach_tokens(mask, after) for group, mask, after in rules))
+        // step
+    )
+    if count <= 0 or all(
+        group.serves(mask, count * step, after)
+        for group, mask, after in rules
+        if group.kind not in PREFIX_CLOSED
+    ):
         return max(0, count) * step
     fits = np.ones(count, np.bool_)
     for group, mask, after in rules:
@@ -157,7 +193,8 @@ def longest_hit(
 def _distinct_rules(
     groups: Sequence[GroupSpec], ready: Sequence[BoolMask], draft_groups: Collection[int]
 ) -> list[tuple[GroupSpec, BoolMask, int]]:
-    """Groups that need the same of the past as one: a block counts as ready where it is in all of them; with `blocks_after` of `serves`."""
+    """Groups that need the same of the past as one: a block counts as ready where it is in all of
+    them; with `blocks_after` of `serves`."""
     rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
         blocks_after = int(index in draft_groups and group.kind is not GroupKind.MAMBA)
@@ -171,15 +208,22 @@ def _distinct_rules(
 
 
 def longest_prefix(probe: Probe, num_blocks: int) -> int:
-    """Leading blocks that are ready, by a few rounds of probes where residency is prefix closed: nothing is ready behind what is missing.
+    """Leading blocks that are ready, by a few rounds of probes where residency is prefix closed:
+    nothing is ready behind what is missing.
 
-    Answers that show otherwise make it probe every block. What is missing between two blocks that were asked for goes unseen, so the
-    result is a hint and may be too long, never too short; a lease settles it.
+    Answers that show otherwise make it probe every block. What is missing between two blocks that
+    were asked for goes unseen, so the result is a hint and may be too long, never too short; a
+    lease settles it.
     """
     low, high = 0, num_blocks
     while low < high:
-        # Spread over [low, high - 1], both ends among them, so a full hit and a full miss take one round.
-        asked = np.arange(low, high) if high - low <= PROBES_PER_ROUND else low + _SPREAD * (high - 1 - low) // (PROBES_PER_ROUND - 1)
+        # Spread over [low, high - 1], both ends among them, so a full hit and a full miss take one
+        # round.
+        asked = (
+            np.arange(low, high)
+            if high - low <= PROBES_PER_ROUND
+            else low + _SPREAD * (high - 1 - low) // (PROBES_PER_ROUND - 1)
+        )
         answers = probe(asked)
         known = _leading(answers)
         if answers[known:].any():
@@ -202,33 +246,55 @@ def needed_blocks(groups: Sequence[GroupSpec], hit_tokens: int) -> list[range]:
     """Block indices that each group needs for a hit of `hit_tokens`; nothing for no hit."""
     if hit_tokens <= 0:
         return [range(0) for _ in groups]
-    return [range(group.first_needed_block(hit_tokens), hit_tokens // group.block_tokens) for group in groups]
+    return [
+        range(group.first_needed_block(hit_tokens), hit_tokens // group.block_tokens)
+        for group in groups
+    ]
 
 
-def load_bytes(groups: Sequence[GroupSpec], hit_tokens: int, computed_tokens: int = 0) -> tuple[int, ...]:
-    """Bytes that each group loads for a hit, all shards: window blocks only, one state, never what the engine has already.
+def load_bytes(
+    groups: Sequence[GroupSpec], hit_tokens: int, computed_tokens: int = 0
+) -> tuple[int, ...]:
+    """Bytes that each group loads for a hit, all shards: window blocks only, one state, never what
+    the engine has already.
 
     `computed_tokens`: the part of the hit that the engine holds itself.
     """
     return tuple(
-        len(range(max(blocks.start, computed_tokens // group.block_tokens), blocks.stop)) * group.slot_bytes
+        len(range(max(blocks.start, computed_tokens // group.block_tokens), blocks.stop))
+        * group.slot_bytes
         for group, blocks in zip(groups, needed_blocks(groups, hit_tokens), strict=True)
     )
 
 
-def check_context_parallel(kind: GroupKind, block_tokens: int, *, is_sharded: bool, decode_ranks: int, prefill_ranks: int) -> None:
+def check_context_parallel(
+    kind: GroupKind, block_tokens: int, *, is_sharded: bool, decode_ranks: int, prefill_ranks: int
+) -> None:
     """Raises ValueError where a group can't be kept under context parallelism.
 
-    `is_sharded`: its tokens are dealt out over the decode ranks; `block_tokens` then counts all of them. `decode_ranks`, `prefill_ranks`:
-    sizes of the two groups of ranks (DCP, PCP). Source: what `HybridKVCacheCoordinator` and its managers assert in vLLM 0.32.
+    `is_sharded`: its tokens are dealt out over the decode ranks; `block_tokens` then counts all of
+    them. `decode_ranks`, `prefill_ranks`: sizes of the two groups of ranks (DCP, PCP). Source: what
+    `HybridKVCacheCoordinator` and its managers assert in vLLM 0.32.
     """
     if decode_ranks < 1 or prefill_ranks < 1:
-        raise ValueError(f"decode_ranks is {decode_ranks} and prefill_ranks {prefill_ranks}; both must be positive")
+        raise ValueError(
+            f"decode_ranks is {decode_ranks} and prefill_ranks {prefill_ranks}; both must be "
+            "positive"
+        )
     if is_sharded and block_tokens % decode_ranks:
-        raise ValueError(f"block_tokens is {block_tokens}, which {decode_ranks} decode ranks can't share; give a multiple of them")
+        raise ValueError(
+            f"block_tokens is {block_tokens}, which {decode_ranks} decode ranks can't share; "
+            "give a multiple of them"
+        )
     if kind in PREFIX_CLOSED:
         return
     if is_sharded and max(decode_ranks, prefill_ranks) > 1:
-        raise ValueError(f"kind {kind.name} can't have its tokens dealt out over ranks; only FULL_ATTENTION and MLA can")
+        raise ValueError(
+            f"kind {kind.name} can't have its tokens dealt out over ranks; only FULL_ATTENTION "
+            "and MLA can"
+        )
     if kind is GroupKind.MAMBA and prefill_ranks > 1:
-        raise ValueError(f"kind {kind.name} can't be used with {prefill_ranks} prefill ranks; set prefill_context_parallel_size to 1")
+        raise ValueError(
+            f"kind {kind.name} can't be used with {prefill_ranks} prefill ranks; set "
+            "prefill_context_parallel_size to 1"
+        )

@@ -1,9 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that read the block table, and the machine operations that numpy lacks. Import through `hotkv.native.load`.
+"""Numba kernels that read the block table, and the machine operations that numpy lacks. Import
+through `hotkv.native.load`.
 
-Bucket and record words are those of `hotkv.table`. The lock protocol of a bucket: the one writer makes its sequence
-number odd, changes bucket and record, makes it even; a reader takes what it read only if the number was even and is
-unchanged. `load32` and `store32` order everything around them, which plain array accesses would not.
+Bucket and record words are those of `hotkv.table`. The lock protocol of a bucket: the one writer
+makes its sequence number odd, changes bucket and record, makes it even; a reader takes what it read
+only if the number was even and is unchanged. `load32` and `store32` order everything around them,
+which plain array accesses would not.
 """
 
 from typing import Any
@@ -24,21 +26,26 @@ MAX_RETRIES = 1000
 PREFETCH_AHEAD = 16
 MIN_STREAMED_BYTES = 1024
 STREAM_AHEAD_BYTES = 2048
-"""How far ahead a streaming copy asks for its source, and for no cache but the nearest: others keep what they hold."""
+"""How far ahead a streaming copy asks for its source, and for no cache but the nearest: others keep
+what they hold."""
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
-# What readers pass may be read-only: the mapping of a client, hashes that lie in `bytes`. Writable arrays fit as well.
+# What readers pass may be read-only: the mapping of a client, hashes that lie in `bytes`. Writable
+# arrays fit as well.
 READ_WORDS = types.Array(types.uint32, 2, "C", readonly=True)
 _READ_PREFIXES = types.Array(types.uint64, 1, "A", readonly=True)
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
     struct = context.make_array(array_type)(context, builder, array)
-    return cgutils.get_item_pointer(context, builder, array_type, struct, [row, column], wraparound=False)
+    return cgutils.get_item_pointer(
+        context, builder, array_type, struct, [row, column], wraparound=False
+    )
 
 
 def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
-    """Asks for the line at a byte pointer, to be kept in all caches (3) or in as few as possible (0); any address is allowed."""
+    """Asks for the line at a byte pointer, to be kept in all caches (3) or in as few as possible
+    (0); any address is allowed."""
     int32 = ir.IntType(32)
     function_type = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
@@ -72,7 +79,8 @@ def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> Any:
-    """Store to array[row, column] (uint32): earlier stores are visible before it, later ones after it."""
+    """Store to array[row, column] (uint32): earlier stores are visible before it, later ones after
+    it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
@@ -123,10 +131,14 @@ def copy_bytes(typingctx: Any, dst_address: Any, src_address: Any, num_bytes: An
 
 
 @intrinsic
-def stream_lines(typingctx: Any, dst_address: Any, src_address: Any, num_lines: Any, ahead_bytes: Any) -> Any:
-    """Copies lines of 64 bytes past the caches (non-temporal stores); `dst_address` is a multiple of 64. Ends with no fence.
+def stream_lines(
+    typingctx: Any, dst_address: Any, src_address: Any, num_lines: Any, ahead_bytes: Any
+) -> Any:
+    """Copies lines of 64 bytes past the caches (non-temporal stores); `dst_address` is a multiple
+    of 64. Ends with no fence.
 
-    With each line it asks for the one at `ahead_bytes` behind it in the source; any address is allowed.
+    With each line it asks for the one at `ahead_bytes` behind it in the source; any address is
+    allowed.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -138,10 +150,14 @@ def stream_lines(typingctx: Any, dst_address: Any, src_address: Any, num_lines: 
             _emit_prefetch(builder, builder.inttoptr(ahead, ir.IntType(8).as_pointer()), locality=0)
             loaded = []
             for part in range(2):
-                source = builder.inttoptr(builder.add(builder.add(args[1], offset), int64(32 * part)), vector.as_pointer())
+                source = builder.inttoptr(
+                    builder.add(builder.add(args[1], offset), int64(32 * part)), vector.as_pointer()
+                )
                 loaded.append(builder.load(source, align=1))
             for part in range(2):
-                target = builder.inttoptr(builder.add(builder.add(args[0], offset), int64(32 * part)), vector.as_pointer())
+                target = builder.inttoptr(
+                    builder.add(builder.add(args[0], offset), int64(32 * part)), vector.as_pointer()
+                )
                 builder.store(loaded[part], target, align=32).set_metadata("nontemporal", hint)
         return context.get_dummy_value()
 
@@ -169,7 +185,9 @@ def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     return np.int64(((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32))
 
 
-@numba.njit(types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True)
+@numba.njit(
+    types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True
+)
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
     """Entry words by tag alone, 0 where there is none."""
     num_buckets = buckets.shape[0]
@@ -213,18 +231,39 @@ def _same_key(records: Any, entry: int, hashes: Any, row: int, key_space: Any, g
 
 
 @numba.njit(
-    types.void(READ_WORDS, READ_WORDS, READ_WORDS, types.uint64, types.uint32, types.uint32, types.uint32[::1], types.uint32[:, ::1]),
+    types.void(
+        READ_WORDS,
+        READ_WORDS,
+        READ_WORDS,
+        types.uint64,
+        types.uint32,
+        types.uint32,
+        types.uint32[::1],
+        types.uint32[:, ::1],
+    ),
     nogil=True,
     cache=True,
 )
-def find(buckets: Any, records: Any, hashes: Any, salt: Any, key_space: Any, group: Any, out: Any, out_records: Any) -> None:
-    """Entry words by the whole key, 0 where there is none; with `out_records` [n, RECORD_WORDS], or [0, …] for none, the records too."""
+def find(
+    buckets: Any,
+    records: Any,
+    hashes: Any,
+    salt: Any,
+    key_space: Any,
+    group: Any,
+    out: Any,
+    out_records: Any,
+) -> None:
+    """Entry words by the whole key, 0 where there is none; with `out_records` [n, RECORD_WORDS], or
+    [0, …] for none, the records too."""
     num_buckets = buckets.shape[0]
     capacity = records.shape[0]
     want_records = out_records.shape[0] > 0
     for i in range(hashes.shape[0]):
         if i + PREFETCH_AHEAD < hashes.shape[0]:
-            prefix = np.uint64(hashes[i + PREFETCH_AHEAD, 0]) | (np.uint64(hashes[i + PREFETCH_AHEAD, 1]) << np.uint64(32))
+            prefix = np.uint64(hashes[i + PREFETCH_AHEAD, 0]) | (
+                np.uint64(hashes[i + PREFETCH_AHEAD, 1]) << np.uint64(32)
+            )
             prefetch(buckets, home_bucket(mix(prefix, salt), num_buckets))
         prefix = np.uint64(hashes[i, 0]) | (np.uint64(hashes[i, 1]) << np.uint64(32))
         mixed = mix(prefix, salt)
@@ -239,7 +278,9 @@ def find(buckets: Any, records: Any, hashes: Any, salt: Any, key_space: Any, gro
                 for way in range(WAYS):
                     word = buckets[bucket, ENTRIES + way]
                     entry = np.int64(word & ~RESERVED_FLAG)
-                    candidate = word != 0 and buckets[bucket, TAGS + way] == tag and entry < capacity
+                    candidate = (
+                        word != 0 and buckets[bucket, TAGS + way] == tag and entry < capacity
+                    )
                     if candidate and _same_key(records, entry, hashes, i, key_space, group):
                         found = word
                         if want_records:
@@ -258,8 +299,9 @@ def find(buckets: Any, records: Any, hashes: Any, salt: Any, key_space: Any, gro
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) -> None:
-    """memcpy of one run. `following`: where the next one's source begins, which the hardware can't know: its first lines are asked for
-    while the last ones of this run are copied. Without that each short run waits for memory, and for the page tables of its page.
+    """memcpy of one run. `following`: where the next one's source begins, which the hardware can't
+    know: its first lines are asked for while the last ones of this run are copied. Without that
+    each short run waits for memory, and for the page tables of its page.
     """
     if streaming and count >= MIN_STREAMED_BYTES:
         head = -dst & 63
@@ -277,20 +319,37 @@ def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) ->
         copy_bytes(dst, src, count)
 
 
-@numba.njit("void(intp, intp, int64[::1], int64[::1], int64[::1], int64, int64, boolean)", nogil=True, cache=True)
+@numba.njit(
+    "void(intp, intp, int64[::1], int64[::1], int64[::1], int64, int64, boolean)",
+    nogil=True,
+    cache=True,
+)
 def copy_runs(
-    dst_base: Any, src_base: Any, dst_offsets: Any, src_offsets: Any, num_bytes: Any, start: Any, end: Any, streaming: Any
+    dst_base: Any,
+    src_base: Any,
+    dst_offsets: Any,
+    src_offsets: Any,
+    num_bytes: Any,
+    start: Any,
+    end: Any,
+    streaming: Any,
 ) -> None:
-    """memcpy of runs start..end between two mappings. `streaming`: past the caches, for amounts that they do not hold anyhow."""
+    """memcpy of runs start..end between two mappings. `streaming`: past the caches, for amounts
+    that they do not hold anyhow."""
     for i in range(start, end):
         following = src_base + src_offsets[min(i + 1, end - 1)]
-        _copy_run(dst_base + dst_offsets[i], src_base + src_offsets[i], num_bytes[i], following, streaming)
+        _copy_run(
+            dst_base + dst_offsets[i], src_base + src_offsets[i], num_bytes[i], following, streaming
+        )
     if streaming:
         fence()
 
 
 @numba.njit(
-    "void(intp, intp, int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], boolean, boolean)", nogil=True, cache=True
+    "void(intp, intp, int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], "
+    "boolean, boolean)",
+    nogil=True,
+    cache=True,
 )
 def copy_blocks(
     engine_base: Any,
@@ -304,14 +363,18 @@ def copy_blocks(
     to_engine: Any,
     streaming: Any,
 ) -> None:
-    """memcpy of blocks [n] by a recipe (`hotkv.layout`): for each of its runs [r] `bases`, `strides`, `places` in the slot, `num_bytes`.
+    """memcpy of blocks [n] by a recipe (`hotkv.layout`): for each of its runs [r] `bases`,
+    `strides`, `places` in the slot, `num_bytes`.
 
     Neighbours that are contiguous on both sides are copied as one. `streaming`: as for `copy_runs`.
     """
     dst, src, count = np.int64(0), np.int64(0), np.int64(0)
     for i in range(block_ids.shape[0]):
         for run in range(bases.shape[0]):
-            engine, slot = engine_base + block_ids[i] * strides[run] + bases[run], arena_base + slot_offsets[i] + places[run]
+            engine, slot = (
+                engine_base + block_ids[i] * strides[run] + bases[run],
+                arena_base + slot_offsets[i] + places[run],
+            )
             to, start = (engine, slot) if to_engine else (slot, engine)
             if to == dst + count and start == src + count:
                 count += num_bytes[run]

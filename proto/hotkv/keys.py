@@ -1,8 +1,9 @@
 """Key spaces, representations, block keys and block hashes.
 
-A block key is (key space, group index, block hash). Two engines share blocks exactly when the fingerprints of their key
-spaces are equal, so every field that changes the bytes of a block is a field of `KeySpace`. What changes only the bytes of a block's
-representation is a field of `Representation`: engines with other versions share blocks, never representations.
+A block key is (key space, group index, block hash). Two engines share blocks exactly when the
+fingerprints of their key spaces are equal, so every field that changes the bytes of a block is a
+field of `KeySpace`. What changes only the bytes of a block's representation is a field of
+`Representation`: engines with other versions share blocks, never representations.
 """
 
 import hashlib
@@ -24,10 +25,12 @@ MAX_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Representation:
-    """A kind of representation that goes with the blocks of one KV cache group. Only equal ones are shared.
+    """A kind of representation that goes with the blocks of one KV cache group. Only equal ones are
+    shared.
 
-    `format`, `version`: what its bytes mean, see `hotkv_sparse.formats`; `version` fits 63 bits. `shard_bytes`: bytes of one block's
-    representation in each shard, as `GroupSpec.shard_bytes`. Raises ValueError where a number is out of range.
+    `format`, `version`: what its bytes mean, see `hotkv_sparse.formats`; `version` fits 63 bits.
+    `shard_bytes`: bytes of one block's representation in each shard, as `GroupSpec.shard_bytes`.
+    Raises ValueError where a number is out of range.
     """
 
     group_index: int
@@ -37,13 +40,22 @@ class Representation:
 
     def __post_init__(self) -> None:
         if not 0 <= self.group_index < MAX_GROUPS:
-            raise ValueError(f"group_index is {self.group_index}; give the index of a KV cache group")
+            raise ValueError(
+                f"group_index is {self.group_index}; give the index of a KV cache group"
+            )
         if not 0 < len(self.format) <= MAX_NAME:
-            raise ValueError(f"format has {len(self.format)} characters; allowed are 1 to {MAX_NAME}")
+            raise ValueError(
+                f"format has {len(self.format)} characters; allowed are 1 to {MAX_NAME}"
+            )
         if not 0 <= self.version < 1 << 63:
-            raise ValueError(f"version is {self.version}; it must not be negative and must fit 63 bits")
+            raise ValueError(
+                f"version is {self.version}; it must not be negative and must fit 63 bits"
+            )
         if not self.shard_bytes or min(self.shard_bytes) < 0 or sum(self.shard_bytes) == 0:
-            raise ValueError(f"shard_bytes is {self.shard_bytes}; sizes can't be negative, and one shard at least holds bytes")
+            raise ValueError(
+                f"shard_bytes is {self.shard_bytes}; sizes can't be negative, and one shard at "
+                "least holds bytes"
+            )
 
     @property
     def slot_bytes(self) -> int:
@@ -74,20 +86,30 @@ class KeySpace:
 
     def __post_init__(self) -> None:
         if not MIN_HASH_BYTES <= self.hash_bytes <= MAX_HASH_BYTES:
-            raise ValueError(f"hash_bytes is {self.hash_bytes}; allowed are {MIN_HASH_BYTES} to {MAX_HASH_BYTES}")
+            raise ValueError(
+                f"hash_bytes is {self.hash_bytes}; allowed are {MIN_HASH_BYTES} to {MAX_HASH_BYTES}"
+            )
         if self.hash_block_tokens <= 0:
             raise ValueError(f"hash_block_tokens is {self.hash_block_tokens}; it must be positive")
         if not 0 < len(self.groups) <= MAX_GROUPS:
-            raise ValueError(f"groups has {len(self.groups)} entries; a key space has 1 to {MAX_GROUPS} KV cache groups")
+            raise ValueError(
+                f"groups has {len(self.groups)} entries; a key space has 1 to {MAX_GROUPS} KV "
+                "cache groups"
+            )
         for index, group in enumerate(self.groups):
             if group.block_tokens % self.hash_block_tokens:
                 raise ValueError(
-                    f"groups[{index}].block_tokens {group.block_tokens} is no multiple of hash_block_tokens {self.hash_block_tokens}"
+                    f"groups[{index}].block_tokens {group.block_tokens} is no multiple of "
+                    f"hash_block_tokens {self.hash_block_tokens}"
                 )
             if len(group.shard_bytes) != len(self.groups[0].shard_bytes):
-                raise ValueError(f"groups[{index}].shard_bytes has another number of shards than groups[0]")
+                raise ValueError(
+                    f"groups[{index}].shard_bytes has another number of shards than groups[0]"
+                )
         if not self.weights_identity:
-            raise ValueError("weights_identity is empty; give a revision or a content hash of the weights")
+            raise ValueError(
+                "weights_identity is empty; give a revision or a content hash of the weights"
+            )
 
     @property
     def num_shards(self) -> int:
@@ -107,13 +129,20 @@ class KeySpace:
 
     def representation_salt(self, representation: Representation) -> int:
         """64-bit salt for representations: another one for each group, format, version and size."""
-        text = json.dumps(asdict(representation), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        digest = hashlib.sha256(b"hotkv-representation-1\0" + self.fingerprint + text.encode()).digest()
+        text = json.dumps(
+            asdict(representation), sort_keys=True, separators=(",", ":"), ensure_ascii=True
+        )
+        digest = hashlib.sha256(
+            b"hotkv-representation-1\0" + self.fingerprint + text.encode()
+        ).digest()
         return int.from_bytes(digest[:8], "little")
 
 
-def group_hashes(hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int) -> Sequence[bytes]:
-    """Hashes of a group's blocks out of the engine's list: the hash at each group block's last token."""
+def group_hashes(
+    hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int
+) -> Sequence[bytes]:
+    """Hashes of a group's blocks out of the engine's list: the hash at each group block's last
+    token."""
     step = block_tokens // hash_block_tokens
     return hashes if step == 1 else hashes[step - 1 :: step]
 
@@ -126,17 +155,26 @@ TOKEN_HASH_ALGORITHMS: dict[str, Callable[[object], bytes]] = {"sha256": _sha256
 """Algorithms of vLLM's block hashes that can be recomputed here from token ids."""
 
 
-def token_block_hashes(token_ids: Sequence[int], block_tokens: int, algorithm: str, seed: str) -> list[bytes]:
-    """Block hashes of a plain prompt (no images, no adapter, no salt), one for each full block, as vLLM computes them.
+def token_block_hashes(
+    token_ids: Sequence[int], block_tokens: int, algorithm: str, seed: str
+) -> list[bytes]:
+    """Block hashes of a plain prompt (no images, no adapter, no salt), one for each full block, as
+    vLLM computes them.
 
-    Source: `hash_block_tokens` and `init_none_hash` in vLLM 0.32. Raises ValueError for an algorithm not in the table.
+    Source: `hash_block_tokens` and `init_none_hash` in vLLM 0.32. Raises ValueError for an
+    algorithm not in the table.
     """
     if algorithm not in TOKEN_HASH_ALGORITHMS:
-        raise ValueError(f"hash_algorithm {algorithm!r} can't be recomputed from tokens; allowed: {sorted(TOKEN_HASH_ALGORITHMS)}")
+        raise ValueError(
+            f"hash_algorithm {algorithm!r} can't be recomputed from tokens; allowed: "
+            f"{sorted(TOKEN_HASH_ALGORITHMS)}"
+        )
     hash_function = TOKEN_HASH_ALGORITHMS[algorithm]
     parent = hash_function(seed)
     hashes = []
     for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
-        parent = hash_function((parent, tuple(int(t) for t in token_ids[start : start + block_tokens]), None))
+        parent = hash_function(
+            (parent, tuple(int(t) for t in token_ids[start : start + block_tokens]), None)
+        )
         hashes.append(parent)
     return hashes

@@ -1,8 +1,9 @@
 """Device order: how the server learns that an engine's device has passed a point in its queue.
 
-A device works later than it is told to. A store may read pages only when the kernels that fill them have run; a load may write pages
-only when the kernels that still read them have run. So a transfer names a mark, and nothing of it is copied before the device has passed
-it. An engine offers what it can; the server takes what works between the two processes.
+A device works later than it is told to. A store may read pages only when the kernels that fill them
+have run; a load may write pages only when the kernels that still read them have run. So a transfer
+names a mark, and nothing of it is copied before the device has passed it. An engine offers what it
+can; the server takes what works between the two processes.
 """
 
 import enum
@@ -29,8 +30,9 @@ class OrderKind(enum.IntEnum):
 class DeviceOrder:
     """What an engine offers: events, words, both, or (empty) nothing, which means HOST.
 
-    `event_handles`: IPC handles of 64 bytes, recorded anew for each mark. `flags_handle_id`: memory handle of the layout with `num_flags`
-    little-endian uint32 words, zero at first: device memory, or a file that the device can write.
+    `event_handles`: IPC handles of 64 bytes, recorded anew for each mark. `flags_handle_id`: memory
+    handle of the layout with `num_flags` little-endian uint32 words, zero at first: device memory,
+    or a file that the device can write.
     """
 
     device_uuid: bytes = b""
@@ -44,8 +46,9 @@ NO_ORDER = DeviceOrder()
 
 @dataclass(frozen=True, slots=True)
 class DeviceMark:
-    """A point in the device's queue. EVENTS: `index` is that of the event, recorded before the transfer was sent, and not again before its
-    end. FLAGS: the device has passed the mark when `has_reached(word[index], value)`.
+    """A point in the device's queue. EVENTS: `index` is that of the event, recorded before the
+    transfer was sent, and not again before its end. FLAGS: the device has passed the mark when
+    `has_reached(word[index], value)`.
     """
 
     index: int
@@ -55,6 +58,7 @@ class DeviceMark:
 def has_reached(word: int, value: int) -> bool:
     """Whether a uint32 word that counts up, and wraps, is at `value` or beyond.
 
-    Source: the cyclic comparison of CU_STREAM_WAIT_VALUE_GEQ in the CUDA driver API, `(int32_t)(*addr - value) >= 0`.
+    Source: the cyclic comparison of CU_STREAM_WAIT_VALUE_GEQ in the CUDA driver API,
+    `(int32_t)(*addr - value) >= 0`.
     """
     return (word - value) % (1 << 32) < HALF_RANGE

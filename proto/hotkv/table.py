@@ -1,14 +1,17 @@
 """The shared block table: binary format, and probing it.
 
-Owns the format of the file in which the server publishes its index; the server is its only writer (`hotkv_server.core.index`), any
-process that holds the descriptor reads it without a call. What a reader learns is a *hint*: taking a lease makes it binding.
+Owns the format of the file in which the server publishes its index; the server is its only writer
+(`hotkv_server.core.index`), any process that holds the descriptor reads it without a call. What a
+reader learns is a *hint*: taking a lease makes it binding.
 
 File: header (4096 bytes), buckets, records; all words little-endian uint32.
-  bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. An entry word is the entry's number, with the high bit
-    set while it is reserved; 0 is empty. Open addressing over buckets: an entry lives in its home bucket or, where that
-    was full, in one of the next 63; the overflow count says how many entries went past this bucket.
-  record, 72 bytes, at index = entry number: hash (32, zero-padded), check value (8), key space, group | state << 16,
-    offset and size of the slot in units of SLOT_ALIGN bytes, generation, parent entry, depth, representation link.
+  bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. An entry word is the
+    entry's number, with the high bit set while it is reserved; 0 is empty. Open addressing over
+    buckets: an entry lives in its home bucket or, if that was full, in one of the next 63; the
+    overflow count says how many entries went past this bucket.
+  record, 72 bytes, at index = entry number: hash (32, zero-padded), check value (8), key space,
+    group | state << 16, offset and size of the slot in units of SLOT_ALIGN bytes, generation,
+    parent entry, depth, representation link.
 """
 
 import struct
@@ -38,14 +41,25 @@ RESERVED_FLAG: Final = np.uint32(0x8000_0000)
 TARGET_LOAD: Final = 0.7
 MAX_PROBE_BUCKETS: Final = 64
 SEQ, OVERFLOW, TAGS, ENTRIES = 0, 1, 2, 9
-W_CHECK, W_KEY_SPACE, W_GROUP_STATE, W_OFFSET, W_SIZE, W_GENERATION, W_PARENT, W_DEPTH, W_REPRESENTATION = 8, 10, 11, 12, 13, 14, 15, 16, 17
+(
+    W_CHECK,
+    W_KEY_SPACE,
+    W_GROUP_STATE,
+    W_OFFSET,
+    W_SIZE,
+    W_GENERATION,
+    W_PARENT,
+    W_DEPTH,
+    W_REPRESENTATION,
+) = 8, 10, 11, 12, 13, 14, 15, 16, 17
 _MULTIPLIER: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
 _MAX_RETRIES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class TableGeometry:
-    """Header of a table file. `capacity`: highest entry number, entry 0 is never used. `epoch`: changes when the cache was lost."""
+    """Header of a table file. `capacity`: highest entry number, entry 0 is never used. `epoch`:
+    changes when the cache was lost."""
 
     num_buckets: int
     capacity: int
@@ -55,7 +69,9 @@ class TableGeometry:
     @staticmethod
     def for_capacity(capacity: int, epoch: int, arena_bytes: int) -> "TableGeometry":
         """Geometry with room for `capacity` blocks at the target load."""
-        return TableGeometry(max(8, int(capacity / (WAYS * TARGET_LOAD)) + 1), capacity, epoch, arena_bytes)
+        return TableGeometry(
+            max(8, int(capacity / (WAYS * TARGET_LOAD)) + 1), capacity, epoch, arena_bytes
+        )
 
     @property
     def records_offset_bytes(self) -> int:
@@ -67,24 +83,37 @@ class TableGeometry:
 
     def pack(self) -> bytes:
         """The header's bytes."""
-        return HEADER.pack(MAGIC, FORMAT_VERSION, 0, self.num_buckets, self.capacity, self.epoch, self.arena_bytes)
+        return HEADER.pack(
+            MAGIC, FORMAT_VERSION, 0, self.num_buckets, self.capacity, self.epoch, self.arena_bytes
+        )
 
     @staticmethod
     def unpack(data: bytes | memoryview, file_bytes: int) -> "TableGeometry":
         """Raises ValueError where the header is not one of this format or does not fit the file."""
         if len(data) < HEADER.size:
-            raise ValueError(f"block table has a header of {len(data)} bytes; it needs {HEADER.size}")
-        magic, version, _, num_buckets, capacity, epoch, arena_bytes = HEADER.unpack(bytes(data[: HEADER.size]))
+            raise ValueError(
+                f"block table has a header of {len(data)} bytes; it needs {HEADER.size}"
+            )
+        magic, version, _, num_buckets, capacity, epoch, arena_bytes = HEADER.unpack(
+            bytes(data[: HEADER.size])
+        )
         if magic != MAGIC or version != FORMAT_VERSION:
-            raise ValueError(f"block table has magic {magic!r} version {version}; this software reads {MAGIC!r} version {FORMAT_VERSION}")
+            raise ValueError(
+                f"block table has magic {magic!r} version {version}; this software reads "
+                f"{MAGIC!r} version {FORMAT_VERSION}"
+            )
         geometry = TableGeometry(num_buckets, capacity, epoch, arena_bytes)
         if num_buckets <= 0 or capacity <= 0 or geometry.file_bytes > file_bytes:
-            raise ValueError(f"block table header asks for {geometry.file_bytes} bytes, the file has {file_bytes}")
+            raise ValueError(
+                f"block table header asks for {geometry.file_bytes} bytes, the file has "
+                f"{file_bytes}"
+            )
         return geometry
 
 
 class BlockTable:
-    """Views of a mapped table: buckets [num_buckets, 16] and records [capacity + 1, 18]. Reading is safe beside a live writer."""
+    """Views of a mapped table: buckets [num_buckets, 16] and records [capacity + 1, 18]. Reading is
+    safe beside a live writer."""
 
     def __init__(self, mapping: NDArray[np.uint8], geometry: TableGeometry) -> None:
         self.geometry = geometry
@@ -97,13 +126,19 @@ class BlockTable:
     @staticmethod
     def open(mapping: NDArray[np.uint8]) -> "BlockTable":
         """Reads the header. Raises ValueError where it is not a table of this format."""
-        return BlockTable(mapping, TableGeometry.unpack(mapping[: HEADER.size].tobytes(), len(mapping)))
+        return BlockTable(
+            mapping, TableGeometry.unpack(mapping[: HEADER.size].tobytes(), len(mapping))
+        )
 
     def __repr__(self) -> str:
-        return f"BlockTable(capacity={self.geometry.capacity}, buckets={self.geometry.num_buckets}, epoch={self.geometry.epoch:#x})"
+        return (
+            f"BlockTable(capacity={self.geometry.capacity}, "
+            f"buckets={self.geometry.num_buckets}, epoch={self.geometry.epoch:#x})"
+        )
 
     def probe(self, prefixes: NDArray[np.uint64], salt: int) -> Words:
-        """Entry words [n] by tag alone, from the first 8 bytes of each hash: 0 for a miss, high bit for reserved.
+        """Entry words [n] by tag alone, from the first 8 bytes of each hash: 0 for a miss, high bit
+        for reserved.
 
         A false hit has odds below n · 2^-29.
         """
@@ -117,8 +152,11 @@ class BlockTable:
         """Which blocks are ready [n], as a hint; no call, microseconds for a thousand hashes."""
         return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
 
-    def find(self, hashes: Words, salt: int, key_space: int, group: int, *, with_records: bool = False) -> tuple[Words, Words]:
-        """Entry words [n] by the whole key, and the records [n, 18] if asked for (undefined rows for misses).
+    def find(
+        self, hashes: Words, salt: int, key_space: int, group: int, *, with_records: bool = False
+    ) -> tuple[Words, Words]:
+        """Entry words [n] by the whole key, and the records [n, 18] if asked for (undefined rows
+        for misses).
 
         `hashes`: [n, 8] words from `hash_words`.
         """
@@ -127,7 +165,16 @@ class BlockTable:
         if self._kernels is None:
             find_twin(self.buckets, self.records, hashes, salt, key_space, group, out, records)
         else:
-            self._kernels.find(self.buckets, self.records, hashes, np.uint64(salt), np.uint32(key_space), np.uint32(group), out, records)
+            self._kernels.find(
+                self.buckets,
+                self.records,
+                hashes,
+                np.uint64(salt),
+                np.uint32(key_space),
+                np.uint32(group),
+                out,
+                records,
+            )
         return out, records
 
 
@@ -138,7 +185,8 @@ def is_ready(words: Words) -> NDArray[np.bool_]:
 
 
 def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
-    """First 8 bytes of each packed hash as uint64 [n]; no copy where `hash_bytes` is a multiple of 8."""
+    """First 8 bytes of each packed hash as uint64 [n]; no copy where `hash_bytes` is a multiple of
+    8."""
     if hash_bytes % 8 == 0:
         return np.frombuffer(packed, np.uint64)[:: hash_bytes // 8]
     rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
@@ -171,11 +219,13 @@ def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int6
 
 
 def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
-    """Copies of bucket rows, each read under its lock protocol; rows that never settle come back empty, with an odd sequence number."""
+    """Copies of bucket rows, each read under its lock protocol; rows that never settle come back
+    empty, with an odd sequence number."""
     copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
     torn = np.arange(len(rows))
     for _ in range(_MAX_RETRIES):
-        # A row is no atomic read and says nothing of its own order, so its sequence number is read before it and after it.
+        # A row is no atomic read and says nothing of its own order, so its sequence number is read
+        # before it and after it.
         before = buckets[rows[torn], SEQ]
         copy[torn] = buckets[rows[torn]]
         torn = torn[(before & 1 == 1) | (buckets[rows[torn], SEQ] != before)]
@@ -206,8 +256,18 @@ def probe_twin(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words
     return out
 
 
-def find_twin(buckets: Words, records: Words, hashes: Words, salt: int, key_space: int, group: int, out: Words, out_records: Words) -> None:
-    """Numpy twin of `kernels.find`; rereads buckets whose sequence moved while their records were read."""
+def find_twin(
+    buckets: Words,
+    records: Words,
+    hashes: Words,
+    salt: int,
+    key_space: int,
+    group: int,
+    out: Words,
+    out_records: Words,
+) -> None:
+    """Numpy twin of `kernels.find`; rereads buckets whose sequence moved while their records were
+    read."""
     mixed = mix(hashes, salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))
@@ -220,7 +280,11 @@ def find_twin(buckets: Words, records: Words, hashes: Words, salt: int, key_spac
         lines = _stable_rows(buckets, rows[open_items])
         words = lines[:, ENTRIES : ENTRIES + WAYS]
         numbers = (words & ~RESERVED_FLAG).astype(np.int64)
-        candidate = (words != 0) & (lines[:, TAGS : TAGS + WAYS] == tags[open_items, None]) & (numbers < len(records))
+        candidate = (
+            (words != 0)
+            & (lines[:, TAGS : TAGS + WAYS] == tags[open_items, None])
+            & (numbers < len(records))
+        )
         found = np.zeros(len(open_items), np.uint32)
         for item, way in zip(*np.nonzero(candidate), strict=True):
             record = records[numbers[item, way]].copy()

@@ -1,1 +1,2 @@
-"""The daemon `hotkv-server`: owns host memory, the block index and the copies between them and engines."""
+"""The daemon `hotkv-server`: owns host memory, the block index and the copies between them and
+engines."""

@@ -1,4 +1,5 @@
-"""`hotkv-server arenas`: lists the arenas in shared memory and gives back the memory of those whose server is gone."""
+"""`hotkv-server arenas`: lists the arenas in shared memory and gives back the memory of those whose
+server is gone."""
 
 import argparse
 import json
@@ -15,24 +16,47 @@ MIB = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("--folder", type=Path, default=SHARED_MEMORY, help="where to look, two levels deep (default: %(default)s)")
-    parser.add_argument("--remove", action="append", default=[], metavar="NAME", help="remove this arena; again for more of them")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=SHARED_MEMORY,
+        help="where to look, two levels deep (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--remove",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="remove this arena; again for more of them",
+    )
     parser.add_argument(
         "--remove-stale",
         action="store_true",
-        help="remove all arenas on which no server runs, also of those that are only stopped and would go on with them",
+        help=(
+            "remove all arenas on which no server runs, also of those that are only stopped and "
+            "would go on with them"
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status: 0; 1 if something could not be removed; 2 for a name that is not there."""
+    """Returns the exit status: 0; 1 if something could not be removed; 2 for a name that is not
+    there."""
     found = find(options.folder)
     unknown = sorted(set(options.remove) - {arena.name for arena in found})
     if unknown:
-        print(f"hotkv-server: --remove: {options.folder} has no arena {', '.join(unknown)}; without flags all are listed", file=sys.stderr)
+        print(
+            f"hotkv-server: --remove: {options.folder} has no arena {', '.join(unknown)}; "
+            "without flags all are listed",
+            file=sys.stderr,
+        )
         return USAGE_ERROR
-    chosen = [arena for arena in found if arena.name in options.remove or (options.remove_stale and arena.is_stale)]
+    chosen = [
+        arena
+        for arena in found
+        if arena.name in options.remove or (options.remove_stale and arena.is_stale)
+    ]
     if not (options.remove or options.remove_stale):
         show(found, as_json=options.json)
         return 0
@@ -45,7 +69,11 @@ def run(options: argparse.Namespace) -> int:
             print(f"hotkv-server: not removed: {error}", file=sys.stderr)
             status = 1
     if options.json:
-        print(json.dumps({"removed": [{"name": name, "num_bytes": num_bytes} for name, num_bytes in removed]}))
+        print(
+            json.dumps(
+                {"removed": [{"name": name, "num_bytes": num_bytes} for name, num_bytes in removed]}
+            )
+        )
     else:
         for name, num_bytes in removed:
             print(f"removed {name}: {num_bytes / MIB:.0f} MiB, free once no engine maps them")
@@ -57,7 +85,10 @@ def run(options: argparse.Namespace) -> int:
 def show(found: list[ArenaLeft], *, as_json: bool) -> None:
     """Prints what there is."""
     if as_json:
-        rows = [{**asdict(arena), "path": str(arena.path), "is_stale": arena.is_stale} for arena in found]
+        rows = [
+            {**asdict(arena), "path": str(arena.path), "is_stale": arena.is_stale}
+            for arena in found
+        ]
         print(json.dumps({"arenas": rows}))
         return
     if not found:
@@ -65,11 +96,26 @@ def show(found: list[ArenaLeft], *, as_json: bool) -> None:
         return
     lines = [("name", "memory", "arena", "server", "runtime_dir", "version")]
     for arena in found:
-        memory, size = (f"{num_bytes / MIB:.0f} MiB" for num_bytes in (arena.num_bytes, arena.arena_bytes))
-        lines.append((arena.name, memory, size, server_of(arena), arena.runtime_dir or "?", arena.version or "?"))
+        memory, size = (
+            f"{num_bytes / MIB:.0f} MiB" for num_bytes in (arena.num_bytes, arena.arena_bytes)
+        )
+        lines.append(
+            (
+                arena.name,
+                memory,
+                size,
+                server_of(arena),
+                arena.runtime_dir or "?",
+                arena.version or "?",
+            )
+        )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
-        print("  ".join(printable(cell).ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(
+                printable(cell).ljust(width) for cell, width in zip(line, widths, strict=True)
+            ).rstrip()
+        )
 
 
 def server_of(arena: ArenaLeft) -> str:
@@ -78,7 +124,11 @@ def server_of(arena: ArenaLeft) -> str:
         return f"unknown, user id {arena.uid}"
     if arena.is_running:
         return f"running, pid {arena.pid or '?'}"
-    days, hours, minutes = int(arena.idle_s // 86400), int(arena.idle_s // 3600 % 24), int(arena.idle_s // 60 % 60)
+    days, hours, minutes = (
+        int(arena.idle_s // 86400),
+        int(arena.idle_s // 3600 % 24),
+        int(arena.idle_s // 60 % 60),
+    )
     return "gone for " + (f"{days}d {hours}h" if days else f"{hours}h {minutes}m")
 
 

@@ -1,4 +1,5 @@
-"""`hotkv-server`: run the server, check its configuration, compile its kernels, look after arenas, or simulate a cache over a trace."""
+"""`hotkv-server`: run the server, check its configuration, compile its kernels, look after arenas,
+or simulate a cache over a trace."""
 
 import argparse
 import asyncio
@@ -25,19 +26,34 @@ KERNELS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 where it could not start, 2 for bad settings or input. A broken invariant ends with 70."""
+    """Entry point; returns the exit status: 0, 1 where it could not start, 2 for bad settings or
+    input. A broken invariant ends with 70."""
     parser = argparse.ArgumentParser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument("--version", action="version", version=f"hotkv-server {hotkv.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
-        "run", help="run the server", epilog="Every other flag is a setting: `hotkv-server run --help-settings` lists them."
+        "run",
+        help="run the server",
+        epilog="Every other flag is a setting: `hotkv-server run --help-settings` lists them.",
     )
     run.add_argument("--config", type=Path, help="TOML file with settings")
-    run.add_argument("--check", action="store_true", help="check the settings, print them as JSON, and exit")
-    run.add_argument("--reset", action="store_true", help="start with an empty cache, whatever an earlier server has left")
+    run.add_argument(
+        "--check", action="store_true", help="check the settings, print them as JSON, and exit"
+    )
+    run.add_argument(
+        "--reset",
+        action="store_true",
+        help="start with an empty cache, whatever an earlier server has left",
+    )
     run.add_argument("--help-settings", action="store_true", help="list all settings and exit")
-    commands.add_parser("compile", help="compile the kernels, so that the first start need not; NUMBA_CACHE_DIR says where to")
-    left = commands.add_parser("arenas", help="list arenas in shared memory, and give back the memory of those whose server is gone")
+    commands.add_parser(
+        "compile",
+        help="compile the kernels, so that the first start need not; NUMBA_CACHE_DIR says where to",
+    )
+    left = commands.add_parser(
+        "arenas",
+        help="list arenas in shared memory, and give back the memory of those whose server is gone",
+    )
     arenas.add_arguments(left)
     simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
     simulation.add_arguments(simulate)
@@ -56,7 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compile() -> int:
     for name in KERNELS:
         if native.load(name) is None:
-            print("hotkv-server: numba is not installed or HOTKV_DISABLE_NUMBA is set: there is nothing to compile", file=sys.stderr)
+            print(
+                "hotkv-server: numba is not installed or HOTKV_DISABLE_NUMBA is set: there is "
+                "nothing to compile",
+                file=sys.stderr,
+            )
             return 1
     return 0
 
@@ -65,20 +85,30 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     try:
         from hotkv_server.settings import load_settings, print_error
     except ImportError as missing:
-        sys.exit(f"hotkv-server: {missing.name} is not installed: the server needs its extra, pip install 'hotkv[server]'")
+        sys.exit(
+            f"hotkv-server: {missing.name} is not installed: the server needs its extra, pip "
+            "install 'hotkv[server]'"
+        )
     try:
-        settings = load_settings(options.config, ["--help"] if options.help_settings else flags, "hotkv-server run")
+        settings = load_settings(
+            options.config, ["--help"] if options.help_settings else flags, "hotkv-server run"
+        )
     except ValueError as error:
         print_error(str(error))
         return USAGE_ERROR
     if options.check:
         print(settings.model_dump_json(indent=2, by_alias=True))
         return 0
-    # gRPC's C code, which looks when it is loaded, would write to stderr what peers say at their leaving, byte by byte.
+    # gRPC's C code, which looks when it is loaded, would write to stderr what peers say at their
+    # leaving, byte by byte.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from hotkv_server.daemon import StartError, serve
 
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
     try:
         import uvloop
 

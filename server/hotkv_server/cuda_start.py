@@ -1,8 +1,10 @@
-"""What a server has for engines on GPUs: the runtime, a copy engine a device, the pinned arena. Made at start, closed at the end.
+"""What a server has for engines on GPUs: the runtime, a copy engine a device, the pinned arena.
+Made at start, closed at the end.
 
-Always true: CUDA is touched only where it is wanted and an NVIDIA device exists; where it can't be had a server that may do without runs
-on, and refuses engines on GPUs with the reason. Things close in the order in which they depend on each other: engines' memory (with the
-sessions), copy engines, the pinned arena, the arena.
+Always true: CUDA is touched only where it is wanted and an NVIDIA device exists; where it can't be
+had a server that may do without runs on, and refuses engines on GPUs with the reason. Things close
+in the order in which they depend on each other: engines' memory (with the sessions), copy engines,
+the pinned arena, the arena.
 """
 
 import logging
@@ -60,7 +62,9 @@ def look(copy: CopySettings) -> Found:
     if copy.cuda == "off":
         return Found(None, why_none="it is switched off (copy.cuda = off)")
     if copy.cuda == "auto" and not has_device_node():
-        return Found(None, why_none="it is given no NVIDIA device (no /dev/nvidia0; containers: --gpus all)")
+        return Found(
+            None, why_none="it is given no NVIDIA device (no /dev/nvidia0; containers: --gpus all)"
+        )
     try:
         runtime = new_runtime()
         infos = tuple(runtime.devices())
@@ -89,7 +93,9 @@ def placer(wanted: str) -> Callable[[int, int], None] | None:
     def place(address: int, num_bytes: int) -> None:
         why_not = numa.place(address, num_bytes, placement)
         if why_not:
-            log.warning("arena not placed on NUMA nodes=%s: %s", numa.describe(placement.nodes), why_not)
+            log.warning(
+                "arena not placed on NUMA nodes=%s: %s", numa.describe(placement.nodes), why_not
+            )
         else:
             log.info("arena placed on NUMA nodes=%s", numa.describe(placement.nodes))
 
@@ -135,14 +141,21 @@ class CudaPart:
 
 
 def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: Found) -> CudaPart:
-    """Everything for what was found; `CudaPart.start` is still to be called. Blocks. Raises CudaError."""
+    """Everything for what was found; `CudaPart.start` is still to be called. Blocks. Raises
+    CudaError."""
     copy, arena = settings.copy_, memory.arena
     if found.runtime is None:
         if copy.cuda == "on":
             raise CudaError(f"copy.cuda is on: {found.why_none}")
         log.info("no devices: %s", found.why_none)
         return CudaPart(Devices(None, why_none=found.why_none), CopyEngines(host, {}))
-    pinner = ArenaPinner(found.runtime, arena.address, arena.num_bytes, settings.arena.pin_piece_bytes, memory.filling.settle)
+    pinner = ArenaPinner(
+        found.runtime,
+        arena.address,
+        arena.num_bytes,
+        settings.arena.pin_piece_bytes,
+        memory.filling.settle,
+    )
     if settings.arena.pin == "required":
         try:
             pinner.pin_next()
@@ -154,18 +167,36 @@ def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: F
             engines[info.number] = _new_engine(found.runtime, info, pinner, copy, memory.directory)
         except DeviceError as error:
             if copy.cuda == "on":
-                raise CudaError(f"copy.cuda is on: {info.name} ({info.pci_bus_id}): {error}") from error
+                raise CudaError(
+                    f"copy.cuda is on: {info.name} ({info.pci_bus_id}): {error}"
+                ) from error
             log.warning("device not used number=%d name=%r: %s", info.number, info.name, error)
     infos = [info for info in found.infos if info.number in engines]
-    log.info("devices %s", "; ".join(f"{info.number}: {info.name} {info.pci_bus_id} node={info.numa_node}" for info in infos) or "none")
+    log.info(
+        "devices %s",
+        "; ".join(
+            f"{info.number}: {info.name} {info.pci_bus_id} node={info.numa_node}" for info in infos
+        )
+        or "none",
+    )
     pins = pinner if engines and settings.arena.pin != "off" else None
-    devices = Devices(found.runtime, infos, "" if infos else "no device can be used, see the log", engines, pins)
-    return CudaPart(devices, CopyEngines(host, engines), engines, pins, settings.arena.pin == "required")
+    devices = Devices(
+        found.runtime, infos, "" if infos else "no device can be used, see the log", engines, pins
+    )
+    return CudaPart(
+        devices, CopyEngines(host, engines), engines, pins, settings.arena.pin == "required"
+    )
 
 
-def _new_engine(runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path) -> CudaCopyEngine:
-    """Its threads run on the processors next to the device. Its calibration lies in the folder, and is made where there is none."""
-    method, file = None if copy.method == "auto" else Method(copy.method), folder / f"calibration-{info.uuid.hex()}.json"
+def _new_engine(
+    runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
+) -> CudaCopyEngine:
+    """Its threads run on the processors next to the device. Its calibration lies in the folder, and
+    is made where there is none."""
+    method, file = (
+        None if copy.method == "auto" else Method(copy.method),
+        folder / f"calibration-{info.uuid.hex()}.json",
+    )
 
     def on_calibrated(calibration: Calibration) -> None:
         log.info("copies measured device=%d GB/s:\n%s", info.number, calibration.table())

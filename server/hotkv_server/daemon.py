@@ -1,7 +1,8 @@
 """The daemon: bind, map, prefault a first part, then ready; on SIGTERM drain, then stop.
 
-Owns the order of start and stop, and the lock on the runtime directory: the second server on one directory refuses. Where the core's books
-turn out to be wrong it closes nothing and saves nothing, but ends like one that was killed, with BROKEN_STATUS.
+Owns the order of start and stop, and the lock on the runtime directory: the second server on one
+directory refuses. Where the core's books turn out to be wrong it closes nothing and saves nothing,
+but ends like one that was killed, with BROKEN_STATUS.
 """
 
 import asyncio
@@ -70,7 +71,8 @@ UNUSED_LIBRARIES = ("libllvmlite", "openblas")
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK_BYTES = 1 << 20
 SWITCH_INTERVAL_S = 0.0005
-"""How long the event loop may keep the interpreter from a copy thread that has just ended its piece."""
+"""How long the event loop may keep the interpreter from a copy thread that has just ended its
+piece."""
 
 
 class StartError(Exception):
@@ -78,7 +80,8 @@ class StartError(Exception):
 
 
 def lock_runtime_dir(directory: Path) -> int:
-    """Descriptor of the locked directory. Raises StartError, with the other server's pid, where it is taken."""
+    """Descriptor of the locked directory. Raises StartError, with the other server's pid, where it
+    is taken."""
     try:
         check_runtime_dir(directory)
         check_files([directory / LOCK_FILE])
@@ -88,11 +91,14 @@ def lock_runtime_dir(directory: Path) -> int:
     except BusyError as error:
         raise StartError(f"runtime_dir: {error}") from error
     except OSError as error:
-        raise StartError(f"runtime_dir: {error}; choose a directory this user may write, with --runtime-dir") from error
+        raise StartError(
+            f"runtime_dir: {error}; choose a directory this user may write, with --runtime-dir"
+        ) from error
 
 
 def raise_file_limit() -> None:
-    """Each session holds some descriptors; the soft limit is often 1024, and only the hard one is meant."""
+    """Each session holds some descriptors; the soft limit is often 1024, and only the hard one is
+    meant."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -103,16 +109,27 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
     granted = limits.cgroup_bytes()
     if granted < arena.bytes:
         log.warning(
-            "arena.bytes=%d is more than the memory limit of this service or container (%d bytes): unless most of the arena is there "
-            "already, the kernel will kill the server; raise the limit or lower arena.bytes", arena.bytes, granted,
-        )  # fmt: skip
+            "arena.bytes=%d is more than the memory limit of this service or container (%d "
+            "bytes): unless most of the arena is there "
+            "already, the kernel will kill the server; raise the limit or lower "
+            "arena.bytes",
+            arena.bytes,
+            granted,
+        )
     if limits.memlock_bytes() < arena.bytes:
-        log.info("locked memory is limited to %d bytes: enough for engines on CPU, too little to pin the arena", limits.memlock_bytes())
+        log.info(
+            "locked memory is limited to %d bytes: enough for engines on CPU, too little to "
+            "pin "
+            "the arena",
+            limits.memlock_bytes(),
+        )
     warn_of_others(settings)
     try:
         if reset:
             clear(settings.arena_dir)
-        with systemd.patience("bringing the arena in", lambda: limits.allocated_bytes(settings.arena_dir / ARENA_FILE)):
+        with systemd.patience(
+            "bringing the arena in", lambda: limits.allocated_bytes(settings.arena_dir / ARENA_FILE)
+        ):
             memory = NodeMemory.open(
                 settings.arena_dir,
                 arena.bytes,
@@ -127,7 +144,11 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
     except BusyError as error:
         raise StartError(f"arena.dir: {error}") from error
     except OSError as error:
-        full = "; not enough memory is free: lower arena.bytes" if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT) else ""
+        full = (
+            "; not enough memory is free: lower arena.bytes"
+            if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT)
+            else ""
+        )
         raise StartError(f"arena: {error}{full}") from error
     if arena.prefault and memory.leftover is None and not memory.arena.huge_bytes:
         log.warning("no huge pages, so copies are slower: %s", limits.why_no_huge_pages())
@@ -135,9 +156,14 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
 
 
 def warn_of_others(settings: Settings) -> None:
-    """Says so if arenas of other servers, above all of those that are gone, leave too little memory for this one."""
+    """Says so if arenas of other servers, above all of those that are gone, leave too little memory
+    for this one."""
     directory = settings.arena_dir.absolute()
-    folder = left_behind.SHARED_MEMORY if directory.is_relative_to(left_behind.SHARED_MEMORY) else directory.parent
+    folder = (
+        left_behind.SHARED_MEMORY
+        if directory.is_relative_to(left_behind.SHARED_MEMORY)
+        else directory.parent
+    )
     others = [other for other in left_behind.find(folder) if other.path != directory]
     gone_bytes = sum(other.num_bytes for other in others if other.is_stale)
     try:
@@ -145,13 +171,21 @@ def warn_of_others(settings: Settings) -> None:
     except OSError:
         return
     free_bytes = min(space.f_bavail * space.f_frsize, limits.available_bytes())
-    missing_bytes = settings.arena.bytes - limits.allocated_bytes(settings.arena_dir / ARENA_FILE) - free_bytes
+    missing_bytes = (
+        settings.arena.bytes - limits.allocated_bytes(settings.arena_dir / ARENA_FILE) - free_bytes
+    )
     if missing_bytes > 0 and any(other.num_bytes for other in others):
         log.warning(
-            "%d MiB are missing for the arena, and other arenas in %s hold %d MiB, those whose server is gone %d MiB of it: `hotkv-server "
-            "arenas --folder %s` lists them, and with --remove-stale gives the memory of the latter back",
-            missing_bytes >> 20, folder, sum(other.num_bytes for other in others) >> 20, gone_bytes >> 20, folder,
-        )  # fmt: skip
+            "%d MiB are missing for the arena, and other arenas in %s hold %d MiB, those whose "
+            "server is gone %d MiB of it: `hotkv-server "
+            "arenas --folder %s` lists them, and with --remove-stale gives the memory of the "
+            "latter back",
+            missing_bytes >> 20,
+            folder,
+            sum(other.num_bytes for other in others) >> 20,
+            gone_bytes >> 20,
+            folder,
+        )
 
 
 def listen_http(settings: Settings, node: Node) -> HttpServer | None:
@@ -161,12 +195,19 @@ def listen_http(settings: Settings, node: Node) -> HttpServer | None:
         return HttpServer(http.host, http.port, node) if http.port >= 0 else None
     except OSError as error:
         raise StartError(
-            f"http.port: can't listen on {http.host}:{http.port} ({error.strerror}); choose another with --http.port (0 for any free one, "
+            f"http.port: can't listen on {http.host}:{http.port} ({error.strerror}); choose "
+            "another with --http.port (0 for any free one, "
             "-1 for none), and an address of this machine for http.host"
         ) from error
 
 
-def watch_all(node: Node, settings: Settings, cuda: CudaPart, http: HttpServer | None, publisher: "ZmqPublisher | None") -> None:
+def watch_all(
+    node: Node,
+    settings: Settings,
+    cuda: CudaPart,
+    http: HttpServer | None,
+    publisher: "ZmqPublisher | None",
+) -> None:
     """Names everything that must be alive besides what the node watches itself."""
     health, copies = node.health, node.copy_engine
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
@@ -197,10 +238,22 @@ class Herald:
         draining = node.core.draining
         self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
         background = (node.memory.filling.progress(), self._cuda.progress())
-        says = "; ".join(filter(None, (*(problems or ["serving"] * (not draining)), "draining" * draining, *background)))
+        says = "; ".join(
+            filter(
+                None,
+                (*(problems or ["serving"] * (not draining)), "draining" * draining, *background),
+            )
+        )
         if says != self._said:
             self._said = says
-            systemd.notify(f"STATUS={says}", *(["STOPPING=1", systemd.extension(node.drain_timeout_s + STOP_S)] if draining else []))
+            systemd.notify(
+                f"STATUS={says}",
+                *(
+                    ["STOPPING=1", systemd.extension(node.drain_timeout_s + STOP_S)]
+                    if draining
+                    else []
+                ),
+            )
         if not problems:
             systemd.notify("WATCHDOG=1")
 
@@ -224,12 +277,14 @@ async def wait_for_end(node: Node) -> None:
 
 
 def return_large_blocks() -> None:
-    """From now on malloc gives large blocks back when they are freed; else it would keep some as large as the largest messages."""
+    """From now on malloc gives large blocks back when they are freed; else it would keep some as
+    large as the largest messages."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def trim_memory() -> None:
-    """Gives back what only the start needed: free heap, and the file pages of libraries that a server at work does not use."""
+    """Gives back what only the start needed: free heap, and the file pages of libraries that a
+    server at work does not use."""
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -240,7 +295,8 @@ def trim_memory() -> None:
 
 
 def unused_library_pages(maps: str) -> list[tuple[int, int]]:
-    """Address ranges of read-only mappings of UNUSED_LIBRARIES; the kernel brings back what is used again."""
+    """Address ranges of read-only mappings of UNUSED_LIBRARIES; the kernel brings back what is used
+    again."""
     ranges = []
     for line in maps.splitlines():
         addresses, mode, *_, name = line.split(maxsplit=5)
@@ -251,9 +307,15 @@ def unused_library_pages(maps: str) -> list[tuple[int, int]]:
 
 
 def has_own_pages(start: int, end: int) -> bool:
-    """True where some pages of the range are not those of its file (relocated data): they exist nowhere else."""
+    """True where some pages of the range are not those of its file (relocated data): they exist
+    nowhere else."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        entries = np.frombuffer(os.pread(pagemap.fileno(), (end - start) // mmap.PAGESIZE * 8, start // mmap.PAGESIZE * 8), np.uint64)
+        entries = np.frombuffer(
+            os.pread(
+                pagemap.fileno(), (end - start) // mmap.PAGESIZE * 8, start // mmap.PAGESIZE * 8
+            ),
+            np.uint64,
+        )
     present, swapped, of_file = (entries >> np.uint64(bit) & np.uint64(1) for bit in (63, 62, 61))
     return bool(np.any(swapped | (present & ~of_file & np.uint64(1))))
 
@@ -267,11 +329,16 @@ def make_publisher(settings: EventSettings) -> "ZmqPublisher | None":
 
         from hotkv_server.events.publisher import ZmqPublisher
     except ImportError as missing:
-        raise StartError(f"events.endpoint is set, but {missing.name} is not installed: pip install 'hotkv[events]'") from missing
+        raise StartError(
+            f"events.endpoint is set, but {missing.name} is not installed: pip install "
+            "'hotkv[events]'"
+        ) from missing
     host = socket.gethostname()
 
     def topic_of(number: int, key_space: KeySpace) -> str:
-        return settings.topic.format(host=host, model=key_space.model, tenant=key_space.tenant, key_space=number)
+        return settings.topic.format(
+            host=host, model=key_space.model, tenant=key_space.tenant, key_space=number
+        )
 
     try:
         return ZmqPublisher(
@@ -284,12 +351,14 @@ def make_publisher(settings: EventSettings) -> "ZmqPublisher | None":
         )
     except zmq.ZMQError as error:
         raise StartError(
-            f"events: {error}; is {settings.endpoint} or {settings.replay_endpoint or '(no replay_endpoint)'} in use?"
+            f"events: {error}; is {settings.endpoint} or "
+            f"{settings.replay_endpoint or '(no replay_endpoint)'} in use?"
         ) from error
 
 
 async def serve(settings: Settings, *, reset: bool = False) -> None:
-    """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises StartError.
+    """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises
+    StartError.
 
     `reset`: forget what an earlier server has left.
     """
@@ -310,7 +379,9 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     looking = look_in_background(settings.copy_)
     try:
         memory = open_memory(settings, reset=reset)
-        cuda = open_part(settings, memory, HostCopyEngine(settings.copy_.num_threads), looking.result())
+        cuda = open_part(
+            settings, memory, HostCopyEngine(settings.copy_.num_threads), looking.result()
+        )
     except CudaError as error:
         raise StartError(str(error)) from error
     config = CoreConfig(
@@ -330,7 +401,12 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     core = CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity))
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
     try:
-        take_over(core, memory, verifier, settings.integrity.start_check_s if settings.integrity.stride else None)
+        take_over(
+            core,
+            memory,
+            verifier,
+            settings.integrity.start_check_s if settings.integrity.stride else None,
+        )
     except OSError as error:
         raise StartError(f"arena.dir: {error}") from error
     publisher = make_publisher(settings.events)
@@ -342,7 +418,9 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     try:
         rpc = RpcServer(node, gate, tickets, endpoints)
         uids = frozenset({os.getuid(), 0, *settings.security.allowed_uids})
-        descriptors = DescriptorServer(node, settings.descriptor_socket, endpoints.socket_mode, uids, gate, tickets)
+        descriptors = DescriptorServer(
+            node, settings.descriptor_socket, endpoints.socket_mode, uids, gate, tickets
+        )
     except (OSError, RuntimeError, ValueError, UnsafeError) as error:
         raise StartError(f"can't listen: {error}") from error
     http = listen_http(settings, node)
@@ -354,12 +432,20 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     gc.freeze()
     trim_memory()
     log.info(
-        "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d http_port=%s tcp_port=%s kernels=%s "
+        "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d "
+        "http_port=%s tcp_port=%s kernels=%s "
         "start_s=%.2f",
-        hotkv.__version__, settings.grpc_socket, settings.arena.bytes, memory.filling.filled_bytes, memory.arena.huge_bytes,
+        hotkv.__version__,
+        settings.grpc_socket,
+        settings.arena.bytes,
+        memory.filling.filled_bytes,
+        memory.arena.huge_bytes,
         settings.copy_.num_threads,
-        http.port if http else "none", rpc.tcp_port or "none", native.available(), time.monotonic() - started_s,
-    )  # fmt: skip
+        http.port if http else "none",
+        rpc.tcp_port or "none",
+        native.available(),
+        time.monotonic() - started_s,
+    )
     systemd.notify("READY=1")
     cuda.start()
     if settings.arena.prefault:

@@ -1,10 +1,11 @@
 """HTTP for probes and Prometheus: /metrics, /livez, /readyz.
 
-Runs on a thread and an event loop of its own and asks the node's loop for figures, so an answer also proves that that one turns. /livez
-fails where only a restart helps, /readyz also while the server drains; both say what it is.
+Runs on a thread and an event loop of its own and asks the node's loop for figures, so an answer
+also proves that that one turns. /livez fails where only a restart helps, /readyz also while the
+server drains; both say what it is.
 
-Always true: who asks is answered, however many connections others hold open. However many ask for metrics, the node is asked once at a
-time.
+Always true: who asks is answered, however many connections others hold open. However many ask for
+metrics, the node is asked once at a time.
 """
 
 import asyncio
@@ -17,8 +18,18 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import h11
-from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from hotkv.counters import SPARSE_COUNTERS
@@ -52,11 +63,20 @@ class _NodeCollector(Collector):
         metrics: list[Metric] = []
         for name, value in counters(self._node).items():
             metrics.append(
-                CounterMetricFamily(f"hotkv_{name}", name.removesuffix("_total").replace("_", " ") + " since start", value=value)
+                CounterMetricFamily(
+                    f"hotkv_{name}",
+                    name.removesuffix("_total").replace("_", " ") + " since start",
+                    value=value,
+                )
             )
         for name, value in gauges(self._node, counted).items():
             metrics.append(GaugeMetricFamily(f"hotkv_{name}", name.replace("_", " "), value=value))
-        self._metrics = [*metrics, *_sparse_metrics(self._node.sparse), _refusals(self._node), *_device_metrics(self._node.devices)]
+        self._metrics = [
+            *metrics,
+            *_sparse_metrics(self._node.sparse),
+            _refusals(self._node),
+            *_device_metrics(self._node.devices),
+        ]
 
     def collect(self) -> list[Metric]:
         return self._metrics
@@ -67,7 +87,9 @@ class _NodeCollector(Collector):
 
 def _refusals(node: Node) -> Metric:
     """How often each reason was given."""
-    family = CounterMetricFamily("hotkv_refused_by_reason", "refusals by reason, since start", labels=["reason"])
+    family = CounterMetricFamily(
+        "hotkv_refused_by_reason", "refusals by reason, since start", labels=["reason"]
+    )
     for reason in Reason:
         family.add_metric([reason.name.lower()], float(node.refusals[reason]))
     return family
@@ -76,13 +98,29 @@ def _refusals(node: Node) -> Metric:
 def _device_metrics(devices: Devices) -> list[Metric]:
     """What copy engines of devices have moved, and what waits."""
     moved = CounterMetricFamily(
-        "hotkv_device_copied_bytes", "bytes that devices have copied since start", labels=["device", "direction", "method"]
+        "hotkv_device_copied_bytes",
+        "bytes that devices have copied since start",
+        labels=["device", "direction", "method"],
     )
-    pieces = CounterMetricFamily("hotkv_device_pieces", "pieces of those copies since start", labels=["device", "direction", "method"])
-    failed = CounterMetricFamily("hotkv_device_failed_jobs", "copy jobs of a device that failed, since start", labels=["device"])
-    queued = GaugeMetricFamily("hotkv_device_pieces_queued", "pieces that wait for a device", labels=["device"])
-    flying = GaugeMetricFamily("hotkv_device_pieces_in_flight", "pieces that a device is copying", labels=["device"])
-    usable = GaugeMetricFamily("hotkv_device_usable", "1 while a device copies, 0 once it is lost", labels=["device"])
+    pieces = CounterMetricFamily(
+        "hotkv_device_pieces",
+        "pieces of those copies since start",
+        labels=["device", "direction", "method"],
+    )
+    failed = CounterMetricFamily(
+        "hotkv_device_failed_jobs",
+        "copy jobs of a device that failed, since start",
+        labels=["device"],
+    )
+    queued = GaugeMetricFamily(
+        "hotkv_device_pieces_queued", "pieces that wait for a device", labels=["device"]
+    )
+    flying = GaugeMetricFamily(
+        "hotkv_device_pieces_in_flight", "pieces that a device is copying", labels=["device"]
+    )
+    usable = GaugeMetricFamily(
+        "hotkv_device_usable", "1 while a device copies, 0 once it is lost", labels=["device"]
+    )
     for info, figures in devices.figures():
         device = str(info.number)
         for part in figures.moved:
@@ -97,7 +135,8 @@ def _device_metrics(devices: Devices) -> list[Metric]:
 
 
 def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
-    """What engines have reported per layer, at most MAX_LAYERS of them, and how long selections by the server took."""
+    """What engines have reported per layer, at most MAX_LAYERS of them, and how long selections by
+    the server took."""
     rows = list(sparse.figures.totals())
     metrics: list[Metric] = []
     for place, name in enumerate(SPARSE_COUNTERS):
@@ -106,9 +145,15 @@ def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
         for growth in rows:
             family.add_metric([str(growth.layer_index)], float(growth.values[place]))
         metrics.append(family)
-    latency = HistogramMetricFamily("hotkv_sparse_select_seconds", "selections by the server, from request to answer")
+    latency = HistogramMetricFamily(
+        "hotkv_sparse_select_seconds", "selections by the server, from request to answer"
+    )
     names = [*map(str, LATENCY_BOUNDS_S), "+Inf"]
-    latency.add_metric([], list(zip(names, itertools.accumulate(sparse.latency.counts), strict=True)), sparse.latency.sum_s)
+    latency.add_metric(
+        [],
+        list(zip(names, itertools.accumulate(sparse.latency.counts), strict=True)),
+        sparse.latency.sum_s,
+    )
     return [*metrics, latency]
 
 
@@ -175,8 +220,16 @@ class _Connection(asyncio.Protocol):
 
     def _send(self, status: int, body: bytes) -> None:
         assert self._transport is not None
-        headers = [("Content-Type", CONTENT_TYPE), ("Content-Length", str(len(body))), ("Connection", "close")]
-        parts: list[h11.Event] = [h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+        headers = [
+            ("Content-Type", CONTENT_TYPE),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+        ]
+        parts: list[h11.Event] = [
+            h11.Response(status_code=status, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
         with contextlib.suppress(h11.LocalProtocolError):
             self._transport.write(b"".join(self._http.send(part) or b"" for part in parts))
         self._transport.close()
@@ -196,16 +249,22 @@ class HttpServer:
         self._connections: dict[_Connection, None] = {}
         self._generating: asyncio.Task[bytes] | None = None
         self._last_turn_s = time.monotonic()
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
         self.port = int(listener.getsockname()[1])
         self._loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="hotkv-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(listener,), name="hotkv-http", daemon=True
+        )
         self._thread.start()
 
     def _run(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(self._loop.create_server(lambda: _Connection(self), sock=listener))
+        server = self._loop.run_until_complete(
+            self._loop.create_server(lambda: _Connection(self), sock=listener)
+        )
         self._turn()
         self._loop.run_forever()
         server.close()
@@ -221,7 +280,8 @@ class HttpServer:
         self._loop.call_later(TURN_S, self._turn)
 
     def opened(self, connection: _Connection) -> None:
-        """A connection was taken. Where there are too many, the oldest that has not yet asked for anything goes, or else this one."""
+        """A connection was taken. Where there are too many, the oldest that has not yet asked for
+        anything goes, or else this one."""
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
             going = next((one for one in self._connections if not one.has_asked), connection)

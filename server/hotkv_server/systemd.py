@@ -1,4 +1,5 @@
-"""What systemd is told, where it listens (sd_notify); elsewhere nothing is said. Failing to say it is no fault of the server's."""
+"""What systemd is told, where it listens (sd_notify); elsewhere nothing is said. Failing to say it
+is no fault of the server's."""
 
 import contextlib
 import logging
@@ -19,7 +20,9 @@ def notify(*lines: str) -> None:
     if not address:
         return
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as notifier:
+        with socket.socket(
+            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        ) as notifier:
             notifier.connect("\0" + address[1:] if address.startswith("@") else address)
             notifier.sendall("\n".join(lines).encode())
     except OSError as error:
@@ -33,7 +36,8 @@ def extension(seconds: float) -> str:
 
 @contextlib.contextmanager
 def patience(what: str, progress: Callable[[], int]) -> Iterator[None]:
-    """Asks for more time for as long as `progress` grows, however long the block takes; from a thread, as the block may hold its own."""
+    """Asks for more time for as long as `progress` grows, however long the block takes; from a
+    thread, as the block may hold its own."""
     over = threading.Event()
 
     def beat() -> None:

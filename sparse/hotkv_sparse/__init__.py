@@ -1,11 +1,13 @@
 """Sparse decode, the pure part: which blocks of a long context a step should attend to.
 
-From unpacked keys to a selection, in the order of a step:
-`representations.build` when a block fills; `scores.prepare` and `scores.score` with a step's query; `weights.aggregate` (where scorers are
-fused, after `weights.fuse`); `topk.span` and `topk.select`; `hotset.HotSet.step`. `config.SparseConfig` says how,
-`budget.AdaptiveCapacity` how large, `superblocks` scores summaries in two levels, `torch_ops` is the same on a GPU.
+From unpacked keys to a selection, in the order of a step: `representations.build` when a block
+fills; `scores.prepare` and `scores.score` with a step's query; `weights.aggregate` (where scorers
+are fused, after `weights.fuse`); `topk.span` and `topk.select`; `hotset.HotSet.step`.
+`config.SparseConfig` says how, `budget.AdaptiveCapacity` how large, `superblocks` scores summaries
+in two levels, `torch_ops` is the same on a GPU.
 
-No I/O but in `centre_file`, no clock, no threads. numpy is enough; numba makes it fast, and is loaded on first use.
+No I/O but in `centre_file`, no clock, no threads. numpy is enough; numba makes it fast, and is
+loaded on first use.
 """
 
 from hotkv_sparse.budget import AdaptiveCapacity

@@ -1,8 +1,9 @@
 """How large a hot set should be, learned from what its steps needed.
 
-With `adaptive_p`, selections are as large as the attention mass asks, up to the budget. The hot set follows: twice what
-selections need of late (quickly up, slowly down), more where steps keep missing more than they may load. Always between
-twice the always kept blocks and `MAX_SETS` times the budget.
+With `adaptive_p`, selections are as large as the attention mass asks, up to the budget. The hot set
+follows: twice what selections need of late (quickly up, slowly down), more where steps keep missing
+more than they may load. Always between twice the always kept blocks and `MAX_SETS` times the
+budget.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ _PRESSURE_RATE = 0.1
 
 @dataclass(slots=True)
 class AdaptiveCapacity:
-    """Capacity of one hot set. `budget_blocks`: the ceiling of a selection; `always_blocks`: what is kept whatever happens.
+    """Capacity of one hot set. `budget_blocks`: the ceiling of a selection; `always_blocks`: what
+    is kept whatever happens.
 
-    `needed_blocks`: a peak of recent selections that decays by 2 % a step. `pressure_ratio`: of late, the share of steps that missed more
-    than they might load. `sets`: capacity over need, raised under pressure.
+    `needed_blocks`: a peak of recent selections that decays by 2 % a step. `pressure_ratio`: of
+    late, the share of steps that missed more than they might load. `sets`: capacity over need,
+    raised under pressure.
     """
 
     budget_blocks: int
@@ -29,8 +32,11 @@ class AdaptiveCapacity:
     sets: float = USUAL_SETS
 
     def observe(self, selected_blocks: int, left_blocks: int) -> int:
-        """One step selected so many blocks and left so many of them to prefetch; returns the capacity that the hot set should have."""
-        self.needed_blocks = max(float(min(selected_blocks, self.budget_blocks)), self.needed_blocks * _DECAY)
+        """One step selected so many blocks and left so many of them to prefetch; returns the
+        capacity that the hot set should have."""
+        self.needed_blocks = max(
+            float(min(selected_blocks, self.budget_blocks)), self.needed_blocks * _DECAY
+        )
         self.pressure_ratio += _PRESSURE_RATE * (float(left_blocks > 0) - self.pressure_ratio)
         if self.pressure_ratio > 0.5:
             self.sets = min(self.sets * 1.05, MAX_SETS)

@@ -1,11 +1,12 @@
 """The centre of a layer's keys: what all of them share, and no code should spend its bits on.
 
-Calibrated once per model from any ordinary text, a centre makes codes of the same size clearly better (SmolLM2-135M, 4k tokens,
-5 % budget, centre from other text: strong-block recall on long-range copy .90 to .98 with rot2u, .56 to .77 with rot1u). A
-centre that does not fit is worse than none. It is part of a representation's version.
+Calibrated once per model from any ordinary text, a centre makes codes of the same size clearly
+better (SmolLM2-135M, 4k tokens, 5 % budget, centre from other text: strong-block recall on
+long-range copy .90 to .98 with rot2u, .56 to .77 with rot1u). A centre that does not fit is worse
+than none. It is part of a representation's version.
 
-`CentreEstimate` measures one and `measured_bias` what it leaves to correct; `Centres` are those of a model's layers, which
-`centre_file` keeps in a file.
+`CentreEstimate` measures one and `measured_bias` what it leaves to correct; `Centres` are those of
+a model's layers, which `centre_file` keeps in a file.
 
 Shapes: N tokens, S tokens of a context, Q query heads, H KV heads, D channels, B blocks.
 """
@@ -26,13 +27,15 @@ F32 = npt.NDArray[np.float32]
 MIN_TOKENS = 1024
 """Fewer tokens give no centre to rely on."""
 FIRST_TOKENS = 64
-"""The first tokens of a context are left out of its centre: attention sinks have keys unlike all others."""
+"""The first tokens of a context are left out of its centre: attention sinks have keys unlike all
+others."""
 SINK_TOKENS, RECENT_TOKENS = 32, 64
 """Always kept whatever their score, as `SparseConfig` has it by default."""
 
 
 class CentreEstimate:
-    """Mean key of one layer over the tokens it is shown; leave the first `FIRST_TOKENS` of a context out."""
+    """Mean key of one layer over the tokens it is shown; leave the first `FIRST_TOKENS` of a
+    context out."""
 
     def __init__(self, kv_heads: int, head_size: int) -> None:
         self.num_tokens = 0
@@ -42,10 +45,15 @@ class CentreEstimate:
         return f"CentreEstimate({list(self._sum_HD.shape)}, {self.num_tokens} tokens)"
 
     def add(self, keys_NHD: npt.NDArray[np.float32]) -> None:
-        """Takes keys float32 [N, H, D], after RoPE, into account; keys that aren't finite are left out. INVALID_FIELD on another shape."""
+        """Takes keys float32 [N, H, D], after RoPE, into account; keys that aren't finite are left
+        out. INVALID_FIELD on another shape."""
         if keys_NHD.shape[1:] != self._sum_HD.shape:
             raise HotKVError(
-                Reason.INVALID_FIELD, f"keys are {list(keys_NHD.shape)}; pass [tokens, {', '.join(map(str, self._sum_HD.shape))}]"
+                Reason.INVALID_FIELD,
+                (
+                    f"keys are {list(keys_NHD.shape)}; pass [tokens, "
+                    f"{', '.join(map(str, self._sum_HD.shape))}]"
+                ),
             )
         finite = keys_NHD[np.isfinite(keys_NHD).all(axis=(1, 2))]
         self.num_tokens += len(finite)
@@ -59,19 +67,34 @@ class CentreEstimate:
 
 
 def measured_bias(
-    name: str, mu_HD: F32 | None, keys_SHD: F32, queries_NQD: F32, positions_N: Sequence[int], scale: float | None = None
+    name: str,
+    mu_HD: F32 | None,
+    keys_SHD: F32,
+    queries_NQD: F32,
+    positions_N: Sequence[int],
+    scale: float | None = None,
 ) -> float:
-    """By how much token format `name` with centre `mu_HD` overestimates a block's log mass, in nats; its own bias where nothing has mass.
+    """By how much token format `name` with centre `mu_HD` overestimates a block's log mass, in
+    nats; its own bias where nothing has mass.
 
-    Mean of estimated minus exact log mass over blocks of 16 tokens and query heads, weighted by exact mass. `keys_SHD` float32 are
-    those of a context from its first token on, `queries_NQD` float32 the queries of its tokens `positions_N`. Sinks and recent tokens
-    are left out: no score decides on them.
+    Mean of estimated minus exact log mass over blocks of 16 tokens and query heads, weighted by
+    exact mass. `keys_SHD` float32 are those of a context from its first token on, `queries_NQD`
+    float32 the queries of its tokens `positions_N`. Sinks and recent tokens are left out: no score
+    decides on them.
     """
     form = format_named(name)
-    num_blocks, kv_heads, head_size = len(keys_SHD) // RUN_TOKENS, keys_SHD.shape[1], keys_SHD.shape[2]
+    num_blocks, kv_heads, head_size = (
+        len(keys_SHD) // RUN_TOKENS,
+        keys_SHD.shape[1],
+        keys_SHD.shape[2],
+    )
     scale = 1.0 / math.sqrt(head_size) if scale is None else scale
     packed = build(
-        name, np.ascontiguousarray(keys_SHD[: num_blocks * RUN_TOKENS]).reshape(num_blocks, RUN_TOKENS, kv_heads, head_size), mu_HD
+        name,
+        np.ascontiguousarray(keys_SHD[: num_blocks * RUN_TOKENS]).reshape(
+            num_blocks, RUN_TOKENS, kv_heads, head_size
+        ),
+        mu_HD,
     )
     keys_HDS = keys_SHD.transpose(1, 2, 0)
     first, excess, mass = SINK_TOKENS // RUN_TOKENS, 0.0, 0.0
@@ -79,11 +102,19 @@ def measured_bias(
         last = (position + 1 - RECENT_TOKENS) // RUN_TOKENS
         if last <= first:
             continue
-        grouped = query_QD.reshape(kv_heads, -1, head_size) @ keys_HDS[..., : position + 1] * np.float32(scale)
+        grouped = (
+            query_QD.reshape(kv_heads, -1, head_size)
+            @ keys_HDS[..., : position + 1]
+            * np.float32(scale)
+        )
         token_QS = grouped.reshape(len(query_QD), -1)
         peak = token_QS.max(axis=1, keepdims=True)
         share_QS = np.exp(token_QS - peak)
-        share_QB = share_QS[:, first * RUN_TOKENS : last * RUN_TOKENS].reshape(len(query_QD), -1, RUN_TOKENS).sum(axis=2)
+        share_QB = (
+            share_QS[:, first * RUN_TOKENS : last * RUN_TOKENS]
+            .reshape(len(query_QD), -1, RUN_TOKENS)
+            .sum(axis=2)
+        )
         candidates = np.arange(first, last, dtype=np.int32)
         estimated_QB = score(prepare(name, query_QD, mu_HD, scale, 0.0), packed, candidates) - peak
         share_of_all_QB = share_QB / share_QS.sum(axis=1, keepdims=True)
@@ -99,7 +130,8 @@ TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
 
 @dataclass(frozen=True, slots=True)
 class LayerCentre:
-    """One layer's calibration: `mu` float32 [H, D]; `bias` by token format: how much block log mass is overestimated with it, in nats."""
+    """One layer's calibration: `mu` float32 [H, D]; `bias` by token format: how much block log mass
+    is overestimated with it, in nats."""
 
     mu: F32
     bias: Mapping[str, float]
@@ -107,9 +139,11 @@ class LayerCentre:
 
 @dataclass(frozen=True, slots=True)
 class Centres:
-    """A model's calibration, by layer index; layers that are absent have centre 0. INVALID_FIELD where a part cannot be used.
+    """A model's calibration, by layer index; layers that are absent have centre 0. INVALID_FIELD
+    where a part cannot be used.
 
-    `model`: what it was made from, for people to read; `num_tokens`: how many keys each centre is the mean of.
+    `model`: what it was made from, for people to read; `num_tokens`: how many keys each centre is
+    the mean of.
     """
 
     model: str
@@ -120,7 +154,9 @@ class Centres:
         if type(self.model) is not str:
             raise _refuse("model", f"is {type(self.model).__name__}, not text")
         if type(self.num_tokens) is not int or self.num_tokens < MIN_TOKENS:
-            raise _refuse("num_tokens", f"is {self.num_tokens!r}; a centre takes {MIN_TOKENS} tokens or more")
+            raise _refuse(
+                "num_tokens", f"is {self.num_tokens!r}; a centre takes {MIN_TOKENS} tokens or more"
+            )
         if not self.layers:
             raise _refuse("layers", "is empty; there is no centre of any layer")
         for index, layer in self.layers.items():
@@ -137,7 +173,8 @@ class Centres:
         return None if found is None else found.mu
 
     def bias(self, layer: int, name: str) -> float | None:
-        """By how much a format overestimates a block's log mass in this layer with its centre, in nats; None: not measured."""
+        """By how much a format overestimates a block's log mass in this layer with its centre, in
+        nats; None: not measured."""
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 
@@ -145,15 +182,24 @@ class Centres:
 def _check_layer(index: int, layer: LayerCentre) -> None:
     mu = layer.mu
     if mu.dtype != np.float32 or mu.ndim != 2 or not mu.size:
-        raise _refuse(f"mu of layer {index}", f"is {mu.dtype} {list(mu.shape)}, not float32 [kv_heads, head_size]")
+        raise _refuse(
+            f"mu of layer {index}",
+            f"is {mu.dtype} {list(mu.shape)}, not float32 [kv_heads, head_size]",
+        )
     if not np.isfinite(mu).all():
         raise _refuse(f"mu of layer {index}", "has values that are not finite")
     for name, bias in layer.bias.items():
         if name not in TOKEN_FORMATS:
-            raise _refuse(f"bias of layer {index}", f"is for {name!r}; token formats are {', '.join(TOKEN_FORMATS)}")
+            raise _refuse(
+                f"bias of layer {index}",
+                f"is for {name!r}; token formats are {', '.join(TOKEN_FORMATS)}",
+            )
         if type(bias) is not float or not math.isfinite(bias):
             raise _refuse(f"bias of layer {index}", f"is {bias!r} for {name}, not a finite number")
 
 
 def _refuse(field: str, problem: str) -> HotKVError:
-    return HotKVError(Reason.INVALID_FIELD, f"centres: {field} {problem}; calibrate again (python -m hotkv_vllm.sparse.calibrate)")
+    return HotKVError(
+        Reason.INVALID_FIELD,
+        f"centres: {field} {problem}; calibrate again (python -m hotkv_vllm.sparse.calibrate)",
+    )

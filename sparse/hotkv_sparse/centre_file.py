@@ -1,10 +1,12 @@
 """Centres in a file: the one module of `hotkv_sparse` that reads and writes.
 
-A file is an npz archive without compression and without pickled objects. What is read has been checked whole: a file that is cut
-short, damaged, or made by something else is refused with INVALID_FIELD, which names file and problem. A file appears whole or not at all.
+A file is an npz archive without compression and without pickled objects. What is read has been
+checked whole: a file that is cut short, damaged, or made by something else is refused with
+INVALID_FIELD, which names file and problem. A file appears whole or not at all.
 
-Arrays: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64 [L], ascending; `formats` text [F] and `bias`
-float64 [L, F], NaN where not measured; `mu_<layer>` float32 [H, D] of each layer.
+Arrays: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64 [L],
+ascending; `formats` text [F] and `bias` float64 [L, F], NaN where not measured; `mu_<layer>`
+float32 [H, D] of each layer.
 """
 
 import io
@@ -28,7 +30,8 @@ Array = npt.NDArray[Any]
 
 
 def read_centres(path: str | os.PathLike[str]) -> Centres:
-    """The centres in the file; INVALID_FIELD where it is absent or no file that `write_centres` made. Blocks while it reads."""
+    """The centres in the file; INVALID_FIELD where it is absent or no file that `write_centres`
+    made. Blocks while it reads."""
     try:
         arrays = _arrays(Path(path))
         return _centres(arrays)
@@ -39,11 +42,14 @@ def read_centres(path: str | os.PathLike[str]) -> Centres:
     except KeyError as error:
         raise _refuse(path, f"has no array {error.args[0]!r}") from None
     except _BROKEN as error:
-        raise _refuse(path, f"is no file of centres: {str(error) or type(error).__name__}") from None
+        raise _refuse(
+            path, f"is no file of centres: {str(error) or type(error).__name__}"
+        ) from None
 
 
 def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
-    """Writes the file, in place of one that is there; raises OSError, and then nothing has changed. Blocks."""
+    """Writes the file, in place of one that is there; raises OSError, and then nothing has changed.
+    Blocks."""
     target = Path(path)
     layers = sorted(centres.layers)
     bias = [[_or_nan(centres.bias(layer, name)) for name in TOKEN_FORMATS] for layer in layers]
@@ -69,7 +75,16 @@ def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
         raise
 
 
-_BROKEN = (zipfile.BadZipFile, ValueError, EOFError, MemoryError, NotImplementedError, RuntimeError, OverflowError, TypeError)
+_BROKEN = (
+    zipfile.BadZipFile,
+    ValueError,
+    EOFError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+    OverflowError,
+    TypeError,
+)
 """What zipfile and numpy raise where bytes are not what they should be."""
 
 
@@ -91,14 +106,18 @@ def _write(file: io.BufferedWriter, arrays: dict[str, Array]) -> None:
 
 
 def _arrays(path: Path) -> dict[str, Array]:
-    """All arrays of an archive; checksums are compared, and nothing is unpacked that the file does not itself hold byte by byte."""
+    """All arrays of an archive; checksums are compared, and nothing is unpacked that the file does
+    not itself hold byte by byte."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
             raise ValueError(f"it has {size} bytes")
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(entry.file_size for entry in entries) > size:
+            if (
+                any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+                or sum(entry.file_size for entry in entries) > size
+            ):
                 raise ValueError("its arrays are compressed")
             data = {entry.filename.removesuffix(".npy"): archive.read(entry) for entry in entries}
     return {name: _array_in(some) for name, some in data.items()}
@@ -128,15 +147,27 @@ def _centres(arrays: dict[str, Array]) -> Centres:
     layers = _array(arrays, "layers", "i", 1).tolist()
     formats = _array(arrays, "formats", "U", 1).tolist()
     bias = np.asarray(_array(arrays, "bias", "f", 2), np.float64)
-    if bias.shape != (len(layers), len(formats)) or len(set(layers)) != len(layers) or len(set(formats)) != len(formats):
-        raise ValueError(f"its bias is {list(bias.shape)}, its layers {layers} and its formats {formats}")
+    if (
+        bias.shape != (len(layers), len(formats))
+        or len(set(layers)) != len(layers)
+        or len(set(formats)) != len(formats)
+    ):
+        raise ValueError(
+            f"its bias is {list(bias.shape)}, its layers {layers} and its formats {formats}"
+        )
     if np.isinf(bias).any():
         raise ValueError("its bias has values that are not finite")
     found = {
         layer: LayerCentre(
             np.ascontiguousarray(arrays[f"mu_{layer}"]),
-            {name: float(value) for name, value in zip(formats, row, strict=True) if not np.isnan(value)},
+            {
+                name: float(value)
+                for name, value in zip(formats, row, strict=True)
+                if not np.isnan(value)
+            },
         )
         for layer, row in zip(layers, bias, strict=True)
     }
-    return Centres(str(_scalar(arrays, "model", "U")), int(_scalar(arrays, "num_tokens", "i")), found)
+    return Centres(
+        str(_scalar(arrays, "model", "U")), int(_scalar(arrays, "num_tokens", "i")), found
+    )

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that turn scores into a choice of blocks; part of `hotkv_sparse.kernels`, through which they are loaded.
+"""Numba kernels that turn scores into a choice of blocks; part of `hotkv_sparse.kernels`, through
+which they are loaded.
 
-What they compute, and the plain twins: `hotkv_sparse.weights` and `hotkv_sparse.topk`. Called with checked arrays; scratch is
-their own; all run without the GIL. A row of scores is read twice, the second time from the nearest cache.
+What they compute, and the plain twins: `hotkv_sparse.weights` and `hotkv_sparse.topk`. Called with
+checked arrays; scratch is their own; all run without the GIL. A row of scores is read twice, the
+second time from the nearest cache.
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
 """
@@ -16,13 +18,19 @@ from numba import types
 from hotkv_sparse import choice_lanes as lanes
 from hotkv_sparse.vectors import MIN_SCORE
 
-_F32_1, _F32_2 = types.Array(types.float32, 1, "C", readonly=True), types.Array(types.float32, 2, "C", readonly=True)
+_F32_1, _F32_2 = (
+    types.Array(types.float32, 1, "C", readonly=True),
+    types.Array(types.float32, 2, "C", readonly=True),
+)
 _MASK = types.Array(types.boolean, 1, "C", readonly=True)
 
 
 @numba.njit(nogil=True, cache=True)
-def _exps(scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights: Any, sums: Any) -> tuple[Any, Any]:
-    """sums += weights * words[2], then weights = e^(scores[head] - peak); both are padded to whole runs.
+def _exps(
+    scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights: Any, sums: Any
+) -> tuple[Any, Any]:
+    """sums += weights * words[2], then weights = e^(scores[head] - peak); both are padded to whole
+    runs.
 
     Returns (e^(log_mass - peak), the sum of the weights and it). Scratch: tail [16], words [0, 1].
     """
@@ -41,13 +49,27 @@ def _exps(scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights:
     own = np.float32(np.exp(log_mass - words[0]))
     words[1] = own
     lanes.EXP(row, words_at, weights_at, runs, words_at + 4, num_blocks * 4, words_at + 8, sums_at)
-    lanes.EXP(tail.ctypes.data, words_at, weights_at + runs * 64, 1, words_at + 4, 0, words_at + 8, sums_at + runs * 64)
+    lanes.EXP(
+        tail.ctypes.data,
+        words_at,
+        weights_at + runs * 64,
+        1,
+        words_at + 4,
+        0,
+        words_at + 8,
+        sums_at + runs * 64,
+    )
     return own, max(words[1], np.float32(1e-20))
 
 
-@numba.njit(types.void(_F32_2, _F32_1, types.float32[:, ::1], types.float32[::1], types.float32[::1]), nogil=True, cache=True)
+@numba.njit(
+    types.void(_F32_2, _F32_1, types.float32[:, ::1], types.float32[::1], types.float32[::1]),
+    nogil=True,
+    cache=True,
+)
 def aggregate(scores: Any, always_log_mass: Any, per_head: Any, shared: Any, always: Any) -> None:
-    """Shares of the attention mass: per_head [H, S], shared [S], always [H] from scores [Q, S] and always_log_mass [Q]."""
+    """Shares of the attention mass: per_head [H, S], shared [S], always [H] from scores [Q, S] and
+    always_log_mass [Q]."""
     num_heads, num_blocks = scores.shape
     kv_heads = per_head.shape[0]
     group, runs = num_heads // kv_heads, num_blocks // 16 + 1
@@ -56,7 +78,15 @@ def aggregate(scores: Any, always_log_mass: Any, per_head: Any, shared: Any, alw
     factor_at = words.ctypes.data + 8
     always[:] = 0
     for head in range(num_heads):
-        own, total = _exps(scores, head, always_log_mass[head], tail, words, weights, sums[max(head - 1, 0) // group])
+        own, total = _exps(
+            scores,
+            head,
+            always_log_mass[head],
+            tail,
+            words,
+            weights,
+            sums[max(head - 1, 0) // group],
+        )
         words[2] = np.float32(1.0) / (total * np.float32(group))
         always[head // group] += own * words[2]
     lanes.ADD_SCALED(weights.ctypes.data, factor_at, sums[kv_heads - 1].ctypes.data, runs)
@@ -71,7 +101,8 @@ def aggregate(scores: Any, always_log_mass: Any, per_head: Any, shared: Any, alw
 
 @numba.njit(nogil=True, cache=True)
 def _bits(priority: Any, values: Any) -> Any:
-    """values = the bits of positive floats, which order like the floats, 0 for all else; returns the largest."""
+    """values = the bits of positive floats, which order like the floats, 0 for all else; returns
+    the largest."""
     bits, largest = priority.view(np.int32), np.int32(0)
     for i in range(priority.shape[0]):
         value = bits[i] if priority[i] > 0 else np.int32(0)
@@ -84,8 +115,8 @@ def _bits(priority: Any, values: Any) -> Any:
 def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
     """out = indices of the len(out) < num largest of values[:num], ascending; of equals the lowest.
 
-    `values` int32 >= 0, padded to whole runs with -1. Halves the range of the last value that is in: counting what is above a bound takes
-    no branch and no memory beside the values.
+    `values` int32 >= 0, padded to whole runs with -1. Halves the range of the last value that is
+    in: counting what is above a bound takes no branch and no memory beside the values.
     """
     words, runs, count = np.empty(2, np.int32), (num + 15) // 16, out.shape[0]
     low, high, above = np.int64(0), np.int64(largest) + 1, np.int64(0)
@@ -111,7 +142,8 @@ def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
 
 @numba.njit(types.void(_F32_1, types.int32[::1]), nogil=True, cache=True)
 def top(priority: Any, out: Any) -> None:
-    """Indices of the len(out) < len(priority) largest, ascending; of equals the lowest. What is not above 0 ranks as 0."""
+    """Indices of the len(out) < len(priority) largest, ascending; of equals the lowest. What is not
+    above 0 ranks as 0."""
     num = priority.shape[0]
     values = np.full(num // 16 * 16 + 16, -1, np.int32)
     _top(values, num, _bits(priority, values), out)
@@ -119,18 +151,27 @@ def top(priority: Any, out: Any) -> None:
 
 @numba.njit(
     types.UniTuple(types.float64, 2)(
-        _F32_2, _F32_1, _MASK, types.float32, types.int64, types.int64, types.int32[::1], types.float32[::1]
+        _F32_2, _F32_1, _MASK, types.float32, types.int64, types.int64, types.int32[::1],
+        types.float32[::1]
     ),
     nogil=True,
     cache=True,
 )  # fmt: skip
 def choose(
-    scores: Any, always_log_mass: Any, resident: Any, prior: Any, first: Any, count: Any, blocks: Any, weights: Any
+    scores: Any,
+    always_log_mass: Any,
+    resident: Any,
+    prior: Any,
+    first: Any,
+    count: Any,
+    blocks: Any,
+    weights: Any,
 ) -> tuple[Any, Any]:
     """`aggregate` and `top` in one: blocks [n] and weights [n] of a selection from scores [Q, S].
 
-    `first` blocks before the candidates and those after them, up to `count`, are always kept and weigh inf. `resident` [S], or [0] for no
-    prior, favours blocks by 1 + `prior`. Returns (share of what is always kept, share of the chosen).
+    `first` blocks before the candidates and those after them, up to `count`, are always kept and
+    weigh inf. `resident` [S], or [0] for no prior, favours blocks by 1 + `prior`. Returns (share of
+    what is always kept, share of the chosen).
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

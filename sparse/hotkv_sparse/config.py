@@ -1,7 +1,7 @@
 """What an operator may ask of sparse decode.
 
-A `SparseConfig` is checked twice: alone when it is made, and against the model by `check`, before anything uses it.
-Every refusal names the field, the value and the fix.
+A `SparseConfig` is checked twice: alone when it is made, and against the model by `check`, before
+anything uses it. Every refusal names the field, the value and the fix.
 """
 
 import math
@@ -25,13 +25,15 @@ def _refuse(name: str, value: object, fix: str) -> HotKVError:
 class SparseConfig:
     """Sparse decode as configured; `HotKVError` (INVALID_FIELD) where it makes no sense.
 
-    `sparse_topk`: the budget of a sequence and layer, always kept tokens included; an int counts tokens, a float is a share of the context.
-    `adaptive_p`: attention mass to reach; the budget is then a ceiling. None: always the whole budget.
-    `scorer`, `scorer_of_layer`: a representation's name, for all layers and for single ones.
-    `fusion`: scorer to exponent; a weighted geometric mean of several scorers in place of `scorer`. Empty: no fusion.
-    `sink_tokens`, `recent_tokens`: always attended at the two ends of the context; the partial block is always kept too.
-    `dense_layers`: attended whole. `max_correction_blocks`: blocks a set may load per layer and step with the fresh query.
-    `residency_prior`: a resident block's weight counts 1 + this; used by `lru_prior`. `min_context_tokens`: shorter contexts stay dense.
+    `sparse_topk`: the budget of a sequence and layer, always kept tokens included; an int counts
+    tokens, a float is a share of the context. `adaptive_p`: attention mass to reach; the budget is
+    then a ceiling. None: always the whole budget. `scorer`, `scorer_of_layer`: a representation's
+    name, for all layers and for single ones. `fusion`: scorer to exponent; a weighted geometric
+    mean of several scorers in place of `scorer`. Empty: no fusion. `sink_tokens`, `recent_tokens`:
+    always attended at the two ends of the context; the partial block is always kept too.
+    `dense_layers`: attended whole. `max_correction_blocks`: blocks a set may load per layer and
+    step with the fresh query. `residency_prior`: a resident block's weight counts 1 + this; used by
+    `lru_prior`. `min_context_tokens`: shorter contexts stay dense.
     """
 
     sparse_topk: int | float = 0.1
@@ -55,12 +57,19 @@ class SparseConfig:
         if self.copy_method not in COPY_METHODS:
             raise _refuse("copy_method", self.copy_method, f"use one of {', '.join(COPY_METHODS)}")
         if self.cache_policy not in CACHE_POLICIES:
-            raise _refuse("cache_policy", self.cache_policy, f"use one of {', '.join(CACHE_POLICIES)}")
+            raise _refuse(
+                "cache_policy", self.cache_policy, f"use one of {', '.join(CACHE_POLICIES)}"
+            )
         if not (math.isfinite(self.residency_prior) and self.residency_prior >= 0.0):
             raise _refuse("residency_prior", self.residency_prior, "use a number from 0 up")
 
     def _check_counts(self) -> None:
-        for name, least in (("sink_tokens", 0), ("recent_tokens", 1), ("max_correction_blocks", 0), ("min_context_tokens", 0)):
+        for name, least in (
+            ("sink_tokens", 0),
+            ("recent_tokens", 1),
+            ("max_correction_blocks", 0),
+            ("min_context_tokens", 0),
+        ):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise _refuse(name, value, f"use an integer from {least} up")
@@ -70,23 +79,51 @@ class SparseConfig:
 
     def _check_budget(self) -> None:
         topk = self.sparse_topk
-        if type(topk) not in (int, float) or not math.isfinite(topk) or topk <= 0 or (type(topk) is float and topk > 1.0):
-            raise _refuse("sparse_topk", topk, "use a number of tokens (an integer) or a share of the context (above 0.0, at most 1.0)")
+        if (
+            type(topk) not in (int, float)
+            or not math.isfinite(topk)
+            or topk <= 0
+            or (type(topk) is float and topk > 1.0)
+        ):
+            raise _refuse(
+                "sparse_topk",
+                topk,
+                (
+                    "use a number of tokens (an integer) or a share of the context (above 0.0, at "
+                    "most 1.0)"
+                ),
+            )
         if type(topk) is int and topk < self.always_tokens:
-            fix = f"use at least sink_tokens + recent_tokens = {self.always_tokens}, or lower those two"
+            fix = (
+                f"use at least sink_tokens + recent_tokens = {self.always_tokens}, or lower "
+                "those two"
+            )
             raise _refuse("sparse_topk", topk, fix)
         if self.adaptive_p is not None and not 0.0 < self.adaptive_p < 1.0:
-            raise _refuse("adaptive_p", self.adaptive_p, "use a share of the attention mass between 0 and 1, such as 0.9, or leave it out")
+            raise _refuse(
+                "adaptive_p",
+                self.adaptive_p,
+                "use a share of the attention mass between 0 and 1, such as 0.9, or leave it out",
+            )
 
     def _check_scorers(self) -> None:
         named = [("scorer", self.scorer)]
-        named += [(f"scorer_of_layer[{layer}]", name) for layer, name in self.scorer_of_layer.items()]
+        named += [
+            (f"scorer_of_layer[{layer}]", name) for layer, name in self.scorer_of_layer.items()
+        ]
         named += [("fusion", name) for name in self.fusion]
         for where, name in named:
             if name not in FORMATS:
                 raise _refuse(where, name, f"use one of {', '.join(FORMATS)}")
             if self.adaptive_p is not None and not token_scorer(name):
-                raise _refuse(where, name, "adaptive_p needs a scorer that estimates mass: rot1u, rot2u or rot3u; or leave adaptive_p out")
+                raise _refuse(
+                    where,
+                    name,
+                    (
+                        "adaptive_p needs a scorer that estimates mass: rot1u, rot2u or rot3u; or "
+                        "leave adaptive_p out"
+                    ),
+                )
         for layer in self.scorer_of_layer:
             if type(layer) is not int or layer < 0:
                 raise _refuse("scorer_of_layer", layer, "use layer numbers from 0 up as keys")
@@ -95,23 +132,42 @@ class SparseConfig:
                 raise _refuse(f"fusion[{name}]", exponent, "use an exponent above 0")
 
     def check(self, num_layers: int, block_tokens: int) -> None:
-        """Refuses what does not fit a model of `num_layers` layers whose blocks hold `block_tokens` tokens."""
+        """Refuses what does not fit a model of `num_layers` layers whose blocks hold `block_tokens`
+        tokens."""
         for layer in self.dense_layers:
             if layer >= num_layers:
                 raise _refuse(
-                    "dense_layers", self.dense_layers, f"the model has {num_layers} layers; use numbers from 0 to {num_layers - 1}"
+                    "dense_layers",
+                    self.dense_layers,
+                    f"the model has {num_layers} layers; use numbers from 0 to {num_layers - 1}",
                 )
         for layer in self.scorer_of_layer:
             if layer >= num_layers:
-                raise _refuse("scorer_of_layer", layer, f"the model has {num_layers} layers; use numbers from 0 to {num_layers - 1}")
+                raise _refuse(
+                    "scorer_of_layer",
+                    layer,
+                    f"the model has {num_layers} layers; use numbers from 0 to {num_layers - 1}",
+                )
         least = self.max_always_blocks(block_tokens) + 1
-        if self.budget_blocks(self.min_context_tokens, block_tokens) >= least or self.min_context_tokens <= least * block_tokens:
+        if (
+            self.budget_blocks(self.min_context_tokens, block_tokens) >= least
+            or self.min_context_tokens <= least * block_tokens
+        ):
             return
-        fix = f"sinks, recent window, the partial block and one more take {least} blocks of {block_tokens} tokens"
+        fix = (
+            f"sinks, recent window, the partial block and one more take {least} blocks of "
+            f"{block_tokens} tokens"
+        )
         if type(self.sparse_topk) is int:
-            raise _refuse("sparse_topk", self.sparse_topk, f"{fix}; use at least {least * block_tokens}")
+            raise _refuse(
+                "sparse_topk", self.sparse_topk, f"{fix}; use at least {least * block_tokens}"
+            )
         needed = math.ceil(least * block_tokens / self.sparse_topk)
-        raise _refuse("sparse_topk", self.sparse_topk, f"{fix}; use more, or set min_context_tokens to {needed} or more")
+        raise _refuse(
+            "sparse_topk",
+            self.sparse_topk,
+            f"{fix}; use more, or set min_context_tokens to {needed} or more",
+        )
 
     @property
     def always_tokens(self) -> int:
@@ -120,15 +176,23 @@ class SparseConfig:
 
     def max_always_blocks(self, block_tokens: int) -> int:
         """The most blocks that sinks, recent window and partial block can touch."""
-        return -(-self.sink_tokens // block_tokens) + (self.recent_tokens + block_tokens - 2) // block_tokens + 1
+        return (
+            -(-self.sink_tokens // block_tokens)
+            + (self.recent_tokens + block_tokens - 2) // block_tokens
+            + 1
+        )
 
     def budget_blocks(self, context_tokens: int, block_tokens: int) -> int:
-        """Blocks a sequence of `context_tokens` may select per layer, always kept ones included; never more than it has."""
-        budget_tokens = self.sparse_topk if type(self.sparse_topk) is int else self.sparse_topk * context_tokens
+        """Blocks a sequence of `context_tokens` may select per layer, always kept ones included;
+        never more than it has."""
+        budget_tokens = (
+            self.sparse_topk if type(self.sparse_topk) is int else self.sparse_topk * context_tokens
+        )
         return min(math.ceil(budget_tokens / block_tokens), -(-context_tokens // block_tokens))
 
     def scorers_of(self, layer: int) -> Mapping[str, float]:
-        """Scorer to exponent of a layer; one scorer of exponent 1 unless scorers are fused; empty where the layer is dense."""
+        """Scorer to exponent of a layer; one scorer of exponent 1 unless scorers are fused; empty
+        where the layer is dense."""
         if layer in self.dense_layers:
             return {}
         if layer in self.scorer_of_layer:
@@ -136,6 +200,7 @@ class SparseConfig:
         return self.fusion or {self.scorer: 1.0}
 
     def formats(self, num_layers: int) -> tuple[str, ...]:
-        """The representations that a model of `num_layers` layers needs, in the order of `FORMATS`."""
+        """The representations that a model of `num_layers` layers needs, in the order of
+        `FORMATS`."""
         used = {name for layer in range(num_layers) for name in self.scorers_of(layer)}
         return tuple(name for name in FORMATS if name in used)

@@ -1,19 +1,23 @@
-"""What the bytes of a representation mean: one block's keys of one KV head and layer, small enough to score every step.
+"""What the bytes of a representation mean: one block's keys of one KV head and layer, small enough
+to score every step.
 
-Two kinds. A *token* format keeps a code of 1, 2 or 3 bits per channel and a scale per token; a *summary* format keeps one
-or two vectors per block. Byte order is little-endian. These bytes are stored beside blocks and read by other engines, so
-any change of them changes `LAYOUT_VERSION`.
+Two kinds. A *token* format keeps a code of 1, 2 or 3 bits per channel and a scale per token; a
+*summary* format keeps one or two vectors per block. Byte order is little-endian. These bytes are
+stored beside blocks and read by other engines, so any change of them changes `LAYOUT_VERSION`.
 
 Token formats are ceil(tokens / 16) runs of 16 tokens, each:
-  low lines   uint8 [lines][16 tokens][4]   the lowest w = 1 or 2 bits of codes: byte b of line l holds in its bits p * w to p * w + w - 1
-                                            the code of channel l * (32 / w) + 4 p + b
-  high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines with w = 1
+  low lines   uint8 [lines][16 tokens][4]   the lowest w = 1 or 2 bits of codes: byte b of line l
+                                            holds in its bits p * w to p * w + w - 1 the code of
+                                            channel l * (32 / w) + 4 p + b
+  high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
+                                            with w = 1
   sigma       float16 [16]                  scale per token; negative where there is no token
-A shift and a mask turn a line of 64 bytes into four channels of sixteen tokens, which is what a four-way byte product takes.
-Channels are padded to whole lines; padding means nothing.
+A shift and a mask turn a line of 64 bytes into four channels of sixteen tokens, which is what a
+four-way byte product takes. Channels are padded to whole lines; padding means nothing.
 
-Summary formats: parts uint8 [parts][D padded to 32], value + 128 with 128 in the padding, then float32 [parts], the scales;
-a scale is negative where there is no token. quest: max, min. cuboid: centre, radius. mean: mean.
+Summary formats: parts uint8 [parts][D padded to 32], value + 128 with 128 in the padding, then
+float32 [parts], the scales; a scale is negative where there is no token. quest: max, min. cuboid:
+centre, radius. mean: mean.
 """
 
 import hashlib
@@ -37,8 +41,9 @@ NO_TOKEN = -1.0
 class Format:
     """A representation. Token formats have `bits` and `levels`, summary formats `parts`.
 
-    `levels`: the integer that each code stands for, ascending; `level_unit`: integer steps per unit of a rotated key's rms;
-    `offset`: added to a level to make it an unsigned byte; `bias`: how much the log mass of a block is overestimated, in nats.
+    `levels`: the integer that each code stands for, ascending; `level_unit`: integer steps per unit
+    of a rotated key's rms; `offset`: added to a level to make it an unsigned byte; `bias`: how much
+    the log mass of a block is overestimated, in nats.
     """
 
     name: str
@@ -55,13 +60,23 @@ class Format:
         return ("quest", "cuboid", "mean").index(self.name)
 
 
-# Lloyd-Max levels of the normal distribution (SPARSE.md: ±.7979; ±.4528, ±1.510; ±.2451, ±.7560, ±1.344, ±2.152) in integer steps, the
-# largest at 127. A key's sigma is taken against these integers, so their rounding costs no bias. `bias` without a centre, measured on
-# SmolLM2-135M: .33 and .09 in SPARSE.md, .95 for 1 bit in the same way (mean over blocks by their true mass); a good centre lowers it.
+# Lloyd-Max levels of the normal distribution (SPARSE.md: ±.7979; ±.4528, ±1.510; ±.2451, ±.7560,
+# ±1.344, ±2.152) in integer steps, the largest at 127. A key's sigma is taken against these
+# integers, so their rounding costs no bias. `bias` without a centre, measured on SmolLM2-135M: .33
+# and .09 in SPARSE.md, .95 for 1 bit in the same way (mean over blocks by their true mass); a good
+# centre lowers it.
 FORMATS: dict[str, Format] = {
     "rot1u": Format("rot1u", bits=1, levels=(-1, 1), level_unit=1 / 0.7979, offset=1, bias=0.95),
-    "rot2u": Format("rot2u", bits=2, levels=(-127, -38, 38, 127), level_unit=127 / 1.510, bias=0.33),
-    "rot3u": Format("rot3u", bits=3, levels=(-127, -79, -45, -14, 14, 45, 79, 127), level_unit=127 / 2.152, bias=0.09),
+    "rot2u": Format(
+        "rot2u", bits=2, levels=(-127, -38, 38, 127), level_unit=127 / 1.510, bias=0.33
+    ),
+    "rot3u": Format(
+        "rot3u",
+        bits=3,
+        levels=(-127, -79, -45, -14, 14, 45, 79, 127),
+        level_unit=127 / 2.152,
+        bias=0.09,
+    ),
     "quest": Format("quest", parts=2),
     "cuboid": Format("cuboid", parts=2),
     "mean": Format("mean", parts=1),
@@ -71,12 +86,16 @@ FORMATS: dict[str, Format] = {
 def format_named(name: str) -> Format:
     """The format, or INVALID_FIELD."""
     if name not in FORMATS:
-        raise HotKVError(Reason.INVALID_FIELD, f"representation {name!r} is unknown; use one of {', '.join(FORMATS)}")
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"representation {name!r} is unknown; use one of {', '.join(FORMATS)}",
+        )
     return FORMATS[name]
 
 
 def token_scorer(name: str) -> bool:
-    """True where scores estimate attention mass, so that masses may be summed and compared with p."""
+    """True where scores estimate attention mass, so that masses may be summed and compared with
+    p."""
     return format_named(name).bits > 0
 
 
@@ -110,7 +129,8 @@ def bytes_per_block(name: str, block_tokens: int, kv_heads: int, head_size: int)
 
 
 def version(name: str, head_size: int, mu_HD: npt.NDArray[np.float32] | None) -> int:
-    """63-bit id of everything that gives the bytes their meaning; representations of unlike versions are never scored together.
+    """63-bit id of everything that gives the bytes their meaning; representations of unlike
+    versions are never scored together.
 
     It covers layout, format, levels, signs and centre `mu_HD` (None: 0).
     """

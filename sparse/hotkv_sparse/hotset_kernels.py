@@ -1,8 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the hot set's step; part of `hotkv_sparse.kernels`, through which they are loaded.
+"""Numba kernels of the hot set's step; part of `hotkv_sparse.kernels`, through which they are
+loaded.
 
-What they compute, the invariants and the plain twins: `hotkv_sparse.hotset`. They change the caller's arrays, by slot and by
-block, in place; a call that refuses its arguments has changed nothing. All run without the GIL.
+What they compute, the invariants and the plain twins: `hotkv_sparse.hotset`. They change the
+caller's arrays, by slot and by block, in place; a call that refuses its arguments has changed
+nothing. All run without the GIL.
 
 Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
 """
@@ -22,15 +24,26 @@ _FEW = 16
 """So many keys are put in order one by one; more are sorted."""
 _CLOCK, _NONE = (POLICIES.index(policy) for policy in ("clock", "none"))
 REFUSED = -1
-_I32, _F32 = types.Array(types.int32, 1, "A", readonly=True), types.Array(types.float32, 1, "A", readonly=True)
+_I32, _F32 = (
+    types.Array(types.int32, 1, "A", readonly=True),
+    types.Array(types.float32, 1, "A", readonly=True),
+)
 _ROWS, _INT = types.int32[:, ::1], types.int64
-_SLOTS = (types.int8[::1], types.int32[::1], types.int64[::1], types.boolean[::1], types.int32[::1], types.boolean[::1])
+_SLOTS = (
+    types.int8[::1],
+    types.int32[::1],
+    types.int64[::1],
+    types.boolean[::1],
+    types.int32[::1],
+    types.boolean[::1],
+)
 """state [K], block_of [K], used_at [K], referenced [K], slot_of [>= C], has_copy [>= C]."""
 
 
 @numba.njit(nogil=True, cache=True)
 def _sort(keys: Any, num: Any) -> None:
-    """Sorts keys[:num], int64 from 0 up, ascending: a few by insertion, more by their bytes from the lowest on."""
+    """Sorts keys[:num], int64 from 0 up, ascending: a few by insertion, more by their bytes from
+    the lowest on."""
     if num <= _FEW:
         for i in range(1, num):
             key, place = keys[i], i
@@ -86,8 +99,11 @@ def _coldest(keys: Any, num: Any, count: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _sweep(keys: Any, num: Any, count: Any, hand: Any, block_of: Any, referenced: Any, out: Any) -> Any:
-    """The clock: out[:count] = blocks of the slots keys[:num] from the hand on, those not referenced first; returns the new hand."""
+def _sweep(
+    keys: Any, num: Any, count: Any, hand: Any, block_of: Any, referenced: Any, out: Any
+) -> Any:
+    """The clock: out[:count] = blocks of the slots keys[:num] from the hand on, those not
+    referenced first; returns the new hand."""
     start = 0
     while start < num and keys[start] < hand:
         start += 1
@@ -112,21 +128,30 @@ def _sweep(keys: Any, num: Any, count: Any, hand: Any, block_of: Any, referenced
 
 @numba.njit(nogil=True, cache=True)
 def _victims(
-    state: Any, block_of: Any, used_at: Any, referenced: Any, has_copy: Any, before: Any, hand: Any, policy: Any, first: Any, last: Any,
+    state: Any, block_of: Any, used_at: Any, referenced: Any, has_copy: Any, before: Any,
+    hand: Any, policy: Any, first: Any, last: Any,
     count: Any, out: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """out[:number] = up to `count` mapped blocks to evict, used before the step `before`; returns (number, new hand)."""
+    """out[:number] = up to `count` mapped blocks to evict, used before the step `before`; returns
+    (number, new hand)."""
     if count <= 0:
         return 0, hand
     keys, num = np.empty(state.shape[0], np.int64), 0
     for slot in range(state.shape[0]):
         block = block_of[slot]
-        if state[slot] == _MAPPED and used_at[slot] < before and first <= block < last and has_copy[block]:
+        if (
+            state[slot] == _MAPPED
+            and used_at[slot] < before
+            and first <= block < last
+            and has_copy[block]
+        ):
             keys[num] = slot if policy == _CLOCK else (used_at[slot] << 32) | block
             num += 1
     count = min(count, num)
     if policy == _CLOCK:
-        return count, hand if count == 0 else _sweep(keys, num, count, hand, block_of, referenced, out)
+        return count, hand if count == 0 else _sweep(
+            keys, num, count, hand, block_of, referenced, out
+        )
     _coldest(keys, num, count)
     for i in range(count):
         out[i] = keys[i] & 0xFFFFFFFF
@@ -142,14 +167,34 @@ def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _put(block: Any, slot: Any, as_state: Any, clock: Any, state: Any, block_of: Any, used_at: Any, referenced: Any, slot_of: Any) -> None:
+def _put(
+    block: Any,
+    slot: Any,
+    as_state: Any,
+    clock: Any,
+    state: Any,
+    block_of: Any,
+    used_at: Any,
+    referenced: Any,
+    slot_of: Any,
+) -> None:
     slot_of[block], block_of[slot], state[slot] = slot, block, as_state
     used_at[slot], referenced[slot] = clock, True
 
 
 @numba.njit(nogil=True, cache=True)
-def _missing(blocks: Any, weights: Any, clock: Any, state: Any, used_at: Any, referenced: Any, slot_of: Any, keys: Any) -> Any:
-    """Marks the selected blocks that are mapped as used now; keys = the others, heaviest first: their places in `blocks`.
+def _missing(
+    blocks: Any,
+    weights: Any,
+    clock: Any,
+    state: Any,
+    used_at: Any,
+    referenced: Any,
+    slot_of: Any,
+    keys: Any,
+) -> Any:
+    """Marks the selected blocks that are mapped as used now; keys = the others, heaviest first:
+    their places in `blocks`.
 
     Returns (missing, missing ones of infinite weight, infinite ones in all).
     """
@@ -162,7 +207,8 @@ def _missing(blocks: Any, weights: Any, clock: Any, state: Any, used_at: Any, re
             referenced[slot] = True
         else:
             num_kept += is_kept
-            # The bits of floats order like integers, those of negative ones the other way round; -0 is made 0. Heaviest first from 0 up.
+            # The bits of floats order like integers, those of negative ones the other way round; -0
+            # is made 0. Heaviest first from 0 up.
             bits = np.float32(weights[i] + np.float32(0)).view(np.int32)
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             keys[num] = (np.int64(0x7FFFFFFF - np.int64(bits)) << 31) | i
@@ -175,7 +221,8 @@ def _missing(blocks: Any, weights: Any, clock: Any, state: Any, used_at: Any, re
 
 @numba.njit(nogil=True, cache=True)
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
-    """maps [2, M] = blocks, ascending, and slots of the old map's blocks that are mapped yet and of those that joined; returns M."""
+    """maps [2, M] = blocks, ascending, and slots of the old map's blocks that are mapped yet and of
+    those that joined; returns M."""
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):
         keys[i] = joined[i]
@@ -199,27 +246,42 @@ def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, ma
     return num
 
 
-@numba.njit(types.UniTuple(_INT, 8)(_I32, _F32, _INT, _I32, _ROWS, _ROWS, *_SLOTS, *[_INT] * 7), nogil=True, cache=True)
+@numba.njit(
+    types.UniTuple(_INT, 8)(_I32, _F32, _INT, _I32, _ROWS, _ROWS, *_SLOTS, *[_INT] * 7),
+    nogil=True,
+    cache=True,
+)
 def hot_step(
-    blocks: Any, weights: Any, max_loads: Any, old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, referenced: Any,
-    slot_of: Any, has_copy: Any, capacity: Any, clock: Any, hand: Any, policy: Any, first: Any, last: Any, count: Any,
+    blocks: Any, weights: Any, max_loads: Any, old: Any, maps: Any, moves: Any, state: Any,
+    block_of: Any, used_at: Any, referenced: Any,
+    slot_of: Any, has_copy: Any, capacity: Any, clock: Any, hand: Any, policy: Any, first: Any,
+    last: Any, count: Any,
 ) -> Any:  # fmt: skip
-    """A step with the selection `blocks`, `weights` [n] over the map `old` [M]; `clock` is the step's number.
+    """A step with the selection `blocks`, `weights` [n] over the map `old` [M]; `clock` is the
+    step's number.
 
-    Fills maps [2, K] (blocks and slots of the new map), moves [4, max(n, K)] (blocks loaded, their slots, victims, blocks for prefetch) and
-    returns (M, loaded, victims, for prefetch, always kept ones selected, selected ones that were resident, of these always kept, hand).
-    M is REFUSED where a block is outside the context.
+    Fills maps [2, K] (blocks and slots of the new map), moves [4, max(n, K)] (blocks loaded, their
+    slots, victims, blocks for prefetch) and returns (M, loaded, victims, for prefetch, always kept
+    ones selected, selected ones that were resident, of these always kept, hand). M is REFUSED where
+    a block is outside the context.
     """
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:
             return REFUSED, 0, 0, 0, 0, 0, 0, hand
     keys = np.empty(blocks.shape[0], np.int64)
-    num_missing, num_kept, num_always = _missing(blocks, weights, clock, state, used_at, referenced, slot_of, keys)
+    num_missing, num_kept, num_always = _missing(
+        blocks, weights, clock, state, used_at, referenced, slot_of, keys
+    )
     num_victims, num_mapped = 0, old.shape[0]
     if policy == _NONE:
         for slot in range(state.shape[0]):
             block = block_of[slot]
-            if state[slot] == _MAPPED and used_at[slot] < clock and first <= block < last and has_copy[block]:
+            if (
+                state[slot] == _MAPPED
+                and used_at[slot] < clock
+                and first <= block < last
+                and has_copy[block]
+            ):
                 moves[2, num_victims] = block
                 num_victims += 1
                 _release(slot, state, block_of, slot_of)
@@ -234,7 +296,20 @@ def hot_step(
                 moves[1, num_loads] = slot
                 num_loads += 1
     excess, victims = wanted - num_loads + max(-growth, 0), moves[2, num_victims:]
-    num_out, hand = _victims(state, block_of, used_at, referenced, has_copy, clock, hand, policy, first, last, excess, victims)
+    num_out, hand = _victims(
+        state,
+        block_of,
+        used_at,
+        referenced,
+        has_copy,
+        clock,
+        hand,
+        policy,
+        first,
+        last,
+        excess,
+        victims,
+    )
     for i in range(num_out):
         slot = slot_of[victims[i]]
         _release(slot, state, block_of, slot_of)
@@ -244,12 +319,15 @@ def hot_step(
     for i in range(num_loads):
         block, slot = blocks[keys[i]], slot_of[blocks[keys[i]]]
         if slot >= 0:
-            # A prefetch of it: written slots are free, slots being written become so when the writer is done.
+            # A prefetch of it: written slots are free, slots being written become so when the
+            # writer is done.
             block_of[slot] = _NO_SLOT
             state[slot] = _CANCELLED if state[slot] == _LOADING else _FREE
         moves[0, i] = block
     for i in range(num_loads):
-        _put(moves[0, i], moves[1, i], _MAPPED, clock, state, block_of, used_at, referenced, slot_of)
+        _put(
+            moves[0, i], moves[1, i], _MAPPED, clock, state, block_of, used_at, referenced, slot_of
+        )
     num_rest = 0
     for i in range(num_loads, num_missing):
         if slot_of[blocks[keys[i]]] == _NO_SLOT:
@@ -259,17 +337,30 @@ def hot_step(
     num = old.shape[0]
     if num_loads or num_victims:
         num = _merged(old, moves[0], num_loads, state, slot_of, maps)
-    return num, num_loads, num_victims, num_rest, num_always, blocks.shape[0] - num_missing, num_always - num_kept, hand
+    return (
+        num,
+        num_loads,
+        num_victims,
+        num_rest,
+        num_always,
+        blocks.shape[0] - num_missing,
+        num_always - num_kept,
+        hand,
+    )
 
 
-@numba.njit(types.UniTuple(_INT, 4)(_I32, _ROWS, _ROWS, *_SLOTS, *[_INT] * 6), nogil=True, cache=True)
+@numba.njit(
+    types.UniTuple(_INT, 4)(_I32, _ROWS, _ROWS, *_SLOTS, *[_INT] * 6), nogil=True, cache=True
+)
 def hot_adopt(
-    old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, referenced: Any, slot_of: Any, has_copy: Any, capacity: Any,
+    old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, referenced: Any,
+    slot_of: Any, has_copy: Any, capacity: Any,
     clock: Any, hand: Any, policy: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
     """Written slots join the map `old` [M], as far as there is room.
 
-    Fills maps [2, K] and moves [3, K] (blocks that joined, their slots, victims); returns (M, joined, victims, hand).
+    Fills maps [2, K] and moves [3, K] (blocks that joined, their slots, victims); returns (M,
+    joined, victims, hand).
     """
     num_ready = 0
     for slot in range(state.shape[0]):
@@ -279,13 +370,31 @@ def hot_adopt(
     if not num_ready:
         return old.shape[0], 0, 0, hand
     excess, victims = old.shape[0] + num_ready - capacity, moves[2]
-    num_victims, hand = _victims(state, block_of, used_at, referenced, has_copy, clock + 1, hand, policy, first, last, excess, victims)
+    num_victims, hand = _victims(
+        state,
+        block_of,
+        used_at,
+        referenced,
+        has_copy,
+        clock + 1,
+        hand,
+        policy,
+        first,
+        last,
+        excess,
+        victims,
+    )
     for i in range(num_victims):
         _release(slot_of[victims[i]], state, block_of, slot_of)
     num_kept = num_ready - max(excess - num_victims, 0)
     for i in range(num_kept):
         slot = moves[1, i]
-        moves[0, i], state[slot], used_at[slot], referenced[slot] = block_of[slot], _MAPPED, clock, True
+        moves[0, i], state[slot], used_at[slot], referenced[slot] = (
+            block_of[slot],
+            _MAPPED,
+            clock,
+            True,
+        )
     for i in range(num_kept, num_ready):
         _release(moves[1, i], state, block_of, slot_of)
     return _merged(old, moves[0], num_kept, state, slot_of, maps), num_kept, num_victims, hand
@@ -293,9 +402,19 @@ def hot_adopt(
 
 @numba.njit(_INT(_I32, _ROWS, *_SLOTS, _INT, _INT), nogil=True, cache=True)
 def hot_begin_prefetch(
-    blocks: Any, moves: Any, state: Any, block_of: Any, used_at: Any, referenced: Any, slot_of: Any, has_copy: Any, clock: Any, count: Any
+    blocks: Any,
+    moves: Any,
+    state: Any,
+    block_of: Any,
+    used_at: Any,
+    referenced: Any,
+    slot_of: Any,
+    has_copy: Any,
+    clock: Any,
+    count: Any,
 ) -> Any:
-    """Free slots for `blocks`, in order, as far as they reach: moves [2, K] = blocks and slots; returns their number, or REFUSED."""
+    """Free slots for `blocks`, in order, as far as they reach: moves [2, K] = blocks and slots;
+    returns their number, or REFUSED."""
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:
             return REFUSED
@@ -313,11 +432,18 @@ def hot_begin_prefetch(
     return num
 
 
-@numba.njit(_INT(_I32, types.boolean, types.int8[::1], types.int32[::1], types.int32[::1]), nogil=True, cache=True)
+@numba.njit(
+    _INT(_I32, types.boolean, types.int8[::1], types.int32[::1], types.int32[::1]),
+    nogil=True,
+    cache=True,
+)
 def hot_finish_prefetch(slots: Any, success: Any, state: Any, block_of: Any, slot_of: Any) -> Any:
-    """What `slots` held is ready, or free where it failed or was cancelled. REFUSED where no prefetch writes one of them, else 0."""
+    """What `slots` held is ready, or free where it failed or was cancelled. REFUSED where no
+    prefetch writes one of them, else 0."""
     for i in range(slots.shape[0]):
-        if not 0 <= slots[i] < state.shape[0] or (state[slots[i]] != _LOADING and state[slots[i]] != _CANCELLED):
+        if not 0 <= slots[i] < state.shape[0] or (
+            state[slots[i]] != _LOADING and state[slots[i]] != _CANCELLED
+        ):
             return REFUSED
     for i in range(slots.shape[0]):
         slot = slots[i]

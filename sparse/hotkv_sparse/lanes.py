@@ -1,10 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Operations on sixteen lanes that numba's own loops do not reach: scores of runs and summaries, logsumexp, rotation, packing.
+"""Operations on sixteen lanes that numba's own loops do not reach: scores of runs and summaries,
+logsumexp, rotation, packing.
 
-Written in the vectors of `hotkv_sparse.vectors`, which any machine runs. Where it has AVX-512 with VNNI, one instruction
-multiplies 64 unsigned by 64 signed bytes, and one looks 64 codes up. All operands are integer addresses and counts, and
-nothing here checks bounds: the callers in `hotkv_sparse.kernels` own the arrays. (numba's disk cache sees changes of that
-file only.)
+Written in the vectors of `hotkv_sparse.vectors`, which any machine runs. Where it has AVX-512 with
+VNNI, one instruction multiplies 64 unsigned by 64 signed bytes, and one looks 64 codes up. All
+operands are integer addresses and counts, and nothing here checks bounds: the callers in
+`hotkv_sparse.kernels` own the arrays. (numba's disk cache sees changes of that file only.)
 """
 
 from typing import Any
@@ -44,20 +45,25 @@ from hotkv_sparse.vectors import (
 
 
 def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
-    """Levels plus offset, 64 unsigned bytes, of one plane of a low line (and of a high line, for 3 bits); lines as 16 ints."""
+    """Levels plus offset, 64 unsigned bytes, of one plane of a low line (and of a high line, for 3
+    bits); lines as 16 ints."""
     if bits == 1:
         # Level -1 or 1 plus 1: the bit, doubled.
         moved = builder.shl(low, ints(1)) if plane == 0 else builder.lshr(low, ints(plane - 1))
         return builder.and_(moved, ints(0x02020202))
     codes = builder.and_(builder.lshr(low, ints(2 * (plane % 4))), ints(0x03030303))
     if bits == 3:
-        moved = builder.shl(high, ints(2 - plane)) if plane < 2 else builder.lshr(high, ints(plane - 2))
+        moved = (
+            builder.shl(high, ints(2 - plane)) if plane < 2 else builder.lshr(high, ints(plane - 2))
+        )
         codes = builder.or_(codes, builder.and_(moved, ints(0x04040404)))
     form = FORMATS[f"rot{bits}u"]
     bytes_of = [level + form.offset for level in form.levels]
     if VNNI:
         table = ir.Constant(BYTES, (bytes_of * 16)[:16] * 4)
-        looked_up = call(builder, "llvm.x86.avx512.pshuf.b.512", BYTES, [table, builder.bitcast(codes, BYTES)])
+        looked_up = call(
+            builder, "llvm.x86.avx512.pshuf.b.512", BYTES, [table, builder.bitcast(codes, BYTES)]
+        )
         return builder.bitcast(looked_up, INTS)
     codes, looked_up = builder.bitcast(codes, BYTES), ir.Constant(BYTES, [bytes_of[0]] * LINE_BYTES)
     for code, value in enumerate(bytes_of[1:], 1):
@@ -67,48 +73,83 @@ def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
 
 
 def _run_scores(bits: int, num_heads: int) -> Any:
-    """(run, num_steps, query, query_stride, bias, factor, out, out_stride): scores of one run of 16 tokens for `num_heads` query heads.
+    """(run, num_steps, query, query_stride, bias, factor, out, out_stride): scores of one run of 16
+    tokens for `num_heads` query heads.
 
-    A step is one line of codes (3 bits: two low lines and a high one). `query` int8 [heads][query_stride], `bias` int32 [heads] = -offset *
-    sum(query), `factor` float32 [heads]; writes float32 [heads][out_stride bytes], 16 each: (codes . query + bias) * sigma * factor.
+    A step is one line of codes (3 bits: two low lines and a high one). `query` int8
+    [heads][query_stride], `bias` int32 [heads] = -offset * sum(query), `factor` float32 [heads];
+    writes float32 [heads][out_stride bytes], 16 each: (codes . query + bias) * sigma * factor.
     """
-    planes, low_lines, high_lines = (8, 1, 0) if bits == 1 else (4, 1, 0) if bits == 2 else (8, 2, 1)
+    planes, low_lines, high_lines = (
+        (8, 1, 0) if bits == 1 else (4, 1, 0) if bits == 2 else (8, 2, 1)
+    )
 
     def emit(builder: Any, args: Any) -> None:
         run, num_steps, query, query_stride, bias, factor, out, out_stride = args
         heads = range(num_heads)
-        sums = [[variable(builder, splat(builder, load(builder, offset(builder, bias, h, 4), I32), INTS)) for h in heads]]
+        sums = [
+            [
+                variable(
+                    builder, splat(builder, load(builder, offset(builder, bias, h, 4), I32), INTS)
+                )
+                for h in heads
+            ]
+        ]
         sums.append([variable(builder, ints(0)) for h in heads])
         high_base = offset(builder, run, num_steps, low_lines * LINE_BYTES)
         with cgutils.for_range(builder, num_steps, intp=I64) as loop:
             low_address = offset(builder, run, loop.index, low_lines * LINE_BYTES)
-            low = [load(builder, offset(builder, low_address, line, LINE_BYTES), INTS) for line in range(low_lines)]
-            high = load(builder, offset(builder, high_base, loop.index, LINE_BYTES), INTS) if high_lines else None
+            low = [
+                load(builder, offset(builder, low_address, line, LINE_BYTES), INTS)
+                for line in range(low_lines)
+            ]
+            high = (
+                load(builder, offset(builder, high_base, loop.index, LINE_BYTES), INTS)
+                if high_lines
+                else None
+            )
             for plane in range(planes):
                 codes = _codes(builder, bits, low[plane // 4 if low_lines > 1 else 0], high, plane)
                 channel = offset(builder, offset(builder, query, loop.index, planes * 4), plane, 4)
                 for h in heads:
-                    channels = load(builder, builder.add(channel, builder.mul(query_stride, I64(h))), I32)
-                    total = dot4(builder, builder.load(sums[plane % 2][h]), codes, splat(builder, channels, INTS))
+                    channels = load(
+                        builder, builder.add(channel, builder.mul(query_stride, I64(h))), I32
+                    )
+                    total = dot4(
+                        builder,
+                        builder.load(sums[plane % 2][h]),
+                        codes,
+                        splat(builder, channels, INTS),
+                    )
                     builder.store(total, sums[plane % 2][h])
-        halves = load(builder, offset(builder, high_base, num_steps, high_lines * LINE_BYTES), ir.VectorType(ir.HalfType(), LANES))
+        halves = load(
+            builder,
+            offset(builder, high_base, num_steps, high_lines * LINE_BYTES),
+            ir.VectorType(ir.HalfType(), LANES),
+        )
         sigma = builder.fpext(halves, FLOATS)
         absent = builder.fcmp_ordered("<", sigma, floats(0.0))
         for h in heads:
-            total = builder.sitofp(builder.add(builder.load(sums[0][h]), builder.load(sums[1][h])), FLOATS)
+            total = builder.sitofp(
+                builder.add(builder.load(sums[0][h]), builder.load(sums[1][h])), FLOATS
+            )
             scale = splat(builder, load(builder, offset(builder, factor, h, 4), F32), FLOATS)
-            score = builder.select(absent, floats(MIN_SCORE), builder.fmul(total, builder.fmul(sigma, scale)))
+            score = builder.select(
+                absent, floats(MIN_SCORE), builder.fmul(total, builder.fmul(sigma, scale))
+            )
             store(builder, score, builder.add(out, builder.mul(out_stride, I64(h))))
 
     return operation(8, emit)
 
 
 def _part_scores(num_heads: int) -> Any:
-    """(parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride): score of one summary for `num_heads` query heads.
+    """(parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride): score of
+    one summary for `num_heads` query heads.
 
-    A step is 32 bytes of a part. `query` int8 [heads][query_stride], its parts one behind the other, `bias` int32 [heads][parts] = -128 *
-    sum(query part), `factor` float32 [heads]; writes float32 [heads][out_stride bytes]: sum over parts of scale * (bytes . query + bias) *
-    factor, or MIN_SCORE for an empty block.
+    A step is 32 bytes of a part. `query` int8 [heads][query_stride], its parts one behind the
+    other, `bias` int32 [heads][parts] = -128 * sum(query part), `factor` float32 [heads]; writes
+    float32 [heads][out_stride bytes]: sum over parts of scale * (bytes . query + bias) * factor, or
+    MIN_SCORE for an empty block.
     """
     ints = ir.VectorType(I32, 8)
 
@@ -124,8 +165,13 @@ def _part_scores(num_heads: int) -> Any:
                 step = builder.add(first, inner.index)
                 codes = load(builder, offset(builder, parts, step, 32), ints)
                 for h in range(num_heads):
-                    address = builder.add(offset(builder, query, step, 32), builder.mul(query_stride, I64(h)))
-                    builder.store(dot4(builder, builder.load(sums[h]), codes, load(builder, address, ints)), sums[h])
+                    address = builder.add(
+                        offset(builder, query, step, 32), builder.mul(query_stride, I64(h))
+                    )
+                    builder.store(
+                        dot4(builder, builder.load(sums[h]), codes, load(builder, address, ints)),
+                        sums[h],
+                    )
             scale = load(builder, offset(builder, scales, outer.index, 4), F32)
             for h in range(num_heads):
                 total = call(builder, "llvm.vector.reduce.add.v8i32", I32, [builder.load(sums[h])])
@@ -135,7 +181,9 @@ def _part_scores(num_heads: int) -> Any:
                 builder.store(builder.fadd(builder.load(totals[h]), product), totals[h])
         absent = builder.fcmp_ordered("<", load(builder, scales, F32), F32(0.0))
         for h in range(num_heads):
-            score = builder.fmul(builder.load(totals[h]), load(builder, offset(builder, factor, h, 4), F32))
+            score = builder.fmul(
+                builder.load(totals[h]), load(builder, offset(builder, factor, h, 4), F32)
+            )
             score = builder.select(absent, F32(float(np.float32(MIN_SCORE))), score)
             store(builder, score, builder.add(out, builder.mul(out_stride, I64(h))))
 
@@ -143,10 +191,11 @@ def _part_scores(num_heads: int) -> Any:
 
 
 def _key_scores(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
-    """(keys, num_steps, step_bytes, query, query_stride, out, out_stride): q . k of sixteen tokens for `num_heads` query heads.
+    """(keys, num_steps, step_bytes, query, query_stride, out, out_stride): q . k of sixteen tokens
+    for `num_heads` query heads.
 
-    A step holds `pair` channels of the tokens, side by side, values of `bits` bits. `query` float32 [heads][query_stride bytes]; writes
-    float32 [heads][out_stride bytes], 16 each.
+    A step holds `pair` channels of the tokens, side by side, values of `bits` bits. `query` float32
+    [heads][query_stride bytes]; writes float32 [heads][out_stride bytes], 16 each.
     """
     values = ir.VectorType(ir.HalfType() if bits == 16 else F32, LANES)
 
@@ -154,11 +203,22 @@ def _key_scores(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
         if pair == 2:
             both = load(builder, address, INTS)
             if is_bfloat:
-                return [builder.bitcast(part, FLOATS) for part in (builder.shl(both, ints(16)), builder.and_(both, ints(-65536)))]
-            halves = builder.trunc(both, SHORTS), builder.trunc(builder.lshr(both, ints(16)), SHORTS)
+                return [
+                    builder.bitcast(part, FLOATS)
+                    for part in (builder.shl(both, ints(16)), builder.and_(both, ints(-65536)))
+                ]
+            halves = (
+                builder.trunc(both, SHORTS),
+                builder.trunc(builder.lshr(both, ints(16)), SHORTS),
+            )
             return [builder.fpext(builder.bitcast(part, values), FLOATS) for part in halves]
         if is_bfloat:
-            return [builder.bitcast(builder.shl(builder.zext(load(builder, address, SHORTS), INTS), ints(16)), FLOATS)]
+            return [
+                builder.bitcast(
+                    builder.shl(builder.zext(load(builder, address, SHORTS), INTS), ints(16)),
+                    FLOATS,
+                )
+            ]
         loaded = load(builder, address, values)
         return [loaded if bits == 32 else builder.fpext(loaded, FLOATS)]
 
@@ -167,11 +227,22 @@ def _key_scores(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
         sums = [[variable(builder, floats(0.0)) for _ in range(2)] for _ in range(num_heads)]
 
         def visit(step: Any, chain: int) -> None:
-            for place, channel in enumerate(channels(builder, builder.add(keys, builder.mul(step, step_bytes)))):
+            for place, channel in enumerate(
+                channels(builder, builder.add(keys, builder.mul(step, step_bytes)))
+            ):
                 at = offset(builder, offset(builder, query, step, 4 * pair), place, 4)
                 for h in range(num_heads):
-                    own = splat(builder, load(builder, builder.add(at, builder.mul(query_stride, I64(h))), F32), FLOATS)
-                    total = call(builder, "llvm.fma.v16f32", FLOATS, [channel, own, builder.load(sums[h][chain])])
+                    own = splat(
+                        builder,
+                        load(builder, builder.add(at, builder.mul(query_stride, I64(h))), F32),
+                        FLOATS,
+                    )
+                    total = call(
+                        builder,
+                        "llvm.fma.v16f32",
+                        FLOATS,
+                        [channel, own, builder.load(sums[h][chain])],
+                    )
                     builder.store(total, sums[h][chain])
 
         halves = builder.lshr(num_steps, I64(1))
@@ -188,24 +259,36 @@ def _key_scores(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
 
 
 def _emit_exp_sum(builder: Any, args: Any) -> None:
-    """(scores, num_runs, largest, total): of float32 [num_runs][16] at `scores`, their maximum and the sum of 2^(score - maximum)."""
+    """(scores, num_runs, largest, total): of float32 [num_runs][16] at `scores`, their maximum and
+    the sum of 2^(score - maximum)."""
     scores, num_runs, largest, total = args
     peaks = variable(builder, floats(MIN_SCORE))
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
         values = load(builder, offset(builder, scores, loop.index, 4 * LANES), FLOATS)
         builder.store(larger(builder, values, builder.load(peaks)), peaks)
-    peak = call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(peaks)], ("nnan", "nsz"))
+    peak = call(
+        builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(peaks)], ("nnan", "nsz")
+    )
     sums = variable(builder, floats(0.0))
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
         values = load(builder, offset(builder, scores, loop.index, 4 * LANES), FLOATS)
-        builder.store(builder.fadd(builder.load(sums), exp2(builder, builder.fsub(values, splat(builder, peak, FLOATS)))), sums)
-    summed = call(builder, "llvm.vector.reduce.fadd.v16f32", F32, [F32(0.0), builder.load(sums)], ("reassoc",))
+        builder.store(
+            builder.fadd(
+                builder.load(sums),
+                exp2(builder, builder.fsub(values, splat(builder, peak, FLOATS))),
+            ),
+            sums,
+        )
+    summed = call(
+        builder, "llvm.vector.reduce.fadd.v16f32", F32, [F32(0.0), builder.load(sums)], ("reassoc",)
+    )
     store(builder, peak, largest)
     store(builder, summed, total)
 
 
 def _emit_exp_sums(builder: Any, args: Any) -> None:
-    """(scores, stride, num_runs, largest, totals): `EXP_SUM` of sixteen rows at once, `stride` bytes apart; writes float32 [16] each.
+    """(scores, stride, num_runs, largest, totals): `EXP_SUM` of sixteen rows at once, `stride`
+    bytes apart; writes float32 [16] each.
 
     The rows are transposed in place, so that no step goes across lanes.
     """
@@ -214,7 +297,9 @@ def _emit_exp_sums(builder: Any, args: Any) -> None:
     places = [builder.add(scores, builder.mul(stride, I64(row))) for row in range(LANES)]
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
         at = builder.mul(loop.index, I64(4 * LANES))
-        rows = transposed(builder, [load(builder, builder.add(place, at), FLOATS) for place in places])
+        rows = transposed(
+            builder, [load(builder, builder.add(place, at), FLOATS) for place in places]
+        )
         for place, row in zip(places, rows, strict=True):
             builder.store(larger(builder, row, builder.load(peaks)), peaks)
             store(builder, row, builder.add(place, at))
@@ -229,8 +314,9 @@ def _emit_exp_sums(builder: Any, args: Any) -> None:
 
 
 def _emit_finish(builder: Any, args: Any) -> None:
-    """(largest, totals, shift, out, num_runs): float32 [num_runs][16] each, `shift` one float32; out = ln 2 * (largest + log2 totals)
-    + shift, or -inf where the maximum is that of no token. `out` may be `largest`.
+    """(largest, totals, shift, out, num_runs): float32 [num_runs][16] each, `shift` one float32;
+    out = ln 2 * (largest + log2 totals) + shift, or -inf where the maximum is that of no token.
+    `out` may be `largest`.
     """
     largest, totals, shift, out, num_runs = args
     added = splat(builder, load(builder, shift, F32), FLOATS)
@@ -240,7 +326,9 @@ def _emit_finish(builder: Any, args: Any) -> None:
         log_mass = builder.fadd(peak, log2(builder, load(builder, builder.add(totals, at), FLOATS)))
         log_mass = call(builder, "llvm.fma.v16f32", FLOATS, [log_mass, floats(LN2), added])
         absent = builder.fcmp_ordered("<=", peak, floats(MIN_SCORE))
-        store(builder, builder.select(absent, floats(float("-inf")), log_mass), builder.add(out, at))
+        store(
+            builder, builder.select(absent, floats(float("-inf")), log_mass), builder.add(out, at)
+        )
 
 
 def _emit_scale_rows(builder: Any, args: Any) -> None:
@@ -253,13 +341,16 @@ def _emit_scale_rows(builder: Any, args: Any) -> None:
 
 
 def _emit_butterfly(builder: Any, args: Any) -> None:
-    """(rows, half, num_pairs): a stage of the Walsh-Hadamard transform of float32 [2 * num_pairs][16]; partners are `half` rows apart."""
+    """(rows, half, num_pairs): a stage of the Walsh-Hadamard transform of float32 [2 *
+    num_pairs][16]; partners are `half` rows apart."""
     rows, half, num_pairs = args
     mask = builder.sub(half, I64(1))
     apart = builder.mul(half, I64(4 * LANES))
     with cgutils.for_range(builder, num_pairs, intp=I64) as loop:
         inner = builder.and_(loop.index, mask)
-        first = offset(builder, rows, builder.sub(builder.shl(loop.index, I64(1)), inner), 4 * LANES)
+        first = offset(
+            builder, rows, builder.sub(builder.shl(loop.index, I64(1)), inner), 4 * LANES
+        )
         second = builder.add(first, apart)
         low, high = load(builder, first, FLOATS), load(builder, second, FLOATS)
         store(builder, builder.fadd(low, high), first)
@@ -267,22 +358,30 @@ def _emit_butterfly(builder: Any, args: Any) -> None:
 
 
 def _pack_run(bits: int) -> Any:
-    """(rows, num_channels, num_steps, out, valid): packs rotated keys float32 [num_steps * channels of a step][16] into a run of 16 tokens.
+    """(rows, num_channels, num_steps, out, valid): packs rotated keys float32 [num_steps * channels
+    of a step][16] into a run of 16 tokens.
 
-    `num_channels` of them count for the rms; the rest are zero. Lanes from `valid` on have no token. See `formats` for steps and bytes.
+    `num_channels` of them count for the rms; the rest are zero. Lanes from `valid` on have no
+    token. See `formats` for steps and bytes.
     """
     form = FORMATS[f"rot{bits}u"]
     width, step_channels = min(bits, 2), 16 if bits == 2 else 32
     num_lines = step_channels * width // 32
     steps_between = zip(form.levels, form.levels[1:], strict=False)
-    cuts = [(float(np.float32((low + high) / 2.0 / form.level_unit)), float(high - low)) for low, high in steps_between]
+    cuts = [
+        (float(np.float32((low + high) / 2.0 / form.level_unit)), float(high - low))
+        for low, high in steps_between
+    ]
 
     def emit(builder: Any, args: Any) -> None:
         rows, num_channels, num_steps, out, valid = args
         energy, product = variable(builder, floats(0.0)), variable(builder, floats(0.0))
         with cgutils.for_range(builder, num_channels, intp=I64) as loop:
             value = load(builder, offset(builder, rows, loop.index, 4 * LANES), FLOATS)
-            builder.store(call(builder, "llvm.fma.v16f32", FLOATS, [value, value, builder.load(energy)]), energy)
+            builder.store(
+                call(builder, "llvm.fma.v16f32", FLOATS, [value, value, builder.load(energy)]),
+                energy,
+            )
         count = splat(builder, builder.sitofp(num_channels, F32), FLOATS)
         rms = call(builder, "llvm.sqrt.v16f32", FLOATS, [builder.fdiv(builder.load(energy), count)])
         bounds = [(builder.fmul(floats(cut), rms), floats(rise)) for cut, rise in cuts]
@@ -297,13 +396,20 @@ def _pack_run(bits: int) -> Any:
                     above = builder.fcmp_ordered(">", value, bound)
                     code = builder.add(code, builder.zext(above, INTS))
                     level = builder.fadd(level, builder.select(above, rise, floats(0.0)))
-                builder.store(call(builder, "llvm.fma.v16f32", FLOATS, [value, level, builder.load(product)]), product)
+                builder.store(
+                    call(builder, "llvm.fma.v16f32", FLOATS, [value, level, builder.load(product)]),
+                    product,
+                )
                 line, inner = divmod(channel, 32 // width)
                 low = builder.and_(code, ints(3)) if bits == 3 else code
-                lines[line] = builder.or_(lines[line], builder.shl(low, ints(8 * (inner % 4) + width * (inner // 4))))
+                lines[line] = builder.or_(
+                    lines[line], builder.shl(low, ints(8 * (inner % 4) + width * (inner // 4)))
+                )
                 if bits == 3:
                     bit = builder.lshr(code, ints(2))
-                    high_line = builder.or_(high_line, builder.shl(bit, ints(8 * (channel % 4) + channel // 4)))
+                    high_line = builder.or_(
+                        high_line, builder.shl(bit, ints(8 * (channel % 4) + channel // 4))
+                    )
             for line in range(num_lines):
                 place = builder.add(builder.mul(loop.index, I64(num_lines)), I64(line))
                 store(builder, lines[line], offset(builder, out, place, LINE_BYTES))
@@ -315,7 +421,9 @@ def _pack_run(bits: int) -> Any:
         sigma = call(builder, "llvm.minnum.v16f32", FLOATS, [sigma, floats(65504.0)])
         lane = ir.Constant(INTS, list(range(LANES)))
         present = builder.icmp_signed("<", lane, splat(builder, builder.trunc(valid, I32), INTS))
-        sigma = builder.fptrunc(builder.select(present, sigma, floats(NO_TOKEN)), ir.VectorType(ir.HalfType(), LANES))
+        sigma = builder.fptrunc(
+            builder.select(present, sigma, floats(NO_TOKEN)), ir.VectorType(ir.HalfType(), LANES)
+        )
         store(builder, sigma, offset(builder, high_base, num_steps, LINE_BYTES if bits == 3 else 0))
 
     return operation(5, emit)
@@ -324,8 +432,14 @@ def _pack_run(bits: int) -> Any:
 RUN_1_1, RUN_1_2, RUN_1_3, RUN_1_4 = (_run_scores(1, heads) for heads in (1, 2, 3, 4))
 RUN_2_1, RUN_2_2, RUN_2_3, RUN_2_4 = (_run_scores(2, heads) for heads in (1, 2, 3, 4))
 RUN_3_1, RUN_3_2, RUN_3_3, RUN_3_4 = (_run_scores(3, heads) for heads in (1, 2, 3, 4))
-BF16_KEYS, F16_KEYS = [_key_scores(16, True, 1, h) for h in (1, 4)], [_key_scores(16, False, 1, h) for h in (1, 4)]
-BF16_PAIRS, F16_PAIRS = [_key_scores(16, True, 2, h) for h in (1, 4)], [_key_scores(16, False, 2, h) for h in (1, 4)]
+BF16_KEYS, F16_KEYS = (
+    [_key_scores(16, True, 1, h) for h in (1, 4)],
+    [_key_scores(16, False, 1, h) for h in (1, 4)],
+)
+BF16_PAIRS, F16_PAIRS = (
+    [_key_scores(16, True, 2, h) for h in (1, 4)],
+    [_key_scores(16, False, 2, h) for h in (1, 4)],
+)
 F32_KEYS = [_key_scores(32, False, 1, h) for h in (1, 4)]
 PART_1, PART_2, PART_3, PART_4 = (_part_scores(heads) for heads in (1, 2, 3, 4))
 EXP_SUM, FINISH = operation(4, _emit_exp_sum), operation(5, _emit_finish)

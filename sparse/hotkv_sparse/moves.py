@@ -1,4 +1,5 @@
-"""What a hot set answers: what may be attended, and what is to be copied before that. Values only."""
+"""What a hot set answers: what may be attended, and what is to be copied before that. Values
+only."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,7 +22,8 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HotMap:
-    """What may be attended: `blocks` int32, ascending, and their `slots` int32. Read-only; `version` grows with every change."""
+    """What may be attended: `blocks` int32, ascending, and their `slots` int32. Read-only;
+    `version` grows with every change."""
 
     version: int
     blocks: I32
@@ -30,7 +32,8 @@ class HotMap:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Blocks to copy from host memory into hot slots before the map is used, and the blocks that lost theirs. int32 arrays."""
+    """Blocks to copy from host memory into hot slots before the map is used, and the blocks that
+    lost theirs. int32 arrays."""
 
     blocks: I32
     slots: I32
@@ -39,9 +42,11 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a layer does in one decode step: carry out `load`, attend to all of `map`, hand `prefetch` (int32, heaviest first) on.
+    """What a layer does in one decode step: carry out `load`, attend to all of `map`, hand
+    `prefetch` (int32, heaviest first) on.
 
-    `num_selected`, `num_resident`: candidates selected, and how many of them were resident before; always kept blocks are not counted.
+    `num_selected`, `num_resident`: candidates selected, and how many of them were resident before;
+    always kept blocks are not counted.
     """
 
     map: HotMap
@@ -53,7 +58,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """`new`: slots for the blocks that the context gained, for the engine to fill; `swap_out`: complete blocks to copy to host memory."""
+    """`new`: slots for the blocks that the context gained, for the engine to fill; `swap_out`:
+    complete blocks to copy to host memory."""
 
     new: Moves
     swap_out: I32

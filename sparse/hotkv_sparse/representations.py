@@ -1,9 +1,11 @@
 """Building representations from unpacked keys, and unpacking them again.
 
-Pure array functions: numpy twins here, compiled kernels behind the same call where they can be used. A representation is
-built once, when its block fills, from keys as attention sees them (after RoPE).
+Pure array functions: numpy twins here, compiled kernels behind the same call where they can be
+used. A representation is built once, when its block fills, from keys as attention sees them (after
+RoPE).
 
-Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head, R runs of 16 tokens, L lines.
+Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head, R runs
+of 16 tokens, L lines.
 """
 
 from dataclasses import dataclass
@@ -25,25 +27,49 @@ I32 = npt.NDArray[np.int32]
 def _checked(keys_BTHD: F32, mu_HD: F32 | None, num_tokens_B: I32 | None) -> tuple[F32, F32, I32]:
     if keys_BTHD.ndim != 4 or keys_BTHD.dtype != np.float32:
         shape = f"{keys_BTHD.dtype} {list(keys_BTHD.shape)}"
-        raise HotKVError(Reason.INVALID_FIELD, f"keys are {shape}; pass float32 [blocks, tokens, kv_heads, head_size]")
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"keys are {shape}; pass float32 [blocks, tokens, kv_heads, head_size]",
+        )
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     if mu_HD is None:
         mu_HD = np.zeros((kv_heads, head_size), np.float32)
     elif mu_HD.shape != (kv_heads, head_size):
-        raise HotKVError(Reason.INVALID_FIELD, f"mu is {list(mu_HD.shape)}; the keys need [{kv_heads}, {head_size}]")
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"mu is {list(mu_HD.shape)}; the keys need [{kv_heads}, {head_size}]",
+        )
     if num_tokens_B is None:
         num_tokens_B = np.full(num_blocks, block_tokens, np.int32)
-    elif num_tokens_B.shape != (num_blocks,) or (num_blocks and not 0 <= num_tokens_B.min() <= num_tokens_B.max() <= block_tokens):
-        raise HotKVError(Reason.INVALID_FIELD, f"num_tokens must be [{num_blocks}] counts from 0 to {block_tokens}")
-    return keys_BTHD, np.ascontiguousarray(mu_HD, np.float32), np.ascontiguousarray(num_tokens_B, np.int32)
+    elif num_tokens_B.shape != (num_blocks,) or (
+        num_blocks and not 0 <= num_tokens_B.min() <= num_tokens_B.max() <= block_tokens
+    ):
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"num_tokens must be [{num_blocks}] counts from 0 to {block_tokens}",
+        )
+    return (
+        keys_BTHD,
+        np.ascontiguousarray(mu_HD, np.float32),
+        np.ascontiguousarray(num_tokens_B, np.int32),
+    )
 
 
-def build(name: str, keys_BTHD: F32, mu_HD: F32 | None = None, num_tokens_B: I32 | None = None, out: U8 | None = None) -> U8:
-    """Representations uint8 [B, H, N] of keys float32 [B, T, H, D]; centre `mu_HD` (None: 0), valid tokens `num_tokens_B` (None: all).
+def build(
+    name: str,
+    keys_BTHD: F32,
+    mu_HD: F32 | None = None,
+    num_tokens_B: I32 | None = None,
+    out: U8 | None = None,
+) -> U8:
+    """Representations uint8 [B, H, N] of keys float32 [B, T, H, D]; centre `mu_HD` (None: 0), valid
+    tokens `num_tokens_B` (None: all).
 
-    Token formats: x = k − mu, y = rotated x, codes nearest to y / rms(y), sigma = |y|² / (y · level) (SPARSE.md, rot2u; of the RaBitQ and
-    TurboQuant family). Summaries: quest min and max (Quest), cuboid centre (min + max) / 2 and radius mean |k − c| (ArkVale), mean.
-    `out` may be any array with contiguous last axis. Raises INVALID_FIELD. Does not block; compiled code runs without the GIL.
+    Token formats: x = k − mu, y = rotated x, codes nearest to y / rms(y), sigma = |y|² / (y ·
+    level) (SPARSE.md, rot2u; of the RaBitQ and TurboQuant family). Summaries: quest min and max
+    (Quest), cuboid centre (min + max) / 2 and radius mean |k − c| (ArkVale), mean. `out` may be any
+    array with contiguous last axis. Raises INVALID_FIELD. Does not block; compiled code runs
+    without the GIL.
     """
     form = formats.format_named(name)
     keys_BTHD, mu_HD, num_tokens_B = _checked(keys_BTHD, mu_HD, num_tokens_B)
@@ -52,7 +78,13 @@ def build(name: str, keys_BTHD: F32, mu_HD: F32 | None = None, num_tokens_B: I32
     if out is None:
         out = np.empty(shape, np.uint8)
     elif out.shape != shape or out.dtype != np.uint8 or (out.size and out.strides[-1] != 1):
-        raise HotKVError(Reason.INVALID_FIELD, f"out is {out.dtype} {list(out.shape)}; pass uint8 {list(shape)} with contiguous last axis")
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            (
+                f"out is {out.dtype} {list(out.shape)}; pass uint8 {list(shape)} with contiguous "
+                "last axis"
+            ),
+        )
     kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
         out[...] = build_twin(form, keys_BTHD, mu_HD, num_tokens_B)
@@ -60,7 +92,17 @@ def build(name: str, keys_BTHD: F32, mu_HD: F32 | None = None, num_tokens_B: I32
     channels = formats.padded_channels(form, head_size)
     if form.bits:
         starts, sizes = pass_arrays(head_size)
-        kernels.build_tokens(keys_BTHD, mu_HD, num_tokens_B, factors(head_size), starts, sizes, form.bits, channels, out)
+        kernels.build_tokens(
+            keys_BTHD,
+            mu_HD,
+            num_tokens_B,
+            factors(head_size),
+            starts,
+            sizes,
+            form.bits,
+            channels,
+            out,
+        )
     else:
         kernels.build_parts(keys_BTHD, mu_HD, num_tokens_B, form.kind, channels, out)
     return out
@@ -71,7 +113,9 @@ def build_twin(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U
     valid_BT = np.arange(keys_BTHD.shape[1]) < num_tokens_B[:, None]
     x_BHTD = np.ascontiguousarray((keys_BTHD - mu_HD).transpose(0, 2, 1, 3))
     x_BHTD[~np.broadcast_to(valid_BT[:, None], x_BHTD.shape[:3])] = 0.0
-    return _pack_tokens(form, x_BHTD, valid_BT) if form.bits else _pack_summary(form, x_BHTD, valid_BT)
+    return (
+        _pack_tokens(form, x_BHTD, valid_BT) if form.bits else _pack_summary(form, x_BHTD, valid_BT)
+    )
 
 
 def _thresholds(form: Format) -> F32:
@@ -91,7 +135,9 @@ def _pack_tokens(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) -> 
     for threshold in _thresholds(form):
         codes += y > (threshold * rms)[..., None]
     product = np.sum(y * np.array(form.levels, np.float32)[codes], axis=-1)
-    sigma = np.where(product > 0, energy / np.where(product > 0, product, 1.0), 0.0) * np.float32(form.level_unit)
+    sigma = np.where(product > 0, energy / np.where(product > 0, product, 1.0), 0.0) * np.float32(
+        form.level_unit
+    )
     present = np.pad(valid_BT, (padding[0], padding[2]))[:, None]
     sigma = np.where(present, np.minimum(sigma, 65504.0), NO_TOKEN).astype(np.float16)
     codes_BHRTD = codes.reshape(num_blocks, kv_heads, runs, RUN_TOKENS, channels)
@@ -105,7 +151,8 @@ def _pack_tokens(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) -> 
 
 
 def _pack_lines(codes: U8, width: int) -> U8:
-    """Codes uint8 [..., 16, channels] of `width` bits in lines of 64 bytes, uint8 [..., lines * 64]."""
+    """Codes uint8 [..., 16, channels] of `width` bits in lines of 64 bytes, uint8 [..., lines *
+    64]."""
     lead, planes = codes.shape[:-2], 8 // width
     num_lines = codes.shape[-1] // (4 * planes)
     codes = codes.reshape(*lead, RUN_TOKENS, num_lines, planes, 4)
@@ -130,36 +177,53 @@ def _pack_summary(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) ->
     low = np.where(valid, x_BHTD, np.inf).min(axis=2)
     high = np.where(valid, x_BHTD, -np.inf).max(axis=2)
     some: npt.NDArray[np.bool_] = np.any(valid_BT, axis=1, keepdims=False)
-    low, high = (np.where(some[:, None, None], edge, 0.0).astype(np.float32) for edge in (low, high))
+    low, high = (
+        np.where(some[:, None, None], edge, 0.0).astype(np.float32) for edge in (low, high)
+    )
     if form.name == "mean":
         parts = [x_BHTD.sum(axis=2) / count]
     elif form.name == "quest":
         parts = [high, low]
     else:
         centre = (low + high) / np.float32(2.0)
-        parts = [centre, np.where(valid, np.abs(x_BHTD - centre[:, :, None]), 0.0).sum(axis=2) / count]
+        parts = [
+            centre,
+            np.where(valid, np.abs(x_BHTD - centre[:, :, None]), 0.0).sum(axis=2) / count,
+        ]
     return pack_parts(form, np.stack(parts, axis=2).astype(np.float32), some)
 
 
 def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> U8:
-    """Summary bytes uint8 [B, H, N] of float parts [B, H, P, D]; `some_B` is False where a block is empty.
+    """Summary bytes uint8 [B, H, N] of float parts [B, H, P, D]; `some_B` is False where a block is
+    empty.
 
-    quest rounds its edges outwards, so that its score stays an upper bound; the others round to nearest.
+    quest rounds its edges outwards, so that its score stays an upper bound; the others round to
+    nearest.
     """
     num_blocks, kv_heads, num_parts, head_size = parts_BHPD.shape
     limit = np.float32(126.0 if form.name == "quest" else 127.0)
     scale = np.maximum(np.abs(parts_BHPD).max(axis=-1), np.float32(1e-20)) / limit
     steps = parts_BHPD / scale[..., None]
-    rounded = np.stack([np.ceil(steps[:, :, 0]), np.floor(steps[:, :, 1])], axis=2) if form.name == "quest" else np.rint(steps)
-    codes = np.full((num_blocks, kv_heads, num_parts, formats.padded_channels(form, head_size)), 128, np.uint8)
+    rounded = (
+        np.stack([np.ceil(steps[:, :, 0]), np.floor(steps[:, :, 1])], axis=2)
+        if form.name == "quest"
+        else np.rint(steps)
+    )
+    codes = np.full(
+        (num_blocks, kv_heads, num_parts, formats.padded_channels(form, head_size)), 128, np.uint8
+    )
     codes[..., :head_size] = (rounded + 128.0).astype(np.uint8)
     scale = np.where(some_B[:, None, None], scale, NO_TOKEN).astype(np.float32)
-    return np.concatenate([codes.reshape(num_blocks, kv_heads, num_parts * codes.shape[-1]), scale.view(np.uint8)], axis=-1)
+    return np.concatenate(
+        [codes.reshape(num_blocks, kv_heads, num_parts * codes.shape[-1]), scale.view(np.uint8)],
+        axis=-1,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """An unpacked token format: `levels` int8 [B, H, R * 16, channels], `sigma` float32 [B, H, R * 16], negative where there is no token.
+    """An unpacked token format: `levels` int8 [B, H, R * 16, channels], `sigma` float32 [B, H, R *
+    16], negative where there is no token.
 
     A rotated key is about sigma · level / `level_unit`.
     """
@@ -175,7 +239,9 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
     channels, step = formats.padded_channels(form, head_size), formats.run_bytes(form, head_size)
     num_runs = packed.shape[-1] // step
     runs = packed.reshape(*lead, num_runs, step)
-    sigma = np.ascontiguousarray(runs[..., step - 2 * RUN_TOKENS :]).view(np.float16).astype(np.float32)
+    sigma = (
+        np.ascontiguousarray(runs[..., step - 2 * RUN_TOKENS :]).view(np.float16).astype(np.float32)
+    )
     low_bytes = RUN_TOKENS * channels * min(form.bits, 2) // 8
     codes = _unpack_lines(runs[..., :low_bytes], min(form.bits, 2))
     if form.bits == 3:
@@ -186,16 +252,24 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
 
 
 def unpack_parts(name: str, packed: U8, head_size: int) -> tuple[F32, npt.NDArray[np.bool_]]:
-    """Parts float32 [B, H, P, D] of a summary format's bytes uint8 [B, H, N], and bool [B, H]: which have tokens at all."""
+    """Parts float32 [B, H, P, D] of a summary format's bytes uint8 [B, H, N], and bool [B, H]:
+    which have tokens at all."""
     form = formats.format_named(name)
     lead, channels = packed.shape[:-1], formats.padded_channels(form, head_size)
-    codes = packed[..., : form.parts * channels].reshape(*lead, form.parts, channels)[..., :head_size]
+    codes = packed[..., : form.parts * channels].reshape(*lead, form.parts, channels)[
+        ..., :head_size
+    ]
     scale = np.ascontiguousarray(packed[..., form.parts * channels :]).view(np.float32)
-    return (codes.astype(np.float32) - 128.0) * np.maximum(scale, 0.0)[..., None], scale[..., 0] >= 0.0
+    return (codes.astype(np.float32) - 128.0) * np.maximum(scale, 0.0)[..., None], scale[
+        ..., 0
+    ] >= 0.0
 
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
-    """What a token format knows of the rotated keys: float32 [B, H, R * 16, D]; for tests and inspection."""
+    """What a token format knows of the rotated keys: float32 [B, H, R * 16, D]; for tests and
+    inspection."""
     tokens = unpack_tokens(name, packed, head_size)
-    scale = np.maximum(tokens.sigma, np.float32(0.0)) / np.float32(formats.format_named(name).level_unit)
+    scale = np.maximum(tokens.sigma, np.float32(0.0)) / np.float32(
+        formats.format_named(name).level_unit
+    )
     return np.asarray(tokens.levels[..., :head_size] * scale[..., None], np.float32)

@@ -1,9 +1,11 @@
-"""The fixed random rotation that spreads a key evenly over its channels before it is cut to a few bits.
+"""The fixed random rotation that spreads a key evenly over its channels before it is cut to a few
+bits.
 
-A rotation is one or two passes over aligned halves of the vector; a pass flips signs and applies an orthonormal Hadamard
-matrix. Where the head size is a power of two, one pass covers it. Elsewhere the first pass covers the largest power of two
-at the front, the second one as many channels at the back, so that every channel is mixed (two overlapping passes spread one
-large channel better than passes side by side). The signs are the same in every engine, forever.
+A rotation is one or two passes over aligned halves of the vector; a pass flips signs and applies an
+orthonormal Hadamard matrix. Where the head size is a power of two, one pass covers it. Elsewhere
+the first pass covers the largest power of two at the front, the second one as many channels at the
+back, so that every channel is mixed (two overlapping passes spread one large channel better than
+passes side by side). The signs are the same in every engine, forever.
 
 Shapes: D channels of a head.
 """
@@ -25,12 +27,16 @@ def passes(head_size: int) -> tuple[tuple[int, int], ...]:
 
 @functools.cache
 def signs(head_size: int) -> npt.NDArray[np.float32]:
-    """float32 [passes, D] of ±1: the bits, lowest first, of SHA-256("hotkv-signs-1" ‖ counter), counter uint32 little-endian from 0.
+    """float32 [passes, D] of ±1: the bits, lowest first, of SHA-256("hotkv-signs-1" ‖ counter),
+    counter uint32 little-endian from 0.
 
     Channels outside a pass have a sign too, which is not used.
     """
     num_bits = len(passes(head_size)) * head_size
-    stream = b"".join(hashlib.sha256(SIGN_SEED + count.to_bytes(4, "little")).digest() for count in range(-(-num_bits // 256)))
+    stream = b"".join(
+        hashlib.sha256(SIGN_SEED + count.to_bytes(4, "little")).digest()
+        for count in range(-(-num_bits // 256))
+    )
     bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little")[:num_bits]
     result = (1.0 - 2.0 * bits).astype(np.float32).reshape(-1, head_size)
     result.setflags(write=False)
@@ -39,7 +45,8 @@ def signs(head_size: int) -> npt.NDArray[np.float32]:
 
 @functools.cache
 def factors(head_size: int) -> npt.NDArray[np.float32]:
-    """float32 [passes, D]: the signs over the square root of the pass's channels, which makes the Hadamard matrix orthonormal."""
+    """float32 [passes, D]: the signs over the square root of the pass's channels, which makes the
+    Hadamard matrix orthonormal."""
     scale = np.array([[1.0 / np.sqrt(size)] for _, size in passes(head_size)])
     result: npt.NDArray[np.float32] = (signs(head_size) * scale).astype(np.float32)
     result.setflags(write=False)

@@ -1,11 +1,13 @@
-"""Scoring: how much attention each block would get from this step's query, judged by its representation.
+"""Scoring: how much attention each block would get from this step's query, judged by its
+representation.
 
-`score` is the one entry: it dispatches to compiled kernels where they can be used and to the plain twins here elsewhere;
-both compute the same integers, so they differ by float rounding only. A score is a log mass in nats:
-token formats estimate logsumexp over the block's tokens of q · k * scale, summaries give the value of their formula.
+`score` is the one entry: it dispatches to compiled kernels where they can be used and to the plain
+twins here elsewhere; both compute the same integers, so they differ by float rounding only. A score
+is a log mass in nats: token formats estimate logsumexp over the block's tokens of q · k * scale,
+summaries give the value of their formula.
 
-Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, C channels with padding, P parts, B blocks of
-a pool, S scored blocks, N bytes of a block and head.
+Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, C channels with
+padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.
 """
 
 from dataclasses import dataclass
@@ -28,10 +30,12 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A step's query made ready for one format, one int8 step per 127th of a head's largest channel.
+    """A step's query made ready for one format, one int8 step per 127th of a head's largest
+    channel.
 
-    `codes` int8 [Q, P * C] (token formats: P = 1); `offsets` int32 [Q, P], -offset times the sum of a part's codes; `factor` float32 [Q]:
-    from byte products to nats; `shift` float32 [Q]: added to every score (q · mu * scale, minus the format's bias).
+    `codes` int8 [Q, P * C] (token formats: P = 1); `offsets` int32 [Q, P], -offset times the sum of
+    a part's codes; `factor` float32 [Q]: from byte products to nats; `shift` float32 [Q]: added to
+    every score (q · mu * scale, minus the format's bias).
     """
 
     form: Format
@@ -42,9 +46,16 @@ class Query:
     shift: F32
 
 
-def prepare(name: str, query_QD: F32, mu_HD: F32 | None = None, scale: float | None = None, bias: float | None = None) -> Query:
-    """float32 query [Q, D] (after RoPE) for format `name`; `scale` of attention, 1 / sqrt(D) unless given; `bias` in nats as
-    calibrated with the centre, else the format's. INVALID_FIELD on bad shapes.
+def prepare(
+    name: str,
+    query_QD: F32,
+    mu_HD: F32 | None = None,
+    scale: float | None = None,
+    bias: float | None = None,
+) -> Query:
+    """float32 query [Q, D] (after RoPE) for format `name`; `scale` of attention, 1 / sqrt(D) unless
+    given; `bias` in nats as calibrated with the centre, else the format's. INVALID_FIELD on bad
+    shapes.
 
     int8 queries lose under 1 % of a rotated query's norm, far less than the codes do.
     """
@@ -55,10 +66,19 @@ def prepare(name: str, query_QD: F32, mu_HD: F32 | None = None, scale: float | N
     if mu_HD is not None:
         if mu_HD.ndim != 2 or mu_HD.shape[1] != head_size or num_heads % mu_HD.shape[0]:
             raise HotKVError(
-                Reason.INVALID_FIELD, f"mu is {list(mu_HD.shape)}; a query [{num_heads}, {head_size}] needs [kv_heads, {head_size}]"
+                Reason.INVALID_FIELD,
+                (
+                    f"mu is {list(mu_HD.shape)}; a query [{num_heads}, {head_size}] needs "
+                    "[kv_heads, "
+                    f"{head_size}]"
+                ),
             )
-        shift = np.sum(query_QD * np.repeat(mu_HD, num_heads // mu_HD.shape[0], axis=0), axis=1) * np.float32(scale)
-    codes = np.zeros((num_heads, max(form.parts, 1), formats.padded_channels(form, head_size)), np.int8)
+        shift = np.sum(
+            query_QD * np.repeat(mu_HD, num_heads // mu_HD.shape[0], axis=0), axis=1
+        ) * np.float32(scale)
+    codes = np.zeros(
+        (num_heads, max(form.parts, 1), formats.padded_channels(form, head_size)), np.int8
+    )
     kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
         peak = _prepare_twin(form, query_QD, codes)
@@ -67,7 +87,17 @@ def prepare(name: str, query_QD: F32, mu_HD: F32 | None = None, scale: float | N
         peak, sums = np.empty(num_heads, np.float32), np.zeros(codes.shape[:2], np.int32)
         starts, sizes = pass_arrays(head_size)
         query = np.ascontiguousarray(query_QD, np.float32)
-        kernels.prepare(query, factors(head_size), starts, sizes, form.bits, 2 if form.bits else form.kind, peak, sums, codes)
+        kernels.prepare(
+            query,
+            factors(head_size),
+            starts,
+            sizes,
+            form.bits,
+            2 if form.bits else form.kind,
+            peak,
+            sums,
+            codes,
+        )
     offsets = sums * np.int32(-form.offset)
     unit = form.level_unit if form.bits else 1.0
     factor = (peak * np.float32(scale / (127.0 * unit))).astype(np.float32)
@@ -82,7 +112,8 @@ def prepare(name: str, query_QD: F32, mu_HD: F32 | None = None, scale: float | N
 
 
 def _prepare_twin(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
-    """Fills the codes and returns the peaks float32 [Q]. quest: sum max(q M, q m) = q+ · M + q- · m; cuboid: q · c + |q| · r."""
+    """Fills the codes and returns the peaks float32 [Q]. quest: sum max(q M, q m) = q+ · M + q- ·
+    m; cuboid: q · c + |q| · r."""
     x_QD = rotate(query_QD) if form.bits else query_QD.astype(np.float32)
     peak: F32 = np.maximum(np.abs(x_QD).max(axis=1), np.float32(1e-20))
     steps = np.rint(x_QD * (np.float32(127.0) / peak)[:, None]).astype(np.int8)
@@ -103,7 +134,10 @@ def _check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
         or query.codes.shape[0] % packed_BHN.shape[1]
     ):
         need = f"uint8 [blocks, kv_heads, bytes], kv_heads a divisor of {query.codes.shape[0]}"
-        raise HotKVError(Reason.INVALID_FIELD, f"representations are {packed_BHN.dtype} {list(packed_BHN.shape)}; pass {need}")
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"representations are {packed_BHN.dtype} {list(packed_BHN.shape)}; pass {need}",
+        )
     form, size = query.form, query.head_size
     fits = (
         packed_BHN.shape[2] % formats.run_bytes(form, size) == 0
@@ -112,7 +146,11 @@ def _check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
     )
     if not fits:
         raise HotKVError(
-            Reason.INVALID_FIELD, f"representations have {packed_BHN.shape[2]} bytes a head, which is no {form.name} of {size} channels"
+            Reason.INVALID_FIELD,
+            (
+                f"representations have {packed_BHN.shape[2]} bytes a head, which is no {form.name} "
+                f"of {size} channels"
+            ),
         )
     # Negative numbers are large ones where the sign is a digit.
     if rows_S.size and rows_S.view(np.uint32).max() >= packed_BHN.shape[0]:
@@ -120,28 +158,56 @@ def _check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
 
 
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
-    """Scores float32 [Q, S] of the blocks `rows_S` int32 [S] of a pool of representations (None: all, in order).
+    """Scores float32 [Q, S] of the blocks `rows_S` int32 [S] of a pool of representations (None:
+    all, in order).
 
-    The pool may be any array whose last axis is contiguous, such as a view of a mapped arena. A block without tokens scores -inf. Raises
-    INVALID_FIELD. Compiled code runs without the GIL.
+    The pool may be any array whose last axis is contiguous, such as a view of a mapped arena. A
+    block without tokens scores -inf. Raises INVALID_FIELD. Compiled code runs without the GIL.
 
-    token formats: S = logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - c (SPARSE.md). quest: sum max(q m, q M); cuboid: q · c + |q| · r.
+    token formats: S = logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - c (SPARSE.md). quest: sum
+    max(q m, q M); cuboid: q · c + |q| · r.
     """
-    rows_S = np.arange(len(packed_BHN), dtype=np.int32) if rows_S is None else np.ascontiguousarray(rows_S, np.int32)
+    rows_S = (
+        np.arange(len(packed_BHN), dtype=np.int32)
+        if rows_S is None
+        else np.ascontiguousarray(rows_S, np.int32)
+    )
     _check_pool(query, packed_BHN, rows_S)
     kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
         if query.form.bits:
-            return score_tokens_twin(query, unpack_tokens(query.form.name, packed_BHN[rows_S], query.head_size))
+            return score_tokens_twin(
+                query, unpack_tokens(query.form.name, packed_BHN[rows_S], query.head_size)
+            )
         return score_parts_twin(query, packed_BHN[rows_S])
     out = np.empty((query.codes.shape[0], len(rows_S)), np.float32)
     if query.form.bits:
-        run_bytes, factor = formats.run_bytes(query.form, query.head_size), query.factor * np.float32(_LOG2_E)
+        run_bytes, factor = (
+            formats.run_bytes(query.form, query.head_size),
+            query.factor * np.float32(_LOG2_E),
+        )
         kernels.score_tokens(
-            packed_BHN, rows_S, query.form.bits, run_bytes, query.codes, query.offsets[:, 0].copy(), factor, query.shift, out
+            packed_BHN,
+            rows_S,
+            query.form.bits,
+            run_bytes,
+            query.codes,
+            query.offsets[:, 0].copy(),
+            factor,
+            query.shift,
+            out,
         )
     else:
-        kernels.score_parts(packed_BHN, rows_S, query.form.parts, query.codes, query.offsets, query.factor, query.shift, out)
+        kernels.score_parts(
+            packed_BHN,
+            rows_S,
+            query.form.parts,
+            query.codes,
+            query.offsets,
+            query.factor,
+            query.shift,
+            out,
+        )
     return out
 
 
@@ -150,9 +216,15 @@ def score_tokens_twin(query: Query, tokens: Tokens) -> F32:
     levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
     num_blocks, kv_heads, num_tokens, channels = levels.shape
     grouped = query.codes.astype(np.int32).reshape(kv_heads, len(query.codes) // kv_heads, channels)
-    products = np.einsum("bhtc,hgc->hgbt", levels, grouped).reshape(len(query.codes), num_blocks, num_tokens)
+    products = np.einsum("bhtc,hgc->hgbt", levels, grouped).reshape(
+        len(query.codes), num_blocks, num_tokens
+    )
     sigma_QBT = np.repeat(sigma.transpose(1, 0, 2), grouped.shape[1], axis=0)
-    scores = np.where(sigma_QBT >= 0, products.astype(np.float32) * sigma_QBT * query.factor[:, None, None], -np.inf)
+    scores = np.where(
+        sigma_QBT >= 0,
+        products.astype(np.float32) * sigma_QBT * query.factor[:, None, None],
+        -np.inf,
+    )
     peak = np.maximum(scores.max(axis=-1), np.float32(-1e30))
     with np.errstate(divide="ignore"):
         log_mass = peak + np.log(np.exp(scores - peak[..., None]).sum(axis=-1))
@@ -164,10 +236,17 @@ def score_parts_twin(query: Query, packed_BHN: U8) -> F32:
     form, packed = query.form, packed_BHN
     num_blocks, kv_heads = packed.shape[:2]
     channels = formats.padded_channels(form, query.head_size)
-    codes = packed[..., : form.parts * channels].reshape(num_blocks, kv_heads, form.parts, channels).astype(np.int32) - 128
+    codes = (
+        packed[..., : form.parts * channels]
+        .reshape(num_blocks, kv_heads, form.parts, channels)
+        .astype(np.int32)
+        - 128
+    )
     scale_BHP = np.ascontiguousarray(packed[..., form.parts * channels :]).view(np.float32)
     grouped = query.codes.astype(np.int32).reshape(kv_heads, -1, form.parts, channels)
     products = np.einsum("bhpc,hgpc->hgbp", codes, grouped).astype(np.float32)
     sums = np.einsum("hgbp,bhp->hgb", products, scale_BHP).reshape(len(query.codes), num_blocks)
     absent = np.repeat((scale_BHP[..., 0] < 0).T, grouped.shape[1], axis=0)
-    return np.where(absent, -np.inf, sums * query.factor[:, None] + query.shift[:, None]).astype(np.float32)
+    return np.where(absent, -np.inf, sums * query.factor[:, None] + query.shift[:, None]).astype(
+        np.float32
+    )

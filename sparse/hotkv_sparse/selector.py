@@ -1,9 +1,11 @@
-"""One layer's selection from a query to blocks: scores, fusion, weights, budget, in the order that the configuration says.
+"""One layer's selection from a query to blocks: scores, fusion, weights, budget, in the order that
+the configuration says.
 
-What engines do for every layer of a decode step, and the server on behalf of clients that can't. The set is shared by the
-layer's KV heads, as block tables are.
+What engines do for every layer of a decode step, and the server on behalf of clients that can't.
+The set is shared by the layer's KV heads, as block tables are.
 
-Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C blocks of the context, R resident tokens.
+Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C
+blocks of the context, R resident tokens.
 """
 
 from collections.abc import Mapping
@@ -29,9 +31,11 @@ _NOBODY = np.empty(0, np.bool_)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a layer's representations of one format lie: pool uint8 [B, H, N], their centre and bias (None: 0, the format's).
+    """Where a layer's representations of one format lie: pool uint8 [B, H, N], their centre and
+    bias (None: 0, the format's).
 
-    `supers` uint8 [ceil(C / 8), H, N], summaries only: super-blocks of the context (`superblocks.merge`), for scoring in two levels.
+    `supers` uint8 [ceil(C / 8), H, N], summaries only: super-blocks of the context
+    (`superblocks.merge`), for scoring in two levels.
     """
 
     pool: U8
@@ -53,22 +57,36 @@ def select_layer(
     resident_C: Mask | None = None,
     scale: float | None = None,
 ) -> Selection:
-    """Blocks of a context that `layer` should attend to; INVALID_FIELD where a source is missing or the layer is dense.
+    """Blocks of a context that `layer` should attend to; INVALID_FIELD where a source is missing or
+    the layer is dense.
 
-    `rows_C` int32: the pool row of each block of the context (of no meaning where always kept). `always_log_mass_Q` float32 [Q]: exact
-    log mass of the always kept blocks (`exact_log_mass`). `resident_C`: what the prior of `lru_prior` favours.
+    `rows_C` int32: the pool row of each block of the context (of no meaning where always kept).
+    `always_log_mass_Q` float32 [Q]: exact log mass of the always kept blocks (`exact_log_mass`).
+    `resident_C`: what the prior of `lru_prior` favours.
     """
     where = span(config, context_tokens, block_tokens)
     scorers = config.scorers_of(layer)
     missing = [name for name in scorers if name not in sources]
     if not scorers or missing:
         raise HotKVError(
-            Reason.INVALID_FIELD, f"layer {layer} " + (f"has no source for {missing[0]}" if missing else "is dense; attend to all of it")
+            Reason.INVALID_FIELD,
+            f"layer {layer} "
+            + (f"has no source for {missing[0]}" if missing else "is dense; attend to all of it"),
         )
     scored = [
-        _scores(sources[name], prepare(name, query_QD, sources[name].mu, scale, sources[name].bias), rows_C, where) for name in scorers
+        _scores(
+            sources[name],
+            prepare(name, query_QD, sources[name].mu, scale, sources[name].bias),
+            rows_C,
+            where,
+        )
+        for name in scorers
     ]
-    scores, log_mass = (scored[0], always_log_mass_Q) if len(scored) == 1 else fuse(scored, list(scorers.values()), always_log_mass_Q)
+    scores, log_mass = (
+        (scored[0], always_log_mass_Q)
+        if len(scored) == 1
+        else fuse(scored, list(scorers.values()), always_log_mass_Q)
+    )
     return choose(
         scores,
         log_mass,
@@ -92,26 +110,45 @@ def choose(
     resident_S: Mask | None = None,
     prior: float = 0.0,
 ) -> Selection:
-    """`weights.aggregate` and `topk.select` of all heads together, in one kernel; arguments and errors as theirs.
+    """`weights.aggregate` and `topk.select` of all heads together, in one kernel; arguments and
+    errors as theirs.
 
     Heads count alike, whatever KV heads share them: groups are equal in size.
     """
     kernels = native.load("hotkv_sparse.kernels")
     num_heads, num_candidates = scores_QS.shape
-    if kernels is None or always_log_mass_Q.shape != (num_heads,) or num_candidates != where.last - where.first:
+    if (
+        kernels is None
+        or always_log_mass_Q.shape != (num_heads,)
+        or num_candidates != where.last - where.first
+    ):
         weights = aggregate(scores_QS, always_log_mass_Q, 1)
-        options = {"adaptive_p": adaptive_p, "floor_blocks": floor_blocks, "resident_S": resident_S, "prior": prior}
+        options = {
+            "adaptive_p": adaptive_p,
+            "floor_blocks": floor_blocks,
+            "resident_S": resident_S,
+            "prior": prior,
+        }
         return select(weights.shared, weights.always_shared, where, budget_blocks, **options)  # type: ignore[arg-type]
     num_always = where.count - num_candidates
     num_blocks = num_always + min(max(budget_blocks - num_always, 0), num_candidates)
     blocks, chosen = np.empty(num_blocks, np.int32), np.empty(num_blocks, np.float32)
     resident = _NOBODY if resident_S is None or prior == 0.0 else np.ascontiguousarray(resident_S)
-    scores, log_mass = np.ascontiguousarray(scores_QS, np.float32), np.ascontiguousarray(always_log_mass_Q, np.float32)
-    always_mass, mass = kernels.choose(scores, log_mass, resident, prior, where.first, where.count, blocks, chosen)
+    scores, log_mass = (
+        np.ascontiguousarray(scores_QS, np.float32),
+        np.ascontiguousarray(always_log_mass_Q, np.float32),
+    )
+    always_mass, mass = kernels.choose(
+        scores, log_mass, resident, prior, where.first, where.count, blocks, chosen
+    )
     if adaptive_p is not None:
         middle = slice(where.first, num_blocks - (where.count - where.last))
         weights_S = chosen[middle]
-        priority = weights_S * (1.0 + np.float32(prior) * resident[blocks[middle] - where.first]) if len(resident) else weights_S
+        priority = (
+            weights_S * (1.0 + np.float32(prior) * resident[blocks[middle] - where.first])
+            if len(resident)
+            else weights_S
+        )
         kept = enough(priority, weights_S, always_mass, adaptive_p, floor_blocks)
         mass = float(weights_S[kept].sum(dtype=np.float64))
         parts = (np.arange(where.first), where.first + kept, np.arange(middle.stop, num_blocks))
@@ -123,17 +160,22 @@ def _scores(source: Source, query: Query, rows_C: I32, where: Span) -> F32:
     """Scores of the candidates, float32 [Q, last - first]."""
     if source.supers is None:
         return score(query, source.pool, rows_C[where.first : where.last])
-    return score_pruned(query, source.pool, source.supers, np.maximum(rows_C[: where.count], 0))[:, where.first : where.last]
+    return score_pruned(query, source.pool, source.supers, np.maximum(rows_C[: where.count], 0))[
+        :, where.first : where.last
+    ]
 
 
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
-    """logsumexp over tokens of q · k * scale, float32 [Q], of keys float32 [R, H, D] at hand; -inf of none."""
+    """logsumexp over tokens of q · k * scale, float32 [Q], of keys float32 [R, H, D] at hand; -inf
+    of none."""
     num_heads, head_size = query_QD.shape
     num_tokens, kv_heads, _ = keys_RHD.shape
     if not num_tokens:
         return np.full(num_heads, -np.inf, np.float32)
     scale = 1.0 / np.sqrt(head_size) if scale is None else scale
     grouped_HGD = query_QD.reshape(kv_heads, num_heads // kv_heads, head_size)
-    scores_QR = (grouped_HGD @ keys_RHD.transpose(1, 2, 0)).reshape(num_heads, num_tokens) * np.float32(scale)
+    scores_QR = (grouped_HGD @ keys_RHD.transpose(1, 2, 0)).reshape(
+        num_heads, num_tokens
+    ) * np.float32(scale)
     peak = scores_QR.max(axis=1)
     return np.asarray(peak + np.log(np.exp(scores_QR - peak[:, None]).sum(axis=1)), np.float32)

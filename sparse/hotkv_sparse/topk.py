@@ -1,7 +1,7 @@
 """Choosing blocks by weight: a fixed number, or as many as reach a share of the attention mass.
 
-Blocks that are always kept are not candidates here: `Span` names them, and `select` adds them. Of equal weights the lower
-block wins, so the same weights give the same selection everywhere.
+Blocks that are always kept are not candidates here: `Span` names them, and `select` adds them. Of
+equal weights the lower block wins, so the same weights give the same selection everywhere.
 
 Shapes: S candidate blocks.
 """
@@ -22,7 +22,8 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The blocks of a context: [0, first) and [last, count) are always kept, [first, last) are candidates."""
+    """The blocks of a context: [0, first) and [last, count) are always kept, [first, last) are
+    candidates."""
 
     first: int
     last: int
@@ -36,7 +37,12 @@ class Span:
     @property
     def always(self) -> I32:
         """The always kept blocks, ascending."""
-        return np.concatenate([np.arange(self.first, dtype=np.int32), np.arange(self.last, self.count, dtype=np.int32)])
+        return np.concatenate(
+            [
+                np.arange(self.first, dtype=np.int32),
+                np.arange(self.last, self.count, dtype=np.int32),
+            ]
+        )
 
     @property
     def candidates(self) -> I32:
@@ -45,7 +51,8 @@ class Span:
 
 
 def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
-    """Sinks, candidates and recent window of a context in blocks; the window covers the partial block, whatever it asks for."""
+    """Sinks, candidates and recent window of a context in blocks; the window covers the partial
+    block, whatever it asks for."""
     count = -(-context_tokens // block_tokens)
     first = min(-(-config.sink_tokens // block_tokens), count)
     complete = context_tokens // block_tokens
@@ -55,7 +62,8 @@ def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`blocks` int32, ascending, always kept ones included; `weights` float32, inf where always kept; `mass`: their estimated share."""
+    """`blocks` int32, ascending, always kept ones included; `weights` float32, inf where always
+    kept; `mass`: their estimated share."""
 
     blocks: I32
     weights: F32
@@ -73,31 +81,54 @@ def select(
     resident_S: Mask | None = None,
     prior: float = 0.0,
 ) -> Selection:
-    """The `budget_blocks` best blocks of a context, always kept ones first; INVALID_FIELD where weights do not fit the span.
+    """The `budget_blocks` best blocks of a context, always kept ones first; INVALID_FIELD where
+    weights do not fit the span.
 
-    Candidates are ordered by w * (1 + prior * resident). With `adaptive_p`, the fewest of that order with always_mass + sum w >= p, but at
-    least `floor_blocks`. A budget below the always kept blocks keeps just those.
+    Candidates are ordered by w * (1 + prior * resident). With `adaptive_p`, the fewest of that
+    order with always_mass + sum w >= p, but at least `floor_blocks`. A budget below the always kept
+    blocks keeps just those.
     """
     if weights_S.shape != (where.last - where.first,):
-        raise HotKVError(Reason.INVALID_FIELD, f"weights are {list(weights_S.shape)}; the span has {where.last - where.first} candidates")
-    priority = weights_S if resident_S is None or prior == 0.0 else weights_S * (1.0 + np.float32(prior) * resident_S)
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            (
+                f"weights are {list(weights_S.shape)}; the span has {where.last - where.first} "
+                "candidates"
+            ),
+        )
+    priority = (
+        weights_S
+        if resident_S is None or prior == 0.0
+        else weights_S * (1.0 + np.float32(prior) * resident_S)
+    )
     room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
     chosen = top(priority, room)
     if adaptive_p is not None:
-        chosen = chosen[enough(priority[chosen], weights_S[chosen], always_mass, adaptive_p, floor_blocks)]
+        chosen = chosen[
+            enough(priority[chosen], weights_S[chosen], always_mass, adaptive_p, floor_blocks)
+        ]
     mass = min(always_mass + float(weights_S[chosen].sum(dtype=np.float64)), 1.0)
     blocks = np.concatenate(
-        [np.arange(where.first, dtype=np.int32), chosen + np.int32(where.first), np.arange(where.last, where.count, dtype=np.int32)]
+        [
+            np.arange(where.first, dtype=np.int32),
+            chosen + np.int32(where.first),
+            np.arange(where.last, where.count, dtype=np.int32),
+        ]
     )
     weights = np.full(len(blocks), np.inf, np.float32)
     weights[where.first : where.first + len(chosen)] = weights_S[chosen]
     return Selection(blocks, weights, mass)
 
 
-def enough(priority: F32, weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
-    """Which of the chosen blocks reach `p` together with what is always kept: ascending indices, by `priority`, at least `floor_blocks`."""
+def enough(
+    priority: F32, weights: F32, always_mass: float, p: float, floor_blocks: int
+) -> npt.NDArray[np.intp]:
+    """Which of the chosen blocks reach `p` together with what is always kept: ascending indices, by
+    `priority`, at least `floor_blocks`."""
     order = np.argsort(-priority, kind="stable")
-    reached = np.concatenate([[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)])
+    reached = np.concatenate(
+        [[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)]
+    )
     # Where even all of them fall short, all of them stay.
     num_needed = int(np.searchsorted(reached, p))
     return np.sort(order[: max(num_needed, floor_blocks)])
@@ -109,7 +140,8 @@ def floor_blocks(block_tokens: int) -> int:
 
 
 def top(priority_S: F32, count: int) -> I32:
-    """The indices of the `count` largest priorities, ascending; of equals the lowest indices. What is not above 0 ranks as 0."""
+    """The indices of the `count` largest priorities, ascending; of equals the lowest indices. What
+    is not above 0 ranks as 0."""
     if count >= len(priority_S):
         return np.arange(len(priority_S), dtype=np.int32)
     kernels = native.load("hotkv_sparse.kernels")

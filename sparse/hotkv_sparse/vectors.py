@@ -1,8 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""LLVM vectors of sixteen lanes: what is needed to write operations that numba's own loops do not reach.
+"""LLVM vectors of sixteen lanes: what is needed to write operations that numba's own loops do not
+reach.
 
-Any machine runs them; where it has AVX-512 with VNNI (`VNNI`), `dot4` is one instruction. Every function takes an LLVM IR
-builder first and emits code; `operation` makes a numba intrinsic of such code.
+Any machine runs them; where it has AVX-512 with VNNI (`VNNI`), `dot4` is one instruction. Every
+function takes an LLVM IR builder first and emits code; `operation` makes a numba intrinsic of such
+code.
 """
 
 import inspect
@@ -20,9 +22,13 @@ from numba.extending import intrinsic
 LANES = 16
 MIN_SCORE = -1e30
 """Stands for the score of a token that is not there; far below any other and free of NaN."""
-_FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
+_FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(
+    ","
+)
 # From version 22 on LLVM gives the byte products other operand types.
-VNNI = {"+avx512vnni", "+avx512bw", "+avx512vl"} <= set(_FEATURES) and llvmlite.binding.llvm_version_info[0] < 22
+VNNI = {"+avx512vnni", "+avx512bw", "+avx512vl"} <= set(
+    _FEATURES
+) and llvmlite.binding.llvm_version_info[0] < 22
 
 I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 BYTES, INTS, FLOATS = ir.VectorType(I8, 64), ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
@@ -33,7 +39,9 @@ ROUNDING = 12582912.0
 
 def splat(builder: Any, value: Any, vector: Any) -> Any:
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
+    return builder.shuffle_vector(
+        one, one, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
+    )
 
 
 def ints(value: int) -> Any:
@@ -61,13 +69,19 @@ def prefetch(builder: Any, address: Any) -> None:
     """Asks the caches but the nearest for the line at an address; any address is allowed."""
     pointer = builder.inttoptr(address, I8.as_pointer())
     function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32]), "llvm.prefetch.p0"
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32]),
+        "llvm.prefetch.p0",
     )
     builder.call(function, [pointer, I32(0), I32(2), I32(1)])
 
 
-def call(builder: Any, name: str, result: Any, args: list[Any], fastmath: tuple[str, ...] = ()) -> Any:
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [arg.type for arg in args]), name)
+def call(
+    builder: Any, name: str, result: Any, args: list[Any], fastmath: tuple[str, ...] = ()
+) -> Any:
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, [arg.type for arg in args]), name
+    )
     return builder.call(function, args, fastmath=fastmath)
 
 
@@ -83,7 +97,8 @@ def larger(builder: Any, x: Any, y: Any) -> Any:
 
 
 def exp2(builder: Any, x: Any) -> Any:
-    """2^x for x <= 0 to 3e-6 relative; 2^-126 below -126 and for NaN. Taylor polynomial of degree 5 about the nearest integer."""
+    """2^x for x <= 0 to 3e-6 relative; 2^-126 below -126 and for NaN. Taylor polynomial of degree 5
+    about the nearest integer."""
     x = larger(builder, x, floats(-126.0))
     # Adding 1.5 * 2^23 rounds to an integer, which then is the low bits of the sum.
     shifted = builder.fadd(x, floats(ROUNDING))
@@ -96,10 +111,13 @@ def exp2(builder: Any, x: Any) -> Any:
 
 
 def log2(builder: Any, x: Any) -> Any:
-    """log2(x) for normal x > 0, to 2e-7 absolute: the exponent, and 2 atanh((m - 1) / (m + 1)) of a mantissa in [.707, 1.414)."""
+    """log2(x) for normal x > 0, to 2e-7 absolute: the exponent, and 2 atanh((m - 1) / (m + 1)) of a
+    mantissa in [.707, 1.414)."""
     bits = builder.sub(builder.bitcast(x, INTS), ints(0x3F3504F3))
     exponent = builder.ashr(bits, ints(23))
-    mantissa = builder.bitcast(builder.add(builder.and_(bits, ints(0x7FFFFF)), ints(0x3F3504F3)), FLOATS)
+    mantissa = builder.bitcast(
+        builder.add(builder.and_(bits, ints(0x7FFFFF)), ints(0x3F3504F3)), FLOATS
+    )
     ratio = builder.fdiv(builder.fsub(mantissa, floats(1.0)), builder.fadd(mantissa, floats(1.0)))
     square = builder.fmul(ratio, ratio)
     series = floats(2 / LN2 / 7)
@@ -120,7 +138,9 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
     # numba binds arguments by the signature, and knows no open-ended ones.
     names = ["typingctx", *(f"operand_{index}" for index in range(num_args))]
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names
+    ]
     operation.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return intrinsic(operation)
 
@@ -129,7 +149,9 @@ def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
     """total + unsigned bytes . signed bytes, four by four; operands are vectors of 8 or 16 ints."""
     vector = total.type
     if VNNI:
-        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * vector.count}", vector, [total, codes, query])
+        return call(
+            builder, f"llvm.x86.avx512.vpdpbusd.{32 * vector.count}", vector, [total, codes, query]
+        )
 
     def all_lanes(value: int) -> Any:
         return ir.Constant(vector, [value] * vector.count)
@@ -142,13 +164,21 @@ def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Sixteen vectors of sixteen lanes, transposed: four stages that exchange lanes with the row 1, 2, 4 and 8 away."""
+    """Sixteen vectors of sixteen lanes, transposed: four stages that exchange lanes with the row 1,
+    2, 4 and 8 away."""
     for apart in (1, 2, 4, 8):
-        low = ir.Constant(INTS, [lane if not lane & apart else LANES + lane - apart for lane in range(LANES)])
-        high = ir.Constant(INTS, [lane + apart if not lane & apart else LANES + lane for lane in range(LANES)])
+        low = ir.Constant(
+            INTS, [lane if not lane & apart else LANES + lane - apart for lane in range(LANES)]
+        )
+        high = ir.Constant(
+            INTS, [lane + apart if not lane & apart else LANES + lane for lane in range(LANES)]
+        )
         moved = list(rows)
         for first in (row for row in range(LANES) if not row & apart):
             pair = rows[first], rows[first + apart]
-            moved[first], moved[first + apart] = builder.shuffle_vector(*pair, low), builder.shuffle_vector(*pair, high)
+            moved[first], moved[first + apart] = (
+                builder.shuffle_vector(*pair, low),
+                builder.shuffle_vector(*pair, high),
+            )
         rows = moved
     return rows

@@ -1,4 +1,5 @@
-"""The benchmark's own parts: its forward pass is transformers', its paged decode is the dense pass where budgets cover the context."""
+"""The benchmark's own parts: its forward pass is transformers', its paged decode is the dense pass
+where budgets cover the context."""
 
 from pathlib import Path
 
@@ -12,7 +13,17 @@ from bench.sparse.llama import Dense, Llama, dense_pass
 from bench.sparse.mixed import SPLITS, Mixed, Moments
 from bench.sparse.pages import Pages
 from bench.sparse.texts import REPEAT, Text, copy_text, texts
-from bench.sparse.variants import ENDS, FRESH, LRU, ORACLE, PREVIOUS, TIGHT, Variant, all_variants, passes
+from bench.sparse.variants import (
+    ENDS,
+    FRESH,
+    LRU,
+    ORACLE,
+    PREVIOUS,
+    TIGHT,
+    Variant,
+    all_variants,
+    passes,
+)
 from bench.sparse_quality import Row, targets
 from hotkv_sparse import build
 from hotkv_sparse.centre import MIN_TOKENS, Centres
@@ -62,13 +73,19 @@ def _calibrated(dense: Dense) -> Calibration:
 def test_forward_pass_is_that_of_transformers(model_folder: Path, tokens: torch.Tensor) -> None:
     from transformers import LlamaForCausalLM
 
-    expected = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)(tokens[None, :-1]).logits[0].log_softmax(-1)
+    expected = (
+        LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)(tokens[None, :-1])
+        .logits[0]
+        .log_softmax(-1)
+    )
     dense = dense_pass(Llama(model_folder), tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
     torch.testing.assert_close(dense.log_probs_NW, expected[-COMPARED_TOKENS:], atol=2e-4, rtol=0)
 
 
 @torch.inference_mode()
-def test_budgets_that_cover_the_context_change_nothing(model_folder: Path, tokens: torch.Tensor) -> None:
+def test_budgets_that_cover_the_context_change_nothing(
+    model_folder: Path, tokens: torch.Tensor
+) -> None:
     model = Llama(model_folder)
     dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
     ways = [(FRESH, 0), (PREVIOUS, 0), (LRU, 2)]
@@ -92,7 +109,9 @@ def test_budgets_that_cover_the_context_change_nothing(model_folder: Path, token
 
 
 @torch.inference_mode()
-def test_smaller_budgets_attend_to_less_and_better_scorers_lose_less(model_folder: Path, tokens: torch.Tensor) -> None:
+def test_smaller_budgets_attend_to_less_and_better_scorers_lose_less(
+    model_folder: Path, tokens: torch.Tensor
+) -> None:
     model = Llama(model_folder)
     dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
     variants = [Variant(ORACLE, 0.6, 16, False), Variant(ENDS, 0.6, 16, False)]
@@ -110,16 +129,27 @@ def test_pages_hold_what_each_variant_wrote() -> None:
         pages.append(0, step, written[0, step], written[1, step])
     query = torch.randn(3, 4, 8)
     for variant in range(3):
-        keys, values = (torch.cat([shared[part, :, :64], written[part, :, variant].transpose(0, 1)], dim=1) for part in (0, 1))
+        keys, values = (
+            torch.cat([shared[part, :, :64], written[part, :, variant].transpose(0, 1)], dim=1)
+            for part in (0, 1)
+        )
         blocks = np.array([0, 3, 5], np.int32)
         chosen = np.r_[0:16, 48:64, 80:84]
         scores = query[variant].view(2, 2, 8) @ keys[:, chosen].transpose(1, 2) / 8**0.5
         expected = (scores.softmax(-1) @ values[:, chosen]).view(4, 8)
-        torch.testing.assert_close(pages.attend(0, variant, query[variant], [blocks], 84, 16), expected)
-        torch.testing.assert_close(pages.attend(0, variant, query[variant], [blocks, blocks], 84, 16), expected)
+        torch.testing.assert_close(
+            pages.attend(0, variant, query[variant], [blocks], 84, 16), expected
+        )
+        torch.testing.assert_close(
+            pages.attend(0, variant, query[variant], [blocks, blocks], 84, 16), expected
+        )
         everything = query[variant].view(2, 2, 8) @ keys.transpose(1, 2) / 8**0.5
-        mass = torch.stack([part.logsumexp(-1) for part in everything.split(16, dim=-1)], dim=-1).view(4, 6)
-        np.testing.assert_allclose(pages.block_mass(0, query, [variant], 84, 16)[0], mass, atol=1e-5)
+        mass = torch.stack(
+            [part.logsumexp(-1) for part in everything.split(16, dim=-1)], dim=-1
+        ).view(4, 6)
+        np.testing.assert_allclose(
+            pages.block_mass(0, query, [variant], 84, 16)[0], mass, atol=1e-5
+        )
 
 
 def test_copy_text_ends_by_quoting_itself() -> None:
@@ -145,7 +175,9 @@ def test_models_that_are_no_plain_llama_are_refused(tmp_path: Path) -> None:
 def test_every_row_decodes_once() -> None:
     rows = all_variants()
     assert len({row.key for row in rows}) == len(rows)
-    assert sorted(row.key for some in passes(rows, 12) for row in some) == sorted(row.key for row in rows)
+    assert sorted(row.key for some in passes(rows, 12) for row in some) == sorted(
+        row.key for row in rows
+    )
 
 
 def test_targets_take_the_worst_text() -> None:
@@ -159,7 +191,9 @@ def test_targets_take_the_worst_text() -> None:
     kl, loss, recall, *served = targets(rows, "rot2u")
     assert (kl.value, loss.value, recall.value) == (0.06, 0.02, 0.97)
     assert (kl.met, loss.met, recall.met) == (False, True, False)
-    assert [target.value for target in served] == [None, None] and not any(target.met for target in served)
+    assert [target.value for target in served] == [None, None] and not any(
+        target.met for target in served
+    )
 
 
 @torch.inference_mode()
@@ -173,10 +207,17 @@ def test_mixed_codes_estimate_scores_without_bias_and_better_than_rot2u() -> Non
     errors = {}
     for name in SPLITS:
         estimate = query[0, :200] @ Mixed(name, moments).rebuilt(keys)[0].T
-        assert float(torch.corrcoef(torch.stack([exact.flatten(), estimate.flatten()]))[0, 1]) > 0.98
+        assert (
+            float(torch.corrcoef(torch.stack([exact.flatten(), estimate.flatten()]))[0, 1]) > 0.98
+        )
         errors[name] = float((estimate - exact).square().mean())
     centred = (keys - moments.key_mean[:, None])[0, :, None, None].numpy()
-    rotated = torch.from_numpy(approximate_keys("rot2u", build("rot2u", np.ascontiguousarray(centred)), 64)[:, 0, 0])
-    from_rot2u = torch.from_numpy(rotate(query[0, :200].numpy())) @ rotated.T + (query[0, :200] @ moments.key_mean[0])[:, None]
+    rotated = torch.from_numpy(
+        approximate_keys("rot2u", build("rot2u", np.ascontiguousarray(centred)), 64)[:, 0, 0]
+    )
+    from_rot2u = (
+        torch.from_numpy(rotate(query[0, :200].numpy())) @ rotated.T
+        + (query[0, :200] @ moments.key_mean[0])[:, None]
+    )
     assert errors["mix2"] < errors["mix1.5"]
     assert errors["mix2"] < float((from_rot2u - exact).square().mean())

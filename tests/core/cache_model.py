@@ -1,6 +1,7 @@
 """A naive twin of the cache: dicts of what must hold, and an arena that remembers who wrote what.
 
-It does not predict which blocks a policy evicts; it learns that from the notices, and checks that each was allowed to go.
+It does not predict which blocks a policy evicts; it learns that from the notices, and checks that
+each was allowed to go.
 """
 
 import copy
@@ -30,7 +31,8 @@ NUM_HASHES = 14
 
 @dataclass
 class ModelLease:
-    """Read: `keys` are pinned, one per granted position, unless they were flushed. Write: `keys` are still reserved.
+    """Read: `keys` are pinned, one per granted position, unless they were flushed. Write: `keys`
+    are still reserved.
 
     `asked`: numbers of hashes by group, of the call that took it.
     """
@@ -74,7 +76,9 @@ class CacheModel:
         self.leases: dict[tuple[str, str], ModelLease] = {}
         self.transfers: dict[tuple[int, str], ModelTransfer] = {}
         self.arena: dict[tuple[int, int], Key] = {}
-        self.key_of = {(ks, group, words_of([n])[0].tobytes()): (ks, group, n) for ks, group, n in slot_bytes}
+        self.key_of = {
+            (ks, group, words_of([n])[0].tobytes()): (ks, group, n) for ks, group, n in slot_bytes
+        }
 
     def restart(self, core: CacheCore) -> None:
         """Another core has taken over: what was ready is there, and nobody holds anything."""
@@ -91,13 +95,19 @@ class CacheModel:
         return pins
 
     def owner(self, key: Key) -> ModelLease | None:
-        return next((lease for lease in self.leases.values() if lease.write and key in lease.keys), None)
+        return next(
+            (lease for lease in self.leases.values() if lease.write and key in lease.keys), None
+        )
 
     def evictable(self) -> set[Key]:
         return self.ready - set(self.pins())
 
     def unadmitted_bytes(self) -> int:
-        return sum(lease.pinned_bytes for lease in self.leases.values() if not lease.write and not lease.admitted)
+        return sum(
+            lease.pinned_bytes
+            for lease in self.leases.values()
+            if not lease.write and not lease.admitted
+        )
 
     def slot(self, key: Key) -> int:
         """Slot offset of a block that is in the index, ready or reserved."""
@@ -129,8 +139,11 @@ class CacheModel:
             self.end_lease(lease)
 
     def flush(self, key_space_id: int, whole: int) -> int:
-        """Nothing of the key space is found any more, and nothing that is reserved will be; read leases keep slots without keys."""
-        for lease in [lease for lease in self.leases.values() if lease.key_space_id == key_space_id]:
+        """Nothing of the key space is found any more, and nothing that is reserved will be; read
+        leases keep slots without keys."""
+        for lease in [
+            lease for lease in self.leases.values() if lease.key_space_id == key_space_id
+        ]:
             if lease.write:
                 self.aborted |= set(lease.keys)
                 self.settle_write(lease, whole)
@@ -143,7 +156,8 @@ class CacheModel:
     # Comparing
 
     def take_notices(self) -> set[Key]:
-        """Effects of the last call; what they name was ready and not pinned, and is ready no more."""
+        """Effects of the last call; what they name was ready and not pinned, and is ready no
+        more."""
         named = [
             self.key_of[effect.key_space_id, effect.group_index, row.tobytes()]
             for effect in self.core.take_effects()
@@ -156,7 +170,8 @@ class CacheModel:
         return set(named)
 
     def settle(self) -> None:
-        """Everything the core shows equals the model: lookups, pins, reservations, leases, bytes in slots."""
+        """Everything the core shows equals the model: lookups, pins, reservations, leases, bytes in
+        slots."""
         core, index = self.core, self.core.space.index
         core.check_invariants()
         assert not core.space.effects, "a call left effects that nobody took"
@@ -164,35 +179,62 @@ class CacheModel:
         for ks, group in {key[:2] for key in self.slot_bytes}:
             words = index.find(ks, group, words_of(range(NUM_HASHES)))
             masks = core.lookup(ks, [HashList(group, words_of(range(NUM_HASHES)))])[0]
-            for number, (word, found) in enumerate(zip(words.tolist(), masks.tolist(), strict=True)):
+            for number, (word, found) in enumerate(
+                zip(words.tolist(), masks.tolist(), strict=True)
+            ):
                 key = (ks, group, number)
                 assert found == (key in self.ready), f"{key}: found={found}"
-                assert (word >= int(RESERVED_FLAG)) == (self.owner(key) is not None) == (key in self.written), key
+                assert (
+                    (word >= int(RESERVED_FLAG))
+                    == (self.owner(key) is not None)
+                    == (key in self.written)
+                ), key
                 if found:
                     assert index.pins[word] == pins.get(key, 0)
                     for shard in range(core.key_space(ks).num_shards):
-                        assert self.arena[self.slot(key), shard] == key, "the slot of a ready block holds other bytes"
-        assert sorted((lease.engine_id, lease.lease_id, lease.num_copies, lease.released) for lease in core.leases.all()) == sorted(
-            (lease.engine_id, lease.lease_id, lease.copies, lease.released) for lease in self.leases.values()
+                        assert self.arena[self.slot(key), shard] == key, (
+                            "the slot of a ready block holds other bytes"
+                        )
+        assert sorted(
+            (lease.engine_id, lease.lease_id, lease.num_copies, lease.released)
+            for lease in core.leases.all()
+        ) == sorted(
+            (lease.engine_id, lease.lease_id, lease.copies, lease.released)
+            for lease in self.leases.values()
         )
         assert len(core.transfers) == len(self.transfers)
         assert sum(core._unadmitted.values()) == self.unadmitted_bytes()
 
 
 def reserve_allowed(
-    model: CacheModel, before: set[Key], lease: ModelLease | None, keys: list[Key], results: list[int], fresh: set[Key]
+    model: CacheModel,
+    before: set[Key],
+    lease: ModelLease | None,
+    keys: list[Key],
+    results: list[int],
+    fresh: set[Key],
 ) -> None:
-    """Each result of one run is one that the rules allow, given what was ready `before` the call and the `fresh` reservations."""
+    """Each result of one run is one that the rules allow, given what was ready `before` the call
+    and the `fresh` reservations."""
     seen: set[Key] = set()
     for key, result in zip(keys, results, strict=True):
         if result == BlockResult.PRESENT:
             assert key in before, "present, but was not there"
         elif result == BlockResult.IN_FLIGHT:
-            assert key in seen or (model.owner(key) is not None and model.owner(key) is not lease), "in flight with nobody"
+            assert key in seen or (
+                model.owner(key) is not None and model.owner(key) is not lease
+            ), "in flight with nobody"
         elif result == BlockResult.RESERVED:
-            assert key in fresh or (lease is not None and key in lease.keys), "reserved by somebody else"
+            assert key in fresh or (lease is not None and key in lease.keys), (
+                "reserved by somebody else"
+            )
         else:
-            assert result == BlockResult.NO_SPACE and key not in fresh and model.owner(key) is None and key not in model.ready
+            assert (
+                result == BlockResult.NO_SPACE
+                and key not in fresh
+                and model.owner(key) is None
+                and key not in model.ready
+            )
         seen.add(key)
 
 
@@ -206,14 +248,20 @@ def values(thing: object) -> object:
         return thing.number
     if isinstance(thing, Holds) or type(thing).__module__.startswith("hotkv_server.core.policies"):
         return {name: values(value) for name, value in vars(thing).items()}
-    return None if callable(thing) or isinstance(thing, BlockIndex | TenantBook | ModuleType) else copy.deepcopy(thing)
+    return (
+        None
+        if callable(thing) or isinstance(thing, BlockIndex | TenantBook | ModuleType)
+        else copy.deepcopy(thing)
+    )
 
 
 def snapshot(core: CacheCore) -> object:
     """All that a call may change, as values that compare."""
     space, index, pool = core.space, core.space.index, core.space.pool
     classes = {
-        size: (c.num_slabs, c.free.all().tolist()) for size, c in pool._classes.items() if c.num_slabs or len(c.free)
+        size: (c.num_slabs, c.free.all().tolist())
+        for size, c in pool._classes.items()
+        if c.num_slabs or len(c.free)
     }  # an empty class is as good as none
     leases = [copy.deepcopy(lease) for lease in core.leases.all()]
     return (
@@ -244,15 +292,22 @@ def snapshot(core: CacheCore) -> object:
 
 
 def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
-    """Raises where a refusal for space was wrong: something of this slot size, or a slab of another, could still have gone.
+    """Raises where a refusal for space was wrong: something of this slot size, or a slab of
+    another, could still have gone.
 
     `untouchable`: entry numbers that had to stay during the call though nothing pins them now.
     """
     index, pool = space.index, space.pool
     live = np.flatnonzero(index.states()).astype(np.uint32)
-    may_go = (index.states()[live] == table.STATE_READY) & (index.pins[live] == 0) & ~np.isin(live, list(untouchable))
+    may_go = (
+        (index.states()[live] == table.STATE_READY)
+        & (index.pins[live] == 0)
+        & ~np.isin(live, list(untouchable))
+    )
     sizes = index.slot_bytes(live)
-    assert not np.any(may_go & (sizes == slot_bytes)), "refused, though a block of the same slot size could have been evicted"
+    assert not np.any(may_go & (sizes == slot_bytes)), (
+        "refused, though a block of the same slot size could have been evicted"
+    )
     if len(live) == index.capacity:
         return
     assert pool.available_slots(slot_bytes) == 0, "refused, though there are free slots"
@@ -263,4 +318,6 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
         free[first : first + -(-size // pool.slab_bytes)] &= goes
     span = -(-slot_bytes // pool.slab_bytes)
     gaps = "".join("." if slab else "x" for slab in free).split("x")
-    assert all(len(gap) < span for gap in gaps), "refused, though slabs lent to another size could have been taken"
+    assert all(len(gap) < span for gap in gaps), (
+        "refused, though slabs lent to another size could have been taken"
+    )

@@ -1,4 +1,5 @@
-"""Small builders for the tests of the core: tables in plain memory, hashes by number, key spaces of two groups."""
+"""Small builders for the tests of the core: tables in plain memory, hashes by number, key spaces of
+two groups."""
 
 import hashlib
 from collections.abc import Sequence
@@ -41,7 +42,9 @@ def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: in
     """Two groups, full attention and sliding window, of the given slot sizes."""
     groups = (
         GroupSpec(GroupKind.FULL_ATTENTION, 16, _shards(full_bytes, num_shards)),
-        GroupSpec(GroupKind.SLIDING_WINDOW, 16, _shards(window_bytes, num_shards), window_tokens=64),
+        GroupSpec(
+            GroupKind.SLIDING_WINDOW, 16, _shards(window_bytes, num_shards), window_tokens=64
+        ),
     )
     return KeySpace(name, "revision", "bfloat16", groups, 16)
 
@@ -51,9 +54,14 @@ def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
     return (first,) + (1,) * (num_shards - 1)
 
 
-def taken_over(old: CacheCore, policy: str, last_used_s: float | None, now_s: float) -> tuple[CacheCore, Restored]:
-    """Another core over what the old one would leave if it were killed now; every block was used at the same time, if that is known."""
-    core = CacheCore(old.config, make_table(old.config.capacity), POLICIES[policy](old.config.capacity))
+def taken_over(
+    old: CacheCore, policy: str, last_used_s: float | None, now_s: float
+) -> tuple[CacheCore, Restored]:
+    """Another core over what the old one would leave if it were killed now; every block was used at
+    the same time, if that is known."""
+    core = CacheCore(
+        old.config, make_table(old.config.capacity), POLICIES[policy](old.config.capacity)
+    )
     for record in old.key_spaces.values():
         core.catalog.register(record.key_space, record.representations, 0.0)
     records = old.space.index.table.records.copy()

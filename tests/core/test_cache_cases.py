@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 
 class Burst:
-    """One session that stores blocks of one group, in calls of any size, into an arena of 24 slots."""
+    """One session that stores blocks of one group, in calls of any size, into an arena of 24
+    slots."""
 
     def __init__(self, num_blocks: int) -> None:
         config = CoreConfig(NUM_SLABS * SLAB, SLAB, 100, max_blocks_per_call=1000)
@@ -41,10 +42,13 @@ class Burst:
         self.rows = {words_of([number])[0].tobytes(): number for number in self.numbers}
 
     def store(self, numbers: list[int], now_s: float) -> list[int]:
-        """Results of one store; the notices that it caused are noted first, as a client would read them."""
+        """Results of one store; the notices that it caused are noted first, as a client would read
+        them."""
         name = f"store {numbers[0]}"
         self.core.begin_store(self.session, name, name, [Run(0, words_of(numbers))], 0, 0.0, now_s)
-        self.evicted += [self.rows[row.tobytes()] for notice in self.core.take_effects() for row in notice.hashes]
+        self.evicted += [
+            self.rows[row.tobytes()] for notice in self.core.take_effects() for row in notice.hashes
+        ]
         return self.core.end_store(self.session, name, True, now_s)[0].tolist()
 
     def found(self) -> list[int]:
@@ -53,7 +57,9 @@ class Burst:
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12), pinned=st.integers(0, 6))
-def test_a_burst_beyond_capacity_is_answered_truly_and_the_newest_survive(sizes: list[int], pinned: int) -> None:
+def test_a_burst_beyond_capacity_is_answered_truly_and_the_newest_survive(
+    sizes: list[int], pinned: int
+) -> None:
     burst = Burst(sum(sizes))
     capacity = NUM_SLABS * SLAB // SLOT_ALIGN
     stored: list[int] = []
@@ -64,13 +70,22 @@ def test_a_burst_beyond_capacity_is_answered_truly_and_the_newest_survive(sizes:
         start += size
         results = burst.store(numbers, float(call))
         assert set(results) <= {BlockResult.STORED, BlockResult.NO_SPACE}
-        kept = [number for number, result in zip(numbers, results, strict=True) if result == BlockResult.STORED]
-        # What one call can't hold is refused from the first block that has no place; nothing is refused that would have fitted.
+        kept = [
+            number
+            for number, result in zip(numbers, results, strict=True)
+            if result == BlockResult.STORED
+        ]
+        # What one call can't hold is refused from the first block that has no place; nothing is
+        # refused that would have fitted.
         assert kept == numbers[: capacity - num_pinned]
         stored += kept
-        assert set(burst.found()) == set(stored) - set(burst.evicted), "answered as stored, gone, and nobody was told"
+        assert set(burst.found()) == set(stored) - set(burst.evicted), (
+            "answered as stored, gone, and nobody was told"
+        )
         if call == 0 and pinned:
-            grant = burst.core.acquire(burst.session, "pin", [HashList(0, words_of(kept[:pinned]))], 500.0, 0.0)
+            grant = burst.core.acquire(
+                burst.session, "pin", [HashList(0, words_of(kept[:pinned]))], 500.0, 0.0
+            )
             num_pinned = int(grant.pinned[0].sum())
     held = stored[:num_pinned]
     newest = [number for number in stored if number not in held]
@@ -80,7 +95,11 @@ def test_a_burst_beyond_capacity_is_answered_truly_and_the_newest_survive(sizes:
     assert len(survivors) == min(len(newest), capacity - num_pinned)
     last_call = [number for number in newest if number >= sum(sizes[:-1])]
     assert set(last_call) <= survivors
-    calls = {number: call for call, size in enumerate(sizes) for number in range(sum(sizes[:call]), sum(sizes[: call + 1]))}
+    calls = {
+        number: call
+        for call, size in enumerate(sizes)
+        for number in range(sum(sizes[:call]), sum(sizes[: call + 1]))
+    }
     gone = [number for number in newest if number not in survivors]
     if gone and survivors:
         assert max(calls[number] for number in gone) <= min(calls[number] for number in survivors)
@@ -103,18 +122,25 @@ def test_a_lease_that_expires_during_a_load_keeps_its_slots_until_the_load_ends(
 
 
 @pytest.mark.parametrize(("num_shards", "num_sessions"), [(1, 1), (2, 2)])
-def test_a_block_is_found_only_when_every_shard_is_written(num_shards: int, num_sessions: int) -> None:
+def test_a_block_is_found_only_when_every_shard_is_written(
+    num_shards: int, num_sessions: int
+) -> None:
     config = CoreConfig(NUM_SLABS * SLAB, SLAB, 50)
     core = CacheCore(config, make_table(50), LRU(50))
     key_space = make_key_space("shards", SLOT_ALIGN, SLOT_ALIGN, num_shards)
-    sessions = [core.open_session("engine", f"rank{rank}", key_space, 0.0).number for rank in range(num_sessions)]
+    sessions = [
+        core.open_session("engine", f"rank{rank}", key_space, 0.0).number
+        for rank in range(num_sessions)
+    ]
     run = [Run(0, words_of(range(4)))]
     core.reserve(sessions[0], "lease", run, 0.0, 0.0)
     for shard in range(num_shards):
         assert not core.lookup(1, [HashList(0, words_of(range(4)))])[0].any()
         core.begin_store(sessions[shard], "store", "lease", run, shard, 0.0, 0.0)
         result = core.end_store(sessions[shard], "store", True, 0.0)[0]
-        assert set(result.tolist()) == {BlockResult.STORED if shard == num_shards - 1 else BlockResult.WRITTEN}
+        assert set(result.tolist()) == {
+            BlockResult.STORED if shard == num_shards - 1 else BlockResult.WRITTEN
+        }
     assert core.lookup(1, [HashList(0, words_of(range(4)))])[0].all() and not core.leases.all()
     words = core.space.index.find(1, 0, words_of(range(4)))
     assert np.all(words < RESERVED_FLAG)
@@ -123,30 +149,46 @@ def test_a_block_is_found_only_when_every_shard_is_written(num_shards: int, num_
 def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once() -> None:
     """Two copies to one slot would leave a mixture of both."""
     core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 50), make_table(50), LRU(50))
-    session = core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+    session = core.open_session(
+        "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0
+    ).number
     run = [Run(0, words_of([1, 2, 1]))]
     core.reserve(session, "lease", run, 0.0, 0.0)
     slots = core.begin_store(session, "store", "lease", run, 0, 0.0, 0.0)
     assert slots[0].positions.tolist() == [0, 1]
     results = core.end_store(session, "store", True, 0.0)[0].tolist()
-    assert results == [BlockResult.STORED, BlockResult.STORED, BlockResult.IN_FLIGHT] and core.counters.stored_blocks == 2
+    assert (
+        results == [BlockResult.STORED, BlockResult.STORED, BlockResult.IN_FLIGHT]
+        and core.counters.stored_blocks == 2
+    )
     core.check_invariants()
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """Slots are read through the session's layout, so a lease of other groups would name bytes that are not its own."""
+    """Slots are read through the session's layout, so a lease of other groups would name bytes that
+    are not its own."""
     core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 50), make_table(50), LRU(50))
     one, two = (
-        core.open_session("engine", "rank", make_key_space(name, size, SLOT_ALIGN), 0.0) for name, size in (("a", SLOT_ALIGN), ("b", SLAB))
+        core.open_session("engine", "rank", make_key_space(name, size, SLOT_ALIGN), 0.0)
+        for name, size in (("a", SLOT_ALIGN), ("b", SLAB))
     )
     hashes = words_of(range(3))
     core.reserve(one.number, "write", [Run(0, hashes)], 0.0, 0.0)
     core.acquire(one.number, "read", [HashList(0, hashes)], 0.0, 0.0)
     before = snapshot(core)
     calls: list[tuple[Callable[[], object], Reason]] = [
-        (lambda: core.reserve(two.number, "write", [Run(0, hashes)], 0.0, 0.0), Reason.DUPLICATE_ID),
-        (lambda: core.begin_store(two.number, "t", "write", [Run(0, hashes)], 0, 0.0, 0.0), Reason.DUPLICATE_ID),
-        (lambda: core.acquire(two.number, "read", [HashList(0, hashes)], 0.0, 0.0), Reason.DUPLICATE_ID),
+        (
+            lambda: core.reserve(two.number, "write", [Run(0, hashes)], 0.0, 0.0),
+            Reason.DUPLICATE_ID,
+        ),
+        (
+            lambda: core.begin_store(two.number, "t", "write", [Run(0, hashes)], 0, 0.0, 0.0),
+            Reason.DUPLICATE_ID,
+        ),
+        (
+            lambda: core.acquire(two.number, "read", [HashList(0, hashes)], 0.0, 0.0),
+            Reason.DUPLICATE_ID,
+        ),
         (lambda: core.begin_load(two.number, "t", "read", []), Reason.FOREIGN_LEASE),
     ]
     for call, reason in calls:
@@ -156,11 +198,16 @@ def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "num_shards", "reason"), [(NUM_SLABS * SLAB + 1, 1, Reason.INVALID_FIELD), (SLOT_ALIGN, 32, Reason.INVALID_FIELD)]
+    ("size", "num_shards", "reason"),
+    [(NUM_SLABS * SLAB + 1, 1, Reason.INVALID_FIELD), (SLOT_ALIGN, 32, Reason.INVALID_FIELD)],
 )
-def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int, reason: Reason) -> None:
+def test_key_spaces_that_cannot_be_served_are_refused(
+    size: int, num_shards: int, reason: Reason
+) -> None:
     core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 50), make_table(50), LRU(50))
     before = snapshot(core)
     with pytest.raises(HotKVError) as raised:
-        core.open_session("engine", "rank", make_key_space("bad", SLOT_ALIGN, size, num_shards), 0.0)
+        core.open_session(
+            "engine", "rank", make_key_space("bad", SLOT_ALIGN, size, num_shards), 0.0
+        )
     assert raised.value.reason == reason and snapshot(core) == before

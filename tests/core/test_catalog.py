@@ -1,4 +1,5 @@
-"""Key spaces that come and go: what is known, what is forgotten first, and that nothing in use ever is."""
+"""Key spaces that come and go: what is known, what is forgotten first, and that nothing in use ever
+is."""
 
 from dataclasses import replace
 
@@ -32,7 +33,9 @@ def make_core(*tenants: str) -> CacheCore:
     return core
 
 
-def make_room(core: CacheCore, key_space: KeySpace, kinds: tuple[Representation, ...] = ()) -> list[int]:
+def make_room(
+    core: CacheCore, key_space: KeySpace, kinds: tuple[Representation, ...] = ()
+) -> list[int]:
     """As the node does; the numbers that were forgotten."""
     gone = []
     while number := core.catalog.surplus(key_space, kinds):
@@ -48,7 +51,8 @@ def store(core: CacheCore, session: int, numbers: range) -> None:
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    """Sessions of two tenants over more key spaces than each may have; the model knows who left what when."""
+    """Sessions of two tenants over more key spaces than each may have; the model knows who left
+    what when."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +128,9 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        assert {number: record.key_space for number, record in self.core.key_spaces.items()} == {n: ks for ks, n in self.numbers.items()}
+        assert {number: record.key_space for number, record in self.core.key_spaces.items()} == {
+            n: ks for ks, n in self.numbers.items()
+        }
         for key_space, number in self.numbers.items():
             (found,) = self.core.lookup(number, [HashList(0, words_of(range(8)))])
             assert set(found.nonzero()[0].tolist()) == self.blocks.get(key_space, set())
@@ -136,13 +142,19 @@ TestCatalog = CatalogMachine.TestCase
 
 def test_what_is_left_without_blocks_is_forgotten_after_a_while() -> None:
     core = make_core()
-    empty, full = (core.open_session("engine", "tool", named(name), 0.0) for name in ("empty", "full"))
+    empty, full = (
+        core.open_session("engine", "tool", named(name), 0.0) for name in ("empty", "full")
+    )
     store(core, full.number, range(3))
     for session in (empty, full):
         core.close_session(session.number, 10.0)
     assert list(core.catalog.outlived(10.0 + FORGET_S - 1)) == []
     assert list(core.catalog.outlived(10.0 + FORGET_S)) == [empty.key_space_id]
-    assert core.catalog.forget(empty.key_space_id) and not core.catalog.forget(full.key_space_id) and not core.catalog.forget(99)
+    assert (
+        core.catalog.forget(empty.key_space_id)
+        and not core.catalog.forget(full.key_space_id)
+        and not core.catalog.forget(99)
+    )
     with pytest.raises(HotKVError, match="unknown"):
         core.lookup(empty.key_space_id, [HashList(0, words_of(range(3)))])
 
@@ -162,9 +174,13 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
     """However few they are; kinds of representations count too."""
     core = make_core()
     core.catalog.max_of_tenant = 100
-    core.catalog.max_weight_bytes = 4 * weight_bytes(named("one")) + weight_bytes(named("one"), KINDS[:4]) - 1
+    core.catalog.max_weight_bytes = (
+        4 * weight_bytes(named("one")) + weight_bytes(named("one"), KINDS[:4]) - 1
+    )
     for number in range(4):
-        core.close_session(core.open_session("engine", "tool", named(f"{number}xx"), 0.0).number, float(number))
+        core.close_session(
+            core.open_session("engine", "tool", named(f"{number}xx"), 0.0).number, float(number)
+        )
     assert make_room(core, named("new"), KINDS[:4]) == [1]
     session = core.open_session("engine", "tool", named("new"), 9.0, KINDS[:4])
     core.open_session("engine", "tool", named("1xx"), 9.0)
@@ -174,7 +190,8 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
 
 
 def test_rows_stay_apart_while_numbers_grow() -> None:
-    """Many more key spaces than there are rows, one of which stays: no other one ever has its row."""
+    """Many more key spaces than there are rows, one of which stays: no other one ever has its
+    row."""
     core = make_core()
     core.catalog.max_of_tenant = MAX_KEY_SPACES
     stays = core.open_session("engine", "tool", named("stays"), 0.0)

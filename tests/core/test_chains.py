@@ -22,13 +22,19 @@ def headless(cache: Cache, chains: Sequence[list[int]]) -> list[int]:
 
 def first_missing(cache: Cache, chain: list[int]) -> int:
     """Position of the first block that is not here; the length where all are."""
-    return next((position for position, number in enumerate(chain) if number not in cache.resident), len(chain))
+    return next(
+        (position for position, number in enumerate(chain) if number not in cache.resident),
+        len(chain),
+    )
 
 
 @pytest.mark.parametrize("policy", ["hotness", "lru"])
 @given(seed=st.integers(0, 1 << 32), gaps_s=st.sampled_from([(0.3,), (0.9,), (1.5, 30.0, 400.0)]))
-def test_chains_that_grow_keep_their_heads(policy: str, seed: int, gaps_s: tuple[float, ...]) -> None:
-    """Each call brings the blocks behind what is here, and no use of that: a prefill in parts, a decode, a prefix on the device."""
+def test_chains_that_grow_keep_their_heads(
+    policy: str, seed: int, gaps_s: tuple[float, ...]
+) -> None:
+    """Each call brings the blocks behind what is here, and no use of that: a prefill in parts, a
+    decode, a prefix on the device."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     chains: list[list[int]] = [[], [], []]

@@ -1,4 +1,5 @@
-"""Check values: kernel and twin agree; any change of a covered byte, of the key or of the place in the slot is seen."""
+"""Check values: kernel and twin agree; any change of a covered byte, of the key or of the place in
+the slot is seen."""
 
 import os
 from unittest import mock
@@ -9,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_server.core.checks import Evidence, sealed, strides_of
-from hotkv_server.dataplane.checks import MAX_SUM_THREADS, SumThreads, add_sums, add_sums_twin, holds
+from hotkv_server.dataplane.checks import (
+    MAX_SUM_THREADS,
+    SumThreads,
+    add_sums,
+    add_sums_twin,
+    holds,
+)
 from hotkv_server.dataplane.plan import Region
 
 SLOT = 8192
@@ -24,9 +31,15 @@ def region(memory: np.ndarray) -> Region:
 
 def evidence(memory: np.ndarray, shards: list[int], stride: int, num_blocks: int) -> Evidence:
     """Check values as a store makes them: shard by shard."""
-    offsets, sums, begin = np.arange(num_blocks, dtype=np.int64) * SLOT, np.zeros(num_blocks, np.uint64), 0
+    offsets, sums, begin = (
+        np.arange(num_blocks, dtype=np.int64) * SLOT,
+        np.zeros(num_blocks, np.uint64),
+        0,
+    )
     for shard, num_bytes in enumerate(shards):
-        add_sums(region(memory), offsets + begin, num_bytes, shard, np.full(num_blocks, stride), sums)
+        add_sums(
+            region(memory), offsets + begin, num_bytes, shard, np.full(num_blocks, stride), sums
+        )
         begin += num_bytes
     keys = np.arange(1, num_blocks + 1, dtype=np.uint64) * np.uint64(0x1234_5678_9ABC_DEF1)
     return Evidence(ENTRIES, offsets, shards, keys, sealed(sums, keys, stride))
@@ -47,8 +60,14 @@ def test_kernel_and_twin_agree(seed: int, num_bytes: int, stride: int, shift: in
 
 
 @given(st.integers(0, 99), st.integers(1, 9), st.integers(1, 5), STRIDES)
-def test_several_threads_find_what_one_finds(seed: int, num_slots: int, num_threads: int, stride: int) -> None:
-    memory, offsets, strides = random_memory(seed, num_slots), np.arange(num_slots, dtype=np.int64) * SLOT, np.full(num_slots, stride)
+def test_several_threads_find_what_one_finds(
+    seed: int, num_slots: int, num_threads: int, stride: int
+) -> None:
+    memory, offsets, strides = (
+        random_memory(seed, num_slots),
+        np.arange(num_slots, dtype=np.int64) * SLOT,
+        np.full(num_slots, stride),
+    )
     one, several = np.zeros(num_slots, np.uint64), np.zeros(num_slots, np.uint64)
     add_sums(region(memory), offsets, SLOT, 0, strides, one)
     threads = SumThreads(num_threads)
@@ -59,7 +78,9 @@ def test_several_threads_find_what_one_finds(seed: int, num_slots: int, num_thre
 
 
 @given(st.integers(0, 99), SHARDS, st.data())
-def test_any_changed_byte_is_seen_where_all_are_covered(seed: int, shards: list[int], data: st.DataObject) -> None:
+def test_any_changed_byte_is_seen_where_all_are_covered(
+    seed: int, shards: list[int], data: st.DataObject
+) -> None:
     memory = random_memory(seed)
     whole = evidence(memory, shards, 1, 4)
     assert holds(region(memory), whole).all()
@@ -90,17 +111,32 @@ def test_a_missing_page_is_seen_with_any_stride_up_to_a_page(seed: int, stride: 
 def test_no_check_value_never_holds() -> None:
     memory = random_memory(0)
     made = evidence(memory, [100], 1, 4)
-    assert not holds(region(memory), Evidence(ENTRIES, made.offsets, [100], made.keys, np.zeros(4, np.uint64))).any()
+    assert not holds(
+        region(memory), Evidence(ENTRIES, made.offsets, [100], made.keys, np.zeros(4, np.uint64))
+    ).any()
 
 
 def test_ranges_outside_the_memory_are_refused() -> None:
     memory = random_memory(0)
     with pytest.raises(ValueError, match="leave memory"):
-        add_sums(region(memory), np.array([3 * SLOT + 1]), SLOT, 0, np.ones(1, np.int64), np.zeros(1, np.uint64))
+        add_sums(
+            region(memory),
+            np.array([3 * SLOT + 1]),
+            SLOT,
+            0,
+            np.ones(1, np.int64),
+            np.zeros(1, np.uint64),
+        )
 
 
-@pytest.mark.parametrize(("num_processors", "num_threads"), [(1, 1), (2, 1), (4, 2), (7, 3), (1000, MAX_SUM_THREADS)])
-def test_sums_take_half_the_processors(monkeypatch: pytest.MonkeyPatch, num_processors: int, num_threads: int) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_processors)) if pid == 0 else set())
+@pytest.mark.parametrize(
+    ("num_processors", "num_threads"), [(1, 1), (2, 1), (4, 2), (7, 3), (1000, MAX_SUM_THREADS)]
+)
+def test_sums_take_half_the_processors(
+    monkeypatch: pytest.MonkeyPatch, num_processors: int, num_threads: int
+) -> None:
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda pid: set(range(num_processors)) if pid == 0 else set()
+    )
     assert repr(SumThreads()) == f"SumThreads({num_threads})"
     assert repr(SumThreads(5)) == "SumThreads(5)"

@@ -16,8 +16,11 @@ STEPS_S = st.sampled_from([0.0, 1e-6, 0.7, 33.3, 4e3, 1e7])
 
 
 def keys_of(numbers: list[int]) -> Keys:
-    """Keys that look like hashes; no two of them differ in the lowest bit only, which the sample does not see."""
-    return np.array([(2 * number + 3) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) | 1 for number in numbers], np.uint64)
+    """Keys that look like hashes; no two of them differ in the lowest bit only, which the sample
+    does not see."""
+    return np.array(
+        [(2 * number + 3) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) | 1 for number in numbers], np.uint64
+    )
 
 
 class NaiveShadow:
@@ -35,7 +38,9 @@ class NaiveShadow:
             count = 0.0
             if number in self.seen:
                 used_s, before = self.seen[number]
-                count = math.log2(2.0 ** (before - (now_s - used_s) / self.contender.memory_s) + 1.0)
+                count = math.log2(
+                    2.0 ** (before - (now_s - used_s) / self.contender.memory_s) + 1.0
+                )
             self.seen[number] = (now_s, count)
             if number in self.heat:
                 self.hits += 1
@@ -69,7 +74,9 @@ def test_shadows_hold_what_naive_ones_do(data: st.DataObject, seed: int) -> None
         total = cache.scores + cache._hits
         for index, shadow in enumerate(shadows):
             shadow.ask(numbers, now_s, limit)
-            assert held_by(cache, index) == set(keys_of(list(shadow.heat)).tolist()), shadow.contender
+            assert held_by(cache, index) == set(keys_of(list(shadow.heat)).tolist()), (
+                shadow.contender
+            )
             assert total[index] <= shadow.hits
             if now_s < 10.0 + EPOCH_S:
                 assert total[index] == shadow.hits
@@ -99,9 +106,12 @@ def test_hits_are_counted(data: st.DataObject, seed: int) -> None:
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 1 << 32), capacity=st.sampled_from([1, 60, 3000, 100_000]), data=st.data())
+@given(
+    seed=st.integers(0, 1 << 32), capacity=st.sampled_from([1, 60, 3000, 100_000]), data=st.data()
+)
 def test_kernels_equal_twins(seed: int, capacity: int, data: st.DataObject) -> None:
-    """Also where buckets overflow, the sample thins out, limits jump and keys are asked for twice at once."""
+    """Also where buckets overflow, the sample thins out, limits jump and keys are asked for twice
+    at once."""
     rng = np.random.default_rng(seed)
     one, two = Duel(capacity), Duel(capacity)
     two._kernels = twins
@@ -119,9 +129,13 @@ def test_kernels_equal_twins(seed: int, capacity: int, data: st.DataObject) -> N
         one.check_invariants()
 
 
-@given(sizes=st.lists(st.integers(0, 1 << 24) | st.integers(0, 2000), min_size=1, max_size=12), seed=st.integers(0, 1 << 32))
+@given(
+    sizes=st.lists(st.integers(0, 1 << 24) | st.integers(0, 2000), min_size=1, max_size=12),
+    seed=st.integers(0, 1 << 32),
+)
 def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -> None:
-    """Keys outside a smaller sample leave all shadows, nothing else does; a larger sample begins with empty ones."""
+    """Keys outside a smaller sample leave all shadows, nothing else does; a larger sample begins
+    with empty ones."""
     rng = np.random.default_rng(seed)
     cache = Duel(20_000)
     for number, size in enumerate(sizes):
@@ -132,9 +146,16 @@ def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -
         cache.observe(keys[:0], 100.0 * number, size)
         assert cache._too_few <= size < cache._too_many and math.log2(cache.share).is_integer()
         assert duel._share_for(size) > cache.share / 2, "the sample is too large for so many blocks"
-        assert duel._share_for(size) < duel.REGROW * cache.share or size <= 1, "the sample is too small for so many blocks"
+        assert duel._share_for(size) < duel.REGROW * cache.share or size <= 1, (
+            "the sample is too small for so many blocks"
+        )
         for index, held in before.items():
-            in_sample = {key for key in held if int(twins.spread(np.array([key], np.uint64))[0]) & 0xFFFF_FFFF < cache.share * (1 << 32)}
+            in_sample = {
+                key
+                for key in held
+                if int(twins.spread(np.array([key], np.uint64))[0]) & 0xFFFF_FFFF
+                < cache.share * (1 << 32)
+            }
             assert held_by(cache, index) == (in_sample if cache.share <= share else set())
         cache.check_invariants()
 
@@ -147,7 +168,11 @@ def test_only_a_clear_win_at_the_end_of_an_epoch_counts(seed: int) -> None:
     for _ in range(200):
         now_s += float(rng.exponential(8.0))
         before, scores, hits = cache.current, cache.scores.copy(), cache._hits.copy()
-        numbers = (np.arange(5) + 5 * rng.integers(0, 20)) if rng.random() < 0.5 else rng.integers(0, 60, 5)
+        numbers = (
+            (np.arange(5) + 5 * rng.integers(0, 20))
+            if rng.random() < 0.5
+            else rng.integers(0, 60, 5)
+        )
         changed = cache.observe(keys_of(np.unique(numbers).tolist()), now_s, 40)
         assert changed == (cache.current != before)
         if np.array_equal(scores, cache.scores) and not (hits > cache._hits).any():
@@ -156,7 +181,11 @@ def test_only_a_clear_win_at_the_end_of_an_epoch_counts(seed: int) -> None:
         assert now_s >= ended_s + EPOCH_S
         ended_s = now_s
         best = cache.scores.max()
-        assert cache.scores[cache.current] == best if changed else best <= MARGIN * cache.scores[before]
+        assert (
+            cache.scores[cache.current] == best
+            if changed
+            else best <= MARGIN * cache.scores[before]
+        )
         assert not changed or best > MARGIN * cache.scores[before]
 
 
@@ -174,7 +203,11 @@ def test_a_steady_zipf_is_won_by_frequency() -> None:
     cache = Duel(100)
     for number, key in enumerate((rng.zipf(1.1, 12_000) % 100_000).tolist()):
         cache.observe(keys_of([key]), number * 0.1, 100)
-    lasting = [c for c in CONTENDERS if c.recency == 1.0 and c.most_doublings > 1.0 and c.half_life_s >= 300.0]
+    lasting = [
+        c
+        for c in CONTENDERS
+        if c.recency == 1.0 and c.most_doublings > 1.0 and c.half_life_s >= 300.0
+    ]
     shortest = CONTENDERS.index(Contender(1.0))
     assert cache.winner in lasting, cache
     assert cache.scores[shortest] < MARGIN * cache.scores[cache.current]
@@ -196,11 +229,14 @@ def test_years_and_long_silences() -> None:
     for number, now_s in enumerate([1e9, 1e9 + 1.0, 1.1e9, 1.1e9 + 61.0]):
         cache.observe(keys_of(list(range(30 + number))), now_s, 20)
         cache.check_invariants()
-    assert held_by(cache, 0) == set(keys_of(list(range(20))).tolist()), "the tail of a chain was kept for its head"
+    assert held_by(cache, 0) == set(keys_of(list(range(20))).tolist()), (
+        "the tail of a chain was kept for its head"
+    )
 
 
 def test_contenders_fit_the_shadows() -> None:
-    """Who holds a key is one bit a contender of eight; the first contender is the one that starts."""
+    """Who holds a key is one bit a contender of eight; the first contender is the one that
+    starts."""
     assert len(CONTENDERS) <= 8 and len(set(CONTENDERS)) == len(CONTENDERS)
     assert Duel(10).winner == CONTENDERS[0]
     assert twins.LEAK == LEAK

@@ -24,8 +24,11 @@ STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=30)
 
 
 @given(steps=STEPS, bound=st.integers(1, 12))
-def test_a_reader_sees_everything_or_is_told_what_it_missed(steps: list[tuple[int, int]], bound: int) -> None:
-    """Each step puts some items and reads at most some. What was read plus what was lost is what was put, in order."""
+def test_a_reader_sees_everything_or_is_told_what_it_missed(
+    steps: list[tuple[int, int]], bound: int
+) -> None:
+    """Each step puts some items and reads at most some. What was read plus what was lost is what
+    was put, in order."""
 
     async def run() -> None:
         feeds: Feeds[Item] = Feeds()
@@ -80,7 +83,9 @@ def test_large_items_fill_a_feed_and_one_alone_always_fits() -> None:
         feeds.put([huge, Item(2)])
         assert (len(feed), feeds.lost_items) == (1, 1)
         assert asyncio.run(feed.get(5)) == ([huge], 1)
-        feeds.put([Item(3, feed_module.FEED_BYTES // 2), Item(4, feed_module.FEED_BYTES // 2), Item(5)])
+        feeds.put(
+            [Item(3, feed_module.FEED_BYTES // 2), Item(4, feed_module.FEED_BYTES // 2), Item(5)]
+        )
         assert asyncio.run(feed.get(5)) == ([Item(3, feed_module.FEED_BYTES // 2), Item(5)], 1)
 
 

@@ -1,4 +1,5 @@
-"""Memory for the arena comes piece by piece: never more is said to be there than is, and nothing beyond is touched when it runs short."""
+"""Memory for the arena comes piece by piece: never more is said to be there than is, and nothing
+beyond is touched when it runs short."""
 
 import errno
 import os
@@ -50,14 +51,18 @@ def allocated_bytes(arena: FileMapping) -> int:
     return os.fstat(arena.fd).st_blocks * 512
 
 
-def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(arena: FileMapping, place: Path) -> None:
+def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
+    arena: FileMapping, place: Path
+) -> None:
     filling = Filling(arena, place / "filled", 0)
     told: list[tuple[int, int]] = []
     seen: list[tuple[int, int, int]] = []
 
     def on_filled(filled_bytes: int, coming_bytes: int) -> None:
         told.append((filled_bytes, coming_bytes))
-        seen.append((allocated_bytes(arena), filling.filled_bytes, read_note(place / "filled", arena)))
+        seen.append(
+            (allocated_bytes(arena), filling.filled_bytes, read_note(place / "filled", arena))
+        )
 
     assert filling.progress() == "bringing the arena in: 0 of 96 MiB"
     filling.fill_for(0)
@@ -66,9 +71,19 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(arena: F
     filling.wait(ARENA)
     filling.close()
     assert [filled for filled, _ in told] == PIECES[1:] and told[-1][1] == 0
-    for (filled_bytes, coming_bytes), (num_allocated_bytes, known_bytes, noted_bytes) in zip(told, seen, strict=True):
-        assert num_allocated_bytes >= filled_bytes == known_bytes == noted_bytes and coming_bytes <= ARENA - filled_bytes
-    assert filling.is_done and filling.is_alive() and filling.progress() == "" and not arena.has_holes()
+    for (filled_bytes, coming_bytes), (num_allocated_bytes, known_bytes, noted_bytes) in zip(
+        told, seen, strict=True
+    ):
+        assert (
+            num_allocated_bytes >= filled_bytes == known_bytes == noted_bytes
+            and coming_bytes <= ARENA - filled_bytes
+        )
+    assert (
+        filling.is_done
+        and filling.is_alive()
+        and filling.progress() == ""
+        and not arena.has_holes()
+    )
 
 
 def test_small_arenas_are_whole_at_once(arena: FileMapping, place: Path) -> None:
@@ -94,7 +109,12 @@ def test_the_note_is_of_one_file(arena: FileMapping, place: Path) -> None:
     assert read_note(note, other) == 0
     other.close()
     inode = os.fstat(arena.fd).st_ino
-    for content in (b"", b"x", NOTE.pack(b"HOTKVUS1", inode, 1), NOTE.pack(NOTE_MAGIC, inode + 1, 1)):
+    for content in (
+        b"",
+        b"x",
+        NOTE.pack(b"HOTKVUS1", inode, 1),
+        NOTE.pack(NOTE_MAGIC, inode + 1, 1),
+    ):
         note.write_bytes(content)
         assert read_note(note, arena) == 0
     note.write_bytes(NOTE.pack(NOTE_MAGIC, inode, 1 << 60))
@@ -115,7 +135,9 @@ def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
     monkeypatch.setattr(Filling, "_bring_in_next", short)
 
 
-def test_memory_that_runs_short_ends_it_where_it_is(arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_short_ends_it_where_it_is(
+    arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse_after(monkeypatch, 2)
     filling = Filling(arena, place / "filled", 0)
     told: list[tuple[int, int]] = []
@@ -126,10 +148,15 @@ def test_memory_that_runs_short_ends_it_where_it_is(arena: FileMapping, place: P
     filling.wait(PIECES[1])
     filling.close()
     assert filling.filled_bytes == PIECES[1] and told[-1] == (PIECES[1], 0) and filling.is_alive()
-    assert filling.progress() == filling.problem and "lower arena.bytes, then restart" in filling.problem
+    assert (
+        filling.progress() == filling.problem
+        and "lower arena.bytes, then restart" in filling.problem
+    )
 
 
-def test_a_start_without_memory_for_anything_fails(arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_without_memory_for_anything_fails(
+    arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "available_bytes", lambda: RESERVE_BYTES + COLLAPSE_BYTES - 1)
     filling = Filling(arena, place / "filled", 0)
     with pytest.raises(OSError, match="95 MiB of memory are free"):
@@ -139,7 +166,10 @@ def test_a_start_without_memory_for_anything_fails(arena: FileMapping, place: Pa
     filling.fill_for(0)
     monkeypatch.setattr(limits, "available_bytes", lambda: 0)
     filling.fill_for(0)
-    assert filling.filled_bytes == COLLAPSE_BYTES and "only 0 MiB of memory are free" in filling.problem
+    assert (
+        filling.filled_bytes == COLLAPSE_BYTES
+        and "only 0 MiB of memory are free" in filling.problem
+    )
     filling.close()
 
 
@@ -163,7 +193,12 @@ print(filling.filled_bytes >> 20, filling.problem)
 def test_a_file_system_that_is_full_kills_nobody(tmp_path: Path, kernel: str) -> None:
     # 64 MiB, and a page for the note.
     script = f'mount -t tmpfs -o size=65540k none {tmp_path} && exec "$0" -c "$1" {tmp_path} "$2"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script, sys.executable, FULL, kernel], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, sys.executable, FULL, kernel],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     if "mount:" in done.stderr or "unshare:" in done.stderr:
         pytest.skip("this user may mount nothing")
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -193,7 +228,9 @@ def until(reached: Callable[[], bool]) -> None:
     raise AssertionError("never came")
 
 
-def test_only_what_has_memory_is_pinned(arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_has_memory_is_pinned(
+    arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, runtime = Gate(monkeypatch), FakeRuntime(threaded=False)
     filling = Filling(arena, place / "filled", 0)
     pinner = ArenaPinner(runtime, arena.address, ARENA, COLLAPSE_BYTES, filling.settle)
@@ -209,13 +246,17 @@ def test_only_what_has_memory_is_pinned(arena: FileMapping, place: Path, monkeyp
     runtime.close()
 
 
-def test_pinning_ends_with_the_memory_and_with_the_server(arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_ends_with_the_memory_and_with_the_server(
+    arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = FakeRuntime(threaded=False)
     refuse_after(monkeypatch, 1)
     filling = Filling(arena, place / "filled", 0)
     pinner = ArenaPinner(runtime, arena.address, ARENA, COLLAPSE_BYTES, filling.settle)
     pinner.pin_next()
-    assert pinner.pinned_bytes == filling.filled_bytes == COLLAPSE_BYTES, "before the thread there is, who waits fills"
+    assert pinner.pinned_bytes == filling.filled_bytes == COLLAPSE_BYTES, (
+        "before the thread there is, who waits fills"
+    )
     filling.start(lambda filled, coming: None, settles=False)
     pinner.start()
     until(lambda: "up to 32 of 96 MiB" in pinner.error)
@@ -235,8 +276,11 @@ def test_pinning_ends_with_the_memory_and_with_the_server(arena: FileMapping, pl
     runtime.close()
 
 
-def test_slabs_in_which_blocks_came_back_are_brought_in(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lie beyond what is filled if the old server brought in nothing by itself: stores may go on in them at once."""
+def test_slabs_in_which_blocks_came_back_are_brought_in(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie beyond what is filled if the old server brought in nothing by itself: stores may go
+    on in them at once."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)
@@ -255,8 +299,12 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(place: Path, monkeypatch
 def test_the_core_waits_for_what_comes_and_evicts_for_the_rest() -> None:
     """Bounds on what may be pinned follow the memory that is there."""
     slab = 4 * SLOT_ALIGN
-    core = CacheCore(CoreConfig(8 * slab, slab, 64, is_backed=False), make_table(64), POLICIES["lru"](64))
-    session = core.open_session("e", "rank", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+    core = CacheCore(
+        CoreConfig(8 * slab, slab, 64, is_backed=False), make_table(64), POLICIES["lru"](64)
+    )
+    session = core.open_session(
+        "e", "rank", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0
+    ).number
 
     def stored(name: str, numbers: range) -> int:
         slots = core.begin_store(session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0)
@@ -269,14 +317,23 @@ def test_the_core_waits_for_what_comes_and_evicts_for_the_rest() -> None:
     assert core.holds.budget_bytes == core.space.tenants.surely_bytes(0) // 4 == slab // 2
     assert stored("fits", range(8)) == 8
     assert stored("waits", range(10, 14)) == 0 and core.take_effects() == []
-    assert stored("waits and takes", range(20, 25)) == 3 and sum(len(e.hashes) for e in core.take_effects()) == 3
+    assert (
+        stored("waits and takes", range(20, 25)) == 3
+        and sum(len(e.hashes) for e in core.take_effects()) == 3
+    )
     core.grow(3 * slab, 0)
     assert stored("grown", range(30, 34)) == 4 and core.take_effects() == []
-    assert stored("takes", range(40, 42)) == 2 and sum(len(e.hashes) for e in core.take_effects()) == 2
+    assert (
+        stored("takes", range(40, 42)) == 2 and sum(len(e.hashes) for e in core.take_effects()) == 2
+    )
 
 
 def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, path in (("CGROUPS", tmp_path), ("OWN_CGROUP", tmp_path / "own"), ("MEMINFO", tmp_path / "meminfo")):
+    for name, path in (
+        ("CGROUPS", tmp_path),
+        ("OWN_CGROUP", tmp_path / "own"),
+        ("MEMINFO", tmp_path / "meminfo"),
+    ):
         monkeypatch.setattr(limits, name, path)
     assert limits.available_bytes() == limits.NO_LIMIT
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:      90 kB\n")

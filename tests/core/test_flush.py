@@ -1,4 +1,5 @@
-"""Flush of a key space: nothing of before is found again, what leases were promised stays as it is, and all memory comes back."""
+"""Flush of a key space: nothing of before is found again, what leases were promised stays as it is,
+and all memory comes back."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -16,20 +17,27 @@ from tests.core.support import flush, make_key_space, make_table, words_of
 
 NUM_SLOTS = 24
 NUMBERS = st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=8, unique=True)
+NO_RETENTION = Retention()
 KEPT = Retention(pin=True, ttl_s=50.0)
 
 
 def filled(count: int, num_shards: int = 1) -> tuple[CacheCore, int]:
     """A core of 24 slots with blocks 0 to `count`, stored by a session whose number is returned."""
-    config = CoreConfig(NUM_SLOTS * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, unadmitted_share=1.0, held_share=1.0)
+    config = CoreConfig(
+        NUM_SLOTS * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, unadmitted_share=1.0, held_share=1.0
+    )
     core = CacheCore(config, make_table(100), LRU(100))
-    session = core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN, num_shards), 0.0).number
+    session = core.open_session(
+        "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN, num_shards), 0.0
+    ).number
     if count:
         store(core, session, list(range(count)))
     return core, session
 
 
-def store(core: CacheCore, session: int, numbers: list[int], retention: Retention = Retention()) -> list[int]:  # noqa: B008
+def store(
+    core: CacheCore, session: int, numbers: list[int], retention: Retention = NO_RETENTION
+) -> list[int]:
     name = f"store {numbers[0]}"
     core.begin_store(session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0, retention)
     results: list[int] = core.end_store(session, name, True, 1.0)[0].tolist()
@@ -42,7 +50,11 @@ def found(core: CacheCore, numbers: list[int], key_space_id: int = 1) -> list[in
 
 
 @given(
-    count=st.integers(1, NUM_SLOTS), leases=st.lists(NUMBERS, max_size=4), held=NUMBERS | st.just([]), writing=st.booleans(), data=st.data()
+    count=st.integers(1, NUM_SLOTS),
+    leases=st.lists(NUMBERS, max_size=4),
+    held=NUMBERS | st.just([]),
+    writing=st.booleans(),
+    data=st.data(),
 )
 def test_what_is_pinned_stays_as_it_is_until_its_last_lease_ends(
     count: int, leases: list[list[int]], held: list[int], writing: bool, data: st.DataObject
@@ -54,11 +66,15 @@ def test_what_is_pinned_stays_as_it_is_until_its_last_lease_ends(
     for name, numbers in enumerate(leases):
         grant = core.acquire(session, f"lease {name}", [HashList(0, words_of(numbers))], 0.0, 1.0)
         positions = np.flatnonzero(grant.pinned[0])
-        offsets = core.begin_load(session, f"load {name}", f"lease {name}", [LoadPositions(0, positions)])[0].offsets
+        offsets = core.begin_load(
+            session, f"load {name}", f"lease {name}", [LoadPositions(0, positions)]
+        )[0].offsets
         slots[f"lease {name}"] = set(offsets.tolist())
         core.end_load(session, f"load {name}", True)
     if writing:
-        core.begin_store(session, "writing", "writing", [Run(0, words_of([50, 51, 52]))], 0, 0.0, 1.0)
+        core.begin_store(
+            session, "writing", "writing", [Run(0, words_of([50, 51, 52]))], 0, 0.0, 1.0
+        )
     # Making room for what is being written may have evicted some.
     gone = {row.tobytes() for notice in core.take_effects() for row in notice.hashes}
     left = [number for number in everything if words_of([number])[0].tobytes() not in gone]
@@ -75,8 +91,12 @@ def test_what_is_pinned_stays_as_it_is_until_its_last_lease_ends(
         # Blocks of before may be stored anew, beside their old slots.
         numbers = [*everything[:2], *range(fresh, fresh + NUM_SLOTS)]
         fresh += NUM_SLOTS
-        run = core.begin_store(session, "s", f"w {fresh}", [Run(0, words_of(numbers))], 0, 0.0, 2.0)[0]
-        assert not set(run.offsets.tolist()) & set().union(*slots.values()), "a slot under a lease was given away"
+        run = core.begin_store(
+            session, "s", f"w {fresh}", [Run(0, words_of(numbers))], 0, 0.0, 2.0
+        )[0]
+        assert not set(run.offsets.tolist()) & set().union(*slots.values()), (
+            "a slot under a lease was given away"
+        )
         core.end_store(session, "s", True, 2.0)
         core.check_invariants()
         again = core.begin_load(session, "l", name, [LoadPositions(0, np.arange(0))])
@@ -101,7 +121,10 @@ def test_what_is_reserved_never_becomes_ready() -> None:
     # Nobody writes them, so others may store them at once.
     assert store(core, session, [5]) == [BlockResult.STORED]
     core.begin_store(session, "t", "later", [Run(0, words_of([5, 6]))], 0, 0.0, 2.0)
-    assert core.end_store(session, "t", True, 2.0)[0].tolist() == [BlockResult.PRESENT, BlockResult.NO_SPACE]
+    assert core.end_store(session, "t", True, 2.0)[0].tolist() == [
+        BlockResult.PRESENT,
+        BlockResult.NO_SPACE,
+    ]
     core.check_invariants()
 
 
@@ -120,7 +143,9 @@ def test_a_block_that_half_the_ranks_have_written_never_becomes_ready() -> None:
 
 def test_other_key_spaces_keep_theirs() -> None:
     core, session = filled(3)
-    other = core.open_session("other", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+    other = core.open_session(
+        "other", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN), 0.0
+    ).number
     store(core, other, [0, 1], KEPT)
     core.begin_store(other, "t", "t", [Run(0, words_of([7]))], 0, 0.0, 1.0)
     assert flush(core, 1) == 3

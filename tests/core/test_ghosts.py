@@ -21,7 +21,8 @@ def buckets_of(table: GhostTable) -> list[int]:
 
 
 class GhostMachine(RuleBasedStateMachine):
-    """What is found was remembered last, and not too long ago; where no bucket overflows, nothing young is lost."""
+    """What is found was remembered last, and not too long ago; where no bucket overflows, nothing
+    young is lost."""
 
     @initialize(num_ghosts=st.sampled_from([1, 2, 5, 16, 60, 200]))
     def start(self, num_ghosts: int) -> None:
@@ -30,7 +31,11 @@ class GhostMachine(RuleBasedStateMachine):
         self.naive: dict[int, tuple[int, int]] = {}
         self.num_remembered = 0
         crowds = Counter(buckets_of(self.table))
-        self.never_lost = {position for position, bucket in enumerate(buckets_of(self.table)) if crowds[bucket] <= WAYS}
+        self.never_lost = {
+            position
+            for position, bucket in enumerate(buckets_of(self.table))
+            if crowds[bucket] <= WAYS
+        }
 
     def kept(self) -> Counter[int]:
         return Counter(self.table.values[self.table.tags != 0].tolist())
@@ -39,9 +44,14 @@ class GhostMachine(RuleBasedStateMachine):
     def remember(self, positions: list[int]) -> None:
         before = self.kept()
         values = [self.num_remembered + i + 1 for i in range(len(positions))]
-        gone, twins_gone = (table.remember(POOL[positions], np.array(values, np.uint64)) for table in (self.table, self.twin))
+        gone, twins_gone = (
+            table.remember(POOL[positions], np.array(values, np.uint64))
+            for table in (self.table, self.twin)
+        )
         assert gone.tolist() == twins_gone.tolist()
-        assert before + Counter(values) - self.kept() == Counter(gone.tolist()), "those that went are not those that are reported"
+        assert before + Counter(values) - self.kept() == Counter(gone.tolist()), (
+            "those that went are not those that are reported"
+        )
         for position, value in zip(positions, values, strict=True):
             self.naive[position] = (value, self.num_remembered)
             self.num_remembered += 1
@@ -52,7 +62,9 @@ class GhostMachine(RuleBasedStateMachine):
         found, values = self.table.take(POOL[positions])
         twins_found, twins_values = self.twin.take(POOL[positions])
         assert (found.tolist(), values.tolist()) == (twins_found.tolist(), twins_values.tolist())
-        assert before - self.kept() == Counter(values[found].tolist()), "what was found is not what went"
+        assert before - self.kept() == Counter(values[found].tolist()), (
+            "what was found is not what went"
+        )
         for position, hit, value in zip(positions, found.tolist(), values.tolist(), strict=True):
             expected, number = self.naive.get(position, (0, -self.table.num_ghosts - 1))
             is_young = self.num_remembered - number <= self.table.num_ghosts
@@ -81,7 +93,9 @@ def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> No
     table._next_age = (1 << 32) - 1 - num_before
     values = np.arange(1, len(POOL) + 1, dtype=np.uint64)
     table.remember(POOL[:num_before], values[:num_before])
-    table.remember(POOL[num_before : num_before + num_after], values[num_before : num_before + num_after])
+    table.remember(
+        POOL[num_before : num_before + num_after], values[num_before : num_before + num_after]
+    )
     table.check_invariants()
     found, found_values = table.take(POOL)
     assert found_values[found].tolist() == values[found].tolist()
@@ -93,7 +107,8 @@ def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> No
 
 
 def test_many_ghosts_in_the_room_of_few() -> None:
-    """A flood through a small table: of the last `num_ghosts` few are lost, and of those before none is found."""
+    """A flood through a small table: of the last `num_ghosts` few are lost, and of those before
+    none is found."""
     num_ghosts, num_keys = 1000, 5000
     keys = np.random.default_rng(1).integers(0, 1 << 64, num_keys, np.uint64)
     table = GhostTable(num_ghosts)
@@ -108,5 +123,7 @@ def test_many_ghosts_in_the_room_of_few() -> None:
 def test_a_table_knows_how_many_it_has() -> None:
     table = GhostTable(100)
     assert len(table) == 0 and repr(table) == f"GhostTable(0/{table.tags.size} ghosts)"
-    table.remember(np.arange(1, 31, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15), np.ones(30, np.uint64))
+    table.remember(
+        np.arange(1, 31, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15), np.ones(30, np.uint64)
+    )
     assert len(table) == 30 == np.count_nonzero(table.tags)

@@ -1,4 +1,5 @@
-"""The hit rule against a twin that goes token by token; finding a prefix by few probes; bytes of a load."""
+"""The hit rule against a twin that goes token by token; finding a prefix by few probes; bytes of a
+load."""
 
 import math
 from collections import Counter
@@ -38,7 +39,8 @@ def group_specs(draw: st.DrawFn) -> GroupSpec:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[GroupSpec], list[BoolMask], int]:
-    """Groups, which of their blocks are ready, and the limit. Masks may end before or after the limit."""
+    """Groups, which of their blocks are ready, and the limit. Masks may end before or after the
+    limit."""
     groups = draw(st.lists(group_specs(), min_size=1, max_size=6))
     masks = []
     for group in groups:
@@ -51,7 +53,8 @@ def prompts(draw: st.DrawFn) -> tuple[list[GroupSpec], list[BoolMask], int]:
 
 
 def needed_tokens(group: GroupSpec, hit_tokens: int) -> range:
-    """Tokens whose KV (for Mamba: the state after them) is read to go on at `hit_tokens`, from the definition of each kind."""
+    """Tokens whose KV (for Mamba: the state after them) is read to go on at `hit_tokens`, from the
+    definition of each kind."""
     match group.kind:
         case GroupKind.FULL_ATTENTION | GroupKind.MLA:
             return range(hit_tokens)
@@ -64,27 +67,45 @@ def needed_tokens(group: GroupSpec, hit_tokens: int) -> range:
 
 
 def blocks_twin(group: GroupSpec, hit_tokens: int) -> list[int]:
-    return sorted({token // group.block_tokens for token in needed_tokens(group, hit_tokens)}) if hit_tokens else []
+    return (
+        sorted({token // group.block_tokens for token in needed_tokens(group, hit_tokens)})
+        if hit_tokens
+        else []
+    )
 
 
 def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int, is_draft: bool) -> bool:
-    """A prompt has no hits beyond its last block, even for a group that needs nothing of its past."""
+    """A prompt has no hits beyond its last block, even for a group that needs nothing of its
+    past."""
     needed = blocks_twin(group, hit_tokens)
     if is_draft and group.kind is not GroupKind.MAMBA:
         needed = [*needed, hit_tokens // group.block_tokens]
-    return hit_tokens <= len(ready) * group.block_tokens and all(block < len(ready) and bool(ready[block]) for block in needed)
+    return hit_tokens <= len(ready) * group.block_tokens and all(
+        block < len(ready) and bool(ready[block]) for block in needed
+    )
 
 
-def longest_hit_twin(groups: list[GroupSpec], ready: list[BoolMask], limit_tokens: int, step: int, drafts: set[int]) -> int:
+def longest_hit_twin(
+    groups: list[GroupSpec], ready: list[BoolMask], limit_tokens: int, step: int, drafts: set[int]
+) -> int:
     for hit in range(limit_tokens // step * step, 0, -step):
-        if all(servable(g, mask, hit, i in drafts) for i, (g, mask) in enumerate(zip(groups, ready, strict=True))):
+        if all(
+            servable(g, mask, hit, i in drafts)
+            for i, (g, mask) in enumerate(zip(groups, ready, strict=True))
+        ):
             return hit
     return 0
 
 
 @settings(max_examples=600)
-@given(prompt=prompts(), multiple=st.integers(0, 3), drafts=st.just(set[int]()) | st.sets(st.integers(0, 5)))
-def test_longest_hit_equals_its_twin(prompt: tuple[list[GroupSpec], list[BoolMask], int], multiple: int, drafts: set[int]) -> None:
+@given(
+    prompt=prompts(),
+    multiple=st.integers(0, 3),
+    drafts=st.just(set[int]()) | st.sets(st.integers(0, 5)),
+)
+def test_longest_hit_equals_its_twin(
+    prompt: tuple[list[GroupSpec], list[BoolMask], int], multiple: int, drafts: set[int]
+) -> None:
     groups, ready, limit_tokens = prompt
     lcm = alignment_tokens(groups)
     expected = longest_hit_twin(groups, ready, limit_tokens, max(1, multiple) * lcm, drafts)
@@ -118,12 +139,21 @@ def random_masks(rng: np.random.Generator, groups: list[GroupSpec]) -> list[NDAr
     return masks
 
 
-def longest_hits_twin(groups: list[GroupSpec], masks: list[NDArray[np.bool_]], limit_tokens: int, step: int) -> list[int]:
-    """As `longest_hit_twin`, for many prompts at once: every boundary is tried, each by the tokens that its groups need."""
+def longest_hits_twin(
+    groups: list[GroupSpec], masks: list[NDArray[np.bool_]], limit_tokens: int, step: int
+) -> list[int]:
+    """As `longest_hit_twin`, for many prompts at once: every boundary is tried, each by the tokens
+    that its groups need."""
     hits = np.zeros(NUM_PROMPTS, np.int64)
-    end = min(limit_tokens, *(mask.shape[1] * group.block_tokens for group, mask in zip(groups, masks, strict=True)))
+    end = min(
+        limit_tokens,
+        *(mask.shape[1] * group.block_tokens for group, mask in zip(groups, masks, strict=True)),
+    )
     for hit in range(step, end + 1, step):
-        served = [mask[:, blocks_twin(group, hit)].all(axis=1) for group, mask in zip(groups, masks, strict=True)]
+        served = [
+            mask[:, blocks_twin(group, hit)].all(axis=1)
+            for group, mask in zip(groups, masks, strict=True)
+        ]
         hits[np.logical_and.reduce(served)] = hit
     return [int(hit) for hit in hits]
 
@@ -136,15 +166,28 @@ def test_longest_hit_equals_its_twin_in_more_than_a_hundred_thousand_cases() -> 
         masks = random_masks(rng, groups)
         step = alignment_tokens(groups) * int(rng.choice([1, 1, 1, 2]))
         limit_tokens = int(rng.integers(MAX_TOKENS // 2, MAX_TOKENS + 5))
-        found = [longest_hit(groups, [mask[prompt] for mask in masks], limit_tokens, step) for prompt in range(NUM_PROMPTS)]
-        assert found == longest_hits_twin(groups, masks, limit_tokens, step), (groups, step, limit_tokens)
-        seen.update("none" if hit == 0 else "all" if hit + step > limit_tokens else "part" for hit in found)
-    assert sum(seen.values()) >= 100_000 and min(seen["none"], seen["part"], seen["all"]) > 10_000, seen
+        found = [
+            longest_hit(groups, [mask[prompt] for mask in masks], limit_tokens, step)
+            for prompt in range(NUM_PROMPTS)
+        ]
+        assert found == longest_hits_twin(groups, masks, limit_tokens, step), (
+            groups,
+            step,
+            limit_tokens,
+        )
+        seen.update(
+            "none" if hit == 0 else "all" if hit + step > limit_tokens else "part" for hit in found
+        )
+    assert (
+        sum(seen.values()) >= 100_000 and min(seen["none"], seen["part"], seen["all"]) > 10_000
+    ), seen
 
 
 @settings(max_examples=300)
 @given(prompt=prompts())
-def test_needed_blocks_are_those_that_the_hit_reads_and_are_all_ready(prompt: tuple[list[GroupSpec], list[BoolMask], int]) -> None:
+def test_needed_blocks_are_those_that_the_hit_reads_and_are_all_ready(
+    prompt: tuple[list[GroupSpec], list[BoolMask], int],
+) -> None:
     groups, ready, limit_tokens = prompt
     hit = longest_hit(groups, ready, limit_tokens)
     needed = needed_blocks(groups, hit)
@@ -160,10 +203,15 @@ def test_needed_blocks_of_any_boundary(group: GroupSpec, blocks: int) -> None:
 
 
 @given(prompt=prompts(), more=st.integers(0, 5))
-def test_more_ready_blocks_never_shorten_a_hit(prompt: tuple[list[GroupSpec], list[BoolMask], int], more: int) -> None:
+def test_more_ready_blocks_never_shorten_a_hit(
+    prompt: tuple[list[GroupSpec], list[BoolMask], int], more: int
+) -> None:
     groups, ready, limit_tokens = prompt
     before = longest_hit(groups, ready, limit_tokens)
-    fuller = [np.concatenate((mask | (np.arange(len(mask)) == more), np.ones(more, np.bool_))) for mask in ready]
+    fuller = [
+        np.concatenate((mask | (np.arange(len(mask)) == more), np.ones(more, np.bool_)))
+        for mask in ready
+    ]
     assert longest_hit(groups, fuller, limit_tokens) >= before
     assert before <= limit_tokens and before % alignment_tokens(groups) == 0
 
@@ -216,7 +264,9 @@ def leading(ready: BoolMask) -> int:
 
 @settings(max_examples=300)
 @given(num_blocks=st.integers(0, 10_000), data=st.data())
-def test_a_closed_prefix_is_found_exactly_by_few_probes(num_blocks: int, data: st.DataObject) -> None:
+def test_a_closed_prefix_is_found_exactly_by_few_probes(
+    num_blocks: int, data: st.DataObject
+) -> None:
     residency = Residency(np.arange(num_blocks) < data.draw(st.integers(0, num_blocks)))
     assert longest_prefix(residency, num_blocks) == leading(residency.ready)
     rounds = math.ceil(math.log(max(2, num_blocks), PROBES_PER_ROUND - 1)) + 1
@@ -224,8 +274,14 @@ def test_a_closed_prefix_is_found_exactly_by_few_probes(num_blocks: int, data: s
 
 
 @settings(max_examples=300)
-@given(num_blocks=st.integers(1, 600), holes=st.sets(st.integers(0, 599), max_size=4), tail=st.booleans())
-def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(num_blocks: int, holes: set[int], tail: bool) -> None:
+@given(
+    num_blocks=st.integers(1, 600),
+    holes=st.sets(st.integers(0, 599), max_size=4),
+    tail=st.booleans(),
+)
+def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(
+    num_blocks: int, holes: set[int], tail: bool
+) -> None:
     ready = np.ones(num_blocks, np.bool_)
     ready[[hole for hole in holes if hole < num_blocks]] = False
     ready[num_blocks // 2 :] &= tail
@@ -260,12 +316,16 @@ def test_load_bytes_count_the_blocks_that_are_needed_and_not_computed(
 ) -> None:
     groups, ready, limit_tokens = prompt
     hit = longest_hit(groups, ready, limit_tokens)
-    needed = [[block for block in blocks_twin(group, hit) if (block + 1) * group.block_tokens > computed] for group in groups]
+    needed = [
+        [block for block in blocks_twin(group, hit) if (block + 1) * group.block_tokens > computed]
+        for group in groups
+    ]
     assert load_bytes(groups, hit, computed) == tuple(4096 * len(blocks) for blocks in needed)
 
 
 def test_windows_save_most_of_a_long_load() -> None:
-    """32k tokens, window 1024 in five of six layers; a state is one block however long the prompt."""
+    """32k tokens, window 1024 in five of six layers; a state is one block however long the
+    prompt."""
     full = GroupSpec(GroupKind.FULL_ATTENTION, 16, (8192,))
     window = GroupSpec(GroupKind.SLIDING_WINDOW, 16, (8192,), 1024)
     moved, dense = sum(load_bytes([full, *[window] * 5], 32768)), sum(load_bytes([full] * 6, 32768))
@@ -290,7 +350,18 @@ def test_windows_save_most_of_a_long_load() -> None:
     ],
 )
 def test_groups_that_ranks_cannot_share_are_refused(
-    kind: GroupKind, block_tokens: int, is_sharded: bool, decode_ranks: int, prefill_ranks: int, error: str
+    kind: GroupKind,
+    block_tokens: int,
+    is_sharded: bool,
+    decode_ranks: int,
+    prefill_ranks: int,
+    error: str,
 ) -> None:
     with pytest.raises(ValueError, match=error) if error else nullcontext():
-        check_context_parallel(kind, block_tokens, is_sharded=is_sharded, decode_ranks=decode_ranks, prefill_ranks=prefill_ranks)
+        check_context_parallel(
+            kind,
+            block_tokens,
+            is_sharded=is_sharded,
+            decode_ranks=decode_ranks,
+            prefill_ranks=prefill_ranks,
+        )

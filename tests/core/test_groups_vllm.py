@@ -1,7 +1,8 @@
 """The hit rule beside vLLM's: its own coordinators search random block pools.
 
-Equal but for what `excuse` names: where vLLM asks for more than it needs, ours may be longer; where vLLM trusts what it has not looked
-at, ours is shorter. Context parallelism: refused exactly where vLLM asserts.
+Equal but for what `excuse` names: where vLLM asks for more than it needs, ours may be longer; where
+vLLM trusts what it has not looked at, ours is shorter. Context parallelism: refused exactly where
+vLLM asserts.
 """
 
 from collections import Counter
@@ -11,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.groups import WINDOWED, BoolMask, GroupKind, GroupSpec, alignment_tokens, check_context_parallel, longest_hit
+from hotkv.groups import (
+    WINDOWED,
+    BoolMask,
+    GroupKind,
+    GroupSpec,
+    alignment_tokens,
+    check_context_parallel,
+    longest_hit,
+)
 from tests.core.support import hash_of
 
 coordinators = pytest.importorskip("vllm.v1.core.kv_cache_coordinator")
@@ -28,24 +37,43 @@ HASHES = [hash_of(number) for number in range(MAX_HASHES)]
 def vllm_spec(group: GroupSpec, *, is_sharded: bool = False) -> Any:
     """vLLM's own spec of a group."""
     if group.kind is GroupKind.MAMBA:
-        return interface.MambaSpec(block_size=group.block_tokens, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="all")
-    more: dict[str, Any] = {"block_size": group.block_tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+        return interface.MambaSpec(
+            block_size=group.block_tokens,
+            shapes=((1,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="all",
+        )
+    more: dict[str, Any] = {
+        "block_size": group.block_tokens,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.float16,
+    }
     more["dcp_sharded"] = is_sharded
     match group.kind:
         case GroupKind.SLIDING_WINDOW:
             return interface.SlidingWindowSpec(sliding_window=group.window_tokens, **more)
         case GroupKind.CHUNKED_LOCAL:
-            return interface.ChunkedLocalAttentionSpec(attention_chunk_size=group.window_tokens, **more)
+            return interface.ChunkedLocalAttentionSpec(
+                attention_chunk_size=group.window_tokens, **more
+            )
         case GroupKind.MLA:
             return interface.MLAAttentionSpec(**more)
         case _:
             return interface.FullAttentionSpec(**more)
 
 
-def coordinator(specs: list[Any], drafts: set[int], *, decode_ranks: int = 1, prefill_ranks: int = 1) -> Any:
+def coordinator(
+    specs: list[Any], drafts: set[int], *, decode_ranks: int = 1, prefill_ranks: int = 1
+) -> Any:
     """vLLM's coordinator for groups of these specs; `drafts`: which are a drafter's."""
-    groups = [interface.KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in drafts) for i, spec in enumerate(specs)]
-    config = interface.KVCacheConfig(num_blocks=1 + len(specs) * MAX_HASHES, kv_cache_tensors=[], kv_cache_groups=groups)
+    groups = [
+        interface.KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in drafts)
+        for i, spec in enumerate(specs)
+    ]
+    config = interface.KVCacheConfig(
+        num_blocks=1 + len(specs) * MAX_HASHES, kv_cache_tensors=[], kv_cache_groups=groups
+    )
     blocks = [utils.resolve_dcp_kv_block_size(spec, decode_ranks) for spec in specs]
     return coordinators.get_kv_cache_coordinator(
         config,
@@ -61,7 +89,9 @@ def coordinator(specs: list[Any], drafts: set[int], *, decode_ranks: int = 1, pr
     )
 
 
-def vllm_hit(ours: Any, groups: list[GroupSpec], ready: list[BoolMask], num_hashes: int, limit_tokens: int) -> int:
+def vllm_hit(
+    ours: Any, groups: list[GroupSpec], ready: list[BoolMask], num_hashes: int, limit_tokens: int
+) -> int:
     """vLLM's hit, with the ready blocks in its pool; the pool is emptied again."""
     pool, hash_tokens = ours.block_pool, ours.block_pool.hash_block_size
     blocks = iter(pool.blocks[1:])
@@ -78,35 +108,60 @@ def vllm_hit(ours: Any, groups: list[GroupSpec], ready: list[BoolMask], num_hash
 
 
 def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
-    """Groups as vLLM admits them, and which of them hold a drafter's layers; alike groups are a drafter's together."""
+    """Groups as vLLM admits them, and which of them hold a drafter's layers; alike groups are a
+    drafter's together."""
     equal_blocks = rng.random() < 0.5
-    kinds = list(GroupKind) if equal_blocks else [kind for kind in GroupKind if kind is not GroupKind.CHUNKED_LOCAL]
+    kinds = (
+        list(GroupKind)
+        if equal_blocks
+        else [kind for kind in GroupKind if kind is not GroupKind.CHUNKED_LOCAL]
+    )
     size = int(rng.choice([2, 4, 8]))
     groups = []
     for _ in range(rng.integers(1, 6)):
         kind = kinds[rng.integers(len(kinds))]
         block_tokens = size if equal_blocks else int(rng.choice([2, 4, 8, 6]))
-        window_tokens = {GroupKind.SLIDING_WINDOW: [1, 2, 9, 16, 33, 200], GroupKind.CHUNKED_LOCAL: [8, 12, 16, 32, 5]}.get(kind, [0])
+        window_tokens = {
+            GroupKind.SLIDING_WINDOW: [1, 2, 9, 16, 33, 200],
+            GroupKind.CHUNKED_LOCAL: [8, 12, 16, 32, 5],
+        }.get(kind, [0])
         groups.append(GroupSpec(kind, block_tokens, (1,), int(rng.choice(window_tokens))))
     if rng.random() < 0.6 or any(group.kind is GroupKind.CHUNKED_LOCAL for group in groups):
         return groups, set()
     chosen = groups[rng.integers(len(groups))]
-    return groups, {index for index, group in enumerate(groups) if group == chosen and group.kind is not GroupKind.MAMBA}
+    return groups, {
+        index
+        for index, group in enumerate(groups)
+        if group == chosen and group.kind is not GroupKind.MAMBA
+    }
 
 
-def excuse(groups: list[GroupSpec], drafts: set[int], num_tokens: int, ours: int, theirs: int) -> str:
+def excuse(
+    groups: list[GroupSpec], drafts: set[int], num_tokens: int, ours: int, theirs: int
+) -> str:
     """Why the two hits may differ; empty where they may not."""
     if ours > theirs:
-        # With one group vLLM does not look at the block that ends with the prompt, though it is known and would prove the hit before it.
+        # With one group vLLM does not look at the block that ends with the prompt, though it is
+        # known and would prove the hit before it.
         if len(groups) == 1 and drafts and num_tokens % groups[0].block_tokens == 0:
             return "drafter alone"
-        # Where a run of window blocks reaches back to the prompt's start, vLLM rounds it down before it drops the drafter's block too.
-        if any(groups[i].kind is GroupKind.SLIDING_WINDOW and groups[i].block_tokens < alignment_tokens(groups) for i in drafts):
+        # Where a run of window blocks reaches back to the prompt's start, vLLM rounds it down
+        # before it drops the drafter's block too.
+        if any(
+            groups[i].kind is GroupKind.SLIDING_WINDOW
+            and groups[i].block_tokens < alignment_tokens(groups)
+            for i in drafts
+        ):
             return "drafter rounded down twice"
-        # vLLM looks for a run of blocks, and one block is the shortest it takes; a window of one token needs none.
+        # vLLM looks for a run of blocks, and one block is the shortest it takes; a window of one
+        # token needs none.
         return "window of one token" if any(group.window_tokens == 1 for group in groups) else ""
-    # vLLM marks blocks before the current chunk as hits unseen, though the boundary that it falls back to may lie in the chunk before.
-    if any(group.kind is GroupKind.CHUNKED_LOCAL and group.window_tokens % group.block_tokens for group in groups):
+    # vLLM marks blocks before the current chunk as hits unseen, though the boundary that it falls
+    # back to may lie in the chunk before.
+    if any(
+        group.kind is GroupKind.CHUNKED_LOCAL and group.window_tokens % group.block_tokens
+        for group in groups
+    ):
         return "chunk of broken blocks"
     return ""
 
@@ -120,25 +175,42 @@ def test_hits_are_those_of_vllm() -> None:
         hash_tokens = beside.block_pool.hash_block_size
         for _ in range(NUM_PROMPTS):
             num_hashes = int(rng.integers(MAX_HASHES // 2, MAX_HASHES))
-            num_tokens = min(num_hashes * HASH_BLOCK_TOKENS // hash_tokens * hash_tokens + int(rng.integers(hash_tokens)), 96)
+            num_tokens = min(
+                num_hashes * HASH_BLOCK_TOKENS // hash_tokens * hash_tokens
+                + int(rng.integers(hash_tokens)),
+                96,
+            )
             num_hashes = num_tokens // hash_tokens
             density = rng.choice([0.02, 0.1, 0.4])
-            ready = [rng.random(num_tokens // group.block_tokens) >= density * rng.choice([0.1, 1]) for group in groups]
+            ready = [
+                rng.random(num_tokens // group.block_tokens) >= density * rng.choice([0.1, 1])
+                for group in groups
+            ]
             theirs = vllm_hit(beside, groups, ready, num_hashes, num_tokens - 1)
             ours = longest_hit(groups, ready, num_tokens - 1, alignment_tokens(groups), drafts)
             reason = excuse(groups, drafts, num_tokens, ours, theirs) if ours != theirs else "equal"
             assert reason, (
-                f"ours {ours}, vLLM's {theirs}: {groups} drafts={drafts} num_tokens={num_tokens} {[m.astype(int) for m in ready]}"
+                f"ours {ours}, vLLM's {theirs}: {groups} drafts={drafts} num_tokens={num_tokens} "
+                f"{[m.astype(int) for m in ready]}"
             )
             seen[reason] += 1
             seen["hits"] += theirs > 0
-    assert seen["equal"] > 0.95 * NUM_MODELS * NUM_PROMPTS and seen["hits"] > 0.3 * NUM_MODELS * NUM_PROMPTS, seen
+    assert (
+        seen["equal"] > 0.95 * NUM_MODELS * NUM_PROMPTS
+        and seen["hits"] > 0.3 * NUM_MODELS * NUM_PROMPTS
+    ), seen
 
 
 @pytest.mark.parametrize("decode_ranks", [1, 2])
 @pytest.mark.parametrize("prefill_ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "is_sharded"), [(kind, dealt) for kind in GroupKind for dealt in (False, True) if not dealt or kind is not GroupKind.MAMBA]
+    ("kind", "is_sharded"),
+    [
+        (kind, dealt)
+        for kind in GroupKind
+        for dealt in (False, True)
+        if not dealt or kind is not GroupKind.MAMBA
+    ],
 )
 def test_context_parallelism_is_refused_where_vllm_asserts(
     kind: GroupKind, is_sharded: bool, decode_ranks: int, prefill_ranks: int
@@ -154,4 +226,10 @@ def test_context_parallelism_is_refused_where_vllm_asserts(
     except AssertionError:
         refusal = ValueError
     with pytest.raises(refusal, match=f"kind {kind.name}") if refusal else nullcontext():
-        check_context_parallel(kind, block_tokens, is_sharded=is_sharded, decode_ranks=decode_ranks, prefill_ranks=prefill_ranks)
+        check_context_parallel(
+            kind,
+            block_tokens,
+            is_sharded=is_sharded,
+            decode_ranks=decode_ranks,
+            prefill_ranks=prefill_ranks,
+        )

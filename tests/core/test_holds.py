@@ -19,15 +19,22 @@ PLACES = st.lists(st.integers(0, NUM_ENTRIES - 1), max_size=14)
 
 
 class HoldsMachine(RuleBasedStateMachine):
-    """Held until the latest time that anybody asked for, in the order asked as far as the budget goes, with one pin each."""
+    """Held until the latest time that anybody asked for, in the order asked as far as the budget
+    goes, with one pin each."""
 
-    @initialize(budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]), seed=st.integers(0, 1000))
+    @initialize(
+        budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]),
+        seed=st.integers(0, 1000),
+    )
     def start(self, budget_bytes: int, seed: int) -> None:
         index = BlockIndex(make_table(100))
         index.add_key_space(1, [11, 12])
         each = np.arange(NUM_ENTRIES // len(SIZES))
         entries = np.concatenate(
-            [index.insert(1, group, words_of(each.tolist()), each * SLOT_ALIGN, size, each, 1) for group, size in enumerate(SIZES)]
+            [
+                index.insert(1, group, words_of(each.tolist()), each * SLOT_ALIGN, size, each, 1)
+                for group, size in enumerate(SIZES)
+            ]
         )
         index.publish(entries, index.mixed(entries), np.zeros(len(entries), np.uint64))
         self.size_of = dict(zip(entries.tolist(), index.slot_bytes(entries).tolist(), strict=True))
@@ -45,14 +52,17 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @rule(places=PLACES, ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]))
     def hold(self, places: list[int], ttl_s: float) -> None:
-        """An entry may be listed twice. The first new one that does not fit ends it: a chain is kept from its head on."""
+        """An entry may be listed twice. The first new one that does not fit ends it: a chain is
+        kept from its head on."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
         for entry in dict.fromkeys(self.entries(places).tolist()):
             if entry in self.until_s:
                 self.until_s[entry] = max(self.until_s[entry], until_s)
                 num_held += 1
                 continue
-            full |= self.size_of[entry] > self.holds.budget_bytes - sum(self.size_of[held] for held in self.until_s)
+            full |= self.size_of[entry] > self.holds.budget_bytes - sum(
+                self.size_of[held] for held in self.until_s
+            )
             if not full:
                 self.until_s[entry] = until_s
                 num_held += 1
@@ -64,7 +74,9 @@ class HoldsMachine(RuleBasedStateMachine):
         self.now_s += passed_s
         for _ in self.holds.expire(self.now_s):
             pass
-        self.until_s = {entry: until_s for entry, until_s in self.until_s.items() if until_s > self.now_s}
+        self.until_s = {
+            entry: until_s for entry, until_s in self.until_s.items() if until_s > self.now_s
+        }
 
     @rule(places=PLACES)
     def let_go(self, places: list[int]) -> None:
@@ -78,10 +90,18 @@ class HoldsMachine(RuleBasedStateMachine):
         if not hasattr(self, "holds"):
             return
         self.holds.check_invariants()
-        assert self.holds.entries().tolist() == sorted(self.until_s) and len(self.holds) == len(self.until_s)
-        assert self.holds.held_bytes == sum(self.size_of[entry] for entry in self.until_s) <= self.holds.budget_bytes
+        assert self.holds.entries().tolist() == sorted(self.until_s) and len(self.holds) == len(
+            self.until_s
+        )
+        assert (
+            self.holds.held_bytes
+            == sum(self.size_of[entry] for entry in self.until_s)
+            <= self.holds.budget_bytes
+        )
         pins = self.index.pins - self.others
-        assert {int(entry): int(pins[entry]) for entry in np.flatnonzero(pins)} == dict.fromkeys(self.until_s, 1)
+        assert {int(entry): int(pins[entry]) for entry in np.flatnonzero(pins)} == dict.fromkeys(
+            self.until_s, 1
+        )
 
 
 TestHoldsMachine = HoldsMachine.TestCase

@@ -1,4 +1,5 @@
-"""Hotness against its definition: what entries remember of their uses, and the order that follows from it."""
+"""Hotness against its definition: what entries remember of their uses, and the order that follows
+from it."""
 
 import math
 from collections import OrderedDict
@@ -38,7 +39,8 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class DefinitionMachine(RuleBasedStateMachine):
-    """Blocks of one chain each: c is log2 of the sum of all uses, each halved after each memory, whatever left and came back between."""
+    """Blocks of one chain each: c is log2 of the sum of all uses, each halved after each memory,
+    whatever left and came back between."""
 
     @initialize(contender=st.sampled_from(CONTENDERS), kernels=st.booleans())
     def start(self, contender: Contender, kernels: bool) -> None:
@@ -60,8 +62,12 @@ class DefinitionMachine(RuleBasedStateMachine):
     @rule(data=st.data(), passed=PASSED_TICKS, priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY))
     def admit(self, data: st.DataObject, passed: int, priority: int) -> None:
         self.now_s += passed / TICKS_PER_S
-        block = data.draw(st.sampled_from([block for block in range(1, 21) if block not in self.entry_of]))
-        entry = data.draw(st.sampled_from(sorted(set(range(1, CAPACITY + 1)) - set(self.entry_of.values()))))
+        block = data.draw(
+            st.sampled_from([block for block in range(1, 21) if block not in self.entry_of])
+        )
+        entry = data.draw(
+            st.sampled_from(sorted(set(range(1, CAPACITY + 1)) - set(self.entry_of.values())))
+        )
         number = self.ghosts.pop(block, -CAPACITY * GHOSTS_PER_BLOCK)
         if self.num_evicted - number > CAPACITY * GHOSTS_PER_BLOCK:
             self.uses.pop(block, None)
@@ -74,14 +80,18 @@ class DefinitionMachine(RuleBasedStateMachine):
     def touch(self, data: st.DataObject, passed: int, priority: int) -> None:
         self.now_s += passed / TICKS_PER_S
         block = data.draw(st.sampled_from(sorted(self.entry_of)))
-        self.policy.touch(entries_of([self.entry_of[block]]), keys_of([block]), self.now_s, Retention(priority))
+        self.policy.touch(
+            entries_of([self.entry_of[block]]), keys_of([block]), self.now_s, Retention(priority)
+        )
         self.use(block, priority)
 
     @precondition(lambda self: self.entry_of)
     @rule(data=st.data(), evicted=st.booleans())
     def forget(self, data: st.DataObject, evicted: bool) -> None:
         block = data.draw(st.sampled_from(sorted(self.entry_of)))
-        self.policy.forget(entries_of([self.entry_of.pop(block)]), keys_of([block]), evicted=evicted)
+        self.policy.forget(
+            entries_of([self.entry_of.pop(block)]), keys_of([block]), evicted=evicted
+        )
         if evicted:
             self.ghosts[block] = self.num_evicted
             self.num_evicted += 1
@@ -94,8 +104,13 @@ class DefinitionMachine(RuleBasedStateMachine):
             return
         for block, entry in self.entry_of.items():
             last_s = self.uses[block][-1][0]
-            total = sum(2.0 ** (priority - (last_s - used_s) / self.memory_s) for used_s, priority in self.uses[block])
-            assert abs(float(self.policy._uses[entry]) - math.log2(total)) <= TOLERANCE * len(self.uses[block])
+            total = sum(
+                2.0 ** (priority - (last_s - used_s) / self.memory_s)
+                for used_s, priority in self.uses[block]
+            )
+            assert abs(float(self.policy._uses[entry]) - math.log2(total)) <= TOLERANCE * len(
+                self.uses[block]
+            )
             assert self.policy.last_used_s(entries_of([entry]))[0] == last_s
         assert set(np.flatnonzero(self.policy._used)) == set(self.entry_of.values())
         self.policy.check_invariants()
@@ -117,7 +132,10 @@ class NaiveHotness:
         count, until_s = float(retention.priority), now_s + retention.ttl_s
         if entry in self.state:
             used_s, before = self.state[entry]
-            count = math.log2(2.0 ** (before - max(0.0, now_s - used_s) / self.contender.memory_s) + 2.0**retention.priority)
+            count = math.log2(
+                2.0 ** (before - max(0.0, now_s - used_s) / self.contender.memory_s)
+                + 2.0**retention.priority
+            )
             until_s = max(until_s, used_s)
         self.state[entry] = (until_s, count)
 
@@ -125,7 +143,11 @@ class NaiveHotness:
         used_s, count = self.state[entry]
         c = self.contender
         kept = KEPT_S if used_s > self.latest_s else 0.0
-        return kept + c.recency * used_s + c.half_life_s * (min(count, c.most_doublings) + LEAK * count)
+        return (
+            kept
+            + c.recency * used_s
+            + c.half_life_s * (min(count, c.most_doublings) + LEAK * count)
+        )
 
 
 @pytest.fixture
@@ -164,9 +186,13 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
                 del naive.state[entry]
 
 
-def take_coldest(policy: Hotness, naive: NaiveHotness, evictable: list[int], count: int) -> list[int]:
+def take_coldest(
+    policy: Hotness, naive: NaiveHotness, evictable: list[int], count: int
+) -> list[int]:
     """Victims among the evictable; the naive ones but for what float32 can't tell apart."""
-    victims: list[int] = policy.victims(4096, count, lambda numbers: np.isin(numbers, evictable)).tolist()
+    victims: list[int] = policy.victims(
+        4096, count, lambda numbers: np.isin(numbers, evictable)
+    ).tolist()
     assert len(set(victims)) == min(count, len(evictable)) and set(victims) <= set(evictable)
     in_turn = [naive.heat(entry) for entry in victims]
     left = [naive.heat(entry) for entry in set(evictable) - set(victims)]
@@ -180,22 +206,37 @@ def take_coldest(policy: Hotness, naive: NaiveHotness, evictable: list[int], cou
 def test_a_queue_is_in_order_while_nothing_is_used(seed: int, contender: Contender) -> None:
     rng = np.random.default_rng(seed)
     policy, num_entries = make_hotness(60, contender), 60
-    for number, now_s in zip(rng.permutation(num_entries).tolist(), np.sort(rng.uniform(0, 3000, num_entries)).tolist(), strict=True):
-        policy.admit(entries_of([number + 1]), keys_of([number + 1]), now_s, Retention(int(rng.integers(-3, 4))))
+    for number, now_s in zip(
+        rng.permutation(num_entries).tolist(),
+        np.sort(rng.uniform(0, 3000, num_entries)).tolist(),
+        strict=True,
+    ):
+        policy.admit(
+            entries_of([number + 1]),
+            keys_of([number + 1]),
+            now_s,
+            Retention(int(rng.integers(-3, 4))),
+        )
     resident = set(range(1, num_entries + 1))
     while resident:
         listed = entries_of(sorted(resident))
         count = int(rng.integers(1, 7))
         victims = policy.victims(0, count, lambda numbers: np.ones(len(numbers), np.bool_)).tolist()
         assert len(set(victims)) == min(count, len(resident)) and set(victims) <= resident
-        assert policy.heat(entries_of(victims)).tolist() == np.sort(policy.heat(listed))[:count].tolist()
+        assert (
+            policy.heat(entries_of(victims)).tolist()
+            == np.sort(policy.heat(listed))[:count].tolist()
+        )
         policy.forget(entries_of(victims), keys_of(victims), evicted=True)
         resident -= set(victims)
 
 
 @given(data=st.data(), contender=st.sampled_from(CONTENDERS), kernels=st.booleans())
-def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Contender, kernels: bool) -> None:
-    """Whole chains are stored, used, evicted from the tail and brought back; ghosts may have forgotten any of them."""
+def test_a_head_is_never_colder_than_its_tail(
+    data: st.DataObject, contender: Contender, kernels: bool
+) -> None:
+    """Whole chains are stored, used, evicted from the tail and brought back; ghosts may have
+    forgotten any of them."""
     policy = make_hotness(80, contender)
     if not kernels:
         policy._kernels = twins
@@ -206,12 +247,19 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
         number = data.draw(st.integers(0, len(chains) - 1))
         chain, kept = chains[number], resident[number]
         now_s += data.draw(st.sampled_from([0.0, 0.01, 1.0, 300.0, 50_000.0]))
-        retention = Retention(data.draw(st.sampled_from([0, 0, -8, 3, 8])), data.draw(st.sampled_from([0.0, 0.0, 100.0])))
+        retention = Retention(
+            data.draw(st.sampled_from([0, 0, -8, 3, 8])),
+            data.draw(st.sampled_from([0.0, 0.0, 100.0])),
+        )
         if kept == len(chain):
             policy.touch(entries_of(chain), keys_of(chain), now_s, retention)
             keep = data.draw(st.integers(0, len(chain)))
             if keep < len(chain) and data.draw(st.booleans()):
-                policy.forget(entries_of(chain[keep:]), keys_of(chain[keep:]), evicted=data.draw(st.booleans()))
+                policy.forget(
+                    entries_of(chain[keep:]),
+                    keys_of(chain[keep:]),
+                    evicted=data.draw(st.booleans()),
+                )
                 resident[number] = keep
         elif kept == 0:
             policy.admit(entries_of(chain), keys_of(chain), now_s, retention)
@@ -235,7 +283,9 @@ def test_a_priority_is_so_many_doublings(priority: int) -> None:
     assert weighed - plain == pytest.approx(100.0 * (1 + LEAK) * priority)
     policy.touch(entries_of([2]), keys_of([2]), 0.0)
     assert float(policy._uses[2]) == pytest.approx(math.log2(2.0**priority + 1), abs=1e-6)
-    assert policy.victims(0, 1, lambda numbers: np.ones(len(numbers), np.bool_)).tolist() == [1], "used twice, it is worth more than once"
+    assert policy.victims(0, 1, lambda numbers: np.ones(len(numbers), np.bool_)).tolist() == [1], (
+        "used twice, it is worth more than once"
+    )
 
 
 def test_a_time_to_live_counts_as_use_until_then() -> None:
@@ -263,14 +313,18 @@ def test_kernels_equal_twins(seed: int, contender: Contender) -> None:
         now_s += float(rng.choice([0.0, 0.3, 40.0, 1e5]))
         retention = Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 10.0])))
         known = rng.permutation(sorted(key_of))[: rng.integers(0, 20)].astype(np.uint32)
-        free = rng.permutation(sorted(set(range(1, capacity + 1)) - set(key_of)))[: rng.integers(0, 20)].astype(np.uint32)
+        free = rng.permutation(sorted(set(range(1, capacity + 1)) - set(key_of)))[
+            : rng.integers(0, 20)
+        ].astype(np.uint32)
         keys = keys_of([key_of[int(entry)] for entry in known])
         match int(rng.integers(0, 4)):
             case 0:
                 unused = [key for key in range(1, 90) if key not in key_of.values()]
                 key_of |= dict(zip(free.tolist(), rng.permutation(unused).tolist(), strict=False))
                 for policy in pair:
-                    policy.admit(free, keys_of([key_of[int(entry)] for entry in free]), now_s, retention)
+                    policy.admit(
+                        free, keys_of([key_of[int(entry)] for entry in free]), now_s, retention
+                    )
             case 1:
                 for policy in pair:
                     policy.touch(known, keys, now_s, retention)
@@ -291,7 +345,8 @@ def test_kernels_equal_twins(seed: int, contender: Contender) -> None:
 
 @pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])
 def test_clocks_that_start_anywhere(start_s: float) -> None:
-    """The order in a chain holds from the first tick to the last of two years; then frequency alone decides, and nothing breaks."""
+    """The order in a chain holds from the first tick to the last of two years; then frequency alone
+    decides, and nothing breaks."""
     policy = make_hotness(20, CONTENDERS[0])
     chain = list(range(1, 11))
     policy.admit(entries_of(chain), keys_of(chain), start_s)

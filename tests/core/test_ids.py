@@ -21,9 +21,13 @@ SLAB = 4 * SLOT_ALIGN
 
 def make_core(num_shards: int = 1, **config: int) -> tuple[CacheCore, int]:
     """A core and the number of a session that declares a representation of group 0."""
-    core = CacheCore(CoreConfig(6 * SLAB, SLAB, 50, unadmitted_share=1.0, **config), make_table(50), LRU(50))
+    core = CacheCore(
+        CoreConfig(6 * SLAB, SLAB, 50, unadmitted_share=1.0, **config), make_table(50), LRU(50)
+    )
     kinds = (Representation(0, "f", 1, (SLOT_ALIGN // num_shards,) * num_shards),)
-    return core, core.open_session("e", "w", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN, num_shards), 0.0, kinds).number
+    return core, core.open_session(
+        "e", "w", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN, num_shards), 0.0, kinds
+    ).number
 
 
 def stored(core: CacheCore, session: int, numbers: range) -> None:
@@ -32,7 +36,10 @@ def stored(core: CacheCore, session: int, numbers: range) -> None:
 
 
 def refused(
-    core: CacheCore, call: Callable[[], object], reason: Reason = Reason.DUPLICATE_ID, match: str = "lease_id 'id' is in use"
+    core: CacheCore,
+    call: Callable[[], object],
+    reason: Reason = Reason.DUPLICATE_ID,
+    match: str = "lease_id 'id' is in use",
 ) -> None:
     before = snapshot(core)
     with pytest.raises(HotKVError, match=match) as raised:
@@ -52,13 +59,17 @@ def test_the_id_of_a_read_lease_does_not_answer_for_other_blocks(other: list[int
     again = core.acquire(session, "id", [HashList(0, words_of([0, 1]))], 0.0, 0.0)
     assert again.pinned[0].tolist() == first.pinned[0].tolist()
     core.release(session, "id")
-    assert core.acquire(session, "id", [HashList(0, words_of(other))], 0.0, 0.0).pinned[0].tolist() == [n < 4 for n in other]
+    assert core.acquire(session, "id", [HashList(0, words_of(other))], 0.0, 0.0).pinned[
+        0
+    ].tolist() == [n < 4 for n in other]
 
 
 def test_the_id_of_a_lease_that_found_nothing_does_not_answer_for_other_blocks() -> None:
     core, session = make_core()
     stored(core, session, range(4))
-    assert not core.acquire(session, "id", [HashList(0, words_of([8, 9]))], 0.0, 0.0).pinned[0].any()
+    assert (
+        not core.acquire(session, "id", [HashList(0, words_of([8, 9]))], 0.0, 0.0).pinned[0].any()
+    )
     refused(core, lambda: core.acquire(session, "id", [HashList(0, words_of([0, 1]))], 0.0, 0.0))
 
 
@@ -67,7 +78,11 @@ def test_the_id_of_a_write_lease_does_not_answer_for_other_blocks() -> None:
     core, session = make_core(2)
     first = [Run(0, words_of([0, 1, 2])), Run(1, words_of([0]))]
     core.reserve(session, "id", first, 0.0, 0.0)
-    for other in ([Run(0, words_of([3]))], [Run(0, words_of([0, 1, 3]))], [*first, Run(1, words_of([1]))]):
+    for other in (
+        [Run(0, words_of([3]))],
+        [Run(0, words_of([0, 1, 3]))],
+        [*first, Run(1, words_of([1]))],
+    ):
         refused(core, lambda runs=other: core.reserve(session, "id", runs, 0.0, 0.0))  # type: ignore[misc]
         refused(core, lambda runs=other: core.begin_store(session, "t", "id", runs, 1, 0.0, 0.0))  # type: ignore[misc]
     refused(core, lambda: core.acquire(session, "id", [HashList(0, words_of([0]))], 0.0, 0.0))
@@ -83,7 +98,10 @@ def test_a_rank_may_bring_representations_that_the_first_did_not_name() -> None:
     core.reserve(session, "id", [Run(0, words_of([0, 1]))], 0.0, 0.0)
     runs = [Run(0, words_of([0, 1])), Run(MAX_GROUPS, words_of([0, 1]))]
     results = core.reserve(session, "id", runs, 0.0, 0.0).results
-    assert [row.tolist() for row in results] == [[BlockResult.RESERVED] * 2, [BlockResult.NO_SPACE] * 2]
+    assert [row.tolist() for row in results] == [
+        [BlockResult.RESERVED] * 2,
+        [BlockResult.NO_SPACE] * 2,
+    ]
 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
@@ -94,7 +112,12 @@ def test_blocks_that_write_leases_list_are_bounded() -> None:
         core.end_store(session, "s", True, 0.0)
     core.reserve(session, "id", [Run(0, words_of(range(4)))], 0.0, 0.0)
     more = [Run(0, words_of(range(4)))] * 2
-    refused(core, lambda: core.reserve(session, "other", more, 0.0, 0.0), Reason.OVERLOADED, "runs: .*bytes of lists of leases")
+    refused(
+        core,
+        lambda: core.reserve(session, "other", more, 0.0, 0.0),
+        Reason.OVERLOADED,
+        "runs: .*bytes of lists of leases",
+    )
     core.check_invariants()
 
 
@@ -104,8 +127,16 @@ def test_the_id_of_a_transfer_in_flight_is_taken() -> None:
     core.acquire(session, "r", [HashList(0, words_of([0, 1]))], 0.0, 0.0)
     core.begin_load(session, "t", "r", [LoadPositions(0, np.array([0]))])
     taken = "transfer_id 't' is in flight"
-    refused(core, lambda: core.begin_load(session, "t", "r", [LoadPositions(0, np.array([1]))]), match=taken)
-    refused(core, lambda: core.begin_store(session, "t", "w", [Run(0, words_of([9]))], 0, 0.0, 0.0), match=taken)
+    refused(
+        core,
+        lambda: core.begin_load(session, "t", "r", [LoadPositions(0, np.array([1]))]),
+        match=taken,
+    )
+    refused(
+        core,
+        lambda: core.begin_store(session, "t", "w", [Run(0, words_of([9]))], 0, 0.0, 0.0),
+        match=taken,
+    )
     core.end_load(session, "t", True)
     assert (
         core.begin_load(session, "t", "r", [LoadPositions(0, np.array([1]))])[0].entries.tolist()

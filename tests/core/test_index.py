@@ -1,4 +1,5 @@
-"""The block index against a dict, with kernels and numpy twins side by side: same answers, same bytes in the table."""
+"""The block index against a dict, with kernels and numpy twins side by side: same answers, same
+bytes in the table."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -7,21 +8,34 @@ from hypothesis import assume, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv import native, table
-from hotkv.table import HEADER, RESERVED_FLAG, SLOT_ALIGN, BlockTable, TableGeometry, hash_prefixes, hash_words
+from hotkv.table import (
+    HEADER,
+    RESERVED_FLAG,
+    SLOT_ALIGN,
+    BlockTable,
+    TableGeometry,
+    hash_prefixes,
+    hash_words,
+)
 from hotkv_server.core import twins
 from hotkv_server.core.index import BlockIndex
 from tests.core.support import make_table
 
 SALTS = {1: [0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321], 2: [3]}
-GROUPS = [(key_space_id, group) for key_space_id, salts in SALTS.items() for group in range(len(salts))]
+GROUPS = [
+    (key_space_id, group) for key_space_id, salts in SALTS.items() for group in range(len(salts))
+]
 INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 
 Key = tuple[int, int, bytes]
 """Key space, group, block hash."""
 
 
-def crafted_hash(home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int) -> bytes:
-    """A hash that lives in bucket `home` with this tag; `tail` makes hashes of one home and tag differ where there is room for it."""
+def crafted_hash(
+    home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
+) -> bytes:
+    """A hash that lives in bucket `home` with this tag; `tail` makes hashes of one home and tag
+    differ where there is room for it."""
     mixed = -(-(home << 32) // num_buckets) << 32 | tag
     prefix = mixed * INVERSE % (1 << 64) ^ salt
     return prefix.to_bytes(8, "little") + bytes([tail]) * (hash_bytes - 8)
@@ -42,9 +56,14 @@ class Entry:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Every change goes to an index with kernels and to one without; the tables must be equal byte by byte."""
+    """Every change goes to an index with kernels and to one without; the tables must be equal byte
+    by byte."""
 
-    @initialize(hash_bytes=st.sampled_from([8, 16, 20, 32]), num_buckets=st.integers(1, 12), capacity=st.integers(1, 90))
+    @initialize(
+        hash_bytes=st.sampled_from([8, 16, 20, 32]),
+        num_buckets=st.integers(1, 12),
+        capacity=st.integers(1, 90),
+    )
     def start(self, hash_bytes: int, num_buckets: int, capacity: int) -> None:
         self.hash_bytes, self.num_buckets, self.capacity = hash_bytes, num_buckets, capacity
         self.indexes = [BlockIndex(make_table(capacity, num_buckets)) for _ in range(2)]
@@ -62,7 +81,12 @@ class IndexMachine(RuleBasedStateMachine):
         key_space_id, group = data.draw(st.sampled_from(GROUPS))
         salt = SALTS[key_space_id][group]
         home, tag, tail = st.integers(0, self.num_buckets - 1), st.integers(0, 9), st.integers(0, 2)
-        crafted = st.builds(lambda h, t, x: crafted_hash(h, self.num_buckets, t, x, salt, self.hash_bytes), home, tag, tail)
+        crafted = st.builds(
+            lambda h, t, x: crafted_hash(h, self.num_buckets, t, x, salt, self.hash_bytes),
+            home,
+            tag,
+            tail,
+        )
         return key_space_id, group, data.draw(st.lists(crafted, unique=True, max_size=max_size))
 
     def pack(self, hashes: list[bytes]) -> table.Words:
@@ -70,26 +94,48 @@ class IndexMachine(RuleBasedStateMachine):
 
     def some(self, data: st.DataObject, *, ready: bool) -> list[Key]:
         matching = [key for key, entry in self.model.items() if entry.ready == ready]
-        return data.draw(st.lists(st.sampled_from(matching), unique=True, max_size=12)) if matching else []
+        return (
+            data.draw(st.lists(st.sampled_from(matching), unique=True, max_size=12))
+            if matching
+            else []
+        )
 
     def numbers(self, keys: list[Key]) -> table.Words:
         return np.array([self.model[key].number for key in keys], np.uint32)
 
-    @rule(data=st.data(), depth=st.integers(0, 1 << 31), offset=st.integers(0, 1 << 30), lease=st.integers(1, 1 << 32))
+    @rule(
+        data=st.data(),
+        depth=st.integers(0, 1 << 31),
+        offset=st.integers(0, 1 << 30),
+        lease=st.integers(1, 1 << 32),
+    )
     def insert(self, data: st.DataObject, depth: int, offset: int, lease: int) -> None:
         key_space_id, group, hashes = self.keys(data)
         fresh = [h for h in hashes if (key_space_id, group, h) not in self.model]
         offsets = (offset + np.arange(len(fresh), dtype=np.int64)) * SLOT_ALIGN
         depths = depth + np.arange(len(fresh), dtype=np.int64)
         results = [
-            index.insert(key_space_id, group, self.pack(fresh), offsets, 3 * SLOT_ALIGN, depths, lease % (1 << 32))
+            index.insert(
+                key_space_id,
+                group,
+                self.pack(fresh),
+                offsets,
+                3 * SLOT_ALIGN,
+                depths,
+                lease % (1 << 32),
+            )
             for index in self.indexes
         ]
         assert np.array_equal(results[0], results[1])
         ways_left = self.num_buckets * table.WAYS - len(self.model)
         assert len(results[0]) == min(len(fresh), self.capacity - len(self.model), ways_left)
-        for h, number, at, d in zip(fresh, results[0].tolist(), offsets.tolist(), depths.tolist(), strict=False):
-            assert number not in {entry.number for entry in self.model.values()} and 1 <= number <= self.capacity
+        for h, number, at, d in zip(
+            fresh, results[0].tolist(), offsets.tolist(), depths.tolist(), strict=False
+        ):
+            assert (
+                number not in {entry.number for entry in self.model.values()}
+                and 1 <= number <= self.capacity
+            )
             self.generations[number] += 1
             self.model[key_space_id, group, h] = Entry(number, at, d, self.generations[number])
         for index in self.indexes:
@@ -107,7 +153,9 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def link(self, data: st.DataObject) -> None:
         keys = self.some(data, ready=data.draw(st.booleans()))
-        words = np.array(data.draw(st.permutations([*self.numbers(keys).tolist(), 0, 0])), np.uint32)
+        words = np.array(
+            data.draw(st.permutations([*self.numbers(keys).tolist(), 0, 0])), np.uint32
+        )
         parent = data.draw(st.sampled_from([None, *self.model]))
         parent_words = None if parent is None else self.pack([parent[2]])[0]
         group = (2, 0) if parent is None else parent[:2]
@@ -122,13 +170,19 @@ class IndexMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject, check: int) -> None:
         keys = self.some(data, ready=False)
         for index in self.indexes:
-            index.publish(self.numbers(keys), index.mixed(self.numbers(keys)), np.full(len(keys), check, np.uint64))
+            index.publish(
+                self.numbers(keys),
+                index.mixed(self.numbers(keys)),
+                np.full(len(keys), check, np.uint64),
+            )
         for key in keys:
             self.model[key].ready, self.model[key].check = True, check
 
     @rule(data=st.data(), ready=st.booleans())
     def remove(self, data: st.DataObject, ready: bool) -> None:
-        keys = [key for key in self.some(data, ready=ready) if not self.pins[self.model[key].number]]
+        keys = [
+            key for key in self.some(data, ready=ready) if not self.pins[self.model[key].number]
+        ]
         for index in self.indexes:
             index.remove(self.numbers(keys), index.mixed(self.numbers(keys)))
         for key in keys:
@@ -146,14 +200,17 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.pins))
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from([number for number, count in enumerate(self.pins) if count]))
+        number = data.draw(
+            st.sampled_from([number for number, count in enumerate(self.pins) if count])
+        )
         for index in self.indexes:
             index.pin(np.array([number], np.uint32), -1)
         self.pins[number] -= 1
 
     @rule(data=st.data())
     def find(self, data: st.DataObject) -> None:
-        """Known and unknown keys, through kernel and twin on the same table, with records; and probes by tag."""
+        """Known and unknown keys, through kernel and twin on the same table, with records; and
+        probes by tag."""
         key_space_id, group, hashes = self.keys(data, max_size=30)
         words, salt, packed = self.pack(hashes), SALTS[key_space_id][group], b"".join(hashes)
         found = [self.model.get((key_space_id, group, h)) for h in hashes]
@@ -165,11 +222,15 @@ class IndexMachine(RuleBasedStateMachine):
             for h, entry, record in zip(hashes, found, records, strict=True):
                 if entry:
                     self.check_record(record, entry, h, key_space_id, group)
-        probes = [index.table.probe(hash_prefixes(packed, self.hash_bytes), salt) for index in self.indexes]
+        probes = [
+            index.table.probe(hash_prefixes(packed, self.hash_bytes), salt)
+            for index in self.indexes
+        ]
         assert np.array_equal(probes[0], probes[1])
         tags = [self.tag(*key) for key in self.model]
         for h, entry, probed in zip(hashes, found, probes[0].tolist(), strict=True):
-            # By tag alone, so an entry is found wherever there is one, and nothing else where no other key has the tag.
+            # By tag alone, so an entry is found wherever there is one, and nothing else where no
+            # other key has the tag.
             assert probed or not entry
             if tags.count(self.tag(key_space_id, group, h)) <= (entry is not None):
                 assert probed == (entry.word if entry else 0)
@@ -179,45 +240,76 @@ class IndexMachine(RuleBasedStateMachine):
     def tag(self, key_space_id: int, group: int, block_hash: bytes) -> int:
         return int(table.mix(self.pack([block_hash]), SALTS[key_space_id][group])[0]) & 0xFFFF_FFFF
 
-    def check_record(self, record: table.Words, entry: Entry, block_hash: bytes, key_space_id: int, group: int) -> None:
+    def check_record(
+        self, record: table.Words, entry: Entry, block_hash: bytes, key_space_id: int, group: int
+    ) -> None:
         assert record[:8].tobytes() == block_hash.ljust(32, b"\0")
         assert record[table.W_KEY_SPACE] == key_space_id
-        assert record[table.W_GROUP_STATE] == group | (table.STATE_READY if entry.ready else table.STATE_RESERVED) << 16
-        assert int(record[table.W_OFFSET]) * SLOT_ALIGN == entry.offset and record[table.W_SIZE] == 3
-        assert (record[table.W_DEPTH], record[table.W_GENERATION]) == (entry.depth, entry.generation)
+        assert (
+            record[table.W_GROUP_STATE]
+            == group | (table.STATE_READY if entry.ready else table.STATE_RESERVED) << 16
+        )
+        assert (
+            int(record[table.W_OFFSET]) * SLOT_ALIGN == entry.offset and record[table.W_SIZE] == 3
+        )
+        assert (record[table.W_DEPTH], record[table.W_GENERATION]) == (
+            entry.depth,
+            entry.generation,
+        )
         if entry.ready:
             assert int(record[table.W_CHECK]) | int(record[table.W_CHECK + 1]) << 32 == entry.check
 
     @invariant()
     def agrees(self) -> None:
         one, two = self.indexes
-        assert np.array_equal(one.table.buckets, two.table.buckets) and np.array_equal(one.table.records, two.table.records)
+        assert np.array_equal(one.table.buckets, two.table.buckets) and np.array_equal(
+            one.table.records, two.table.records
+        )
         for index in self.indexes:
             index.check_invariants()
             assert index.num_entries == len(self.model)
             assert index.pins.tolist() == self.pins
         for key_space_id, group in GROUPS:
-            ready = {entry.number for key, entry in self.model.items() if entry.ready and key[0] == key_space_id}
+            ready = {
+                entry.number
+                for key, entry in self.model.items()
+                if entry.ready and key[0] == key_space_id
+            }
             assert set(one.ready_blocks(key_space_id).tolist()) == ready
             mine = [key for key in self.model if key[:2] == (key_space_id, group)]
             expected = [self.model[key].word for key in mine]
-            assert one.find(key_space_id, group, self.pack([key[2] for key in mine])).tolist() == expected
+            assert (
+                one.find(key_space_id, group, self.pack([key[2] for key in mine])).tolist()
+                == expected
+            )
 
 
-TestIndexMachine = pytest.mark.skipif(not native.available(), reason="compares with the kernels, which need numba")(IndexMachine.TestCase)
+TestIndexMachine = pytest.mark.skipif(
+    not native.available(), reason="compares with the kernels, which need numba"
+)(IndexMachine.TestCase)
 
 
 @given(data=st.data(), hash_bytes=st.integers(8, 32), count=st.integers(0, 5))
-def test_prefixes_and_words_are_the_bytes_of_the_hashes(data: st.DataObject, hash_bytes: int, count: int) -> None:
+def test_prefixes_and_words_are_the_bytes_of_the_hashes(
+    data: st.DataObject, hash_bytes: int, count: int
+) -> None:
     hashes = [data.draw(st.binary(min_size=hash_bytes, max_size=hash_bytes)) for _ in range(count)]
     packed = b"".join(hashes)
-    assert hash_prefixes(packed, hash_bytes).tolist() == [int.from_bytes(h[:8], "little") for h in hashes]
-    assert [row.tobytes() for row in hash_words(packed, hash_bytes)] == [h.ljust(32, b"\0") for h in hashes]
+    assert hash_prefixes(packed, hash_bytes).tolist() == [
+        int.from_bytes(h[:8], "little") for h in hashes
+    ]
+    assert [row.tobytes() for row in hash_words(packed, hash_bytes)] == [
+        h.ljust(32, b"\0") for h in hashes
+    ]
     salt = data.draw(st.integers(0, (1 << 64) - 1))
-    mixed = [(int.from_bytes(h[:8], "little") ^ salt) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) for h in hashes]
+    mixed = [
+        (int.from_bytes(h[:8], "little") ^ salt) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) for h in hashes
+    ]
     assert table.mix(hash_words(packed, hash_bytes), salt).tolist() == mixed
     num_buckets = data.draw(st.integers(1, 1 << 31))
-    assert table.home_buckets(np.array(mixed, np.uint64), num_buckets).tolist() == [(m >> 32) * num_buckets >> 32 for m in mixed]
+    assert table.home_buckets(np.array(mixed, np.uint64), num_buckets).tolist() == [
+        (m >> 32) * num_buckets >> 32 for m in mixed
+    ]
 
 
 def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None:
@@ -233,14 +325,18 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
 
 @pytest.mark.parametrize("how", ["kernel", "twin"])
 def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
-    """A writer that died inside a change leaves an odd sequence number: its bucket is a miss, others go on."""
+    """A writer that died inside a change leaves an odd sequence number: its bucket is a miss,
+    others go on."""
     if how == "kernel" and not native.available():
         pytest.skip("needs numba")
     index = BlockIndex(make_table(8, num_buckets=4))
     if how == "twin":
         index._kernels, index.table._kernels = twins, None
     index.add_key_space(2, SALTS[2])
-    hashes = [crafted_hash(home, 4, tag=home, tail=1, salt=SALTS[2][0], hash_bytes=16) for home in range(4)]
+    hashes = [
+        crafted_hash(home, 4, tag=home, tail=1, salt=SALTS[2][0], hash_bytes=16)
+        for home in range(4)
+    ]
     packed = b"".join(hashes)
     words = hash_words(packed, 16)
     entries = index.insert(2, 0, words, np.arange(4) * SLOT_ALIGN, SLOT_ALIGN, np.arange(4), 1)
@@ -250,19 +346,30 @@ def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
     assert index.find(2, 0, words).tolist() == expected
     assert index.table.probe(hash_prefixes(packed, 16), SALTS[2][0]).tolist() == expected
     index.table.buckets[1, table.SEQ] += 1
-    assert index.find(2, 0, words).tolist() == index.table.probe(hash_prefixes(packed, 16), SALTS[2][0]).tolist() == entries.tolist()
+    assert (
+        index.find(2, 0, words).tolist()
+        == index.table.probe(hash_prefixes(packed, 16), SALTS[2][0]).tolist()
+        == entries.tolist()
+    )
 
 
 @pytest.mark.parametrize("how", ["kernel", "twin"])
 def test_what_went_past_a_full_bucket_is_counted_until_it_goes(how: str) -> None:
-    """Ten blocks of one home: three are in the next bucket, which a search visits as long as one of them is there."""
+    """Ten blocks of one home: three are in the next bucket, which a search visits as long as one of
+    them is there."""
     if how == "kernel" and not native.available():
         pytest.skip("needs numba")
     index = BlockIndex(make_table(12, num_buckets=4))
     if how == "twin":
         index._kernels, index.table._kernels = twins, None
     index.add_key_space(2, SALTS[2])
-    words = hash_words(b"".join(crafted_hash(3, 4, tag=tag, tail=1, salt=SALTS[2][0], hash_bytes=16) for tag in range(10)), 16)
+    words = hash_words(
+        b"".join(
+            crafted_hash(3, 4, tag=tag, tail=1, salt=SALTS[2][0], hash_bytes=16)
+            for tag in range(10)
+        ),
+        16,
+    )
     entries = index.insert(2, 0, words, np.arange(10) * SLOT_ALIGN, SLOT_ALIGN, np.arange(10), 1)
     index.publish(entries, index.mixed(entries), np.zeros(10, np.uint64))
     # The bucket after the last is the first.
@@ -276,8 +383,14 @@ def test_what_went_past_a_full_bucket_is_counted_until_it_goes(how: str) -> None
     index.check_invariants()
 
 
-@given(capacity=st.integers(1, 5000), epoch=st.integers(-(1 << 63), (1 << 63) - 1), arena_bytes=st.integers(0, (1 << 63) - 1))
-def test_the_header_comes_back_and_the_table_has_room(capacity: int, epoch: int, arena_bytes: int) -> None:
+@given(
+    capacity=st.integers(1, 5000),
+    epoch=st.integers(-(1 << 63), (1 << 63) - 1),
+    arena_bytes=st.integers(0, (1 << 63) - 1),
+)
+def test_the_header_comes_back_and_the_table_has_room(
+    capacity: int, epoch: int, arena_bytes: int
+) -> None:
     geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
     assert TableGeometry.unpack(geometry.pack(), geometry.file_bytes) == geometry
     assert geometry.num_buckets * table.WAYS > capacity

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 
 from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import MAX_GROUPS, MAX_HASH_BYTES, MIN_HASH_BYTES, KeySpace, Representation, group_hashes, token_block_hashes
+from hotkv.keys import (
+    MAX_GROUPS,
+    MAX_HASH_BYTES,
+    MIN_HASH_BYTES,
+    KeySpace,
+    Representation,
+    group_hashes,
+    token_block_hashes,
+)
 
 GROUP = GroupSpec(GroupKind.SLIDING_WINDOW, 32, (4096, 4096), 64, ("layers.0",))
 BASE = KeySpace("model", "revision", "bfloat16", (GROUP,), 16)
@@ -48,8 +56,16 @@ VARIANTS: dict[str, list[object]] = {
 
 def test_the_fingerprint_changes_with_every_field() -> None:
     assert set(VARIANTS) == {f.name for f in fields(KeySpace)}, "a new field needs a variant here"
-    assert {f.name for f in fields(GroupSpec)} == {"kind", "block_tokens", "shard_bytes", "window_tokens", "layer_names"}
-    variants = [BASE] + [replace(BASE, **{name: value}) for name, values in VARIANTS.items() for value in values]
+    assert {f.name for f in fields(GroupSpec)} == {
+        "kind",
+        "block_tokens",
+        "shard_bytes",
+        "window_tokens",
+        "layer_names",
+    }
+    variants = [BASE] + [
+        replace(BASE, **{name: value}) for name, values in VARIANTS.items() for value in values
+    ]
     for one, two in itertools.combinations(variants, 2):
         assert one.fingerprint != two.fingerprint, (one, two)
     assert all(len(v.fingerprint) == 32 for v in variants)
@@ -67,7 +83,13 @@ def test_equal_key_spaces_have_equal_fingerprints_and_text_never_runs_together(
 
 def test_salts_of_representations_differ_in_each_field_and_from_those_of_groups() -> None:
     one = Representation(0, "rot2u", 1, (100,))
-    kinds = [one, replace(one, group_index=1), replace(one, format="rot3u"), replace(one, version=2), replace(one, shard_bytes=(50, 50))]
+    kinds = [
+        one,
+        replace(one, group_index=1),
+        replace(one, format="rot3u"),
+        replace(one, version=2),
+        replace(one, shard_bytes=(50, 50)),
+    ]
     spaces = [replace(BASE, tenant=str(number), groups=(GROUP,) * 4) for number in range(20)]
     salts = {space.representation_salt(kind) for space in spaces for kind in kinds}
     salts |= {space.group_salt(group) for space in spaces for group in range(4)}
@@ -111,7 +133,9 @@ def test_salts_differ_between_groups_and_key_spaces() -> None:
         ({"weights_identity": ""}, "weights_identity"),
     ],
 )
-def test_key_spaces_that_contradict_themselves_are_refused(change: dict[str, object], field: str) -> None:
+def test_key_spaces_that_contradict_themselves_are_refused(
+    change: dict[str, object], field: str
+) -> None:
     with pytest.raises(ValueError, match=field):
         replace(BASE, **change)
 
@@ -125,20 +149,32 @@ def test_group_hashes_are_those_at_each_blocks_last_token(num_hashes: int, step:
 
 @pytest.mark.parametrize("seed", ["", "0", "some seed"])
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
-def test_token_hashes_are_those_of_vllm(seed: str, block_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_hashes_are_those_of_vllm(
+    seed: str, block_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through vLLM's own chain: `init_none_hash`, then `hash_block_tokens` block by block."""
     utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
     hashing = pytest.importorskip("vllm.utils.hashing")
     monkeypatch.setattr(utils, "NONE_HASH", hashing.sha256(seed), raising=False)
     rng = np.random.default_rng(7)
-    for num_tokens in (0, block_tokens - 1, block_tokens, 5 * block_tokens, 7 * block_tokens + block_tokens // 2):
+    for num_tokens in (
+        0,
+        block_tokens - 1,
+        block_tokens,
+        5 * block_tokens,
+        7 * block_tokens + block_tokens // 2,
+    ):
         tokens = rng.integers(0, 1 << 18, num_tokens).tolist()
         expected, parent = [], None
         for start in range(0, num_tokens - block_tokens + 1, block_tokens):
-            parent = utils.hash_block_tokens(hashing.sha256, parent, tokens[start : start + block_tokens])
+            parent = utils.hash_block_tokens(
+                hashing.sha256, parent, tokens[start : start + block_tokens]
+            )
             expected.append(parent)
         assert token_block_hashes(tokens, block_tokens, "sha256", seed) == expected
-        assert token_block_hashes(np.array(tokens, np.int32), block_tokens, "sha256", seed) == expected
+        assert (
+            token_block_hashes(np.array(tokens, np.int32), block_tokens, "sha256", seed) == expected
+        )
 
 
 def test_token_hashes_start_where_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Layouts at random: what is stored comes back, nothing else is touched; what contradicts itself is refused by name."""
+"""Layouts at random: what is stored comes back, nothing else is touched; what contradicts itself is
+refused by name."""
 
 import itertools
 import math
@@ -27,7 +28,8 @@ class Ranks:
 
 @st.composite
 def dense_tensors(draw: st.DrawFn, num_blocks: int) -> tuple[PageTensor, int]:
-    """One tensor at offset 0 of its own memory, and its size: block and inner dimensions nested in any order, with gaps or without."""
+    """One tensor at offset 0 of its own memory, and its size: block and inner dimensions nested in
+    any order, with gaps or without."""
     counts = draw(st.lists(st.integers(1, 4), max_size=3))
     run_bytes = draw(st.integers(1, 9))
     strides: list[int] = [0] * (len(counts) + 1)
@@ -59,24 +61,43 @@ def rank_layouts(draw: st.DrawFn) -> Ranks:
                 ends[handle_id] = start + span
                 at = shards[group_index][shard_index]
                 tensors.append(
-                    replace(tensor, group_index=group_index, handle_id=handle_id, base_offset_bytes=start, shard_offset_bytes=at)
+                    replace(
+                        tensor,
+                        group_index=group_index,
+                        handle_id=handle_id,
+                        base_offset_bytes=start,
+                        shard_offset_bytes=at,
+                    )
                 )
                 shards[group_index][shard_index] += tensor.page_bytes
-        handles = tuple(MemoryHandle(handle_id, end + draw(st.integers(1, 4))) for handle_id, end in ends.items())
-        layouts.append(Layout(shard_index, num_blocks, handles, tuple(draw(st.permutations(tensors)))))
+        handles = tuple(
+            MemoryHandle(handle_id, end + draw(st.integers(1, 4)))
+            for handle_id, end in ends.items()
+        )
+        layouts.append(
+            Layout(shard_index, num_blocks, handles, tuple(draw(st.permutations(tensors))))
+        )
     groups = tuple(GroupSpec(GroupKind.FULL_ATTENTION, 16, tuple(sizes)) for sizes in shards)
     return Ranks(groups, tuple(layouts))
 
 
 def engine_memory(layout: Layout, seed: int) -> dict[str, Bytes]:
     rng = np.random.default_rng(seed)
-    return {handle.handle_id: rng.integers(0, 256, handle.num_bytes, dtype=np.uint8) for handle in layout.handles}
+    return {
+        handle.handle_id: rng.integers(0, 256, handle.num_bytes, dtype=np.uint8)
+        for handle in layout.handles
+    }
 
 
 def copy(plan: list[CopyRuns], engine: dict[str, Bytes], arena: Bytes, *, store: bool) -> None:
     for runs in plan:
         memory = engine[runs.handle_id]
-        for at, slot, size in zip(runs.engine_offsets.tolist(), runs.slot_offsets.tolist(), runs.num_bytes.tolist(), strict=True):
+        for at, slot, size in zip(
+            runs.engine_offsets.tolist(),
+            runs.slot_offsets.tolist(),
+            runs.num_bytes.tolist(),
+            strict=True,
+        ):
             assert at >= 0 and at + size <= len(memory) and slot >= 0 and slot + size <= len(arena)
             if store:
                 arena[slot : slot + size] = memory[at : at + size]
@@ -87,14 +108,19 @@ def copy(plan: list[CopyRuns], engine: dict[str, Bytes], arena: Bytes, *, store:
 def page_offsets(tensor: PageTensor, block: int) -> list[int]:
     """Engine offsets of all bytes of a page, in slot order; by counting."""
     indices = itertools.product(*(range(count) for count, _ in tensor.dims))
-    starts = [sum(i * stride for i, (_, stride) in zip(index, tensor.dims, strict=True)) for index in indices]
+    starts = [
+        sum(i * stride for i, (_, stride) in zip(index, tensor.dims, strict=True))
+        for index in indices
+    ]
     base = tensor.base_offset_bytes + block * tensor.block_stride_bytes
     return [base + start + byte for start in starts for byte in range(tensor.run_bytes)]
 
 
 @settings(max_examples=150)
 @given(ranks=rank_layouts(), data=st.data())
-def test_there_and_back_is_the_identity_and_touches_nothing_else(ranks: Ranks, data: st.DataObject) -> None:
+def test_there_and_back_is_the_identity_and_touches_nothing_else(
+    ranks: Ranks, data: st.DataObject
+) -> None:
     group_index = data.draw(st.integers(0, len(ranks.groups) - 1))
     group = ranks.groups[group_index]
     most = min(layout.num_blocks for layout in ranks.layouts)
@@ -114,11 +140,18 @@ def test_there_and_back_is_the_identity_and_touches_nothing_else(ranks: Ranks, d
         assert sum(runs.total_bytes for runs in plan) == shard_bytes * len(blocks)
         copy(plan, engine, arena, store=True)
         assert all(np.array_equal(engine[name], before[name]) for name in before)
-        pages = {t: [page_offsets(t, block) for block in blocks] for t in layout.tensors if t.group_index == group_index}
+        pages = {
+            t: [page_offsets(t, block) for block in blocks]
+            for t in layout.tensors
+            if t.group_index == group_index
+        }
         for tensor, per_block in pages.items():
             for slot, offsets in zip(slots.tolist(), per_block, strict=True):
                 at = slot + shard_start + tensor.shard_offset_bytes
-                assert arena[at : at + len(offsets)].tolist() == before[tensor.handle_id][offsets].tolist()
+                assert (
+                    arena[at : at + len(offsets)].tolist()
+                    == before[tensor.handle_id][offsets].tolist()
+                )
         # Into other memory: the pages arrive, and every other byte is as it was.
         expected = engine_memory(layout, 3)
         loaded = {name: memory.copy() for name, memory in expected.items()}
@@ -136,7 +169,9 @@ def test_there_and_back_is_the_identity_and_touches_nothing_else(ranks: Ranks, d
 
 @given(tensor=dense_tensors(3))
 def test_run_offsets_cover_the_page_once(tensor: tuple[PageTensor, int]) -> None:
-    assert [at + byte for at in tensor[0].run_offsets().tolist() for byte in range(tensor[0].run_bytes)] == page_offsets(tensor[0], 0)
+    assert [
+        at + byte for at in tensor[0].run_offsets().tolist() for byte in range(tensor[0].run_bytes)
+    ] == page_offsets(tensor[0], 0)
 
 
 GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (64, 64)),)
@@ -195,9 +230,13 @@ def test_layouts_that_contradict_themselves_are_refused(layout: Layout, field: s
 
 
 def test_the_runs_of_all_tensors_together_are_bounded() -> None:
-    pages = tuple(PageTensor(0, "m", n << 19, 2 << 19, 1, n << 19, ((1 << 19, 1),)) for n in range(2))
+    pages = tuple(
+        PageTensor(0, "m", n << 19, 2 << 19, 1, n << 19, ((1 << 19, 1),)) for n in range(2)
+    )
     layout = Layout(0, 1, (MemoryHandle("m", 1 << 20),), pages)
-    with pytest.raises(ValueError, match=r"tensors\[1\].dims and those before enumerate more than 524288 runs"):
+    with pytest.raises(
+        ValueError, match=r"tensors\[1\].dims and those before enumerate more than 524288 runs"
+    ):
         layout.validate([replace(GROUPS[0], shard_bytes=(1 << 20,))])
 
 
@@ -209,9 +248,16 @@ def test_representations_are_covered_wholly_or_not_at_all() -> None:
     layout.validate(GROUPS, kinds)
     assert layout.covers(2) and not layout.covers(1)
     (runs,) = layout.copy_runs(2, kinds[2], np.array([3], np.int64), np.array([4096], np.int64))
-    assert (runs.engine_offsets.tolist(), runs.slot_offsets.tolist(), runs.num_bytes.tolist()) == ([72], [4104], [24])
+    assert (runs.engine_offsets.tolist(), runs.slot_offsets.tolist(), runs.num_bytes.tolist()) == (
+        [72],
+        [4104],
+        [24],
+    )
     for bad, field in [
-        (replace(good, group_index=3), r"tensors\[1\].group_index is 3; this key space has 1 groups and 2 representations"),
+        (
+            replace(good, group_index=3),
+            r"tensors\[1\].group_index is 3; this key space has 1 groups and 2 representations",
+        ),
         (replace(good, run_bytes=16), "group 2 fill 16 bytes of a shard of 24"),
     ]:
         with pytest.raises(ValueError, match=field):
@@ -225,20 +271,36 @@ NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 70)
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(data: st.DataObject) -> None:
+def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
+    data: st.DataObject,
+) -> None:
     """From a good layout, some fields replaced by anything that the wire can carry."""
     tensor = TENSOR
     for name in data.draw(
-        st.sets(st.sampled_from(["group_index", "base_offset_bytes", "block_stride_bytes", "run_bytes", "shard_offset_bytes"]))
+        st.sets(
+            st.sampled_from(
+                [
+                    "group_index",
+                    "base_offset_bytes",
+                    "block_stride_bytes",
+                    "run_bytes",
+                    "shard_offset_bytes",
+                ]
+            )
+        )
     ):
         tensor = replace(tensor, **{name: data.draw(NUMBERS)})
     if data.draw(st.booleans()):
-        tensor = replace(tensor, dims=tuple(data.draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=10))))
+        tensor = replace(
+            tensor, dims=tuple(data.draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=10)))
+        )
     layout = replace(GOOD, tensors=(tensor,))
     for name in data.draw(st.sets(st.sampled_from(["shard_index", "num_blocks"]))):
         layout = replace(layout, **{name: data.draw(NUMBERS)})
     if data.draw(st.booleans()):
-        layout = replace(layout, handles=(MemoryHandle("m", data.draw(NUMBERS), data.draw(NUMBERS)),))
+        layout = replace(
+            layout, handles=(MemoryHandle("m", data.draw(NUMBERS), data.draw(NUMBERS)),)
+        )
     try:
         layout.validate(GROUPS)
     except ValueError as error:
@@ -246,6 +308,9 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(d
         return
     blocks = np.array([0, layout.num_blocks - 1], np.int64)
     for runs in layout.copy_runs(0, GROUPS[0], blocks, np.array([0, 128], np.int64)):
-        assert runs.engine_offsets.min() >= 0 and (runs.engine_offsets + runs.num_bytes).max() <= layout.num_bytes
+        assert (
+            runs.engine_offsets.min() >= 0
+            and (runs.engine_offsets + runs.num_bytes).max() <= layout.num_bytes
+        )
         assert runs.slot_offsets.min() >= 0 and (runs.slot_offsets + runs.num_bytes).max() <= 256
     assert math.prod(count for count, _ in tensor.dims) * tensor.run_bytes == 64

@@ -1,4 +1,5 @@
-"""A client's mapping of a file: its bytes, at a multiple of a huge page, read-only, for as long as somebody holds them."""
+"""A client's mapping of a file: its bytes, at a multiple of a huge page, read-only, for as long as
+somebody holds them."""
 
 import os
 from pathlib import Path
@@ -20,7 +21,11 @@ def file_of(content: bytes) -> int:
 
 def mapped_bytes(name: str) -> int:
     """How much of such files this process has mapped."""
-    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+    ranges = [
+        line.split()[0].split("-")
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if name in line
+    ]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 
 
@@ -40,7 +45,11 @@ def test_who_holds_a_view_holds_the_mapping() -> None:
     view = map_file(fd, 256 * 64)[100:200]
     os.pwrite(fd, b"\xff", 150)
     os.close(fd)
-    assert view[50] == 255 and np.array_equal(view[:50], np.arange(100, 150)) and mapped_bytes("memfd:mapped") == 256 * 64
+    assert (
+        view[50] == 255
+        and np.array_equal(view[:50], np.arange(100, 150))
+        and mapped_bytes("memfd:mapped") == 256 * 64
+    )
     del view
     assert not mapped_bytes("memfd:mapped")
 

@@ -1,4 +1,5 @@
-"""Files of arena, table and state: what a start that is killed at any write leaves, what full or busy memory does, who writes what."""
+"""Files of arena, table and state: what a start that is killed at any write leaves, what full or
+busy memory does, who writes what."""
 
 import errno
 import os
@@ -19,7 +20,13 @@ from hotkv_server.memory import arena as arena_module
 from hotkv_server.memory import mapping as mapping_module
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.mapping import HUGE_PAGE_BYTES, FileMapping
-from hotkv_server.memory.state import KnownKeySpace, ServerState, StateError, read_state, write_state
+from hotkv_server.memory.state import (
+    KnownKeySpace,
+    ServerState,
+    StateError,
+    read_state,
+    write_state,
+)
 from hotkv_server.runtime.takeover import take_over
 from hotkv_server.runtime.verify import Verifier
 from tests.core.support import make_key_space, words_of
@@ -38,7 +45,9 @@ class Start:
 
     def __init__(self, folder: Path, *, prefault: bool = False) -> None:
         self.memory = NodeMemory.open(folder, ARENA, SLAB, CAPACITY, 7, prefault=prefault)
-        self.core = CacheCore(CoreConfig(ARENA, SLAB, CAPACITY), self.memory.table, POLICIES["lru"](CAPACITY))
+        self.core = CacheCore(
+            CoreConfig(ARENA, SLAB, CAPACITY), self.memory.table, POLICIES["lru"](CAPACITY)
+        )
         self.verifier = Verifier(self.core, Region(self.memory.arena.address, ARENA, "the arena"))
 
     def take_over(self) -> "Start":
@@ -52,7 +61,9 @@ class Start:
 
     def found(self, key_space: KeySpace, numbers: range) -> list[bool]:
         number = self.core.catalog.register(key_space, (), 0.0)[0]
-        found: list[bool] = table.is_ready(self.core.space.index.find(number, 0, words_of(numbers))).tolist()
+        found: list[bool] = table.is_ready(
+            self.core.space.index.find(number, 0, words_of(numbers))
+        ).tolist()
         return found
 
     def end(self) -> None:
@@ -61,7 +72,8 @@ class Start:
 
 
 def leave(folder: Path, *, unfit: bool) -> None:
-    """Blocks of two key spaces; `unfit`: another one comes before them, of which this version wants to know nothing."""
+    """Blocks of two key spaces; `unfit`: another one comes before them, of which this version wants
+    to know nothing."""
     start = Start(folder).take_over()
     known = []
     if unfit:
@@ -75,7 +87,15 @@ def leave(folder: Path, *, unfit: bool) -> None:
     start.end()
 
 
-STEPS = ["write_state before", "write_state after", "adopt before", "adopt after", "replace before", "replace after", "unlink after"]
+STEPS = [
+    "write_state before",
+    "write_state after",
+    "adopt before",
+    "adopt after",
+    "replace before",
+    "replace after",
+    "unlink after",
+]
 
 
 @pytest.mark.parametrize("unfit", [False, True])
@@ -83,15 +103,23 @@ STEPS = ["write_state before", "write_state after", "adopt before", "adopt after
 def test_starts_that_are_killed_never_take_a_block_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, *, unfit: bool
 ) -> None:
-    """Also where key spaces get other numbers, because this version can't serve one that the old one served."""
+    """Also where key spaces get other numbers, because this version can't serve one that the old
+    one served."""
     leave(tmp_path, unfit=unfit)
     name, when = step.split()
     for _ in range(2):
         with monkeypatch.context() as patch:
-            owner = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "unlink": Path}[name]
+            owner = {
+                "write_state": arena_module,
+                "adopt": NodeMemory,
+                "replace": Path,
+                "unlink": Path,
+            }[name]
             whole: Callable[..., object] = getattr(owner, name)
 
-            def killed(*args: object, whole: Callable[..., object] = whole, **options: object) -> None:
+            def killed(
+                *args: object, whole: Callable[..., object] = whole, **options: object
+            ) -> None:
                 if when == "after":
                     whole(*args, **options)
                 raise KilledError
@@ -105,25 +133,36 @@ def test_starts_that_are_killed_never_take_a_block_for_another(
     for at, key_space in enumerate(KEY_SPACES):
         found = start.found(key_space, range(20))
         right = [number // 10 == at and number % 10 < 5 for number in range(20)]
-        assert found == right or (unfit and not any(found)), "a block of one key space is found in another, or a whole cache was lost"
+        assert found == right or (unfit and not any(found)), (
+            "a block of one key space is found in another, or a whole cache was lost"
+        )
     start.core.check_invariants()
     start.memory.remove()
 
 
 def test_a_key_space_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    write_state(tmp_path / "state.json", ServerState(SLAB, (KnownKeySpace(1, KEY_SPACES[0]), KnownKeySpace(2, KEY_SPACES[0]))))
+    write_state(
+        tmp_path / "state.json",
+        ServerState(SLAB, (KnownKeySpace(1, KEY_SPACES[0]), KnownKeySpace(2, KEY_SPACES[0]))),
+    )
     with pytest.raises(StateError, match="twice"):
         read_state(tmp_path / "state.json")
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE, errno.ENOSPC])
-def test_a_start_that_is_short_of_something_keeps_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_start_that_is_short_of_something_keeps_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     leave(tmp_path, unfit=False)
 
     def refuse(*args: object) -> int:
         raise OSError(code, "short")
 
-    for owner, name in ((mapping_module, "_map"), (arena_module, "_open_own"), (os, "posix_fallocate")):
+    for owner, name in (
+        (mapping_module, "_map"),
+        (arena_module, "_open_own"),
+        (os, "posix_fallocate"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, refuse)
             with pytest.raises(OSError, match="short"):
@@ -133,7 +172,9 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(tmp_path: Path, monk
     start.memory.remove()
 
 
-def test_bringing_memory_in_writes_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bringing_memory_in_writes_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Copies go on meanwhile: a byte that is read and written back would undo one."""
     mapping = FileMapping.create(tmp_path / "arena", 2 * HUGE_PAGE_BYTES, 0o600)
     view = mapping.array()
@@ -157,7 +198,9 @@ def test_memory_for_the_table_is_taken_at_start(tmp_path: Path) -> None:
     memory.remove()
 
 
-def test_a_restart_brings_in_the_records_that_it_restores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_brings_in_the_records_that_it_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave(tmp_path, unfit=False)
     monkeypatch.setattr(arena_module, "FIRST_ENTRIES", 2)
     start = Start(tmp_path, prefault=True).take_over()
@@ -167,10 +210,13 @@ def test_a_restart_brings_in_the_records_that_it_restores(tmp_path: Path, monkey
 
 
 def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
-    """As far as the kernel has them where these files lie. A lookup in a large table in small pages took a third longer."""
+    """As far as the kernel has them where these files lie. A lookup in a large table in small pages
+    took a third longer."""
     memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 16, 7)
     probe = FileMapping.create(tmp_path / "probe", memory.table_file.num_bytes, 0o600)
     probe.make_huge(0, 10.0)
-    assert memory.table_file.num_bytes > HUGE_PAGE_BYTES and bool(memory.table_file.huge_bytes) == bool(probe.huge_bytes)
+    assert memory.table_file.num_bytes > HUGE_PAGE_BYTES and bool(
+        memory.table_file.huge_bytes
+    ) == bool(probe.huge_bytes)
     probe.close()
     memory.remove()

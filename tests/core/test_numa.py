@@ -16,7 +16,9 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.numa import Placement
 
 
-def _machine(root: Path, nodes: dict[int, str], devices: dict[str, tuple[str, str, int]], memory: str = "") -> Path:
+def _machine(
+    root: Path, nodes: dict[int, str], devices: dict[str, tuple[str, str, int]], memory: str = ""
+) -> Path:
     """A /sys with nodes (number -> processors) and PCI devices (id -> vendor, class, node)."""
     folder = root / "devices/system/node"
     folder.mkdir(parents=True)
@@ -82,7 +84,9 @@ def test_gpus_are_told_from_other_devices_of_their_maker(tmp_path: Path) -> None
         ("0", {"0000:17:00.0": 1}, Placement((0,))),
     ],
 )
-def test_choice(tmp_path: Path, wanted: str, gpus: dict[str, int], expected: Placement | None) -> None:
+def test_choice(
+    tmp_path: Path, wanted: str, gpus: dict[str, int], expected: Placement | None
+) -> None:
     sys = _machine(tmp_path, DUAL, {name: (*GPU, node) for name, node in gpus.items()})
     assert numa.choose(wanted, sys) == expected
 
@@ -98,7 +102,9 @@ def test_a_node_without_memory_is_refused_with_those_that_have_some(tmp_path: Pa
     assert numa.choose("auto", tmp_path / "nothing") is None
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no number of the system call is known")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "aarch64"), reason="no number of the system call is known"
+)
 def test_memory_can_be_placed_or_the_reason_is_said() -> None:
     """mbind of a fresh mapping on a node that there is; machines may forbid it, and then say so."""
     nodes = numa.memory_nodes()

@@ -14,7 +14,15 @@ STARTS = (0, 1, (1 << 31) - 1, 1 << 31, WRAP - 1)
 
 @pytest.mark.parametrize("value", STARTS)
 @pytest.mark.parametrize(
-    ("distance", "reached"), [(0, True), (1, True), ((1 << 31) - 1, True), (1 << 31, False), ((1 << 31) + 1, False), (-1, False)]
+    ("distance", "reached"),
+    [
+        (0, True),
+        (1, True),
+        ((1 << 31) - 1, True),
+        (1 << 31, False),
+        ((1 << 31) + 1, False),
+        (-1, False),
+    ],
 )
 def test_half_of_all_words_are_behind(value: int, distance: int, reached: bool) -> None:
     assert has_reached((value + distance) % WRAP, value) is reached

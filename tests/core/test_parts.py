@@ -1,4 +1,5 @@
-"""Long work in parts: whatever is called between two parts, the books agree after each, and what the work promises holds at its end."""
+"""Long work in parts: whatever is called between two parts, the books agree after each, and what
+the work promises holds at its end."""
 
 import asyncio
 from collections.abc import Iterator
@@ -22,7 +23,11 @@ from tests.core.support import evict_all, make_key_space, make_table, words_of
 
 NUM_SLOTS = 32
 MEDDLING = st.lists(
-    st.tuples(st.sampled_from(["store", "begin", "end", "lease", "release", "touch", "other", "nothing"]), st.integers(0, 30)), max_size=40
+    st.tuples(
+        st.sampled_from(["store", "begin", "end", "lease", "release", "touch", "other", "nothing"]),
+        st.integers(0, 30),
+    ),
+    max_size=40,
 )
 
 
@@ -39,13 +44,27 @@ def small_parts() -> Iterator[None]:
 
 
 class Meddler:
-    """A core, and calls that come between. `began`: the turn in which the last store of a block of the first key space began."""
+    """A core, and calls that come between. `began`: the turn in which the last store of a block of
+    the first key space began."""
 
-    def __init__(self, policy: str = "lru", *, makes_room: bool = True, num_slots: int = NUM_SLOTS) -> None:
-        config = CoreConfig(num_slots * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, unadmitted_share=1.0, held_share=1.0, makes_room=makes_room)
+    def __init__(
+        self, policy: str = "lru", *, makes_room: bool = True, num_slots: int = NUM_SLOTS
+    ) -> None:
+        config = CoreConfig(
+            num_slots * SLOT_ALIGN,
+            4 * SLOT_ALIGN,
+            100,
+            unadmitted_share=1.0,
+            held_share=1.0,
+            makes_room=makes_room,
+        )
         self.core = CacheCore(config, make_table(100), POLICIES[policy](100))
-        self.session = self.core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN), 0.0).number
-        self.other = self.core.open_session("other", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+        self.session = self.core.open_session(
+            "engine", "rank", make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN), 0.0
+        ).number
+        self.other = self.core.open_session(
+            "other", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN), 0.0
+        ).number
         self.turn = 0
         self.began: dict[int, int] = {}
         self.writing: dict[str, list[int]] = {}
@@ -55,10 +74,13 @@ class Meddler:
         self.num_calls += 1
         name = f"store {self.num_calls}"
         run = [Run(0, words_of(numbers))]
-        # As the runtime does: room is made by steps of its own, and the call comes in the same turn.
+        # As the runtime does: room is made by steps of its own, and the call comes in the same
+        # turn.
         for _ in parts.make_room(self.core, 1, run):
             pass
-        (slots,) = self.core.begin_store(self.session, name, name, run, 0, 0.0, float(self.num_calls))
+        (slots,) = self.core.begin_store(
+            self.session, name, name, run, 0, 0.0, float(self.num_calls)
+        )
         self.writing[name] = [numbers[at] for at in slots.positions.tolist()]
         for number in self.writing[name]:
             self.began[number] = self.turn
@@ -96,8 +118,11 @@ class Meddler:
 
 
 @given(before=MEDDLING, between=MEDDLING, num_calls=st.integers(1, 3))
-def test_a_flush_in_parts_leaves_nothing_of_before(before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int) -> None:
-    """Nothing that was stored or being stored when it was asked is found when it answers, whatever comes between; others keep theirs."""
+def test_a_flush_in_parts_leaves_nothing_of_before(
+    before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int
+) -> None:
+    """Nothing that was stored or being stored when it was asked is found when it answers, whatever
+    comes between; others keep theirs."""
     world = Meddler(num_slots=12)
     for what, number in before:
         world.call(what, number)
@@ -115,17 +140,28 @@ def test_a_flush_in_parts_leaves_nothing_of_before(before: list[tuple[str, int]]
         for _, (what, number) in zip(range(num_calls), calls, strict=False):
             world.call(what, number)
             world.core.check_invariants()
-    assert all(world.began[number] == 1 for number in world.found(list(range(40)))), "something of before is found"
+    assert all(world.began[number] == 1 for number in world.found(list(range(40)))), (
+        "something of before is found"
+    )
     while world.writing:
         world.end(next(iter(world.writing)))
         world.core.check_invariants()
-    assert all(world.began[number] == 1 for number in world.found(list(range(40)))), "something became ready that was reserved before"
+    assert all(world.began[number] == 1 for number in world.found(list(range(40)))), (
+        "something became ready that was reserved before"
+    )
     assert meddled_with_others or world.found(list(range(40)), 2) == others
     for lease_id, offsets in leased.items():
-        if world.core.leases.get("engine", lease_id) is not None and ("release", int(lease_id.split()[1])) not in between:
+        if (
+            world.core.leases.get("engine", lease_id) is not None
+            and ("release", int(lease_id.split()[1])) not in between
+        ):
             positions = np.flatnonzero(np.array(offsets) >= 0)
-            (slots,) = world.core.begin_load(world.session, "load", lease_id, [LoadPositions(0, positions)])
-            assert slots.offsets.tolist() == [offset for offset in offsets if offset >= 0], "a leased block has moved"
+            (slots,) = world.core.begin_load(
+                world.session, "load", lease_id, [LoadPositions(0, positions)]
+            )
+            assert slots.offsets.tolist() == [offset for offset in offsets if offset >= 0], (
+                "a leased block has moved"
+            )
             world.core.end_load(world.session, "load", True)
 
 
@@ -147,13 +183,21 @@ def test_what_goes_before_its_turn_is_left_alone(num_steps: int) -> None:
 
 
 @given(
-    policy=st.sampled_from(sorted(POLICIES)), stored=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30),
-    pinned=st.lists(st.integers(0, 30), max_size=6), group=st.integers(0, 1), start=st.integers(0, 60), count=st.integers(1, NUM_SLOTS),
+    policy=st.sampled_from(sorted(POLICIES)),
+    stored=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30),
+    pinned=st.lists(st.integers(0, 30), max_size=6), group=st.integers(0, 1),
+    start=st.integers(0, 60), count=st.integers(1, NUM_SLOTS),
 )  # fmt: skip
 def test_room_made_before_is_the_room_that_a_call_makes(
-    policy: str, stored: list[tuple[bool, int]], pinned: list[int], group: int, start: int, count: int
+    policy: str,
+    stored: list[tuple[bool, int]],
+    pinned: list[int],
+    group: int,
+    start: int,
+    count: int,
 ) -> None:
-    """The same blocks are reserved, and the same others are there afterwards, whether room was made before or by the call."""
+    """The same blocks are reserved, and the same others are there afterwards, whether room was made
+    before or by the call."""
     answers = []
     for makes_room in (True, False):
         world = Meddler(policy, makes_room=makes_room)
@@ -174,13 +218,18 @@ def test_room_made_before_is_the_room_that_a_call_makes(
         (results,) = world.core.reserve(world.session, "new", run, 0.0, 50.0).results
         assert makes_room or world.core.space.evicted_blocks == evicted, "room was made by the call"
         world.core.check_invariants()
-        answers.append((results.tolist(), world.found(list(range(31))), world.found(list(range(31)), 2)))
+        answers.append(
+            (results.tolist(), world.found(list(range(31))), world.found(list(range(31)), 2))
+        )
     assert answers[0] == answers[1]
 
 
 @given(between=MEDDLING, group=st.integers(0, 1), count=st.integers(1, 12))
-def test_whatever_comes_between_there_is_room_in_the_end(between: list[tuple[str, int]], group: int, count: int) -> None:
-    """As long as not too much is pinned or being written: a quarter of the slots is asked for, and calls between take few."""
+def test_whatever_comes_between_there_is_room_in_the_end(
+    between: list[tuple[str, int]], group: int, count: int
+) -> None:
+    """As long as not too much is pinned or being written: a quarter of the slots is asked for, and
+    calls between take few."""
     world = Meddler(makes_room=False, num_slots=4 * NUM_SLOTS)
     for start in range(0, 90, 9):
         world.end(world.begin(list(range(start + 200, start + 209))))
@@ -245,21 +294,30 @@ def test_what_a_run_has_stays_while_room_is_made_for_its_rest() -> None:
 
 
 def test_entries_without_memory_are_not_used() -> None:
-    """A table whose records come behind holds as many entries as have memory, and more when more have."""
-    core = CacheCore(CoreConfig(NUM_SLOTS * SLOT_ALIGN, 4 * SLOT_ALIGN, 100), make_table(100), LRU(100))
+    """A table whose records come behind holds as many entries as have memory, and more when more
+    have."""
+    core = CacheCore(
+        CoreConfig(NUM_SLOTS * SLOT_ALIGN, 4 * SLOT_ALIGN, 100), make_table(100), LRU(100)
+    )
     core.back_entries(5)
-    session = core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+    session = core.open_session(
+        "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0
+    ).number
     for limit, name in ((5, "a"), (8, "b")):
         core.back_entries(limit)
         run = [Run(0, words_of(list(range(limit * 100, limit * 100 + 12))))]
         core.begin_store(session, name, name, run, 0, 0.0, 1.0)
         results = core.end_store(session, name, True, 1.0)[0].tolist()
-        assert results.count(BlockResult.STORED) == limit and core.space.index.num_numbers <= limit + 1
+        assert (
+            results.count(BlockResult.STORED) == limit and core.space.index.num_numbers <= limit + 1
+        )
         core.check_invariants()
 
 
 @pytest.mark.parametrize(("slice_s", "expected"), [(0.0, [[0], [1], [2]]), (1e9, [[0, 1, 2]])])
-def test_others_are_served_between_slices(monkeypatch: pytest.MonkeyPatch, slice_s: float, expected: list[list[int]]) -> None:
+def test_others_are_served_between_slices(
+    monkeypatch: pytest.MonkeyPatch, slice_s: float, expected: list[list[int]]
+) -> None:
     monkeypatch.setattr(slices_module, "SLICE_S", slice_s)
     log: list[object] = []
 
@@ -281,13 +339,28 @@ def test_others_are_served_between_slices(monkeypatch: pytest.MonkeyPatch, slice
 
 
 def test_room_for_representations_keeps_their_blocks() -> None:
-    """Of those that are there already: one whose block goes while it is kept would keep its slot for ever."""
-    core = CacheCore(CoreConfig(8 * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, makes_room=False), make_table(100), LRU(100))
+    """Of those that are there already: one whose block goes while it is kept would keep its slot
+    for ever."""
+    core = CacheCore(
+        CoreConfig(8 * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, makes_room=False), make_table(100), LRU(100)
+    )
     kind = Representation(0, "rot2u", 1, (SLOT_ALIGN,))
-    session = core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0, (kind,)).number
-    core.begin_store(session, "t", "l", [Run(group, words_of(range(4))) for group in (0, MAX_GROUPS)], 0, 0.0, 0.0)
+    session = core.open_session(
+        "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0, (kind,)
+    ).number
+    core.begin_store(
+        session,
+        "t",
+        "l",
+        [Run(group, words_of(range(4))) for group in (0, MAX_GROUPS)],
+        0,
+        0.0,
+        0.0,
+    )
     core.end_store(session, "t", True, 0.0)
-    for _ in parts.make_room(core, 1, [Run(MAX_GROUPS, words_of(range(4))), Run(0, words_of(range(10, 14)))]):
+    for _ in parts.make_room(
+        core, 1, [Run(MAX_GROUPS, words_of(range(4))), Run(0, words_of(range(10, 14)))]
+    ):
         core.check_invariants()
     core.check_invariants()
     assert core.lookup(1, [HashList(0, words_of(range(4)))])[0].all()

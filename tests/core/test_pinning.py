@@ -23,13 +23,25 @@ def _until(reached: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-@given(num_bytes=st.integers(1, 40 * PAGE), piece_pages=st.integers(1, 50), stops_after=st.integers(0, 60))
+@given(
+    num_bytes=st.integers(1, 40 * PAGE),
+    piece_pages=st.integers(1, 50),
+    stops_after=st.integers(0, 60),
+)
 @settings(max_examples=40, deadline=None)
-def test_pieces_cover_the_arena_in_order_and_go_with_it(num_bytes: int, piece_pages: int, stops_after: int) -> None:
+def test_pieces_cover_the_arena_in_order_and_go_with_it(
+    num_bytes: int, piece_pages: int, stops_after: int
+) -> None:
     runtime = FakeRuntime(threaded=False)
     arena = 1 << 40
     seen: list[tuple[int, int]] = []
-    pinner = ArenaPinner(runtime, arena, num_bytes, piece_pages * PAGE, lambda start, count: seen.append((start, count)))
+    pinner = ArenaPinner(
+        runtime,
+        arena,
+        num_bytes,
+        piece_pages * PAGE,
+        lambda start, count: seen.append((start, count)),
+    )
     while not pinner.is_done and len(seen) < stops_after:
         pinner.pin_next()
         assert pinner.pinned_bytes in (len(seen) * piece_pages * PAGE, num_bytes)
@@ -88,9 +100,13 @@ def test_what_was_pinned_before_a_refusal_stays_pinned(monkeypatch: pytest.Monke
     runtime.close()
 
 
-def test_a_refusal_with_enough_locked_memory_names_other_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_with_enough_locked_memory_names_other_causes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(limits, "memlock_bytes", lambda: limits.NO_LIMIT)
-    assert "/dev/nvidia" in refusal(DeviceError("no"), 1 << 30) and "memlock" not in refusal(DeviceError("no"), 1 << 30)
+    assert "/dev/nvidia" in refusal(DeviceError("no"), 1 << 30) and "memlock" not in refusal(
+        DeviceError("no"), 1 << 30
+    )
 
 
 @pytest.mark.parametrize(("address", "piece_bytes"), [(1, PAGE), (0, 0), (0, -PAGE), (0, PAGE + 1)])

@@ -55,10 +55,16 @@ class LRUMachine(RuleBasedStateMachine):
             self.naive[number] = None
             self.naive.move_to_end(number)
 
-    @rule(data=st.data(), slot_bytes=st.sampled_from([4096, 8192]), passed_s=st.sampled_from([0.0, 1e-9, 5.0, 1e7]))
+    @rule(
+        data=st.data(),
+        slot_bytes=st.sampled_from([4096, 8192]),
+        passed_s=st.sampled_from([0.0, 1e-9, 5.0, 1e7]),
+    )
     def arrive(self, data: st.DataObject, slot_bytes: int, passed_s: float) -> None:
         free = self.world.free_numbers()
-        numbers = data.draw(st.lists(st.sampled_from(free), unique=True, max_size=12)) if free else []
+        numbers = (
+            data.draw(st.lists(st.sampled_from(free), unique=True, max_size=12)) if free else []
+        )
         self.world.arrive(numbers, slot_bytes, self.world.now_s + passed_s)
         self.used(numbers)
 

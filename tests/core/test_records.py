@@ -1,4 +1,5 @@
-"""Records of the block table get their memory from the first on: what is said to have memory has it, and all have it in the end."""
+"""Records of the block table get their memory from the first on: what is said to have memory has
+it, and all have it in the end."""
 
 import os
 from pathlib import Path
@@ -28,12 +29,18 @@ def test_records_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         for expected in (2000, 4000, CAPACITY):
             assert not records.is_done
             assert next(iter(records.back_rest())) == records.num_entries == expected
-            assert expected * RECORD_WORDS * 4 <= allocated_bytes(fd) <= (expected + 1) * RECORD_WORDS * 4 + 2 * 4096
+            assert (
+                expected * RECORD_WORDS * 4
+                <= allocated_bytes(fd)
+                <= (expected + 1) * RECORD_WORDS * 4 + 2 * 4096
+            )
         assert records.is_done and not list(records.back_rest())
         os.close(fd)
 
 
-def test_memory_that_runs_short_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_that_runs_short_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     geometry = TableGeometry.for_capacity(CAPACITY, 1, ARENA)
     fd = os.open(tmp_path / "table", os.O_RDWR | os.O_CREAT)
     records = RecordsMemory(fd, geometry, 0)
@@ -57,7 +64,10 @@ def test_a_start_brings_in_some_records_and_all_buckets(monkeypatch: pytest.Monk
         memory = NodeMemory.open(folder / "arena", ARENA, SLAB, CAPACITY, 7)
         geometry = memory.table.geometry
         assert memory.records.num_entries == 1000 and memory.table_file.has_holes()
-        assert allocated_bytes(memory.table_file.fd) >= geometry.records_offset_bytes + 1000 * RECORD_WORDS * 4
+        assert (
+            allocated_bytes(memory.table_file.fd)
+            >= geometry.records_offset_bytes + 1000 * RECORD_WORDS * 4
+        )
         assert [*memory.records.back_rest()] == [CAPACITY] and not memory.table_file.has_holes()
         memory.remove()
         lazy = NodeMemory.open(folder / "lazy", ARENA, SLAB, CAPACITY, 7, prefault=False)

@@ -1,4 +1,5 @@
-"""Representations live with blocks: a machine over the whole core, with a naive model beside it, and cases worth telling apart."""
+"""Representations live with blocks: a machine over the whole core, with a naive model beside it,
+and cases worth telling apart."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +18,16 @@ from hotkv_server.core.catalog import MAX_REPRESENTATIONS
 from hotkv_server.core.policies import LRU, POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
-from tests.core.support import evict, evict_all, expire, flush, make_key_space, make_table, taken_over, words_of
+from tests.core.support import (
+    evict,
+    evict_all,
+    expire,
+    flush,
+    make_key_space,
+    make_table,
+    taken_over,
+    words_of,
+)
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
@@ -32,7 +42,8 @@ Key = tuple[int, int]
 
 @dataclass
 class Write:
-    """A write lease: per key that is reserved its shards written, and the copies in flight, key and slot offset per shard."""
+    """A write lease: per key that is reserved its shards written, and the copies in flight, key and
+    slot offset per shard."""
 
     runs: list[Run]
     lists: list[tuple[int, list[int]]]
@@ -51,20 +62,44 @@ class RepresentationMachine(RuleBasedStateMachine):
     @initialize(
         num_shards=st.integers(1, 2),
         block_bytes=st.sampled_from([SLOT_ALIGN, 2 * SLOT_ALIGN, SLAB]),
-        sizes=st.sampled_from([(SLOT_ALIGN, SLOT_ALIGN), (SLOT_ALIGN, 2 * SLOT_ALIGN), (SLAB + 1, SLOT_ALIGN)]),
+        sizes=st.sampled_from(
+            [(SLOT_ALIGN, SLOT_ALIGN), (SLOT_ALIGN, 2 * SLOT_ALIGN), (SLAB + 1, SLOT_ALIGN)]
+        ),
         capacity=st.sampled_from([9, 60]),
         policy=st.sampled_from(sorted(POLICIES)),
         makes_room=st.booleans(),
     )
-    def start(self, num_shards: int, block_bytes: int, sizes: tuple[int, int], capacity: int, policy: str, *, makes_room: bool) -> None:
-        config = CoreConfig(NUM_SLABS * SLAB, SLAB, capacity, lease_ttl_s=10.0, unadmitted_share=1.0, makes_room=makes_room)
+    def start(
+        self,
+        num_shards: int,
+        block_bytes: int,
+        sizes: tuple[int, int],
+        capacity: int,
+        policy: str,
+        *,
+        makes_room: bool,
+    ) -> None:
+        config = CoreConfig(
+            NUM_SLABS * SLAB,
+            SLAB,
+            capacity,
+            lease_ttl_s=10.0,
+            unadmitted_share=1.0,
+            makes_room=makes_room,
+        )
         self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
         self.num_shards, self.policy = num_shards, policy
         self.key_space = key_space = make_key_space("one", block_bytes, SLOT_ALIGN, num_shards)
-        kinds = [Representation(0, "rot2u", number, (size - 1, 1)[:num_shards]) for number, size in enumerate(sizes)]
+        kinds = [
+            Representation(0, "rot2u", number, (size - 1, 1)[:num_shards])
+            for number, size in enumerate(sizes)
+        ]
         self.kinds = kinds
         self.now_s = 0.0
-        self.sessions = [self.core.open_session(f"e{at}", "rank", key_space, 0.0, (kind,)).number for at, kind in enumerate(kinds)]
+        self.sessions = [
+            self.core.open_session(f"e{at}", "rank", key_space, 0.0, (kind,)).number
+            for at, kind in enumerate(kinds)
+        ]
         again = self.core.open_session("e9", "rank", key_space, 0.0, tuple(reversed(kinds)))
         assert again.representations == (MAX_GROUPS + 1, MAX_GROUPS)
         self.ready: set[Key] = set()
@@ -80,23 +115,35 @@ class RepresentationMachine(RuleBasedStateMachine):
         return int(self.core.space.index.find(1, key[0], words_of([key[1]]))[0])
 
     def offset(self, key: Key) -> int:
-        return int(self.core.space.index.offsets(np.array([self.word(key) & ~int(RESERVED_FLAG)]))[0])
+        return int(
+            self.core.space.index.offsets(np.array([self.word(key) & ~int(RESERVED_FLAG)]))[0]
+        )
 
     def pinned(self) -> set[int]:
         return {offset for _, held in self.reads.values() for _, offset in held}
 
     def settle(self, *, makes_room: bool = False) -> None:
-        """Takes what the core tells of the last call, and compares. Alone, representations go only when room is made."""
+        """Takes what the core tells of the last call, and compares. Alone, representations go only
+        when room is made."""
         rows = {words_of([number])[0].tobytes(): number for number in range(NUM_HASHES)}
         for notice in self.core.take_effects():
             assert notice.group_index == 0, "a notice names a representation"
             for row in notice.hashes:
                 self.ready.remove((0, rows[row.tobytes()]))
-        self.kept = {number: kind for number, kind in self.kept.items() if (0, number) in self.ready}
-        found = {key for group in GROUPS for key in [(group, n) for n in range(NUM_HASHES)] if 0 < self.word(key) < int(RESERVED_FLAG)}
+        self.kept = {
+            number: kind for number, kind in self.kept.items() if (0, number) in self.ready
+        }
+        found = {
+            key
+            for group in GROUPS
+            for key in [(group, n) for n in range(NUM_HASHES)]
+            if 0 < self.word(key) < int(RESERVED_FLAG)
+        }
         expected = self.ready | {(kind, number) for number, kind in self.kept.items()}
         assert found <= expected, "something is found that nobody stored, or whose block is gone"
-        assert found == expected or (makes_room and all(key[0] >= MAX_GROUPS for key in expected - found))
+        assert found == expected or (
+            makes_room and all(key[0] >= MAX_GROUPS for key in expected - found)
+        )
         self.kept = {number: kind for number, kind in self.kept.items() if (kind, number) in found}
         self.core.check_invariants()
 
@@ -108,15 +155,22 @@ class RepresentationMachine(RuleBasedStateMachine):
             self.core.space.check_invariants()
 
     @rule(
-        engine=st.integers(0, 1), blocks=NUMBERS | st.just([]), others=NUMBERS | st.just([]), shard=st.integers(0, 1), front=st.booleans()
+        engine=st.integers(0, 1),
+        blocks=NUMBERS | st.just([]),
+        others=NUMBERS | st.just([]),
+        shard=st.integers(0, 1),
+        front=st.booleans(),
     )
-    def begin_store(self, engine: int, blocks: list[int], others: list[int], shard: int, front: bool) -> None:
+    def begin_store(
+        self, engine: int, blocks: list[int], others: list[int], shard: int, front: bool
+    ) -> None:
         """Blocks and representations, of the same or others, in either order."""
         self.begin_whole(engine, blocks, others, shard % self.num_shards, front=front)
 
     @rule(engine=st.integers(0, 1), blocks=NUMBERS, others=NUMBERS)
     def store(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """All ranks store blocks with representations, and some of those of others, and all goes well."""
+        """All ranks store blocks with representations, and some of those of others, and all goes
+        well."""
         others = [number for number in others if (0, number) in self.ready and number not in blocks]
         self.begin_whole(engine, blocks, blocks + others)
         for shard in range(self.num_shards):
@@ -124,8 +178,20 @@ class RepresentationMachine(RuleBasedStateMachine):
                 self.begin(f"w{self.names}", self.writes[f"w{self.names}"], shard, set())
             self.finish(f"w{self.names}", shard, succeeded=True)
 
-    def begin_whole(self, engine: int, blocks: list[int], others: list[int], shard: int = 0, *, front: bool = False) -> None:
-        lists = [(group, numbers) for group, numbers in ((0, blocks), (MAX_GROUPS + engine, others)) if numbers]
+    def begin_whole(
+        self,
+        engine: int,
+        blocks: list[int],
+        others: list[int],
+        shard: int = 0,
+        *,
+        front: bool = False,
+    ) -> None:
+        lists = [
+            (group, numbers)
+            for group, numbers in ((0, blocks), (MAX_GROUPS + engine, others))
+            if numbers
+        ]
         lists = lists[::-1] if front else lists
         runs = [Run(group, words_of(numbers), None, 0) for group, numbers in lists]
         self.names += 1
@@ -134,7 +200,11 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     def joinable(self) -> list[str]:
         writes = sorted(self.writes.items())
-        return [name for name, w in writes if not w.released and len(w.copies) + w.seen.bit_count() < self.num_shards]
+        return [
+            name
+            for name, w in writes
+            if not w.released and len(w.copies) + w.seen.bit_count() < self.num_shards
+        ]
 
     @precondition(lambda self: self.joinable())
     @rule(data=st.data())
@@ -142,16 +212,24 @@ class RepresentationMachine(RuleBasedStateMachine):
         """The other rank stores its shard of the same blocks."""
         name = data.draw(st.sampled_from(self.joinable()))
         write = self.writes[name]
-        shard = next(shard for shard in range(self.num_shards) if shard not in write.copies and not write.seen >> shard & 1)
+        shard = next(
+            shard
+            for shard in range(self.num_shards)
+            if shard not in write.copies and not write.seen >> shard & 1
+        )
         self.begin(name, write, shard, set())
 
     def begin(self, name: str, write: Write, shard: int, before: set[Key]) -> None:
         deciding = name not in self.writes
         self.make_room(write.runs)
-        slots = self.core.begin_store(write.session, f"{name}-{shard}", name, write.runs, shard, 0.0, self.now_s)
+        slots = self.core.begin_store(
+            write.session, f"{name}-{shard}", name, write.runs, shard, 0.0, self.now_s
+        )
         results = self.core.transfers._transfers[write.session, f"{name}-{shard}"].results  # type: ignore[union-attr]
         self.settle(makes_room=deciding)
-        others = {key for other in self.writes.values() if other is not write for key in other.masks}
+        others = {
+            key for other in self.writes.values() if other is not write for key in other.masks
+        }
         copies = []
         for run, ((group, numbers), slot_run) in enumerate(zip(write.lists, slots, strict=True)):
             for at, number in enumerate(numbers):
@@ -159,9 +237,13 @@ class RepresentationMachine(RuleBasedStateMachine):
                 if deciding:
                     self.check_result(key, result, before, others)
                     write.masks.update({key: 0} if result == BlockResult.RESERVED else {})
-            for at, offset in zip(slot_run.positions.tolist(), slot_run.offsets.tolist(), strict=True):
+            for at, offset in zip(
+                slot_run.positions.tolist(), slot_run.offsets.tolist(), strict=True
+            ):
                 key = (group, numbers[at])
-                assert key in write.masks and offset not in self.pinned(), "a pinned slot was given away"
+                assert key in write.masks and offset not in self.pinned(), (
+                    "a pinned slot was given away"
+                )
                 self.arena[offset, shard] = None
                 copies.append((run, at, key, offset))
         for group, number in write.masks:
@@ -170,19 +252,33 @@ class RepresentationMachine(RuleBasedStateMachine):
         write.copies[shard] = copies
         self.writes[name] = write
 
-    def check_result(self, key: Key, result: BlockResult, before: set[Key], others: set[Key]) -> None:
-        """`before`: found when the store began; `others`: reserved under other leases. For blocks, room may take representations."""
+    def check_result(
+        self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
+    ) -> None:
+        """`before`: found when the store began; `others`: reserved under other leases. For blocks,
+        room may take representations."""
         still = key in before and (key[0] == 0 or self.kept.get(key[1]) == key[0])
-        assert result == BlockResult.PRESENT if still else result != BlockResult.PRESENT or key[0] == 0
+        assert (
+            result == BlockResult.PRESENT if still else result != BlockResult.PRESENT or key[0] == 0
+        )
         blocked = key in others or (key[0] >= MAX_GROUPS and (0, key[1]) in others)
         assert (result == BlockResult.IN_FLIGHT) == (blocked and not still)
-        assert result in (BlockResult.PRESENT, BlockResult.IN_FLIGHT, BlockResult.RESERVED, BlockResult.NO_SPACE)
+        assert result in (
+            BlockResult.PRESENT,
+            BlockResult.IN_FLIGHT,
+            BlockResult.RESERVED,
+            BlockResult.NO_SPACE,
+        )
 
     @precondition(lambda self: any(write.copies for write in self.writes.values()))
     @rule(data=st.data(), succeeded=st.sampled_from([True, True, True, False]))
     def end_store(self, data: st.DataObject, succeeded: bool) -> None:
-        name = data.draw(st.sampled_from(sorted(name for name, write in self.writes.items() if write.copies)))
-        self.finish(name, data.draw(st.sampled_from(sorted(self.writes[name].copies))), succeeded=succeeded)
+        name = data.draw(
+            st.sampled_from(sorted(name for name, write in self.writes.items() if write.copies))
+        )
+        self.finish(
+            name, data.draw(st.sampled_from(sorted(self.writes[name].copies))), succeeded=succeeded
+        )
 
     def finish(self, name: str, shard: int, *, succeeded: bool) -> None:
         write = self.writes[name]
@@ -194,7 +290,9 @@ class RepresentationMachine(RuleBasedStateMachine):
         for run, at, key, _ in sorted(copies, key=lambda copy: copy[2][0]):
             assert results[run][at] == self.end_block(write, key, shard, succeeded=succeeded)
         if not write.copies:
-            write.masks = {key: mask for key, mask in write.masks.items() if key not in write.aborted}
+            write.masks = {
+                key: mask for key, mask in write.masks.items() if key not in write.aborted
+            }
         if not write.copies and (write.released or write.seen == (1 << self.num_shards) - 1):
             assert write.released or not write.masks
             del self.writes[name]
@@ -223,8 +321,18 @@ class RepresentationMachine(RuleBasedStateMachine):
     @rule(engine=st.integers(0, 1), blocks=NUMBERS | st.just([]), others=NUMBERS)
     def acquire(self, engine: int, blocks: list[int], others: list[int]) -> None:
         self.names += 1
-        lists = [(group, numbers) for group, numbers in ((0, blocks), (MAX_GROUPS + engine, others)) if numbers]
-        grant = self.core.acquire(self.sessions[engine], f"r{self.names}", [HashList(g, words_of(n)) for g, n in lists], 0.0, self.now_s)
+        lists = [
+            (group, numbers)
+            for group, numbers in ((0, blocks), (MAX_GROUPS + engine, others))
+            if numbers
+        ]
+        grant = self.core.acquire(
+            self.sessions[engine],
+            f"r{self.names}",
+            [HashList(g, words_of(n)) for g, n in lists],
+            0.0,
+            self.now_s,
+        )
         held = []
         for (group, numbers), mask in zip(lists, grant.pinned, strict=True):
             for number, granted in zip(numbers, mask.tolist(), strict=True):
@@ -236,7 +344,10 @@ class RepresentationMachine(RuleBasedStateMachine):
             positions = np.flatnonzero(mask)
             transfer = f"l{self.names}-{group}"
             (slots,) = self.core.begin_load(
-                self.sessions[engine], transfer, f"r{self.names}", [LoadPositions(group, positions.astype(np.int64))]
+                self.sessions[engine],
+                transfer,
+                f"r{self.names}",
+                [LoadPositions(group, positions.astype(np.int64))],
             )
             assert slots.offsets.tolist() == [offset for key, offset in held if key[0] == group]
             self.core.end_load(self.sessions[engine], transfer, True)
@@ -271,9 +382,18 @@ class RepresentationMachine(RuleBasedStateMachine):
     def evict(self, numbers: list[int] | None, everything: bool) -> None:
         numbers = None if everything else numbers
         named = {key for key in self.ready if numbers is None or key[1] in numbers}
-        reserved = {key for write in self.writes.values() for key in write.masks if key[0] == 0 and numbers and key[1] in numbers}
+        reserved = {
+            key
+            for write in self.writes.values()
+            for key in write.masks
+            if key[0] == 0 and numbers and key[1] in numbers
+        }
         pinned = {key for key in named if self.offset(key) in self.pinned()}
-        counts = evict_all(self.core, 1) if numbers is None else evict(self.core, 1, 0, words_of(numbers))
+        counts = (
+            evict_all(self.core, 1)
+            if numbers is None
+            else evict(self.core, 1, 0, words_of(numbers))
+        )
         assert counts == (len(named - pinned), len(named & pinned) + len(reserved))
         self.settle()
 
@@ -297,10 +417,14 @@ class RepresentationMachine(RuleBasedStateMachine):
         if not really:
             return
         self.core, restored = taken_over(self.core, self.policy, None, self.now_s)
-        assert (restored.blocks, restored.representations) == (len(self.ready), len(self.kept)) and set(restored.dropped) <= {"unfinished"}
+        assert (restored.blocks, restored.representations) == (
+            len(self.ready),
+            len(self.kept),
+        ) and set(restored.dropped) <= {"unfinished"}
         self.writes, self.reads = {}, {}
         self.sessions = [
-            self.core.open_session(f"e{at}", "rank", self.key_space, self.now_s, (kind,)).number for at, kind in enumerate(self.kinds)
+            self.core.open_session(f"e{at}", "rank", self.key_space, self.now_s, (kind,)).number
+            for at, kind in enumerate(self.kinds)
         ]
         self.settle()
 
@@ -322,22 +446,34 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_right(self) -> None:
-        """What can be found, and what is pinned though it can't, holds the bytes that were stored for it."""
+        """What can be found, and what is pinned though it can't, holds the bytes that were stored
+        for it."""
         if not hasattr(self, "ready"):
             return
-        places = {key: self.offset(key) for key in self.ready | {(kind, number) for number, kind in self.kept.items()}}
-        for key, offset in [*places.items(), *(item for _, held in self.reads.values() for item in held)]:
-            assert all(self.arena[offset, shard] == key for shard in range(self.num_shards)), f"{key} holds other bytes"
+        places = {
+            key: self.offset(key)
+            for key in self.ready | {(kind, number) for number, kind in self.kept.items()}
+        }
+        for key, offset in [
+            *places.items(),
+            *(item for _, held in self.reads.values() for item in held),
+        ]:
+            assert all(self.arena[offset, shard] == key for shard in range(self.num_shards)), (
+                f"{key} holds other bytes"
+            )
 
 
 TestRepresentationMachine = RepresentationMachine.TestCase
 
 
 class Cases:
-    """One session; blocks of 4 KiB and of `other_bytes`, and representations of the first in two versions, in 24 slots of 4 KiB."""
+    """One session; blocks of 4 KiB and of `other_bytes`, and representations of the first in two
+    versions, in 24 slots of 4 KiB."""
 
     def __init__(self, other_bytes: int = SLOT_ALIGN) -> None:
-        self.core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 100, unadmitted_share=1.0), make_table(100), LRU(100))
+        self.core = CacheCore(
+            CoreConfig(NUM_SLABS * SLAB, SLAB, 100, unadmitted_share=1.0), make_table(100), LRU(100)
+        )
         kinds = tuple(Representation(0, "rot2u", version, (100,)) for version in (1, 2))
         key_space = make_key_space("cases", SLOT_ALIGN, other_bytes)
         self.session = self.core.open_session("engine", "rank", key_space, 0.0, kinds).number
@@ -349,7 +485,9 @@ class Cases:
         self.core.begin_store(self.session, name, name, made, 0, 0.0, self.now_s)
 
     def end(self, name: str) -> list[set[int]]:
-        results = [set(run.tolist()) for run in self.core.end_store(self.session, name, True, self.now_s)]
+        results = [
+            set(run.tolist()) for run in self.core.end_store(self.session, name, True, self.now_s)
+        ]
         self.core.check_invariants()
         return results
 
@@ -359,7 +497,9 @@ class Cases:
         return self.end(name)
 
     def found(self, group: int) -> list[int]:
-        return np.flatnonzero(self.core.lookup(1, [HashList(group, words_of(range(60)))])[0]).tolist()
+        return np.flatnonzero(
+            self.core.lookup(1, [HashList(group, words_of(range(60)))])[0]
+        ).tolist()
 
 
 def test_a_block_that_is_written_anew_is_none_to_go_with() -> None:
@@ -387,7 +527,8 @@ def test_the_version_stored_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_where_slabs_are_short_blocks_outlive_their_representations() -> None:
-    """Blocks are pinned; a block of another size needs a slab, and only that of the representations may be taken."""
+    """Blocks are pinned; a block of another size needs a slab, and only that of the representations
+    may be taken."""
     cases = Cases(other_bytes=SLAB)
     cases.store((0, list(range(20))))
     cases.store((MAX_GROUPS, [0, 1, 2, 3]))
@@ -398,7 +539,8 @@ def test_where_slabs_are_short_blocks_outlive_their_representations() -> None:
 
 
 def test_blocks_of_a_full_arena_keep_their_representations_in_step() -> None:
-    """Stores far beyond the arena: nothing is refused, and every block that is kept has its representation."""
+    """Stores far beyond the arena: nothing is refused, and every block that is kept has its
+    representation."""
     cases = Cases()
     for start in range(0, 60, 4):
         numbers = list(range(start, start + 4))
@@ -409,8 +551,14 @@ def test_blocks_of_a_full_arena_keep_their_representations_in_step() -> None:
 
 def test_equal_kinds_have_one_number_and_numbers_are_bounded() -> None:
     core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 100), make_table(100), LRU(100))
-    one, other = make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), make_key_space("other", SLOT_ALIGN, SLOT_ALIGN)
-    kinds = tuple(Representation(version % 2, "rot2u", version, (100,)) for version in range(MAX_REPRESENTATIONS))
+    one, other = (
+        make_key_space("one", SLOT_ALIGN, SLOT_ALIGN),
+        make_key_space("other", SLOT_ALIGN, SLOT_ALIGN),
+    )
+    kinds = tuple(
+        Representation(version % 2, "rot2u", version, (100,))
+        for version in range(MAX_REPRESENTATIONS)
+    )
     numbers = core.open_session("a", "rank", one, 0.0, kinds).representations
     assert numbers == tuple(range(MAX_GROUPS, MAX_GROUPS + MAX_REPRESENTATIONS))
     assert core.open_session("b", "rank", one, 0.0, kinds[7:9]).representations == numbers[7:9]
@@ -425,5 +573,7 @@ def test_equal_kinds_have_one_number_and_numbers_are_bounded() -> None:
     before = snapshot(core)
     for wrong, reason in refused:
         with pytest.raises(HotKVError) as raised:
-            core.open_session("d", "rank", one if reason is Reason.OVERLOADED else other, 0.0, wrong)
+            core.open_session(
+                "d", "rank", one if reason is Reason.OVERLOADED else other, 0.0, wrong
+            )
         assert raised.value.reason == reason and snapshot(core) == before

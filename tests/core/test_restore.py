@@ -1,4 +1,5 @@
-"""Taking over an old table: whatever its records say, what comes back is consistent; sums of shards make one check value."""
+"""Taking over an old table: whatever its records say, what comes back is consistent; sums of shards
+make one check value."""
 
 import dataclasses
 
@@ -28,9 +29,19 @@ def filled() -> CacheCore:
     """Blocks of two groups, some with representations, some being written."""
     core = CacheCore(CONFIG, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
     session = core.open_session("e", "rank", KEY_SPACE, 0.0, (KIND,))
-    runs = [Run(0, words_of(range(8))), Run(1, words_of(range(6))), Run(session.representations[0], words_of(range(4)))]
+    runs = [
+        Run(0, words_of(range(8))),
+        Run(1, words_of(range(6))),
+        Run(session.representations[0], words_of(range(4))),
+    ]
     core.begin_store(session.number, "t", "l", runs, 0, 0.0, 1.0)
-    core.end_store(session.number, "t", True, 1.0, [np.arange(len(run.hashes), dtype=np.uint64) for run in runs])
+    core.end_store(
+        session.number,
+        "t",
+        True,
+        1.0,
+        [np.arange(len(run.hashes), dtype=np.uint64) for run in runs],
+    )
     core.reserve(session.number, "m", [Run(0, words_of([20, 21]))], 0.0, 2.0)
     return core
 
@@ -44,9 +55,19 @@ def empty() -> CacheCore:
 def damage(records: Words, data: st.DataObject) -> Words:
     """Some words of some records are others: values that occur elsewhere in the table, or any."""
     for _ in range(data.draw(st.integers(1, 12))):
-        row, word = data.draw(st.integers(0, len(records) - 1)), data.draw(st.integers(0, table.RECORD_WORDS - 1))
+        row, word = (
+            data.draw(st.integers(0, len(records) - 1)),
+            data.draw(st.integers(0, table.RECORD_WORDS - 1)),
+        )
         other = int(records[data.draw(st.integers(0, len(records) - 1)), word])
-        value = data.draw(st.one_of(st.just(other), st.integers(0, 40), st.integers(0, 2**32 - 1), st.just(other ^ (1 << 16))))
+        value = data.draw(
+            st.one_of(
+                st.just(other),
+                st.integers(0, 40),
+                st.integers(0, 2**32 - 1),
+                st.just(other ^ (1 << 16)),
+            )
+        )
         records[row, word] = value
     return records
 
@@ -63,11 +84,23 @@ def test_what_goes_with_an_entry() -> None:
 
 
 def test_what_tenants_hold_is_counted_after_a_start() -> None:
-    config = dataclasses.replace(CONFIG, tenants={"a": TenantShare(2 * SLAB), "b": TenantShare(2 * SLAB)})
+    config = dataclasses.replace(
+        CONFIG, tenants={"a": TenantShare(2 * SLAB), "b": TenantShare(2 * SLAB)}
+    )
     core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
     for tenant, count in (("a", 3), ("b", 5)):
-        session = core.open_session(tenant, "rank", dataclasses.replace(KEY_SPACE, tenant=tenant), 0.0).number
-        core.begin_store(session, "t", "l", [Run(0, words_of(range(count))), Run(1, words_of(range(count)))], 0, 0.0, 1.0)
+        session = core.open_session(
+            tenant, "rank", dataclasses.replace(KEY_SPACE, tenant=tenant), 0.0
+        ).number
+        core.begin_store(
+            session,
+            "t",
+            "l",
+            [Run(0, words_of(range(count))), Run(1, words_of(range(count)))],
+            0,
+            0.0,
+            1.0,
+        )
         core.end_store(session, "t", True, 1.0)
     again, _ = taken_over(core, "lru", 1.0, 5.0)
     used = [int(again.space.tenants.used[again.space.tenants.number(number)]) for number in (1, 2)]
@@ -92,13 +125,23 @@ def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
 def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
     old = filled()
     core, restored = taken_over(old, "lru", 3.0, 5.0)
-    assert (restored.blocks, restored.representations, restored.dropped) == (14, 4, {"unfinished": 2})
+    assert (restored.blocks, restored.representations, restored.dropped) == (
+        14,
+        4,
+        {"unfinished": 2},
+    )
     for group, count in ((0, 8), (1, 6)):
         entries = core.space.index.find(1, group, words_of(range(count)))
         was = old.space.index.find(1, group, words_of(range(count)))
         words = slice(table.W_CHECK, table.W_CHECK + 2)
-        records, old_records = core.space.index.table.records[entries], old.space.index.table.records[was]
-        assert np.array_equal(records[:, words], old_records[:, words]) and records[:, words].any(axis=1).all()
+        records, old_records = (
+            core.space.index.table.records[entries],
+            old.space.index.table.records[was],
+        )
+        assert (
+            np.array_equal(records[:, words], old_records[:, words])
+            and records[:, words].any(axis=1).all()
+        )
         assert core.space.index.unverified[entries].all()
         assert core.space.policy.last_used_s(entries) == pytest.approx(3.0, abs=0.001)
     evict_all(core, 1)
@@ -106,7 +149,8 @@ def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
 
 
 def test_a_link_beyond_the_table_is_no_link() -> None:
-    """A representation names a record that is not there, and the last record names the representation."""
+    """A representation names a record that is not there, and the last record names the
+    representation."""
     records = filled().space.index.table.records.copy()
     kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])
     block = int(records[kind, table.W_REPRESENTATION])
@@ -136,7 +180,9 @@ def test_a_smaller_arena_takes_what_fits() -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_shards_that_are_written_apart_make_one_check_value(order: tuple[int, int]) -> None:
     core = CacheCore(CONFIG, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
-    session = core.open_session("e", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN, 2), 0.0).number
+    session = core.open_session(
+        "e", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN, 2), 0.0
+    ).number
     run = Run(0, words_of([3, 1, 2]))
     for shard in order:
         sums = np.array([1, 2, 3], np.uint64) * np.uint64(1000**shard)
@@ -144,7 +190,9 @@ def test_shards_that_are_written_apart_make_one_check_value(order: tuple[int, in
         results = core.end_store(session, f"t{shard}", True, 1.0, [sums])
     assert results[0].tolist() == [BlockResult.STORED] * 3
     entries = core.space.index.find(1, 0, run.hashes)
-    words = np.ascontiguousarray(core.space.index.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
+    words = np.ascontiguousarray(
+        core.space.index.table.records[entries, table.W_CHECK : table.W_CHECK + 2]
+    )
     checks = words.view(np.uint64)[:, 0]
     keys = core.space.index.mixed(entries) * np.uint64(0x9E37_79B9_7F4A_7C15)
     assert strides_of(checks).tolist() == [64] * 3

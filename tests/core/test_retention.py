@@ -1,4 +1,5 @@
-"""What requests may ask of eviction, through the whole core: pins, times to live, and chains whose tails come later."""
+"""What requests may ask of eviction, through the whole core: pins, times to live, and chains whose
+tails come later."""
 
 from collections.abc import Sequence
 
@@ -22,12 +23,15 @@ NUM_HELD = NUM_SLOTS // 4
 
 
 class Cache:
-    """One session and one group; blocks are numbers, and come in chains. `parent_of` what was stored behind what."""
+    """One session and one group; blocks are numbers, and come in chains. `parent_of` what was
+    stored behind what."""
 
     def __init__(self, policy: str) -> None:
         config = CoreConfig(NUM_SLOTS * SLOT_ALIGN, SLAB, 200, max_blocks_per_call=1000)
         self.core = CacheCore(config, make_table(200), POLICIES[policy](200))
-        self.session = self.core.open_session("engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+        self.session = self.core.open_session(
+            "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0
+        ).number
         self.now_s = 0.0
         self.resident: set[int] = set()
         self.evicted: list[int] = []
@@ -40,21 +44,35 @@ class Cache:
         self._next_fresh += num_blocks
         return list(range(self._next_fresh - num_blocks, self._next_fresh))
 
-    def store(self, chain: Sequence[int], start: int = 0, retention: Retention = NO_RETENTION) -> list[int]:
+    def store(
+        self, chain: Sequence[int], start: int = 0, retention: Retention = NO_RETENTION
+    ) -> list[int]:
         """Stores a chain from a position on; returns a result a block."""
         self._num_calls += 1
         name = f"store {self._num_calls}"
         parent = words_of(chain[start - 1 : start])[0] if start else None
         hashes = words_of(chain[start:])
-        self._number_of |= {row.tobytes(): number for row, number in zip(hashes, chain[start:], strict=True)}
-        self.core.begin_store(self.session, name, name, [Run(0, hashes, parent, start)], 0, 0.0, self.now_s, retention)
+        self._number_of |= {
+            row.tobytes(): number for row, number in zip(hashes, chain[start:], strict=True)
+        }
+        self.core.begin_store(
+            self.session, name, name, [Run(0, hashes, parent, start)], 0, 0.0, self.now_s, retention
+        )
         self.read_notices()
         results: list[int] = self.core.end_store(self.session, name, True, self.now_s)[0].tolist()
-        self.resident |= {n for n, result in zip(chain[start:], results, strict=True) if result == BlockResult.STORED}
+        self.resident |= {
+            n
+            for n, result in zip(chain[start:], results, strict=True)
+            if result == BlockResult.STORED
+        }
         return results
 
     def read_notices(self) -> None:
-        gone = [self._number_of[row.tobytes()] for notice in self.core.take_effects() for row in notice.hashes]
+        gone = [
+            self._number_of[row.tobytes()]
+            for notice in self.core.take_effects()
+            for row in notice.hashes
+        ]
         self.evicted += gone
         self.resident -= set(gone)
 
@@ -63,7 +81,9 @@ class Cache:
 
     def flood(self, num_blocks: int, until_s: float, chain_blocks: int = 10) -> None:
         """Chains that nobody ever asks for again, evenly until then."""
-        parts = [min(chain_blocks, num_blocks - done) for done in range(0, num_blocks, chain_blocks)]
+        parts = [
+            min(chain_blocks, num_blocks - done) for done in range(0, num_blocks, chain_blocks)
+        ]
         step_s = (until_s - self.now_s) / max(1, len(parts))
         for part in parts:
             self.advance(self.now_s + step_s)
@@ -86,8 +106,14 @@ class Cache:
 @pytest.mark.parametrize("how", ["stored", "stored again", "used"])
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=15)
-@given(num_pinned=st.integers(1, NUM_HELD), ttl_s=st.sampled_from([0.5, 100.0, MAX_TTL_S]), flood=st.integers(1, 40))
-def test_what_is_pinned_stays_until_its_time_and_goes_after(policy: str, how: str, num_pinned: int, ttl_s: float, flood: int) -> None:
+@given(
+    num_pinned=st.integers(1, NUM_HELD),
+    ttl_s=st.sampled_from([0.5, 100.0, MAX_TTL_S]),
+    flood=st.integers(1, 40),
+)
+def test_what_is_pinned_stays_until_its_time_and_goes_after(
+    policy: str, how: str, num_pinned: int, ttl_s: float, flood: int
+) -> None:
     cache = Cache(policy)
     chain, keep = list(range(num_pinned)), Retention(ttl_s=ttl_s, pin=True)
     if how != "stored":
@@ -103,7 +129,8 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(policy: str, how: st
     cache.advance(ttl_s)
     assert not len(cache.core.holds) and cache.found(chain) == chain
     cache.flood(5 * NUM_SLOTS, 3 * ttl_s, flood)
-    # Some policies keep what was used twice through any flood of what is used once; nothing keeps it from going.
+    # Some policies keep what was used twice through any flood of what is used once; nothing keeps
+    # it from going.
     left = cache.found(chain)
     assert not left or policy not in ("lru", "s3fifo")
     assert evict(cache.core, 1, 0, words_of(chain)) == (len(left), 0)
@@ -112,21 +139,30 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(policy: str, how: st
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), flood=st.integers(1, NUM_SLOTS - NUM_HELD))
-def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(policy: str, lengths: list[int], flood: int) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    flood=st.integers(1, NUM_SLOTS - NUM_HELD),
+)
+def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(
+    policy: str, lengths: list[int], flood: int
+) -> None:
     cache = Cache(policy)
     held: list[int] = []
     room = NUM_HELD
     for length in lengths:
         chain = cache.fresh(length)
-        assert cache.store(chain, retention=Retention(ttl_s=1000.0, pin=True)) == [BlockResult.STORED] * length
+        assert (
+            cache.store(chain, retention=Retention(ttl_s=1000.0, pin=True))
+            == [BlockResult.STORED] * length
+        )
         held += chain[:room]
         room -= len(chain[:room])
         cache.check()
     assert len(cache.core.holds) == len(held)
     cache.flood(5 * NUM_SLOTS, 999.0, flood)
     assert set(held) <= cache.resident
-    # Those without a pin were asked to live as long all the same, and go only because nothing else is left to go.
+    # Those without a pin were asked to live as long all the same, and go only because nothing else
+    # is left to go.
     cache.advance(1000.0)
     chain = cache.fresh(NUM_HELD)
     cache.store(chain, retention=Retention(ttl_s=10.0, pin=True))
@@ -136,8 +172,14 @@ def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(policy: str, lengt
 
 
 @pytest.mark.parametrize("policy", ["hotness", "lru"])
-@given(num_kept=st.integers(1, NUM_SLOTS - 14), ttl_s=st.sampled_from([1.0, 100.0, MAX_TTL_S]), flood=st.integers(1, 14))
-def test_what_has_time_to_live_outlives_a_flood(policy: str, num_kept: int, ttl_s: float, flood: int) -> None:
+@given(
+    num_kept=st.integers(1, NUM_SLOTS - 14),
+    ttl_s=st.sampled_from([1.0, 100.0, MAX_TTL_S]),
+    flood=st.integers(1, 14),
+)
+def test_what_has_time_to_live_outlives_a_flood(
+    policy: str, num_kept: int, ttl_s: float, flood: int
+) -> None:
     """And counts as used when that time ends: it goes with what came then."""
     cache = Cache(policy)
     chain = list(range(num_kept))
@@ -151,7 +193,11 @@ def test_what_has_time_to_live_outlives_a_flood(policy: str, num_kept: int, ttl_
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(priority=st.integers(-8, 8), ttl_s=st.sampled_from([0.0, 5.0, MAX_TTL_S]), seed=st.integers(0, 1 << 32))
+@given(
+    priority=st.integers(-8, 8),
+    ttl_s=st.sampled_from([0.0, 5.0, MAX_TTL_S]),
+    seed=st.integers(0, 1 << 32),
+)
 def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: int) -> None:
     """Whatever all requests ask for, short of pins, every store finds room."""
     rng = np.random.default_rng(seed)
@@ -184,7 +230,9 @@ def test_a_chain_that_grew_goes_from_its_tail(pieces: list[int], gaps_s: list[fl
 
 @pytest.mark.parametrize("policy", ["hotness", "lru"])
 @given(passed_s=st.sampled_from([1.5, 60.0, 1e5]), length=st.integers(1, 40))
-def test_what_comes_before_a_new_block_counts_as_in_use(policy: str, passed_s: float, length: int) -> None:
+def test_what_comes_before_a_new_block_counts_as_in_use(
+    policy: str, passed_s: float, length: int
+) -> None:
     """As far as the chain is here: where a block is missing, it ends."""
     cache = Cache(policy)
     chain, other = cache.fresh(length), cache.fresh(3)
@@ -195,5 +243,9 @@ def test_what_comes_before_a_new_block_counts_as_in_use(policy: str, passed_s: f
     cache.advance(passed_s)
     cache.store(chain + cache.fresh(5), length)
     space = cache.core.space
-    in_use = {number for number in chain + other if space.policy.last_used_s(space.index.find(1, 0, words_of([number])))[0] >= passed_s}
+    in_use = {
+        number
+        for number in chain + other
+        if space.policy.last_used_s(space.index.find(1, 0, words_of([number])))[0] >= passed_s
+    }
     assert in_use == set(chain[missing + 1 :])

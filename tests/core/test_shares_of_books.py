@@ -1,4 +1,5 @@
-"""What one client may take of what all share, in the core: leases, what they list, transfers; and long work in parts."""
+"""What one client may take of what all share, in the core: leases, what they list, transfers; and
+long work in parts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,11 @@ ARENA = 64 * SLAB
 
 def make_core(*, tenants: bool = False, **config: int) -> CacheCore:
     shares = {"a": TenantShare(0, ARENA), "b": TenantShare(0, ARENA)} if tenants else {}
-    return CacheCore(CoreConfig(ARENA, SLAB, 1000, unadmitted_share=1.0, tenants=shares, **config), make_table(1000), LRU(1000))
+    return CacheCore(
+        CoreConfig(ARENA, SLAB, 1000, unadmitted_share=1.0, tenants=shares, **config),
+        make_table(1000),
+        LRU(1000),
+    )
 
 
 def key_space(tenant: str = "") -> KeySpace:
@@ -48,7 +53,10 @@ def most(call: Callable[[int], object]) -> int:
         try:
             call(done)
         except HotKVError as error:
-            assert error.reason is Reason.OVERLOADED and "nobody may hold more than is left for others" in error.message
+            assert (
+                error.reason is Reason.OVERLOADED
+                and "nobody may hold more than is left for others" in error.message
+            )
             return done
     raise AssertionError
 
@@ -56,7 +64,9 @@ def most(call: Callable[[int], object]) -> int:
 @pytest.mark.parametrize("tenants", [False, True])
 def test_nobody_takes_all_leases(tenants: bool) -> None:
     core = make_core(tenants=tenants, max_leases=100)
-    sessions = [session(core, engine, engine[0] if tenants else "") for engine in ("a1", "a2", "b1")]
+    sessions = [
+        session(core, engine, engine[0] if tenants else "") for engine in ("a1", "a2", "b1")
+    ]
     hashes = [HashList(0, words_of([1]))]
 
     def acquire(at: int) -> Callable[[int], object]:
@@ -102,18 +112,33 @@ def test_nobody_starts_all_transfers() -> None:
     leases=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=200),
     meddle=st.lists(st.integers(0, 200), max_size=5),
 )
-def test_leases_that_end_in_parts_end_once(leases: list[tuple[int, int, bool]], meddle: list[int]) -> None:
-    """Whether late or of a session that closes; others end meanwhile, and one is in use by a copy."""
+def test_leases_that_end_in_parts_end_once(
+    leases: list[tuple[int, int, bool]], meddle: list[int]
+) -> None:
+    """Whether late or of a session that closes; others end meanwhile, and one is in use by a
+    copy."""
     for closing in (False, True):
         core = make_core()
         mine, other = session(core, "e"), session(core, "e")
         store(core, mine, list(range(10)), "s")
         for i, (block, ttl_s, is_mine) in enumerate(leases):
-            core.acquire(mine if is_mine else other, f"l{i}", [HashList(0, words_of([block]))], float(ttl_s + 1), 0.0)
+            core.acquire(
+                mine if is_mine else other,
+                f"l{i}",
+                [HashList(0, words_of([block]))],
+                float(ttl_s + 1),
+                0.0,
+            )
         if leases:
             core.begin_load(other, "copy", "l0", [])
-        to_end = [f"l{i}" for i, (_, ttl_s, is_mine) in enumerate(leases) if (is_mine if closing else ttl_s + 1 <= 15.0)]
-        for step, _ in enumerate(parts.end_leases(core, mine) if closing else parts.expire(core, 15.0)):
+        to_end = [
+            f"l{i}"
+            for i, (_, ttl_s, is_mine) in enumerate(leases)
+            if (is_mine if closing else ttl_s + 1 <= 15.0)
+        ]
+        for step, _ in enumerate(
+            parts.end_leases(core, mine) if closing else parts.expire(core, 15.0)
+        ):
             core.check_invariants()
             for i in meddle[step : step + 1]:
                 core.release(other, f"l{i}")
@@ -136,20 +161,27 @@ def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.Mon
     monkeypatch.setattr(parts, "BLOCKS", 16)
     core = make_core()
     mine = session(core, "e")
-    other = core.open_session("o", "rank", make_key_space("another", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+    other = core.open_session(
+        "o", "rank", make_key_space("another", SLOT_ALIGN, SLOT_ALIGN), 0.0
+    ).number
     store(core, mine, list(range(100)), "s")
     store(core, other, list(range(20)), "s")
     core.acquire(mine, "pin", [HashList(0, words_of([40, 41]))], 0.0, 0.0)
     steps = parts.evict_all(core, 1)
     dropped, kept = next(steps)
     assert (dropped, kept) == (16, 0)
-    # Numbers that are free again are given to others meanwhile, and blocks that were to go have gone.
+    # Numbers that are free again are given to others meanwhile, and blocks that were to go have
+    # gone.
     store(core, mine, list(range(200, 210)), "more")
     evict(core, 1, 0, words_of([90, 91]))
     for part in steps:
         dropped, kept = dropped + part[0], kept + part[1]
     core.check_invariants()
     left = core.lookup(1, [HashList(0, words_of([*range(100), *range(200, 210)]))])[0]
-    assert (dropped, kept) == (96, 2) and np.flatnonzero(left).tolist() == [40, 41, *range(100, 110)]
+    assert (dropped, kept) == (96, 2) and np.flatnonzero(left).tolist() == [
+        40,
+        41,
+        *range(100, 110),
+    ]
     assert core.lookup(2, [HashList(0, words_of(range(20)))])[0].all()
     assert sum(len(notice.hashes) for notice in core.take_effects()) == 98

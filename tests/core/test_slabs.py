@@ -1,4 +1,5 @@
-"""Slots are never shared or without memory, slabs go back at once, a pool rebuilt from its slots is the pool that was."""
+"""Slots are never shared or without memory, slabs go back at once, a pool rebuilt from its slots is
+the pool that was."""
 
 import itertools
 import math
@@ -30,7 +31,8 @@ class NaivePool:
         self.used: set[Slot] = set()
 
     def owners(self) -> list[int]:
-        """Size that each slab is lent to, -1 for none, -2 without memory: a slab is lent exactly while one of its slots is used."""
+        """Size that each slab is lent to, -1 for none, -2 without memory: a slab is lent exactly
+        while one of its slots is used."""
         owners = [-1 if slab in self.backed else -2 for slab in range(self.num_slabs)]
         for offset, size in self.used:
             for slab in range(offset // SLAB, -(-(offset + size) // SLAB)):
@@ -54,7 +56,11 @@ class NaivePool:
         owners = self.owners()
         idle = tail = 0
         for slab, size in enumerate(owners):
-            used = sum(slot_size for offset, slot_size in self.used if offset // SLAB == slab and slot_size <= SLAB)
+            used = sum(
+                slot_size
+                for offset, slot_size in self.used
+                if offset // SLAB == slab and slot_size <= SLAB
+            )
             if 0 < size <= SLAB:
                 idle += SLAB // size * size - used
                 tail += SLAB - SLAB // size * size
@@ -78,7 +84,9 @@ class SlabMachine(RuleBasedStateMachine):
     def back(self, num_bytes: int) -> None:
         """Also less than before: what has memory keeps it."""
         self.pool.back(num_bytes)
-        self.naive.backed |= {slab for slab in range(self.naive.num_slabs) if (slab + 1) * SLAB <= num_bytes}
+        self.naive.backed |= {
+            slab for slab in range(self.naive.num_slabs) if (slab + 1) * SLAB <= num_bytes
+        }
 
     @rule(size=st.sampled_from(SIZES), count=st.integers(0, 12))
     def allocate(self, size: int, count: int) -> None:
@@ -102,13 +110,21 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(num_known=st.integers(0, 9))
     def restart(self, num_known: int) -> None:
-        """Goes on with a pool rebuilt by `claim`, as the server does after a restart; of free slabs it knows that the first have memory."""
+        """Goes on with a pool rebuilt by `claim`, as the server does after a restart; of free slabs
+        it knows that the first have memory."""
         rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB, is_backed=False)
         known = [slab for slab in range(num_known) if set(range(slab + 1)) <= self.naive.backed]
         rebuilt.back(len(known) * SLAB)
-        self.naive.backed = {slab for slab, owner in enumerate(self.naive.owners()) if owner >= 0} | set(known)
+        self.naive.backed = {
+            slab for slab, owner in enumerate(self.naive.owners()) if owner >= 0
+        } | set(known)
         for size in {size for _, size in self.naive.used}:
-            rebuilt.claim(size, np.array([offset for offset, slot_size in self.naive.used if slot_size == size], np.int64))
+            rebuilt.claim(
+                size,
+                np.array(
+                    [offset for offset, slot_size in self.naive.used if slot_size == size], np.int64
+                ),
+            )
         assert rebuilt.stats() == self.pool.stats()
         self.pool = rebuilt
         self.asked = {size for _, size in self.naive.used}
@@ -117,20 +133,38 @@ class SlabMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.pool.check_invariants()
         slots = sorted(self.naive.used)
-        assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(slots))
-        assert all(offset % SLOT_ALIGN == 0 and offset >= 0 and offset + size <= self.pool.num_slabs * SLAB for offset, size in slots)
+        assert all(
+            start + size <= following for (start, size), (following, _) in itertools.pairwise(slots)
+        )
+        assert all(
+            offset % SLOT_ALIGN == 0 and offset >= 0 and offset + size <= self.pool.num_slabs * SLAB
+            for offset, size in slots
+        )
         assert self.pool.slab_owner().tolist() == self.naive.owners()
         assert self.pool.num_free_slabs == self.naive.owners().count(-1)
         assert self.pool.num_backed == len(self.naive.backed)
-        by_size = {size: sum(slot_size == size for _, slot_size in slots) for size in {size for _, size in slots}}
+        by_size = {
+            size: sum(slot_size == size for _, slot_size in slots)
+            for size in {size for _, size in slots}
+        }
         assert {row.slot_bytes: row.num_used for row in self.pool.stats()} == by_size
         figures = self.pool.figures()
         expected = self.naive.figures(self.asked)
-        assert (figures.lent_bytes, figures.idle_bytes, figures.tail_bytes, figures.stranded_bytes) == expected
+        assert (
+            figures.lent_bytes,
+            figures.idle_bytes,
+            figures.tail_bytes,
+            figures.stranded_bytes,
+        ) == expected
         assert figures.arena_bytes == self.pool.capacity_bytes == len(self.naive.backed) * SLAB
         assert 0 <= figures.fragmentation_ratio < 1 and 0 <= figures.imbalance_ratio < 1
-        assert math.isclose(sum(of_arena for _, of_arena, _ in figures.shares) * figures.arena_bytes, figures.lent_bytes)
-        assert not figures.shares or math.isclose(sum(of_used for _, _, of_used in figures.shares), 1)
+        assert math.isclose(
+            sum(of_arena for _, of_arena, _ in figures.shares) * figures.arena_bytes,
+            figures.lent_bytes,
+        )
+        assert not figures.shares or math.isclose(
+            sum(of_used for _, _, of_used in figures.shares), 1
+        )
 
 
 TestSlabMachine = SlabMachine.TestCase
@@ -140,9 +174,15 @@ UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
 """Offsets in SLOT_ALIGN; the second half starts slabs."""
 
 
-@given(claims=st.lists(st.tuples(st.sampled_from(SIZES), st.lists(UNITS, min_size=1, max_size=4)), max_size=4))
+@given(
+    claims=st.lists(
+        st.tuples(st.sampled_from(SIZES), st.lists(UNITS, min_size=1, max_size=4)), max_size=4
+    )
+)
 @example(claims=[(SLAB + 1, [0, 4])])
-def test_claims_that_contradict_are_refused_and_change_nothing(claims: list[tuple[int, list[int]]]) -> None:
+def test_claims_that_contradict_are_refused_and_change_nothing(
+    claims: list[tuple[int, list[int]]],
+) -> None:
     """Whatever a damaged table says, claims end in a consistent pool or in ValueError."""
     pool = SlabPool(5 * SLAB, SLAB)
     taken: set[Slot] = set()
@@ -157,7 +197,10 @@ def test_claims_that_contradict_are_refused_and_change_nothing(claims: list[tupl
             taken |= {(int(offset), aligned(size)) for offset in offsets}
             slots = sorted(taken)
             assert len(slots) == sum(row.num_used for row in pool.stats())
-            assert all(start + slot_size <= following for (start, slot_size), (following, _) in itertools.pairwise(slots))
+            assert all(
+                start + slot_size <= following
+                for (start, slot_size), (following, _) in itertools.pairwise(slots)
+            )
         pool.check_invariants()
 
 
@@ -171,14 +214,18 @@ def test_freeing_with_another_size_or_twice_is_caught() -> None:
         pool.free(SLOT_ALIGN, offsets)
 
 
-@pytest.mark.parametrize(("arena_bytes", "slab_bytes"), [(SLAB, 0), (SLAB, SLOT_ALIGN + 1), (SLAB - 1, SLAB), (SLAB, -SLOT_ALIGN)])
+@pytest.mark.parametrize(
+    ("arena_bytes", "slab_bytes"),
+    [(SLAB, 0), (SLAB, SLOT_ALIGN + 1), (SLAB - 1, SLAB), (SLAB, -SLOT_ALIGN)],
+)
 def test_sizes_that_make_no_pool_are_refused(arena_bytes: int, slab_bytes: int) -> None:
     with pytest.raises(ValueError, match="_bytes is"):
         SlabPool(arena_bytes, slab_bytes)
 
 
 def test_figures_of_a_pool() -> None:
-    """Two sizes: one fills its slab, of the other one slot of two is free. Then a size that needs two slabs side by side."""
+    """Two sizes: one fills its slab, of the other one slot of two is free. Then a size that needs
+    two slabs side by side."""
     pool = SlabPool(8 * SLAB, SLAB)
     assert pool.figures().fragmentation_ratio == pool.figures().imbalance_ratio == 0
     pool.allocate(SLAB, 1)
@@ -210,9 +257,13 @@ def test_slabs_kept_for_reuse_go_back_where_they_are_not_used(size: int) -> None
 
 @given(data=st.data(), change=st.sampled_from([1, -1]))
 def test_slots_are_counted_as_by_the_twin(data: st.DataObject, change: int) -> None:
-    """Of slabs that came to 0 both say which; also where a slab is of another size, or has fewer slots used than are freed."""
+    """Of slabs that came to 0 both say which; also where a slab is of another size, or has fewer
+    slots used than are freed."""
     kernels = pytest.importorskip("hotkv_server.core.kernels")
-    owner = np.array(data.draw(st.lists(st.sampled_from([SLOT_ALIGN] * 5 + [SLAB]), min_size=4, max_size=4)), np.int64)
+    owner = np.array(
+        data.draw(st.lists(st.sampled_from([SLOT_ALIGN] * 5 + [SLAB]), min_size=4, max_size=4)),
+        np.int64,
+    )
     used = np.array(data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4)), np.int64)
     offsets = SLOT_ALIGN * np.array(data.draw(st.lists(st.integers(0, 15), max_size=8)), np.int64)
     answers = []

@@ -24,10 +24,19 @@ class SpaceMachine(RuleBasedStateMachine):
     """Blocks of many sizes come, are used, pinned and dropped; the arena is small."""
 
     @initialize(
-        num_slabs=st.integers(1, 9), capacity=st.sampled_from([5, 100]), policy=st.sampled_from(sorted(POLICIES)), is_backed=st.booleans()
+        num_slabs=st.integers(1, 9),
+        capacity=st.sampled_from([5, 100]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        is_backed=st.booleans(),
     )
     def start(self, num_slabs: int, capacity: int, policy: str, is_backed: bool) -> None:
-        self.space = Space(make_table(capacity), num_slabs * SLAB, SLAB, POLICIES[policy](capacity), is_backed=is_backed)
+        self.space = Space(
+            make_table(capacity),
+            num_slabs * SLAB,
+            SLAB,
+            POLICIES[policy](capacity),
+            is_backed=is_backed,
+        )
         self.coming_bytes = 0
         self.space.index.add_key_space(1, [7])
         self.next_block = 0
@@ -47,7 +56,9 @@ class SpaceMachine(RuleBasedStateMachine):
         self.ready -= gone
         return gone
 
-    @rule(num_bytes=st.integers(0, 9 * SLAB), coming_bytes=st.sampled_from([0, SLOT_ALIGN, 3 * SLAB]))
+    @rule(
+        num_bytes=st.integers(0, 9 * SLAB), coming_bytes=st.sampled_from([0, SLOT_ALIGN, 3 * SLAB])
+    )
     def grow(self, num_bytes: int, coming_bytes: int) -> None:
         self.space.grow(num_bytes, coming_bytes)
         self.coming_bytes = coming_bytes
@@ -69,7 +80,9 @@ class SpaceMachine(RuleBasedStateMachine):
         gone = sum(len(effect.hashes) for effect in self.space.effects)
         assert len(fresh) <= count - num_awaited
         num_numbers = self.space.index.capacity - len(before) - len(self.reserved)
-        assert not gone or count - num_awaited > min(num_available, num_numbers), "evicted without need"
+        assert not gone or count - num_awaited > min(num_available, num_numbers), (
+            "evicted without need"
+        )
         if len(fresh) < count - num_awaited:
             no_room_left(self.space, aligned(size), set())
         states = self.space.index.states()
@@ -88,7 +101,9 @@ class SpaceMachine(RuleBasedStateMachine):
         self.ready |= set(entries.tolist())
 
     def draw(self, data: st.DataObject, entries: set[int]) -> np.ndarray:
-        return np.array(data.draw(st.lists(st.sampled_from(sorted(entries)), unique=True)), np.uint32)
+        return np.array(
+            data.draw(st.lists(st.sampled_from(sorted(entries)), unique=True)), np.uint32
+        )
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
@@ -140,8 +155,13 @@ class SpaceMachine(RuleBasedStateMachine):
         held = np.array(sorted(self.ready | self.reserved), np.uint32)
         assert self.space.used_bytes() == int(self.space.index.slot_bytes(held).sum())
         *_, counted = take(self.space)
-        assert counted.pinned_bytes == int(self.space.index.slot_bytes(np.array(sorted(self.pinned), np.uint32)).sum())
-        assert counted.num_blocks == len(self.ready) == counted.blocks.sum() and not counted.representation_bytes
+        assert counted.pinned_bytes == int(
+            self.space.index.slot_bytes(np.array(sorted(self.pinned), np.uint32)).sum()
+        )
+        assert (
+            counted.num_blocks == len(self.ready) == counted.blocks.sum()
+            and not counted.representation_bytes
+        )
 
 
 TestSpaceMachine = SpaceMachine.TestCase
@@ -154,9 +174,15 @@ def test_the_last_that_were_evicted_are_remembered(steps: list[tuple[bool, int]]
     space.index.add_key_space(1, [7])
     gone, first = set[int](), 0
     for evicts, count in steps:
-        entries = space.insert(1, 0, words_of(range(first, first + count)), SLOT_ALIGN, np.arange(count), 0)
+        entries = space.insert(
+            1, 0, words_of(range(first, first + count)), SLOT_ALIGN, np.arange(count), 0
+        )
         space.publish(entries, float(first))
-        gone = {number for number in range(first + count) if not space.index.find(1, 0, words_of([number]))[0]}
+        gone = {
+            number
+            for number in range(first + count)
+            if not space.index.find(1, 0, words_of([number]))[0]
+        }
         if evicts:
             space.evict(entries)
             gone |= set(range(first, first + count))

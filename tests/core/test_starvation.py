@@ -1,6 +1,8 @@
-"""Two models of unequal slots on one arena: attention's small ones, and states as large as a slab or larger.
+"""Two models of unequal slots on one arena: attention's small ones, and states as large as a slab
+or larger.
 
-Whoever's blocks are hotter has the memory, soon, and in both directions; slots that are pinned stay where they are.
+Whoever's blocks are hotter has the memory, soon, and in both directions; slots that are pinned stay
+where they are.
 """
 
 import hypothesis.strategies as st
@@ -22,26 +24,38 @@ SLAB_UNITS = 16
 NUM_SLABS = 64
 ARENA_UNITS = SLAB_UNITS * NUM_SLABS
 STATE_UNITS = [12, 24, 40]
-"""Three quarters of a slab; one and a half slabs, so two are lent for it; two and a half, so three are."""
+"""Three quarters of a slab; one and a half slabs, so two are lent for it; two and a half, so three
+are."""
 
 
 def make_core(policy: str, num_slabs: int = NUM_SLABS) -> CacheCore:
     capacity = num_slabs * SLAB_UNITS
-    config = CoreConfig(capacity * SLOT_ALIGN, SLAB_UNITS * SLOT_ALIGN, capacity, unadmitted_share=1.0)
+    config = CoreConfig(
+        capacity * SLOT_ALIGN, SLAB_UNITS * SLOT_ALIGN, capacity, unadmitted_share=1.0
+    )
     return CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
 
 
 class Model:
-    """An engine of one group; each `use` is a request over a chain of its blocks, told by number."""
+    """An engine of one group; each `use` is a request over a chain of its blocks, told by
+    number."""
 
     def __init__(self, core: CacheCore, name: str, units: int) -> None:
         self.core, self.units = core, units
-        key_space = KeySpace(name, "revision", "bfloat16", (GroupSpec(GroupKind.MAMBA, 16, (units * SLOT_ALIGN,)),), 16)
+        key_space = KeySpace(
+            name,
+            "revision",
+            "bfloat16",
+            (GroupSpec(GroupKind.MAMBA, 16, (units * SLOT_ALIGN,)),),
+            16,
+        )
         self.session = core.open_session(name, "rank", key_space, 0.0)
         self.words = words_of(range(8192))
 
     def hashes(self, blocks: range) -> list[HashList]:
-        return [HashList(0, np.ascontiguousarray(self.words[blocks.start : blocks.stop : blocks.step]))]
+        return [
+            HashList(0, np.ascontiguousarray(self.words[blocks.start : blocks.stop : blocks.step]))
+        ]
 
     def use(self, blocks: range, now_s: float) -> int:
         """Looks the chain up, stores what is missing; returns how many blocks hit."""
@@ -49,13 +63,16 @@ class Model:
         session = self.session.number
         self.core.acquire(session, f"read {name}", self.hashes(blocks), 1.0, now_s)
         self.core.release(session, f"read {name}")
-        self.core.begin_store(session, name, name, [Run(0, self.hashes(blocks)[0].hashes)], 0, 1.0, now_s)
+        self.core.begin_store(
+            session, name, name, [Run(0, self.hashes(blocks)[0].hashes)], 0, 1.0, now_s
+        )
         self.core.end_store(session, name, True, now_s)
         self.core.take_effects()
         return hits
 
     def burst(self, blocks: range, chain: int, start_s: float) -> tuple[float, float]:
-        """Uses a working set once, a chain each second; share of it that hit, and when it was through."""
+        """Uses a working set once, a chain each second; share of it that hit, and when it was
+        through."""
         hits = 0
         for first in range(blocks.start, blocks.stop, chain):
             hits += self.use(range(first, min(first + chain, blocks.stop)), start_s)
@@ -66,7 +83,9 @@ class Model:
         return int(self.core.lookup(self.session.key_space_id, self.hashes(blocks))[0].sum())
 
     def pin(self, blocks: range, now_s: float) -> None:
-        granted = self.core.acquire(self.session.number, "pins", self.hashes(blocks), 600.0, now_s).pinned[0]
+        granted = self.core.acquire(
+            self.session.number, "pins", self.hashes(blocks), 600.0, now_s
+        ).pinned[0]
         assert granted.all()
 
     def share(self) -> float:
@@ -78,32 +97,41 @@ class Model:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("units", STATE_UNITS)
 def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None:
-    """The arena is full of attention; states of half its bytes come into use, then attention of half its bytes again."""
+    """The arena is full of attention; states of half its bytes come into use, then attention of
+    half its bytes again."""
     core = make_core(policy)
     attention, states = Model(core, "attention", 1), Model(core, "states", units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     assert attention.share() == 1
     working_set = range(ARENA_UNITS // 2 // units)
     _, now_s = states.burst(working_set, 4, now_s)
-    assert states.resident(working_set) == len(working_set), "blocks of the burst went, though all others were colder"
+    assert states.resident(working_set) == len(working_set), (
+        "blocks of the burst went, though all others were colder"
+    )
     share, now_s = states.burst(working_set, 4, now_s)
     assert share == 1
     core.check_invariants()
-    # States have been used twice and more; a policy that counts uses needs to see attention as often.
+    # States have been used twice and more; a policy that counts uses needs to see attention as
+    # often.
     back = range(ARENA_UNITS, ARENA_UNITS + ARENA_UNITS // 2)
     for _ in range(10):
         share, now_s = attention.burst(back, SLAB_UNITS, now_s)
         if share == 1:
             break
-    assert share == 1 and attention.share() >= 0.5, f"hits {share:.2f}, arena {attention.share():.2f}, states {states.share():.2f}"
+    assert share == 1 and attention.share() >= 0.5, (
+        f"hits {share:.2f}, arena {attention.share():.2f}, states {states.share():.2f}"
+    )
     core.check_invariants()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("units", STATE_UNITS)
 @pytest.mark.parametrize("few_are_states", [True, False])
-def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(policy: str, units: int, few_are_states: bool) -> None:
-    """A twentieth of the arena is used all the time, while blocks of the other size that nobody asks for again pass through it."""
+def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
+    policy: str, units: int, few_are_states: bool
+) -> None:
+    """A twentieth of the arena is used all the time, while blocks of the other size that nobody
+    asks for again pass through it."""
     core = make_core(policy)
     models = [Model(core, "attention", 1), Model(core, "states", units)]
     few, many = models[few_are_states], models[not few_are_states]
@@ -119,7 +147,8 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(policy: str, units: 
             lost += len(hot) - few.use(hot, now_s)
             asked += len(hot)
         now_s += 1
-    # S3-FIFO goes by arrival: what has been there longest goes once in a turn of the arena, however much it is used.
+    # S3-FIFO goes by arrival: what has been there longest goes once in a turn of the arena, however
+    # much it is used.
     allowed = 0.12 if policy == "s3fifo" else 0.0
     assert lost <= allowed * asked, f"{lost} of {asked} uses of {len(hot)} hot blocks missed"
     assert many.share() > 0.6
@@ -129,8 +158,11 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(policy: str, units: 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("units", STATE_UNITS)
 @pytest.mark.parametrize("attention_share", [0.25, 0.5, 0.75])
-def test_floods_of_two_sizes_share_the_arena_as_they_come(policy: str, units: int, attention_share: float) -> None:
-    """Blocks that nobody asks for again: of what is resident, each kind has the share that it has of what comes in."""
+def test_floods_of_two_sizes_share_the_arena_as_they_come(
+    policy: str, units: int, attention_share: float
+) -> None:
+    """Blocks that nobody asks for again: of what is resident, each kind has the share that it has
+    of what comes in."""
     core = make_core(policy)
     attention, states = Model(core, "attention", 1), Model(core, "states", units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
@@ -147,7 +179,8 @@ def test_floods_of_two_sizes_share_the_arena_as_they_come(policy: str, units: in
 
 
 def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> int:
-    """Slots of so many units that slabs without a pinned block can surely hold: those that span slabs may leave gaps between them."""
+    """Slots of so many units that slabs without a pinned block can surely hold: those that span
+    slabs may leave gaps between them."""
     free = np.ones(num_slabs, np.bool_)
     free[pinned_slabs] = False
     per_slab, span = max(1, SLAB_UNITS // units), -(-units // SLAB_UNITS)
@@ -162,8 +195,11 @@ def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> 
     pins=st.sets(st.integers(0, 200), max_size=8),
     chain=st.integers(1, 6),
 )
-def test_a_burst_gets_all_that_pins_leave(num_slabs: int, units: int, old_units: int, pins: set[int], chain: int) -> None:
-    """Any sizes, pinned blocks anywhere: a burst that fits beside the slabs with pins is resident as a whole after one pass."""
+def test_a_burst_gets_all_that_pins_leave(
+    num_slabs: int, units: int, old_units: int, pins: set[int], chain: int
+) -> None:
+    """Any sizes, pinned blocks anywhere: a burst that fits beside the slabs with pins is resident
+    as a whole after one pass."""
     if units == old_units or -(-units // SLAB_UNITS) > num_slabs:
         return
     core = make_core("lru", num_slabs)
@@ -172,9 +208,15 @@ def test_a_burst_gets_all_that_pins_leave(num_slabs: int, units: int, old_units:
     _, now_s = old.burst(range(num_old), 8, 1.0)
     pinned = sorted({pin % num_old for pin in pins})
     for number in pinned:
-        core.acquire(old.session.number, f"pin {number}", old.hashes(range(number, number + 1)), 600.0, now_s)
+        core.acquire(
+            old.session.number, f"pin {number}", old.hashes(range(number, number + 1)), 600.0, now_s
+        )
     entries = np.flatnonzero(core.space.index.pins).astype(np.uint32)
-    working_set = range(room_beside(core.space.index.offsets(entries) // (SLAB_UNITS * SLOT_ALIGN), num_slabs, units))
+    working_set = range(
+        room_beside(
+            core.space.index.offsets(entries) // (SLAB_UNITS * SLOT_ALIGN), num_slabs, units
+        )
+    )
     if not working_set:
         return
     new.burst(working_set, chain, now_s)
@@ -186,8 +228,11 @@ def test_a_burst_gets_all_that_pins_leave(num_slabs: int, units: int, old_units:
 @pytest.mark.parametrize("policy", ["hotness", "lru"])
 @pytest.mark.parametrize("units", STATE_UNITS)
 @pytest.mark.parametrize("hot_in", [1, 2, 3])
-def test_a_hot_block_in_every_slab_does_not_hold_them_all(policy: str, units: int, hot_in: int) -> None:
-    """One attention block in each slab, or in every second or third, is used all the time; the rest is cold, and states come into use."""
+def test_a_hot_block_in_every_slab_does_not_hold_them_all(
+    policy: str, units: int, hot_in: int
+) -> None:
+    """One attention block in each slab, or in every second or third, is used all the time; the rest
+    is cold, and states come into use."""
     core = make_core(policy)
     attention, states = Model(core, "attention", 1), Model(core, "states", units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
@@ -207,7 +252,8 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(policy: str, units: in
 
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
 def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
-    """Comparing sizes is rare in a large arena; a size that has just won goes on winning without evicting its own meanwhile."""
+    """Comparing sizes is rare in a large arena; a size that has just won goes on winning without
+    evicting its own meanwhile."""
     core = make_core("lru", 512)
     attention, states = Model(core, "attention", 1), Model(core, "states", units)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
@@ -218,14 +264,18 @@ def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
 
 @pytest.mark.parametrize("units", STATE_UNITS)
 def test_leases_that_end_give_their_slabs_to_the_burst(units: int) -> None:
-    """Every slab has a leased block: states get nothing, and nothing breaks; when the leases end they get all they need."""
+    """Every slab has a leased block: states get nothing, and nothing breaks; when the leases end
+    they get all they need."""
     core = make_core("hotness")
     attention, states = Model(core, "attention", 1), Model(core, "states", units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     attention.pin(range(0, ARENA_UNITS, SLAB_UNITS), now_s)
     working_set = range(ARENA_UNITS // 2 // units)
     _, now_s = states.burst(working_set, 4, now_s)
-    assert states.resident(working_set) == 0 and attention.resident(range(0, ARENA_UNITS, SLAB_UNITS)) == NUM_SLABS
+    assert (
+        states.resident(working_set) == 0
+        and attention.resident(range(0, ARENA_UNITS, SLAB_UNITS)) == NUM_SLABS
+    )
     expire(core, now_s + 600.0)
     _, now_s = states.burst(working_set, 4, now_s + 600.0)
     assert states.resident(working_set) == len(working_set)

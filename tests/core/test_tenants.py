@@ -1,4 +1,5 @@
-"""Shares of tenants: bounds that hold, guarantees that nobody else's blocks take, claims that are met."""
+"""Shares of tenants: bounds that hold, guarantees that nobody else's blocks take, claims that are
+met."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -18,7 +19,11 @@ from tests.core.support import make_table, words_of
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 10
 ARENA = NUM_SLABS * SLAB
-SHARES = {"a": TenantShare(3 * SLAB, 6 * SLAB), "b": TenantShare(4 * SLAB), "c": TenantShare(0, 5 * SLAB)}
+SHARES = {
+    "a": TenantShare(3 * SLAB, 6 * SLAB),
+    "b": TenantShare(4 * SLAB),
+    "c": TenantShare(0, 5 * SLAB),
+}
 TENANTS = ("a", "b", "c", "somebody")
 SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB + 1]
 
@@ -47,7 +52,12 @@ class TenantMachine(RuleBasedStateMachine):
     def used(self) -> list[int]:
         return self.space.tenants.used.tolist()
 
-    @rule(number=st.integers(1, 4), size=st.sampled_from(SIZES), count=st.integers(1, 12), publish=st.booleans())
+    @rule(
+        number=st.integers(1, 4),
+        size=st.sampled_from(SIZES),
+        count=st.integers(1, 12),
+        publish=st.booleans(),
+    )
     def insert(self, number: int, size: int, count: int, publish: bool) -> None:
         hashes = words_of(range(self.next_block, self.next_block + count))
         self.next_block += count
@@ -59,17 +69,22 @@ class TenantMachine(RuleBasedStateMachine):
             self.space.drop(entries)
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
-        """Inserts; nobody loses what is guaranteed for a tenant that has no claim to a single slot more.
+        """Inserts; nobody loses what is guaranteed for a tenant that has no claim to a single slot
+        more.
 
         It may come to have one where its own blocks go for its bound.
         """
         before, mine = self.used(), SHARES.get(TENANTS[number - 1], TenantShare())
-        own_go = mine.burst_bytes and before[number - 1] + len(hashes) * aligned(size) > mine.burst_bytes
+        own_go = (
+            mine.burst_bytes and before[number - 1] + len(hashes) * aligned(size) > mine.burst_bytes
+        )
         claims = aligned(size) + (0 if own_go else before[number - 1]) <= mine.guaranteed_bytes
         entries = self.space.insert(number, group, hashes, size, np.arange(len(hashes)), 1)
         for other, share in enumerate(SHARES.values()):
             if other != number - 1 and not claims:
-                assert self.used()[other] >= min(before[other], share.guaranteed_bytes), "a guarantee was broken"
+                assert self.used()[other] >= min(before[other], share.guaranteed_bytes), (
+                    "a guarantee was broken"
+                )
         return entries
 
     @rule(data=st.data(), number=st.integers(1, 4), size=st.sampled_from(SIZES))
@@ -78,7 +93,10 @@ class TenantMachine(RuleBasedStateMachine):
         blocks = self.space.index.ready_blocks(number)
         if not len(blocks):
             return
-        chosen = np.array(data.draw(st.lists(st.sampled_from(blocks.tolist()), unique=True, max_size=6)), np.uint32)
+        chosen = np.array(
+            data.draw(st.lists(st.sampled_from(blocks.tolist()), unique=True, max_size=6)),
+            np.uint32,
+        )
         chosen = chosen[self.space.representations.of(chosen) == 0]
         self.space.index.pin(chosen, 1)
         entries = self.guarded(number, MAX_GROUPS, self.space.index.keys(chosen)[2], size)
@@ -118,7 +136,9 @@ def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: i
     """Stores blocks one by one; how many were taken."""
     taken = 0
     for at in range(count):
-        entries = space.insert(number, 0, words_of([1000 * number + first + at]), size, np.zeros(1, np.int64), 1)
+        entries = space.insert(
+            number, 0, words_of([1000 * number + first + at]), size, np.zeros(1, np.int64), 1
+        )
         space.publish(entries, 1.0 + at)
         taken += len(entries)
     space.effects = []
@@ -128,7 +148,8 @@ def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: i
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("size", [SLOT_ALIGN, 2 * SLOT_ALIGN])
 def test_who_comes_late_gets_its_guarantee(policy: str, size: int) -> None:
-    """Somebody fills the arena and goes on using it; a tenant with a guarantee comes, with blocks of this or of another size."""
+    """Somebody fills the arena and goes on using it; a tenant with a guarantee comes, with blocks
+    of this or of another size."""
     space = make_space(policy)
     assert fill(space, 4, 60) == 60
     for round_ in range(3):
@@ -156,10 +177,17 @@ def test_a_bound_is_kept_by_the_own_coldest_blocks() -> None:
 
 
 def test_shares_that_cannot_be_kept_are_refused() -> None:
-    for shares in ({"a": TenantShare(ARENA), "b": TenantShare(1)}, {"a": TenantShare(5, 4)}, {"a": TenantShare(-1)}):
+    for shares in (
+        {"a": TenantShare(ARENA), "b": TenantShare(1)},
+        {"a": TenantShare(5, 4)},
+        {"a": TenantShare(-1)},
+    ):
         with pytest.raises(HotKVError) as raised:
             TenantBook(shares, ARENA)
-        assert raised.value.reason is Reason.INVALID_FIELD and "guaranteed_bytes" in raised.value.message
+        assert (
+            raised.value.reason is Reason.INVALID_FIELD
+            and "guaranteed_bytes" in raised.value.message
+        )
 
 
 def kinds(space: Space, number: int, group: int = MAX_GROUPS) -> None:
@@ -194,7 +222,9 @@ def test_representations_count_for_what_is_guaranteed() -> None:
 @pytest.mark.parametrize("capacity", [30, 100])
 def test_nobody_takes_representations_that_are_guaranteed(capacity: int) -> None:
     """Neither their slots nor, where the index is full, their numbers."""
-    space = Space(make_table(capacity), ARENA, SLAB, POLICIES["lru"](capacity), {"a": TenantShare(8 * SLAB)})
+    space = Space(
+        make_table(capacity), ARENA, SLAB, POLICIES["lru"](capacity), {"a": TenantShare(8 * SLAB)}
+    )
     for number, tenant in enumerate(TENANTS, 1):
         space.tenants.add_key_space(number, tenant)
         space.index.add_key_space(number, [7 * number])
@@ -217,8 +247,11 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
 
 
 def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
-    """Every slab has a block in it that is guaranteed to another tenant, so slabs go only to whoever has a claim to them."""
-    space = make_space("lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)})
+    """Every slab has a block in it that is guaranteed to another tenant, so slabs go only to
+    whoever has a claim to them."""
+    space = make_space(
+        "lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)}
+    )
     for at in range(NUM_SLABS):
         fill(space, 1, 1, SLOT_ALIGN, at)
         fill(space, 4, 3, SLOT_ALIGN, 3 * at)
@@ -229,7 +262,8 @@ def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
 
 @pytest.mark.parametrize("burst_blocks", [0, 1, 7])
 def test_bounds_that_shrank_are_kept_from_the_restart_on(burst_blocks: int) -> None:
-    """Also those of a tenant with representations; one that is not named any more keeps what it has."""
+    """Also those of a tenant with representations; one that is not named any more keeps what it
+    has."""
     space = make_space("lru", {"c": TenantShare(0, 5 * SLAB)})
     kinds(space, 3)
     fill(space, 3, 10)
@@ -237,5 +271,8 @@ def test_bounds_that_shrank_are_kept_from_the_restart_on(burst_blocks: int) -> N
     fill(space, 4, 10)
     space.tenants._burst[0] = burst_blocks * SLOT_ALIGN
     space.keep_bounds()
-    assert space.tenants.used[0] <= burst_blocks * SLOT_ALIGN and len(space.index.ready_blocks(4)) == 10
+    assert (
+        space.tenants.used[0] <= burst_blocks * SLOT_ALIGN
+        and len(space.index.ready_blocks(4)) == 10
+    )
     space.check_invariants()

@@ -16,24 +16,38 @@ TTL_S = 100.0
 
 
 class Place:
-    """An arena of 32 slots whose leases may pin eight before a load. Blocks 0 to 15 of both groups are stored."""
+    """An arena of 32 slots whose leases may pin eight before a load. Blocks 0 to 15 of both groups
+    are stored."""
 
     def __init__(self, share: float = 0.25, tenants: dict[str, TenantShare] | None = None) -> None:
-        config = CoreConfig(NUM_SLOTS * SLOT_ALIGN, SLAB, 100, unadmitted_share=share, tenants=tenants or {})
+        config = CoreConfig(
+            NUM_SLOTS * SLOT_ALIGN, SLAB, 100, unadmitted_share=share, tenants=tenants or {}
+        )
         self.core = CacheCore(config, make_table(100), LRU(100))
         self.sessions: dict[str, int] = {}
 
-    def open(self, name: str, key_space: KeySpace | None = None, first: int = 0, count: int = 14) -> int:
+    def open(
+        self, name: str, key_space: KeySpace | None = None, first: int = 0, count: int = 14
+    ) -> int:
         """A session under whose key space blocks from `first` on are stored in both groups."""
-        session = self.core.open_session(name, "rank", key_space or make_key_space(name, SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+        session = self.core.open_session(
+            name, "rank", key_space or make_key_space(name, SLOT_ALIGN, SLOT_ALIGN), 0.0
+        ).number
         runs = [Run(group, words_of(range(first, first + count)), None, 0) for group in (0, 1)]
         self.core.begin_store(session, "store", "store", runs, 0, TTL_S, 0.0)
-        assert all((results == 1).all() for results in self.core.end_store(session, "store", True, 0.0))
+        assert all(
+            (results == 1).all() for results in self.core.end_store(session, "store", True, 0.0)
+        )
         return session
 
-    def acquire(self, session: int, lease_id: str, lists: dict[int, list[int]], now_s: float = 1.0) -> list[list[bool]]:
+    def acquire(
+        self, session: int, lease_id: str, lists: dict[int, list[int]], now_s: float = 1.0
+    ) -> list[list[bool]]:
         groups = [HashList(group, words_of(numbers)) for group, numbers in lists.items()]
-        return [mask.tolist() for mask in self.core.acquire(session, lease_id, groups, TTL_S, now_s).pinned]
+        return [
+            mask.tolist()
+            for mask in self.core.acquire(session, lease_id, groups, TTL_S, now_s).pinned
+        ]
 
     @property
     def pinned_slots(self) -> int:
@@ -45,7 +59,9 @@ def test_a_lease_pins_its_first_blocks_up_to_the_budget() -> None:
     session = place.open("one")
     assert place.acquire(session, "l", {0: list(range(12))}) == [[True] * 8 + [False] * 4]
     assert place.pinned_slots == 8
-    assert place.acquire(session, "m", {0: [0], 1: [0]}) == [[False], [False]], "the budget is used up"
+    assert place.acquire(session, "m", {0: [0], 1: [0]}) == [[False], [False]], (
+        "the budget is used up"
+    )
 
 
 def test_the_budget_goes_over_all_groups_of_a_lease_and_over_all_leases() -> None:
@@ -63,7 +79,12 @@ def test_the_budget_goes_over_all_groups_of_a_lease_and_over_all_leases() -> Non
 @pytest.mark.parametrize("how", ["load", "release", "expire", "close"])
 def test_the_budget_comes_back(how: str) -> None:
     place = Place()
-    session, other = place.open("one"), place.core.open_session("two", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0).number
+    session, other = (
+        place.open("one"),
+        place.core.open_session(
+            "two", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0
+        ).number,
+    )
     place.acquire(session, "l", {0: list(range(8))})
     assert place.acquire(other, "m", {0: [0]}) == [[False]]
     now_s = 2.0
@@ -94,6 +115,16 @@ def test_each_tenant_has_a_budget_of_what_is_surely_its_own() -> None:
     spaces = {tenant: KeySpace("m", "r", "bfloat16", groups, 16, tenant=tenant) for tenant in "ab"}
     sessions = {tenant: place.open(tenant, spaces[tenant], count=8) for tenant in "ab"}
     for tenant in "ab":
-        budget = int(0.25 * place.core.space.tenants.surely_bytes(place.core.space.tenants.number(1 if tenant == "a" else 2))) // SLOT_ALIGN
-        assert place.acquire(sessions[tenant], "l", {0: list(range(8))}) == [[True] * budget + [False] * (8 - budget)]
+        budget = (
+            int(
+                0.25
+                * place.core.space.tenants.surely_bytes(
+                    place.core.space.tenants.number(1 if tenant == "a" else 2)
+                )
+            )
+            // SLOT_ALIGN
+        )
+        assert place.acquire(sessions[tenant], "l", {0: list(range(8))}) == [
+            [True] * budget + [False] * (8 - budget)
+        ]
         assert budget == 4

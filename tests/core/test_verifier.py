@@ -1,4 +1,5 @@
-"""Comparing blocks with their check values: what agrees is cleared, what does not is condemned, what changed meanwhile is left alone."""
+"""Comparing blocks with their check values: what agrees is cleared, what does not is condemned,
+what changed meanwhile is left alone."""
 
 import numpy as np
 import pytest
@@ -27,16 +28,22 @@ class Arena:
         self.region = Region(self.memory.ctypes.data, self.memory.nbytes, "the arena")
         config = CoreConfig(NUM_SLABS * SLAB, SLAB, CAPACITY, unadmitted_share=1.0, check_stride=1)
         self.core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
-        self.session = self.core.open_session("e", "rank", make_key_space("one", SLOT_ALIGN - 100, SLOT_ALIGN), 0.0).number
+        self.session = self.core.open_session(
+            "e", "rank", make_key_space("one", SLOT_ALIGN - 100, SLOT_ALIGN), 0.0
+        ).number
         self.verifier = Verifier(self.core, self.region)
         self.store(range(10))
         self.core.space.index.unverified[self.entries(range(10))] = True
 
     def store(self, numbers: range) -> None:
         name = f"s{numbers.start}"
-        slots = self.core.begin_store(self.session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0)
+        slots = self.core.begin_store(
+            self.session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0
+        )
         sums = np.zeros(len(slots[0].offsets), np.uint64)
-        add_sums(self.region, slots[0].offsets, SLOT_ALIGN - 100, 0, np.ones(len(sums), np.int64), sums)
+        add_sums(
+            self.region, slots[0].offsets, SLOT_ALIGN - 100, 0, np.ones(len(sums), np.int64), sums
+        )
         self.core.end_store(self.session, name, True, 1.0, [sums])
         self.core.take_effects()
 
@@ -44,7 +51,9 @@ class Arena:
         return self.core.space.index.find(1, 0, words_of(numbers))
 
     def spoil(self, number: int) -> None:
-        self.memory[int(self.core.space.index.offsets(self.entries(range(number, number + 1)))[0]) + 5] ^= 1
+        self.memory[
+            int(self.core.space.index.offsets(self.entries(range(number, number + 1)))[0]) + 5
+        ] ^= 1
 
     def found(self) -> list[bool]:
         return self.core.lookup(1, [HashList(0, words_of(range(10)))])[0].tolist()
@@ -65,7 +74,9 @@ def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> 
 
 
 def test_bytes_behind_the_end_of_a_block_do_not_matter(arena: Arena) -> None:
-    arena.memory[int(arena.core.space.index.offsets(arena.entries(range(1)))[0]) + SLOT_ALIGN - 50] ^= 1
+    arena.memory[
+        int(arena.core.space.index.offsets(arena.entries(range(1)))[0]) + SLOT_ALIGN - 50
+    ] ^= 1
     arena.verifier.verify_for(10.0)
     assert all(arena.found())
 
@@ -93,10 +104,14 @@ def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
 
 
 def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) -> None:
-    """Two ranks load under one lease, both compared before either is settled; a third begins when the block is condemned already."""
+    """Two ranks load under one lease, both compared before either is settled; a third begins when
+    the block is condemned already."""
     arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
     arena.spoil(3)
-    slots = [arena.core.begin_load(arena.session, f"t{at}", "held", [LoadPositions(0, np.arange(10))]) for at in range(3)]
+    slots = [
+        arena.core.begin_load(arena.session, f"t{at}", "held", [LoadPositions(0, np.arange(10))])
+        for at in range(3)
+    ]
     bad = arena.entries(range(3, 4)).tolist()
     early = [arena.verifier.unverified(slots[at]) for at in range(2)]
     verdicts = [arena.verifier.judge(cases) for cases in early]
@@ -140,7 +155,12 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
     arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
     for twice in ([3, 3], [3], [4, 0]):
         with pytest.raises(HotKVError, match="lease_positions name a block twice"):
-            arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(5)), LoadPositions(0, np.array(twice))])
+            arena.core.begin_load(
+                arena.session,
+                "t",
+                "held",
+                [LoadPositions(0, np.arange(5)), LoadPositions(0, np.array(twice))],
+            )
     slots = [
         *arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(5))]),
         *arena.core.begin_load(arena.session, "u", "held", [LoadPositions(0, np.array([3]))]),
@@ -151,12 +171,19 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
     arena.core.check_invariants()
 
 
-def test_what_went_with_a_condemned_block_is_not_looked_at(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record says nothing any more: the number is free, and in the place of its slot stands the next free number."""
+def test_what_went_with_a_condemned_block_is_not_looked_at(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record says nothing any more: the number is free, and in the place of its slot stands the
+    next free number."""
     kind = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
-    session = arena.core.open_session("e", "rank", make_key_space("one", SLOT_ALIGN - 100, SLOT_ALIGN), 2.0, (kind,))
+    session = arena.core.open_session(
+        "e", "rank", make_key_space("one", SLOT_ALIGN - 100, SLOT_ALIGN), 2.0, (kind,)
+    )
     group = session.representations[0]
-    slots = arena.core.begin_store(session.number, "r", "r", [Run(group, words_of(range(10)))], 0, 0.0, 2.0)
+    slots = arena.core.begin_store(
+        session.number, "r", "r", [Run(group, words_of(range(10)))], 0, 0.0, 2.0
+    )
     sums = np.zeros(10, np.uint64)
     add_sums(arena.region, slots[0].offsets, SLOT_ALIGN, 0, np.ones(10, np.int64), sums)
     arena.core.end_store(session.number, "r", True, 2.0, [sums])

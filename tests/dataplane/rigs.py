@@ -18,7 +18,9 @@ from hotkv_server.testing.device import COPIES, FakeRuntime
 from hotkv_server.testing.device_memory import map_pages, unmap_pages
 
 ARENA_BYTES, PINNED_PIECE_BYTES = 1 << 20, 1 << 18
-SMALL = CudaCopySettings(piece_bytes=48 << 10, depth=3, staging_bytes=6 * 24 << 10, calibration_bytes=0)
+SMALL = CudaCopySettings(
+    piece_bytes=48 << 10, depth=3, staging_bytes=6 * 24 << 10, calibration_bytes=0
+)
 """Pieces so small that every job has several."""
 
 
@@ -53,7 +55,11 @@ class Arena:
 
 
 def read(runtime: FakeRuntime, region: Region) -> Bytes:
-    return region.array().copy() if region.device == HOST else runtime.peek(region.address, region.num_bytes)
+    return (
+        region.array().copy()
+        if region.device == HOST
+        else runtime.peek(region.address, region.num_bytes)
+    )
 
 
 def write(runtime: FakeRuntime, region: Region, data: Bytes) -> None:
@@ -82,7 +88,14 @@ def host_rig() -> Iterator[Rig]:
         engine._copy = broken  # type: ignore[method-assign]
 
     region = Region(memory.ctypes.data, memory.nbytes, "memory")
-    yield Rig(engine, arena.region, (region,), lambda r: read(runtime, r), lambda r, data: write(runtime, r, data), break_next)
+    yield Rig(
+        engine,
+        arena.region,
+        (region,),
+        lambda r: read(runtime, r),
+        lambda r, data: write(runtime, r, data),
+        break_next,
+    )
     engine.close()
     arena.close()
 
@@ -102,12 +115,21 @@ def cuda_rig(
         # A fault that a check asks for must not meet the calibration.
         while settings.method is None and settings.calibration_bytes and engine.calibration is None:
             time.sleep(1e-3)
-        memories = tuple(device_memory(runtime, 0, ARENA_BYTES // 2, f"memory {i}") for i in range(2))
+        memories = tuple(
+            device_memory(runtime, 0, ARENA_BYTES // 2, f"memory {i}") for i in range(2)
+        )
 
         def break_next() -> None:
             runtime.fail_call(COPIES)
 
-        yield Rig(engine, arena.region, memories, lambda r: read(runtime, r), lambda r, data: write(runtime, r, data), break_next)
+        yield Rig(
+            engine,
+            arena.region,
+            memories,
+            lambda r: read(runtime, r),
+            lambda r, data: write(runtime, r, data),
+            break_next,
+        )
         engine.close()
         for memory in memories:
             runtime.free(0, memory.address)
@@ -126,15 +148,27 @@ def mixed_rig() -> Iterator[Rig]:
     arena.grow()
     arena.grow()
     host = HostCopyEngine(2)
-    engine = CopyEngines(host, {device: CudaCopyEngine(runtime, device, arena, SMALL) for device in range(2)})
+    engine = CopyEngines(
+        host, {device: CudaCopyEngine(runtime, device, arena, SMALL) for device in range(2)}
+    )
     plain = np.zeros(ARENA_BYTES // 4, np.uint8)
-    on_devices = tuple(device_memory(runtime, device, ARENA_BYTES // 4, f"memory of device {device}") for device in range(2))
+    on_devices = tuple(
+        device_memory(runtime, device, ARENA_BYTES // 4, f"memory of device {device}")
+        for device in range(2)
+    )
     memories = (*on_devices, Region(plain.ctypes.data, plain.nbytes, "memory of the host"))
 
     def break_next() -> None:
         runtime.fail_call(COPIES)
 
-    yield Rig(engine, arena.region, memories, lambda r: read(runtime, r), lambda r, data: write(runtime, r, data), break_next)
+    yield Rig(
+        engine,
+        arena.region,
+        memories,
+        lambda r: read(runtime, r),
+        lambda r, data: write(runtime, r, data),
+        break_next,
+    )
     engine.close()
     for memory in on_devices:
         runtime.free(memory.device, memory.address)

@@ -7,7 +7,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES, STAGED_RUN_PAGES, Calibration, driver_version, rule_of_thumb
+from hotkv_server.dataplane.cuda.calibration import (
+    PAGE_BYTES,
+    STAGED_RUN_PAGES,
+    Calibration,
+    driver_version,
+    rule_of_thumb,
+)
 from hotkv_server.dataplane.cuda.measure import measure
 from hotkv_server.dataplane.cuda.values import Direction, Method
 from hotkv_server.device.runtime import DeviceError
@@ -15,7 +21,11 @@ from hotkv_server.testing.device import FakeRuntime
 
 KEYS = st.tuples(st.sampled_from(Direction), st.sampled_from(Method), st.sampled_from(PAGE_BYTES))
 CALIBRATIONS = st.builds(
-    Calibration, st.binary(max_size=16), st.text(), st.text(), st.dictionaries(KEYS, st.floats(0, 500).map(lambda speed: round(speed, 3)))
+    Calibration,
+    st.binary(max_size=16),
+    st.text(),
+    st.text(),
+    st.dictionaries(KEYS, st.floats(0, 500).map(lambda speed: round(speed, 3))),
 )
 
 
@@ -25,12 +35,20 @@ def test_json_there_and_back(calibration: Calibration) -> None:
 
 
 @given(CALIBRATIONS, st.sampled_from(Direction), st.integers(0, 1 << 24), st.integers(0, 1 << 26))
-def test_a_method_is_always_found_and_is_about_the_fastest(calibration: Calibration, direction: Direction, page: int, run: int) -> None:
+def test_a_method_is_always_found_and_is_about_the_fastest(
+    calibration: Calibration, direction: Direction, page: int, run: int
+) -> None:
     method = calibration.choose(direction, page, run)
     assert method is not Method.STAGED or run >= STAGED_RUN_PAGES * page
-    assert all(text in calibration.table() for text in ("page", *(method.value for method in Method)))
+    assert all(
+        text in calibration.table() for text in ("page", *(method.value for method in Method))
+    )
     if (direction, method, page) in calibration.speeds:
-        others = [speed for (d, m, p), speed in calibration.speeds.items() if (d, p) == (direction, page) and m is not Method.STAGED]
+        others = [
+            speed
+            for (d, m, p), speed in calibration.speeds.items()
+            if (d, p) == (direction, page) and m is not Method.STAGED
+        ]
         assert calibration.speeds[direction, method, page] >= 0.97 * max(others, default=0.0)
 
 
@@ -46,11 +64,15 @@ def test_the_nearest_size_counts_and_what_fails_is_never_chosen() -> None:
     assert calibration.choose(Direction.LOAD, 4096, 64 << 10) is Method.STAGED
     assert calibration.choose(Direction.LOAD, 60000) is Method.MEMCPY
     assert calibration.choose(Direction.LOAD, 1 << 30) is Method.BATCH, "of equals the most frugal"
-    assert calibration.choose(Direction.STORE, 4096) is Method.MEMCPY, "nothing works, as far as is known"
+    assert calibration.choose(Direction.STORE, 4096) is Method.MEMCPY, (
+        "nothing works, as far as is known"
+    )
     assert Calibration(b"", "", "", {}).choose(Direction.LOAD, 4096) is rule_of_thumb(4096)
 
 
-VALID = json.loads(Calibration(b"u", "n", "d", {(Direction.LOAD, Method.BATCH, 4096): 1.5}).to_json())
+VALID = json.loads(
+    Calibration(b"u", "n", "d", {(Direction.LOAD, Method.BATCH, 4096): 1.5}).to_json()
+)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +115,15 @@ def test_measured_on_a_device_it_holds_for_that_device_and_leaves_nothing() -> N
     info, other = runtime.devices()
     calibration = measure(runtime, info, "1.2", 256 << 10, lambda: False)
     assert calibration is not None
-    assert set(calibration.speeds) == {(d, m, size) for d in Direction for m in Method for size in PAGE_BYTES if size <= 256 << 10}
+    assert set(calibration.speeds) == {
+        (d, m, size) for d in Direction for m in Method for size in PAGE_BYTES if size <= 256 << 10
+    }
     assert all(speed > 0 for speed in calibration.speeds.values())
-    assert calibration.holds_for(info, "1.2") and not calibration.holds_for(info, "1.3") and not calibration.holds_for(other, "1.2")
+    assert (
+        calibration.holds_for(info, "1.2")
+        and not calibration.holds_for(info, "1.3")
+        and not calibration.holds_for(other, "1.2")
+    )
     assert not runtime.held()
     runtime.close()
 

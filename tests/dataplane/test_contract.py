@@ -15,7 +15,9 @@ RIGS = {
     "cuda half pinned": cuda_rig(num_pinned=2),
     "cuda not pinned": cuda_rig(num_pinned=0),
     "cuda defaults": cuda_rig(CudaCopySettings(staging_bytes=1 << 20, calibration_bytes=64 << 10)),
-    "cuda without staging": cuda_rig(dataclasses.replace(SMALL, method=Method.STAGED, staging_bytes=0)),
+    "cuda without staging": cuda_rig(
+        dataclasses.replace(SMALL, method=Method.STAGED, staging_bytes=0)
+    ),
     "all together": mixed_rig,
 }
 

@@ -72,7 +72,9 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-def test_no_more_than_depth_pieces_are_given_to_the_device_and_no_job_ends_before_it(bench: Bench) -> None:
+def test_no_more_than_depth_pieces_are_given_to_the_device_and_no_job_ends_before_it(
+    bench: Bench,
+) -> None:
     bench.engine.submit(bench.ends.job("load", [bench.load()]))
     bench.engine.submit(bench.ends.job("store", [bench.store(ARENA_BYTES // 2)]))
     bench.until(lambda: bench.engine.figures().num_in_flight == 4)
@@ -154,14 +156,22 @@ def test_with_a_lost_device_all_jobs_fail_and_others_are_refused(after: int) -> 
     bench = Bench()
     names = [f"{number}" for number in range(6)]
     for name in names:
-        bench.engine.submit(bench.ends.job(name, [bench.load() if int(name) % 2 else bench.store()]))
+        bench.engine.submit(
+            bench.ends.job(name, [bench.load() if int(name) % 2 else bench.store()])
+        )
     bench.until(lambda: bench.engine.figures().num_in_flight == 4)
     assert bench.runtime.run(after) == after
     assert not bench.engine.problem
     bench.runtime.lose(0, "the GPU has fallen off the bus")
     bench.until(bench.ended)
-    assert all(bench.ends[name] is Outcome.FAILED and "fallen off" in bench.ends.message(name) for name in names)
-    assert "device 0 is lost" in bench.engine.problem and bench.engine.figures().problem == bench.engine.problem
+    assert all(
+        bench.ends[name] is Outcome.FAILED and "fallen off" in bench.ends.message(name)
+        for name in names
+    )
+    assert (
+        "device 0 is lost" in bench.engine.problem
+        and bench.engine.figures().problem == bench.engine.problem
+    )
     bench.engine.submit(bench.ends.job("late", [bench.load()]))
     bench.until(bench.ended)
     assert bench.ends["late"] is Outcome.FAILED and bench.engine.is_alive()
@@ -169,11 +179,18 @@ def test_with_a_lost_device_all_jobs_fail_and_others_are_refused(after: int) -> 
 
 
 def test_without_room_for_staging_it_does_without() -> None:
-    bench = Bench(dataclasses.replace(SMALL, method=Method.STAGED), threaded=True, prepare=lambda runtime: runtime.fail_call("allocate", 2))
+    bench = Bench(
+        dataclasses.replace(SMALL, method=Method.STAGED),
+        threaded=True,
+        prepare=lambda runtime: runtime.fail_call("allocate", 2),
+    )
     bench.engine.submit(bench.ends.job("load", [bench.load()]))
     bench.engine.submit(bench.ends.job("store", [bench.store()]))
     bench.ends.wait()
-    assert {(m.direction, m.method) for m in bench.engine.figures().moved} == {(Direction.LOAD, "batch"), (Direction.STORE, "staged")}
+    assert {(m.direction, m.method) for m in bench.engine.figures().moved} == {
+        (Direction.LOAD, "batch"),
+        (Direction.STORE, "staged"),
+    }
     bench.close()
 
 
@@ -198,12 +215,17 @@ def test_what_is_not_pinned_yet_is_moved_by_plain_copies_and_later_as_chosen() -
     bench.engine.submit(bench.ends.job("early", [bench.load()]))
     bench.ends.wait()
     early = {m.method: m.num_bytes for m in bench.engine.figures().moved}
-    assert early == {"batch": bench.arena.piece_bytes, "pageable": ARENA_BYTES - bench.arena.piece_bytes}
+    assert early == {
+        "batch": bench.arena.piece_bytes,
+        "pageable": ARENA_BYTES - bench.arena.piece_bytes,
+    }
     for _ in range(3):
         bench.arena.grow()
     bench.engine.submit(bench.ends.job("later", [bench.load()]))
     bench.ends.wait()
-    assert {m.method: m.num_bytes for m in bench.engine.figures().moved} == early | {"batch": early["batch"] + ARENA_BYTES}
+    assert {m.method: m.num_bytes for m in bench.engine.figures().moved} == early | {
+        "batch": early["batch"] + ARENA_BYTES
+    }
     bench.close()
 
 
@@ -222,9 +244,16 @@ def test_it_calibrates_by_itself_tells_so_and_goes_by_it() -> None:
     assert found == [engine.calibration] and found[0].holds_for(engine.info, "1.0")
     assert np.array_equal(arena.region.array(), before)
     engine.close()
-    kernels = Calibration(engine.info.uuid, "", "", {(d, Method.KERNEL, 4096): 1.0 for d in Direction})
+    kernels = Calibration(
+        engine.info.uuid, "", "", {(d, Method.KERNEL, 4096): 1.0 for d in Direction}
+    )
     engine = CudaCopyEngine(
-        runtime, 0, arena, settings, calibration=kernels, on_calibrated=lambda calibration: pytest.fail("it was measured again")
+        runtime,
+        0,
+        arena,
+        settings,
+        calibration=kernels,
+        on_calibrated=lambda calibration: pytest.fail("it was measured again"),
     )
     memory = device_memory(runtime, 0, arena.piece_bytes, "memory")
     ends = Ends()
@@ -238,7 +267,9 @@ def test_it_calibrates_by_itself_tells_so_and_goes_by_it() -> None:
 def test_closing_stops_a_calibration() -> None:
     runtime = FakeRuntime(threaded=True, max_delay_s=1e-3)
     arena = Arena(runtime)
-    engine = CudaCopyEngine(runtime, 0, arena, CudaCopySettings(staging_bytes=1 << 20, calibration_bytes=64 << 10))
+    engine = CudaCopyEngine(
+        runtime, 0, arena, CudaCopySettings(staging_bytes=1 << 20, calibration_bytes=64 << 10)
+    )
     engine.close()
     assert engine.calibration is None and not runtime.held()
     arena.close()
@@ -246,7 +277,12 @@ def test_closing_stops_a_calibration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "names"), [({"piece_bytes": 1}, "piece_bytes"), ({"depth": 0}, "depth"), ({"staging_bytes": 8192}, "staging_bytes")]
+    ("fields", "names"),
+    [
+        ({"piece_bytes": 1}, "piece_bytes"),
+        ({"depth": 0}, "depth"),
+        ({"staging_bytes": 8192}, "staging_bytes"),
+    ],
 )
 def test_settings_that_can_not_work_are_refused(fields: dict[str, int], names: str) -> None:
     with pytest.raises(ValueError, match=names):

@@ -69,4 +69,6 @@ def test_threads_get_every_item_once(num_threads: int, counts: list[int]) -> Non
     queue.close()
     for thread in threads:
         thread.join(20)
-    assert sorted(got) == sorted(100 * owner + n for owner, count in enumerate(counts) for n in range(count))
+    assert sorted(got) == sorted(
+        100 * owner + n for owner, count in enumerate(counts) for n in range(count)
+    )

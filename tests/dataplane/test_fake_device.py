@@ -12,7 +12,13 @@ import pytest
 
 from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Priority
 from hotkv_server.testing.device import FakeRuntime, FakeStream
-from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, bytes_at, map_pages, uuid_of
+from hotkv_server.testing.device_memory import (
+    FakeAllocation,
+    FakeIpcEvent,
+    bytes_at,
+    map_pages,
+    uuid_of,
+)
 
 KIB = 1024
 
@@ -40,7 +46,11 @@ def filled(address: int, num_bytes: int, value: int) -> None:
 
 
 def test_bytes_are_read_and_written_when_the_turn_comes(runtime: FakeRuntime) -> None:
-    stream, device, pinned = stream_of(runtime), runtime.allocate(0, 4 * KIB), runtime.allocate_pinned(4 * KIB)
+    stream, device, pinned = (
+        stream_of(runtime),
+        runtime.allocate(0, 4 * KIB),
+        runtime.allocate_pinned(4 * KIB),
+    )
     event = runtime.new_event(0)
     assert runtime.passed(event)
     filled(pinned, 4 * KIB, 1)
@@ -49,7 +59,9 @@ def test_bytes_are_read_and_written_when_the_turn_comes(runtime: FakeRuntime) ->
     filled(pinned, 4 * KIB, 2)
     assert not runtime.passed(event) and (runtime.peek(device, 4 * KIB) == 0).all()
     run_all(runtime)
-    assert runtime.passed(event) and (runtime.peek(device, 4 * KIB) == 2).all(), "the source changed before the copy's turn"
+    assert runtime.passed(event) and (runtime.peek(device, 4 * KIB) == 2).all(), (
+        "the source changed before the copy's turn"
+    )
 
 
 def test_streams_overtake_each_other_and_wait_for_events() -> None:
@@ -65,7 +77,11 @@ def test_streams_overtake_each_other_and_wait_for_events() -> None:
         runtime.record(events[2], second)
         order: list[int] = []
         while runtime.run(1):
-            order += [number for number, each in enumerate(events) if runtime.passed(each) and number not in order]
+            order += [
+                number
+                for number, each in enumerate(events)
+                if runtime.passed(each) and number not in order
+            ]
             assert not runtime.passed(events[2]) or runtime.passed(event)
         orders.add(tuple(order))
         runtime.close()
@@ -91,7 +107,11 @@ def refused(call: object, *args: object, text: str = "invalid") -> None:
 
 
 def test_copies_that_cuda_refuses_are_refused(runtime: FakeRuntime) -> None:
-    stream, device, other = stream_of(runtime), runtime.allocate(0, 8 * KIB), runtime.allocate(1, 8 * KIB)
+    stream, device, other = (
+        stream_of(runtime),
+        runtime.allocate(0, 8 * KIB),
+        runtime.allocate(1, 8 * KIB),
+    )
     host = map_pages(32 * KIB)
     runtime.register(host, 8 * KIB)
     runtime.register(host + 8 * KIB, 8 * KIB, read_only=True)
@@ -101,7 +121,14 @@ def test_copies_that_cuda_refuses_are_refused(runtime: FakeRuntime) -> None:
     refused(runtime.copy, stream, other, host, KIB, text="device 1")
     refused(runtime.copy, stream, host + 8 * KIB, device, KIB, text="read-only")
     one = np.array([KIB], np.int64)
-    refused(runtime.copy_batch, stream, one * 0 + device, one * 0 + host + 20 * KIB, one, text="not registered")
+    refused(
+        runtime.copy_batch,
+        stream,
+        one * 0 + device,
+        one * 0 + host + 20 * KIB,
+        one,
+        text="not registered",
+    )
     runtime.copy(stream, device, host + 8 * KIB, 8 * KIB)
     run_all(runtime)
     runtime.unregister(host)
@@ -126,7 +153,11 @@ def lost(runtime: FakeRuntime, device: int = 0) -> bool:
 @pytest.mark.parametrize("how", ["leaves", "freed", "not registered", "read-only", "table"])
 def test_kernels_that_leave_their_memory_lose_the_device(runtime: FakeRuntime, how: str) -> None:
     stream, device = stream_of(runtime), runtime.allocate(0, 8 * KIB)
-    table, pinned, host = runtime.allocate_pinned(4 * KIB), runtime.allocate_pinned(4 * KIB), map_pages(8 * KIB)
+    table, pinned, host = (
+        runtime.allocate_pinned(4 * KIB),
+        runtime.allocate_pinned(4 * KIB),
+        map_pages(8 * KIB),
+    )
     runtime.register(host, 4 * KIB, read_only=True)
     bytes_at(table, 24).view(np.int64)[:] = {
         "leaves": (device + 8 * KIB - 32, pinned, 64),
@@ -156,14 +187,22 @@ def test_a_kernel_may_cross_registrations_that_adjoin(runtime: FakeRuntime) -> N
 
 
 def test_memory_that_goes_under_a_copy_loses_the_device(runtime: FakeRuntime) -> None:
-    stream, device, pinned = stream_of(runtime), runtime.allocate(0, 4 * KIB), runtime.allocate_pinned(4 * KIB)
+    stream, device, pinned = (
+        stream_of(runtime),
+        runtime.allocate(0, 4 * KIB),
+        runtime.allocate_pinned(4 * KIB),
+    )
     runtime.copy(stream, device, pinned, 4 * KIB)
     runtime.free_pinned(pinned)
     assert lost(runtime)
 
 
 def test_with_the_device_goes_all_that_its_streams_were_given(runtime: FakeRuntime) -> None:
-    stream, device, pinned = stream_of(runtime), runtime.allocate(0, 4 * KIB), runtime.allocate_pinned(4 * KIB)
+    stream, device, pinned = (
+        stream_of(runtime),
+        runtime.allocate(0, 4 * KIB),
+        runtime.allocate_pinned(4 * KIB),
+    )
     event = runtime.new_event(0)
     filled(pinned, 4 * KIB, 1)
     runtime.copy(stream, device, pinned, 4 * KIB)
@@ -186,7 +225,11 @@ def test_calls_fail_when_told_to(runtime: FakeRuntime) -> None:
 
 def test_a_copy_of_memory_that_is_not_registered_waits_for_the_device() -> None:
     runtime = FakeRuntime(1)
-    stream, device, plain = stream_of(runtime), runtime.allocate(0, 4 * KIB), np.full(4 * KIB, 9, np.uint8)
+    stream, device, plain = (
+        stream_of(runtime),
+        runtime.allocate(0, 4 * KIB),
+        np.full(4 * KIB, 9, np.uint8),
+    )
     runtime.copy(stream, device, plain.ctypes.data, 4 * KIB)
     assert (runtime.peek(device, 4 * KIB) == 9).all()
     runtime.close()
@@ -207,14 +250,22 @@ def test_words_are_waited_for_and_written_in_the_streams_order(runtime: FakeRunt
     run_all(runtime)
     assert runtime.passed(event)
     refused(runtime.wait_value, stream, address + 2, 1, text="aligned")
-    refused(runtime.wait_value, stream, np.zeros(1, np.uint32).ctypes.data, 1, text="not registered")
+    refused(
+        runtime.wait_value, stream, np.zeros(1, np.uint32).ctypes.data, 1, text="not registered"
+    )
     runtime.close_memory(0, address)
     words.close()
 
 
-def test_events_of_another_process_pass_when_its_device_has_come_to_them(runtime: FakeRuntime) -> None:
+def test_events_of_another_process_pass_when_its_device_has_come_to_them(
+    runtime: FakeRuntime,
+) -> None:
     theirs = FakeIpcEvent()
-    opened, stream, mine = runtime.open_event(0, theirs.handle), stream_of(runtime), runtime.new_event(0)
+    opened, stream, mine = (
+        runtime.open_event(0, theirs.handle),
+        stream_of(runtime),
+        runtime.new_event(0),
+    )
     assert runtime.passed(opened)
     theirs.record()
     runtime.wait_event(stream, opened)
@@ -233,7 +284,9 @@ def test_events_of_another_process_pass_when_its_device_has_come_to_them(runtime
 
 def test_handles_are_checked(runtime: FakeRuntime) -> None:
     memory, event = FakeAllocation(4 * KIB), FakeIpcEvent()
-    assert len(memory.handle) == 64 and memory.device_uuid == uuid_of(0) == runtime.devices()[0].uuid
+    assert (
+        len(memory.handle) == 64 and memory.device_uuid == uuid_of(0) == runtime.devices()[0].uuid
+    )
     for handle in (bytes(64), memory.handle[:-1] + b"x", memory.handle[:40], event.handle):
         refused(runtime.open_memory, 0, handle, text="handle")
     refused(runtime.open_event, 0, memory.handle, text="handle")
@@ -248,7 +301,9 @@ def num_mapped() -> int:
         return maps.read().count("memfd:hotkv-device ")
 
 
-def test_a_dead_engines_memory_stays_until_it_is_closed_as_often_as_it_was_opened(runtime: FakeRuntime) -> None:
+def test_a_dead_engines_memory_stays_until_it_is_closed_as_often_as_it_was_opened(
+    runtime: FakeRuntime,
+) -> None:
     code = (
         "import sys, time\n"
         "from hotkv_server.testing.device_memory import FakeAllocation\n"
@@ -265,7 +320,11 @@ def test_a_dead_engines_memory_stays_until_it_is_closed_as_often_as_it_was_opene
     assert runtime.open_memory(0, handle) == address
     os.kill(engine.pid, signal.SIGKILL)
     engine.wait()
-    assert (runtime.peek(address, 4096) == 42).all() and num_mapped() == before + 1 and runtime.held() == {"opened": 1}
+    assert (
+        (runtime.peek(address, 4096) == 42).all()
+        and num_mapped() == before + 1
+        and runtime.held() == {"opened": 1}
+    )
     runtime.close_memory(0, address)
     assert num_mapped() == before + 1
     runtime.close_memory(0, address)
@@ -277,7 +336,11 @@ def test_a_dead_engines_memory_stays_until_it_is_closed_as_often_as_it_was_opene
 
 def test_freeing_waits_for_the_device() -> None:
     runtime = FakeRuntime(1, threaded=False)
-    stream, device, pinned = stream_of(runtime), runtime.allocate(0, 4 * KIB), runtime.allocate_pinned(4 * KIB)
+    stream, device, pinned = (
+        stream_of(runtime),
+        runtime.allocate(0, 4 * KIB),
+        runtime.allocate_pinned(4 * KIB),
+    )
     runtime.copy(stream, device, pinned, 4 * KIB)
     freeing = threading.Thread(target=runtime.free, args=(0, device))
     freeing.start()
@@ -295,4 +358,7 @@ def test_the_host_can_not_touch_device_memory() -> None:
         "from hotkv_server.testing.device_memory import bytes_at\n"
         "bytes_at(FakeRuntime(threaded=False).allocate(0, 4096), 8)[0] = 1\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == -signal.SIGSEGV
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
+        == -signal.SIGSEGV
+    )

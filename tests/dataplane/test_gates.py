@@ -60,14 +60,24 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
     ends.wait("does not")
     while gate.num_asked < 10:
         time.sleep(1e-4)
-    assert not ends.outcomes["waits"] and engines_of(rig).num_waiting == 1 and rig.engine.num_queued >= 1
-    assert all((rig.read(memory) == 1).all() for memory in rig.memories), "bytes moved before the gate had passed"
+    assert (
+        not ends.outcomes["waits"]
+        and engines_of(rig).num_waiting == 1
+        and rig.engine.num_queued >= 1
+    )
+    assert all((rig.read(memory) == 1).all() for memory in rig.memories), (
+        "bytes moved before the gate had passed"
+    )
     gate.is_open = True
     ends.wait()
-    assert ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig).num_waiting
+    assert (
+        ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig).num_waiting
+    )
 
 
-def test_a_long_wait_is_asked_for_ever_more_seldom(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_is_asked_for_ever_more_seldom(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine's queue may be half a second long, and the interpreter is everybody's."""
     ends, gates, pauses, sleep = Ends(), [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
     rig.engine.submit(ends.job("waits", [whole_plan(rig.memories[0], rig.arena)], gates[0]))
@@ -83,7 +93,9 @@ def test_a_long_wait_is_asked_for_ever_more_seldom(rig: Rig, monkeypatch: pytest
     while not pauses or pauses[-1] < engines.MAX_POLL_S:
         sleep(1e-4)
     rising = pauses[:]
-    assert rising == sorted(rising) and engines.POLL_S <= rising[0] < rising[-1] == engines.MAX_POLL_S
+    assert (
+        rising == sorted(rising) and engines.POLL_S <= rising[0] < rising[-1] == engines.MAX_POLL_S
+    )
     gates[1].is_open = True
     ends.wait("goes")
     count = len(pauses)
@@ -101,7 +113,14 @@ def test_a_gate_that_has_passed_is_asked_once_on_the_callers_thread(rig: Rig) ->
     assert (gate.num_asked, gate.num_released, gate.askers) == (1, 1, {threading.get_ident()})
 
 
-@pytest.mark.parametrize("error", [DeviceError("the device of the engine is gone"), DeviceError("lost", is_lost=True), OSError("odd")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeviceError("the device of the engine is gone"),
+        DeviceError("lost", is_lost=True),
+        OSError("odd"),
+    ],
+)
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_gate_that_fails_fails_its_job_alone(rig: Rig, error: Exception, at_once: bool) -> None:
     ends, gate, other = Ends(), SwitchedGate(error=error if at_once else None), SwitchedGate()
@@ -109,7 +128,11 @@ def test_a_gate_that_fails_fails_its_job_alone(rig: Rig, error: Exception, at_on
     rig.engine.submit(ends.job("fails", [whole_plan(rig.memories[0], rig.arena)], gate))
     gate.error = error
     ends.wait("fails")
-    assert ends["fails"] is Outcome.FAILED and str(error) in ends.message("fails") and gate.num_released == 1
+    assert (
+        ends["fails"] is Outcome.FAILED
+        and str(error) in ends.message("fails")
+        and gate.num_released == 1
+    )
     other.is_open = True
     ends.wait()
     assert ends["other"] is Outcome.DONE and rig.engine.is_alive()
@@ -161,6 +184,8 @@ def test_a_plan_for_a_device_without_an_engine_fails(rig: Rig) -> None:
     ends = Ends()
     memory = rig.memories[0]
     stranger = type(memory)(memory.address, memory.num_bytes, "memory of nobody", 7)
-    rig.engine.submit(ends.job("strange", [whole_plan(rig.arena, memory), whole_plan(stranger, rig.arena)]))
+    rig.engine.submit(
+        ends.job("strange", [whole_plan(rig.arena, memory), whole_plan(stranger, rig.arena)])
+    )
     ends.wait()
     assert ends["strange"] is Outcome.FAILED and "device 7" in ends.message("strange")

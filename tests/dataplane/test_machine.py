@@ -1,6 +1,8 @@
-"""Random jobs, gates, cancels, failures, growth of what is pinned and lost devices, on two devices and the host, against plain arrays.
+"""Random jobs, gates, cancels, failures, growth of what is pinned and lost devices, on two devices
+and the host, against plain arrays.
 
-Each job has bytes of its own on both sides, so that what it must have moved is known whatever runs beside it.
+Each job has bytes of its own on both sides, so that what it must have moved is known whatever runs
+beside it.
 """
 
 from dataclasses import dataclass
@@ -43,19 +45,41 @@ class Running:
 class CopyMachine(RuleBasedStateMachine):
     """The arena and every memory are cut into shares; a job has one share of all of them."""
 
-    @initialize(seed=st.integers(0, 1 << 30), method=st.sampled_from([None, *Method]), depth=st.integers(1, 3))
+    @initialize(
+        seed=st.integers(0, 1 << 30),
+        method=st.sampled_from([None, *Method]),
+        depth=st.integers(1, 3),
+    )
     def begin(self, seed: int, method: Method | None, depth: int) -> None:
         self.rng = np.random.default_rng(seed)
-        self.runtime = FakeRuntime(seed, num_devices=2, max_delay_s=float(self.rng.choice([0.0, 50e-6])))
+        self.runtime = FakeRuntime(
+            seed, num_devices=2, max_delay_s=float(self.rng.choice([0.0, 50e-6]))
+        )
         self.arena = Arena(self.runtime, ARENA_BYTES, REGISTRATION_BYTES)
-        told = CudaCopySettings(method=method, piece_bytes=9000, depth=depth, staging_bytes=2 * depth * 5000, calibration_bytes=0)
-        self.cuda = {device: CudaCopyEngine(self.runtime, device, self.arena, told) for device in range(2)}
+        told = CudaCopySettings(
+            method=method,
+            piece_bytes=9000,
+            depth=depth,
+            staging_bytes=2 * depth * 5000,
+            calibration_bytes=0,
+        )
+        self.cuda = {
+            device: CudaCopyEngine(self.runtime, device, self.arena, told) for device in range(2)
+        }
         self.engine = CopyEngines(HostCopyEngine(1), self.cuda)
         self.plain = np.zeros(ARENA_BYTES, np.uint8)
-        on_devices = [device_memory(self.runtime, device, ARENA_BYTES, f"memory of device {device}") for device in range(2)]
-        self.memories = [*on_devices, Region(self.plain.ctypes.data, ARENA_BYTES, "memory of the host")]
+        on_devices = [
+            device_memory(self.runtime, device, ARENA_BYTES, f"memory of device {device}")
+            for device in range(2)
+        ]
+        self.memories = [
+            *on_devices,
+            Region(self.plain.ctypes.data, ARENA_BYTES, "memory of the host"),
+        ]
         self.regions = [self.arena.region, *self.memories]
-        self.model: dict[str, Bytes] = {region.name: random_bytes(self.rng, region) for region in self.regions}
+        self.model: dict[str, Bytes] = {
+            region.name: random_bytes(self.rng, region) for region in self.regions
+        }
         for region in self.regions:
             write(self.runtime, region, self.model[region.name])
         self.ends = Ends()
@@ -66,16 +90,24 @@ class CopyMachine(RuleBasedStateMachine):
     # What happens
 
     @precondition(lambda self: len(self.running) < NUM_SHARES)
-    @rule(gated=st.booleans(), which=st.sets(st.integers(0, 2), min_size=1), to_engine=st.booleans())
+    @rule(
+        gated=st.booleans(), which=st.sets(st.integers(0, 2), min_size=1), to_engine=st.booleans()
+    )
     def submit(self, gated: bool, which: set[int], to_engine: bool) -> None:
         share = min(set(range(NUM_SHARES)) - {running.share for running in self.running.values()})
         begin, runs = share * SHARE_BYTES, []
         for at, number in enumerate(sorted(which)):
             memory, room = self.memories[number], SHARE_BYTES // len(which) // 4096 * 4096
             page_bytes = int(self.rng.choice([0, 256, 4096]))
-            (in_arena, in_memory), sizes = random_runs(self.rng, (room, SHARE_BYTES), int(self.rng.integers(0, 60)), page_bytes)
+            (in_arena, in_memory), sizes = random_runs(
+                self.rng, (room, SHARE_BYTES), int(self.rng.integers(0, 60)), page_bytes
+            )
             in_arena, in_memory = in_arena + begin + at * room, in_memory + begin
-            sides = (memory, self.arena.region, in_memory, in_arena) if to_engine else (self.arena.region, memory, in_arena, in_memory)
+            sides = (
+                (memory, self.arena.region, in_memory, in_arena)
+                if to_engine
+                else (self.arena.region, memory, in_arena, in_memory)
+            )
             runs.append((*sides, sizes))
         name, gate = f"{len(self.ends.outcomes)}", SwitchedGate() if gated else None
         job = self.ends.job(name, [CopyPlan.build(*parts) for parts in runs], gate)
@@ -88,7 +120,9 @@ class CopyMachine(RuleBasedStateMachine):
         gated = [running.gate for running in self.running.values() if running.gate is not None]
         if gated:
             gate = gated[number % len(gated)]
-            gate.error = DeviceError("the mark can't be seen") if error and number % 4 == 0 else None
+            gate.error = (
+                DeviceError("the mark can't be seen") if error and number % 4 == 0 else None
+            )
             self.num_faults += gate.error is not None
             gate.is_open = True
 
@@ -99,7 +133,10 @@ class CopyMachine(RuleBasedStateMachine):
         running.was_cancelled = True
         running.job.cancel()
 
-    @rule(method=st.sampled_from(["copy", "copy_batch", "copy_kernel", "record", "synchronize"]), nth=st.integers(1, 20))
+    @rule(
+        method=st.sampled_from(["copy", "copy_batch", "copy_kernel", "record", "synchronize"]),
+        nth=st.integers(1, 20),
+    )
     def fail(self, method: str, nth: int) -> None:
         self.runtime.fail_call(method, nth)
         self.num_faults += 1
@@ -128,21 +165,33 @@ class CopyMachine(RuleBasedStateMachine):
             self.check_end(name, running)
         self.running.clear()
         for region in self.regions:
-            assert np.array_equal(read(self.runtime, region), self.model[region.name]), f"bytes of {region.name} that no job moves changed"
+            assert np.array_equal(read(self.runtime, region), self.model[region.name]), (
+                f"bytes of {region.name} that no job moves changed"
+            )
 
     # What must be
 
     def check_end(self, name: str, running: Running) -> None:
         outcome = self.ends[name]
-        may_fail = self.num_faults or any(region.device in self.lost for to, from_, *_ in running.runs for region in (to, from_))
-        assert outcome is not Outcome.FAILED or (may_fail and self.ends.message(name)), self.ends.message(name)
+        may_fail = self.num_faults or any(
+            region.device in self.lost for to, from_, *_ in running.runs for region in (to, from_)
+        )
+        assert outcome is not Outcome.FAILED or (may_fail and self.ends.message(name)), (
+            self.ends.message(name)
+        )
         assert outcome is not Outcome.CANCELLED or running.was_cancelled
         assert running.gate is None or running.gate.num_released == 1
         for to, from_, to_offsets, from_offsets, sizes in running.runs:
             found = read(self.runtime, to) if outcome is not Outcome.DONE else None
-            for at, origin, size in zip(to_offsets.tolist(), from_offsets.tolist(), sizes.tolist(), strict=True):
+            for at, origin, size in zip(
+                to_offsets.tolist(), from_offsets.tolist(), sizes.tolist(), strict=True
+            ):
                 # What has not been done in full is whatever it is: part of it may have been.
-                moved = self.model[from_.name][origin : origin + size] if found is None else found[at : at + size]
+                moved = (
+                    self.model[from_.name][origin : origin + size]
+                    if found is None
+                    else found[at : at + size]
+                )
                 self.model[to.name][at : at + size] = moved
 
     @invariant()
@@ -168,13 +217,21 @@ class CopyMachine(RuleBasedStateMachine):
 
     def check_refuses(self, device: int) -> None:
         memory, where = self.memories[device], np.zeros(1, np.int64)
-        self.engine.submit(self.ends.job(f"too late {device}", [CopyPlan(memory, self.arena.region, where, where, where + 8)]))
+        self.engine.submit(
+            self.ends.job(
+                f"too late {device}", [CopyPlan(memory, self.arena.region, where, where, where + 8)]
+            )
+        )
         self.ends.wait()
-        assert self.ends[f"too late {device}"] is Outcome.FAILED and f"device {device}" in self.ends.message(f"too late {device}")
+        assert self.ends[
+            f"too late {device}"
+        ] is Outcome.FAILED and f"device {device}" in self.ends.message(f"too late {device}")
 
 
 TestCopies = CopyMachine.TestCase
-TestCopies.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+TestCopies.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -27,7 +27,9 @@ def host_runs(draw: st.DrawFn, space: int = ARENA_BYTES) -> tuple[list[int], lis
     """Disjoint runs, in no order, many of them adjoining."""
     page = draw(st.sampled_from([1, 7, 512, 4096, 65536]))
     numbers = draw(st.lists(st.integers(0, min(space // page, 48) - 1), unique=True, max_size=40))
-    sizes = draw(st.lists(st.just(page) | st.integers(0, page), min_size=len(numbers), max_size=len(numbers)))
+    sizes = draw(
+        st.lists(st.just(page) | st.integers(0, page), min_size=len(numbers), max_size=len(numbers))
+    )
     return [number * page for number in numbers], sizes
 
 
@@ -52,7 +54,9 @@ def test_pieces_move_every_byte_once_within_bounds(
     piece_bytes: int,
     staging_bytes: int,
 ) -> None:
-    pinned_bytes = min(int(ARENA_BYTES * pinned_ratio) // registration_bytes * registration_bytes, ARENA_BYTES)
+    pinned_bytes = min(
+        int(ARENA_BYTES * pinned_ratio) // registration_bytes * registration_bytes, ARENA_BYTES
+    )
     if pinned_ratio == 1:
         pinned_bytes = ARENA_BYTES
     arena = Pinned(registration_bytes, pinned_bytes)
@@ -60,7 +64,10 @@ def test_pieces_move_every_byte_once_within_bounds(
     plans, wanted = [], []
     for number in range(num_plans):
         offsets, sizes = runs[0][number::num_plans], runs[1][number::num_plans]
-        on_host, on_device = Region(ARENA, ARENA_BYTES, "arena"), Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0)
+        on_host, on_device = (
+            Region(ARENA, ARENA_BYTES, "arena"),
+            Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0),
+        )
         # The device's side: packed, so that neighbours there are none in the arena.
         packed = np.cumsum([0, *sizes])[: len(sizes)].astype(np.int64)
         sides = (np.array(offsets, np.int64), packed)
@@ -68,7 +75,10 @@ def test_pieces_move_every_byte_once_within_bounds(
         to, from_ = sides[::-1] if direction is Direction.LOAD else sides
         plans.append(CopyPlan(dst, src, to, from_, np.array(sizes, np.int64)))
         for offset, at, size in zip(offsets, packed.tolist(), sizes, strict=True):
-            wanted += [(ARENA + offset + i, on_device.address + at + i) for i in (range(size) if size < 8 else (0, size // 2, size - 1))]
+            wanted += [
+                (ARENA + offset + i, on_device.address + at + i)
+                for i in (range(size) if size < 8 else (0, size // 2, size - 1))
+            ]
     found = list(pieces(plans, direction, arena, told, lambda page, run: method))
     assert sum(piece.total_bytes for piece in found) == sum(runs[1])
     room = told.slot_staging_bytes if method is Method.STAGED else piece_bytes
@@ -79,9 +89,16 @@ def test_pieces_move_every_byte_once_within_bounds(
         assert 0 < len(piece.host) <= MAX_PIECE_RUNS and (piece.num_bytes > 0).all()
         assert piece.total_bytes <= (room if is_pinned else piece_bytes)
         assert num_plans == 1 or (np.diff(piece.host) >= 0).all()
-        first, last = (piece.host - ARENA) // registration_bytes, (piece.host + piece.num_bytes - 1 - ARENA) // registration_bytes
+        first, last = (
+            (piece.host - ARENA) // registration_bytes,
+            (piece.host + piece.num_bytes - 1 - ARENA) // registration_bytes,
+        )
         assert (first == last).all() and (first == piece.registration).all()
-        assert (piece.dst is piece.device) == (direction is Direction.LOAD) != (piece.src is piece.device)
+        assert (
+            (piece.dst is piece.device)
+            == (direction is Direction.LOAD)
+            != (piece.src is piece.device)
+        )
         if piece.method is Method.STAGED:
             plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
             assert int((plan.starts + plan.num_bytes).max()) <= told.slot_staging_bytes
@@ -91,16 +108,26 @@ def test_pieces_move_every_byte_once_within_bounds(
     order = np.lexsort((device, host))
     host, device, sizes_found = host[order], device[order], sizes_found[order]
     for on_host, on_device in wanted:
-        holds = (host <= on_host) & (on_host < host + sizes_found) & (on_device - on_host == device - host)
+        holds = (
+            (host <= on_host)
+            & (on_host < host + sizes_found)
+            & (on_device - on_host == device - host)
+        )
         assert np.count_nonzero(holds) >= 1
 
 
-def staged_twin(host: list[int], sizes: list[int], registration: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+def staged_twin(
+    host: list[int], sizes: list[int], registration: list[int]
+) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Run by run: (offset of each run, copies (staging, host, bytes))."""
     offsets: list[int] = []
     copies: list[tuple[int, int, int]] = []
     for number, (address, size) in enumerate(zip(host, sizes, strict=True)):
-        if number and host[number - 1] + sizes[number - 1] == address and registration[number - 1] == registration[number]:
+        if (
+            number
+            and host[number - 1] + sizes[number - 1] == address
+            and registration[number - 1] == registration[number]
+        ):
             staging, start, length = copies[-1]
             offsets.append(staging + length)
             copies[-1] = (staging, start, length + size)
@@ -114,7 +141,9 @@ def staged_twin(host: list[int], sizes: list[int], registration: list[int]) -> t
 
 @settings(max_examples=120, deadline=None)
 @given(host_runs(), st.sampled_from([1 << 12, 1 << 16, 1 << 30]))
-def test_staging_is_as_planned_run_by_run(runs: tuple[list[int], list[int]], registration_bytes: int) -> None:
+def test_staging_is_as_planned_run_by_run(
+    runs: tuple[list[int], list[int]], registration_bytes: int
+) -> None:
     in_order = sorted(
         (offset, size)
         for offset, size in zip(*runs, strict=True)
@@ -125,7 +154,9 @@ def test_staging_is_as_planned_run_by_run(runs: tuple[list[int], list[int]], reg
     host, sizes = [offset for offset, _ in in_order], [size for _, size in in_order]
     registration = [offset // registration_bytes for offset in host]
     plan = plan_staged(np.array(host), np.array(sizes), np.array(registration))
-    copies = list(zip(plan.starts.tolist(), plan.hosts.tolist(), plan.num_bytes.tolist(), strict=True))
+    copies = list(
+        zip(plan.starts.tolist(), plan.hosts.tolist(), plan.num_bytes.tolist(), strict=True)
+    )
     assert (plan.offsets.tolist(), copies) == staged_twin(host, sizes, registration)
 
 
@@ -133,7 +164,9 @@ def test_layers_in_memories_of_their_own_are_one_run_in_the_arena_again() -> Non
     # 64 blocks, 8 layers of 4 KiB in a memory each; a slot is 32 KiB.
     blocks, layers, page = 64, 8, 4096
     arena = Region(ARENA, ARENA_BYTES * 4, "arena")
-    slots = np.random.default_rng(0).permutation(2 * blocks)[:blocks].astype(np.int64) * layers * page
+    slots = (
+        np.random.default_rng(0).permutation(2 * blocks)[:blocks].astype(np.int64) * layers * page
+    )
     plans = [
         CopyPlan(
             Region(DEVICE + layer * ARENA_BYTES, ARENA_BYTES, "layer", 0),
@@ -150,7 +183,13 @@ def test_layers_in_memories_of_their_own_are_one_run_in_the_arena_again() -> Non
         asked.append((page_bytes, slot_run_bytes))
         return Method.STAGED
 
-    (piece,) = pieces(plans, Direction.LOAD, Pinned(1 << 22, 1 << 22, num_bytes=1 << 22), CudaCopySettings(), choose)
+    (piece,) = pieces(
+        plans,
+        Direction.LOAD,
+        Pinned(1 << 22, 1 << 22, num_bytes=1 << 22),
+        CudaCopySettings(),
+        choose,
+    )
     assert asked[0][0] == page and asked[0][1] >= layers * page
     assert len(plan_staged(piece.host, piece.num_bytes, piece.registration).starts) <= blocks
 
@@ -162,7 +201,11 @@ def test_a_large_job_is_planned_window_by_window() -> None:
     plan = CopyPlan(memory, arena, where[::-1].copy(), where, np.full(count, 8, np.int64))
     asked: list[int] = []
     made = pieces(
-        [plan], Direction.LOAD, Pinned(1 << 20, 1 << 20), CudaCopySettings(), lambda page, run: asked.append(page) or Method.BATCH
+        [plan],
+        Direction.LOAD,
+        Pinned(1 << 20, 1 << 20),
+        CudaCopySettings(),
+        lambda page, run: asked.append(page) or Method.BATCH,
     )
     first = next(made)
     assert len(asked) == 1 and first.total_bytes <= MAX_PIECE_RUNS * 8

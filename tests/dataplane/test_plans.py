@@ -1,4 +1,5 @@
-"""Plans of whole blocks: small whatever they stand for, and every byte once in whatever shares they are taken."""
+"""Plans of whole blocks: small whatever they stand for, and every byte once in whatever shares they
+are taken."""
 
 import itertools
 import tracemalloc
@@ -15,22 +16,39 @@ from hotkv_server.dataplane.plan import PIECE_RUNS, BlockCopies, Region, block_c
 MIB = 1 << 20
 
 
-def plan_of(num_blocks: int, runs: int, run_bytes: int, *, to_engine: bool = True, gap_bytes: int = 1) -> BlockCopies:
-    """Neighbouring blocks of a page of so many runs, and slots without gaps. `gap_bytes`: between runs in the engine's memory."""
+def plan_of(
+    num_blocks: int, runs: int, run_bytes: int, *, to_engine: bool = True, gap_bytes: int = 1
+) -> BlockCopies:
+    """Neighbouring blocks of a page of so many runs, and slots without gaps. `gap_bytes`: between
+    runs in the engine's memory."""
     page_bytes, stride = runs * run_bytes, run_bytes + gap_bytes
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (page_bytes,))
     tensor = PageTensor(0, "kv", 0, runs * stride, run_bytes, 0, ((runs, stride),))
     layout = Layout(0, num_blocks, (MemoryHandle("kv", num_blocks * runs * stride),), (tensor,))
     layout.validate([group])
     blocks = np.arange(num_blocks, dtype=np.int64)
-    arena, engine = Region(0, num_blocks * page_bytes, "arena"), {"kv": Region(0, layout.num_bytes, "kv")}
-    (plan,) = block_copies(layout.recipes(0, group), blocks, blocks * page_bytes, arena, engine, to_engine=to_engine)
+    arena, engine = (
+        Region(0, num_blocks * page_bytes, "arena"),
+        {"kv": Region(0, layout.num_bytes, "kv")},
+    )
+    (plan,) = block_copies(
+        layout.recipes(0, group), blocks, blocks * page_bytes, arena, engine, to_engine=to_engine
+    )
     return plan
 
 
 @settings(max_examples=150)
-@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 64), st.integers(0, 1), st.integers(1, 700), st.booleans())
-def test_shares_cover_every_byte_once(num_blocks: int, runs: int, run_bytes: int, gap: int, piece_bytes: int, to_engine: bool) -> None:
+@given(
+    st.integers(0, 40),
+    st.integers(1, 9),
+    st.integers(1, 64),
+    st.integers(0, 1),
+    st.integers(1, 700),
+    st.booleans(),
+)
+def test_shares_cover_every_byte_once(
+    num_blocks: int, runs: int, run_bytes: int, gap: int, piece_bytes: int, to_engine: bool
+) -> None:
     if not num_blocks:
         return
     plan = plan_of(num_blocks, runs, run_bytes, to_engine=to_engine, gap_bytes=gap)
@@ -41,7 +59,12 @@ def test_shares_cover_every_byte_once(num_blocks: int, runs: int, run_bytes: int
     for at in range(count):
         share = plan.share(at, at + 1, count)
         assert share.total_bytes <= piece_bytes + runs * run_bytes
-        for to, from_, size in zip(share.dst_offsets.tolist(), share.src_offsets.tolist(), share.num_bytes.tolist(), strict=True):
+        for to, from_, size in zip(
+            share.dst_offsets.tolist(),
+            share.src_offsets.tolist(),
+            share.num_bytes.tolist(),
+            strict=True,
+        ):
             written[to : to + size] += 1
             source |= dict(zip(range(to, to + size), range(from_, from_ + size), strict=True))
     for block, run in itertools.product(range(num_blocks), range(runs)):
@@ -71,7 +94,9 @@ def test_neighbours_are_one_run_and_no_piece_is_longer_than_asked_for() -> None:
     plan = plan_of(1024, 1, 2 * MIB, gap_bytes=0)
     count = num_shares(plan, 16 * MIB)
     shares = [plan.share(at, at + 1, count) for at in range(count)]
-    assert count == 128 and {(share.num_runs, share.total_bytes) for share in shares} == {(1, 16 * MIB)}
+    assert count == 128 and {(share.num_runs, share.total_bytes) for share in shares} == {
+        (1, 16 * MIB)
+    }
 
 
 @pytest.mark.parametrize("outside", ["engine", "arena", "below"])

@@ -1,4 +1,5 @@
-"""Copies of runs against plain slices, streamed and not: odd sizes, every misalignment, and no byte beside them."""
+"""Copies of runs against plain slices, streamed and not: odd sizes, every misalignment, and no byte
+beside them."""
 
 import ctypes
 from typing import Any
@@ -20,9 +21,27 @@ GAP_BYTES = 130
 """More than two lines between runs, so that a line too many shows."""
 LINE_BYTES = 64
 FIRST_STREAMED_BYTES = 1024
-SIZES = [0, 1, 63, 64, 65, 1023, 1024, 1025, 1024 + 63, 1088, 2048 + 31, 2048 + 32, 4096, 4097, 70_001]
+SIZES = [
+    0,
+    1,
+    63,
+    64,
+    65,
+    1023,
+    1024,
+    1025,
+    1024 + 63,
+    1088,
+    2048 + 31,
+    2048 + 32,
+    4096,
+    4097,
+    70_001,
+]
 HOWS = [
-    pytest.param("streamed", marks=pytest.mark.skipif(not native.available(), reason="needs numba")),
+    pytest.param(
+        "streamed", marks=pytest.mark.skipif(not native.available(), reason="needs numba")
+    ),
     pytest.param("plain", marks=pytest.mark.skipif(not native.available(), reason="needs numba")),
     "twin",
 ]
@@ -40,13 +59,17 @@ class Memories:
     def copy(self, how: str, runs: list[tuple[int, int, int]], start: int, end: int) -> None:
         """Copies runs start..end of (destination, source, bytes)."""
         to, at, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-        regions = [Region(memory.ctypes.data, len(memory), "memory") for memory in (self.dst, self.src)]
+        regions = [
+            Region(memory.ctypes.data, len(memory), "memory") for memory in (self.dst, self.src)
+        ]
         plan = CopyPlan(*regions, to, at, sizes)
         if how == "twin":
             copy_twin(plan.share(start, end, plan.num_runs))
             return
         kernels: Any = native.load("hotkv.kernels")
-        kernels.copy_runs(plan.dst.address, plan.src.address, to, at, sizes, start, end, how == "streamed")
+        kernels.copy_runs(
+            plan.dst.address, plan.src.address, to, at, sizes, start, end, how == "streamed"
+        )
 
     def check(self, runs: list[tuple[int, int, int]]) -> None:
         """These runs have been copied, and nothing else was touched."""
@@ -77,7 +100,10 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
     pitch = size_bytes + GAP_BYTES
     shapes = [(head, tail) for head in range(LINE_BYTES) for tail in range(0, LINE_BYTES, 7)]
     pitch = -(-pitch // LINE_BYTES) * LINE_BYTES
-    runs = [(n * pitch + head, n * pitch + 1, FIRST_STREAMED_BYTES + tail) for n, (head, tail) in enumerate(shapes)]
+    runs = [
+        (n * pitch + head, n * pitch + 1, FIRST_STREAMED_BYTES + tail)
+        for n, (head, tail) in enumerate(shapes)
+    ]
     memories = Memories((len(shapes) + 1) * pitch)
     memories.copy(how, runs, 0, len(runs))
     memories.check(runs)
@@ -105,22 +131,38 @@ class Kernels:
     def __init__(self) -> None:
         self.streamed: list[bool] = []
 
-    def copy_runs(self, to: int, at: int, to_offsets: Any, at_offsets: Any, sizes: Any, start: int, end: int, streaming: bool) -> None:
+    def copy_runs(
+        self,
+        to: int,
+        at: int,
+        to_offsets: Any,
+        at_offsets: Any,
+        sizes: Any,
+        start: int,
+        end: int,
+        streaming: bool,
+    ) -> None:
         self.streamed.append(streaming)
         for n in range(start, end):
             ctypes.memmove(to + int(to_offsets[n]), at + int(at_offsets[n]), int(sizes[n]))
 
 
 @pytest.mark.parametrize(("less", "streamed"), [(1, False), (0, True)])
-def test_jobs_of_eight_mib_and_more_are_streamed(monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool) -> None:
+def test_jobs_of_eight_mib_and_more_are_streamed(
+    monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool
+) -> None:
     assert host.STREAMED_JOB_BYTES == 8 << 20
     kernels, ends = Kernels(), []
     monkeypatch.setattr(native, "load", lambda name: kernels)
     memories, size = Memories(9 << 20), (8 << 20) - less
-    regions = [Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)]
+    regions = [
+        Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)
+    ]
     # Two plans: what counts is the job, not a piece of it.
     halves = [(0, 0, size // 2), (size // 2, size // 2, size - size // 2)]
-    plans = [CopyPlan(*regions, *(np.array([number], np.int64) for number in half)) for half in halves]
+    plans = [
+        CopyPlan(*regions, *(np.array([number], np.int64) for number in half)) for half in halves
+    ]
     engine = HostCopyEngine(1)
     engine.submit(CopyJob(plans, lambda *outcome: ends.append(outcome), None))
     engine.close()
@@ -138,7 +180,9 @@ def test_a_large_job_has_every_byte() -> None:
         runs.append((to, at, size))
         to, at = to + size + int(rng.integers(0, 150)), at + size + int(rng.integers(0, 9))
     memories, ends = Memories(max(to, at)), []
-    regions = [Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)]
+    regions = [
+        Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)
+    ]
     plan = CopyPlan(*regions, *(np.array(column, np.int64) for column in zip(*runs, strict=True)))
     engine = HostCopyEngine(2)
     engine.submit(CopyJob([plan], lambda *outcome: ends.append(outcome), None))
@@ -149,19 +193,33 @@ def test_a_large_job_has_every_byte() -> None:
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[Recipe, list[int], list[int]]:
-    """A recipe whose runs may adjoin on either side or both, block ids, and places of slots: any sizes, any alignment, nothing overlaps."""
-    sizes = draw(st.lists(st.one_of(st.integers(0, 70), st.integers(900, 9000)), min_size=1, max_size=6))
+    """A recipe whose runs may adjoin on either side or both, block ids, and places of slots: any
+    sizes, any alignment, nothing overlaps."""
+    sizes = draw(
+        st.lists(st.one_of(st.integers(0, 70), st.integers(900, 9000)), min_size=1, max_size=6)
+    )
     gap = st.sampled_from([0, 0, 1, 63, GAP_BYTES])
-    engine_gaps, slot_gaps = (draw(st.lists(gap, min_size=len(sizes) + 1, max_size=len(sizes) + 1)) for _ in range(2))
+    engine_gaps, slot_gaps = (
+        draw(st.lists(gap, min_size=len(sizes) + 1, max_size=len(sizes) + 1)) for _ in range(2)
+    )
     num_blocks = draw(st.integers(0, 5))
-    ids, places = (draw(st.permutations(range(num_blocks + draw(st.integers(0, 1)))))[:num_blocks] for _ in range(2))
+    ids, places = (
+        draw(st.permutations(range(num_blocks + draw(st.integers(0, 1)))))[:num_blocks]
+        for _ in range(2)
+    )
     if draw(st.booleans()):
         ids, places = sorted(ids), sorted(places)
     spans = [sum(sizes) + sum(gaps) for gaps in (engine_gaps, slot_gaps)]
     ends = np.cumsum(sizes)
     bases, offsets = (ends - sizes + np.cumsum(gaps[:-1]) for gaps in (engine_gaps, slot_gaps))
     lengths = np.array(sizes, np.int64)
-    recipe = Recipe("kv", bases.astype(np.int64), np.full(len(sizes), spans[0], np.int64), offsets.astype(np.int64), lengths)
+    recipe = Recipe(
+        "kv",
+        bases.astype(np.int64),
+        np.full(len(sizes), spans[0], np.int64),
+        offsets.astype(np.int64),
+        lengths,
+    )
     return recipe, list(ids), [place * spans[1] for place in places]
 
 
@@ -170,18 +228,31 @@ def blocks(draw: st.DrawFn) -> tuple[Recipe, list[int], list[int]]:
 @given(blocks(), st.integers(1, 20_000), st.integers(0, 70))
 @settings(max_examples=60, deadline=None)
 def test_blocks_are_copied_as_their_recipe_says(
-    how: str, to_engine: bool, given: tuple[Recipe, list[int], list[int]], piece_bytes: int, misalignment: int
+    how: str,
+    to_engine: bool,
+    given: tuple[Recipe, list[int], list[int]],
+    piece_bytes: int,
+    misalignment: int,
 ) -> None:
     """In whatever pieces, and no byte beside them is touched."""
     recipe, ids, slots = given
-    end = misalignment + 8 * max(1, int((recipe.bases + recipe.slot_offsets + recipe.num_bytes).max()) + 8 * GAP_BYTES)
+    end = misalignment + 8 * max(
+        1, int((recipe.bases + recipe.slot_offsets + recipe.num_bytes).max()) + 8 * GAP_BYTES
+    )
     memories, ends = Memories(end), list[tuple[Outcome, str]]()
-    dst, src = (Region(memory[misalignment:].ctypes.data, end - misalignment, "memory") for memory in (memories.dst, memories.src))
+    dst, src = (
+        Region(memory[misalignment:].ctypes.data, end - misalignment, "memory")
+        for memory in (memories.dst, memories.src)
+    )
     engine_side, arena = (dst, src) if to_engine else (src, dst)
-    plan = BlockCopies(recipe, engine_side, arena, np.array(ids, np.int64), np.array(slots, np.int64), to_engine)
+    plan = BlockCopies(
+        recipe, engine_side, arena, np.array(ids, np.int64), np.array(slots, np.int64), to_engine
+    )
     expected = list[tuple[int, int, int]]()
     for block, slot in zip(ids, slots, strict=True):
-        for base, stride, place, size in zip(*(column.tolist() for column in columns(recipe)), strict=True):
+        for base, stride, place, size in zip(
+            *(column.tolist() for column in columns(recipe)), strict=True
+        ):
             at_engine, at_slot = misalignment + block * stride + base, misalignment + slot + place
             expected.append((at_engine, at_slot, size) if to_engine else (at_slot, at_engine, size))
     with pytest.MonkeyPatch.context() as patch:

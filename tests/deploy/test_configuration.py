@@ -1,4 +1,5 @@
-"""deploy/hotkv.toml against the settings: all of them, each with what it means, its unit and its default, and nothing else."""
+"""deploy/hotkv.toml against the settings: all of them, each with what it means, its unit and its
+default, and nothing else."""
 
 import re
 from collections.abc import Iterator
@@ -39,7 +40,9 @@ def uncommented() -> str:
     without_list = text.replace("tenants = []\n", "")
     lines = [re.sub(r"^#   ", "", line) for line in without_list.splitlines()]
     # A table comes after the settings of the one above it.
-    example = [line for line, old in zip(lines, without_list.splitlines(), strict=True) if line != old]
+    example = [
+        line for line, old in zip(lines, without_list.splitlines(), strict=True) if line != old
+    ]
     return "\n".join([line for line in lines if line not in example] + example) + "\n"
 
 
@@ -61,7 +64,14 @@ def shown() -> dict[str, tuple[str, str]]:
 
 
 def words(text: str) -> set[str]:
-    return {word[:5] for word in re.findall(r"[a-z]{3,}", text.lower())} - {"the", "and", "for", "are", "that", "its"}
+    return {word[:5] for word in re.findall(r"[a-z]{3,}", text.lower())} - {
+        "the",
+        "and",
+        "for",
+        "are",
+        "that",
+        "its",
+    }
 
 
 def test_every_setting_is_there_and_no_other() -> None:
@@ -88,7 +98,9 @@ def test_a_comment_says_what_it_is(name: str) -> None:
     described = words(ALL[name].description or "")
     assert described, f"{name} has no description"
     assert comment, f"{name} has no comment"
-    assert len(described & words(comment)) >= SAME_WORDS * len(described), f"{ALL[name].description!r} against {comment!r}"
+    assert len(described & words(comment)) >= SAME_WORDS * len(described), (
+        f"{ALL[name].description!r} against {comment!r}"
+    )
     if name.endswith("_s"):
         assert "second" in comment
     if ALL[name].annotation is ByteSize:
@@ -105,11 +117,24 @@ def test_all_that_is_shown_in_comments_can_be_set(tmp_path: Path) -> None:
     assert load_settings(config, [], "test").security.tenants[0].name == tenant["name"]
 
 
-def test_files_environment_and_flags_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_environment_and_flags_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "hotkv.toml"
-    config.write_text('[arena]\npin = "off"\nbytes = "32MiB"\n[copy]\ndepth = 9\nthreads = 2\ncuda = "off"\n')
-    for name, value in (("HOTKV_COPY__THREADS", "3"), ("HOTKV_COPY__METHOD", "batch"), ("HOTKV_ARENA__BYTES", "48MiB")):
+    config.write_text(
+        '[arena]\npin = "off"\nbytes = "32MiB"\n[copy]\ndepth = 9\nthreads = 2\ncuda = "off"\n'
+    )
+    for name, value in (
+        ("HOTKV_COPY__THREADS", "3"),
+        ("HOTKV_COPY__METHOD", "batch"),
+        ("HOTKV_ARENA__BYTES", "48MiB"),
+    ):
         monkeypatch.setenv(name, value)
     found = load_settings(config, ["--copy.method", "kernel"], "test")
-    assert (found.copy_.depth, found.copy_.threads, found.copy_.cuda, found.copy_.method) == (9, 3, "off", "kernel")
+    assert (found.copy_.depth, found.copy_.threads, found.copy_.cuda, found.copy_.method) == (
+        9,
+        3,
+        "off",
+        "kernel",
+    )
     assert (found.arena.pin, found.arena.bytes) == ("off", 48 << 20)

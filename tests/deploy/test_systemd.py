@@ -17,7 +17,9 @@ MAX_EXPOSURE = 1.5
 """Of 10, as `systemd-analyze security` counts it."""
 ANALYZE = shutil.which("systemd-analyze")
 
-needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed (Debian: apt install systemd)")
+needs_systemd = pytest.mark.skipif(
+    ANALYZE is None, reason="systemd-analyze is not installed (Debian: apt install systemd)"
+)
 
 
 def service() -> dict[str, list[str]]:
@@ -40,7 +42,11 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
     """With a program that exists on this machine."""
     unit = tmp_path / UNIT.name
-    unit.write_text(UNIT.read_text().replace("/opt/hotkv/bin/hotkv-server", "/bin/true").replace("file:/etc/hotkv/hotkv.toml", "man:true"))
+    unit.write_text(
+        UNIT.read_text()
+        .replace("/opt/hotkv/bin/hotkv-server", "/bin/true")
+        .replace("file:/etc/hotkv/hotkv.toml", "man:true")
+    )
     done = analyze("verify", str(unit))
     about_us = [line for line in (done.stdout + done.stderr).splitlines() if UNIT.name in line]
     assert (done.returncode, about_us) == (0, [])
@@ -64,10 +70,14 @@ def test_the_unit_has_no_setting_twice() -> None:
 
 def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
     settings, unit = load_settings(DEPLOY / "hotkv.toml", [], "test"), service()
-    assert unit["RuntimeDirectory"] == [settings.runtime_dir.name] and settings.runtime_dir.parent == Path("/run")
+    assert unit["RuntimeDirectory"] == [
+        settings.runtime_dir.name
+    ] and settings.runtime_dir.parent == Path("/run")
     assert unit["RuntimeDirectoryPreserve"] == ["yes"]
     assert any(settings.arena_dir.is_relative_to(path) for path in unit["ReadWritePaths"])
-    assert unit["RemoveIPC"] == ["no"], "systemd would remove what the user has in /dev/shm, directories too"
+    assert unit["RemoveIPC"] == ["no"], (
+        "systemd would remove what the user has in /dev/shm, directories too"
+    )
     assert "DynamicUser" not in unit, "it implies RemoveIPC"
     assert "PrivateUsers" not in unit, "user ids of engines would be lost"
     assert "MemoryDenyWriteExecute" not in unit, "kernels are compiled"
@@ -77,5 +87,9 @@ def test_times_fit_what_the_server_does() -> None:
     settings, unit = load_settings(DEPLOY / "hotkv.toml", [], "test"), service()
     assert int(unit["WatchdogSec"][0]) > 10 * CHECK_S
     seconds = {"1min": 60, "2min": 120}
-    assert seconds[unit["TimeoutStopSec"][0]] > settings.drain_timeout_s + STOP_S, "enough also where it could not ask for more"
-    assert unit["Restart"] == ["on-failure"] and BROKEN_STATUS not in map(int, unit["RestartPreventExitStatus"])
+    assert seconds[unit["TimeoutStopSec"][0]] > settings.drain_timeout_s + STOP_S, (
+        "enough also where it could not ask for more"
+    )
+    assert unit["Restart"] == ["on-failure"] and BROKEN_STATUS not in map(
+        int, unit["RestartPreventExitStatus"]
+    )

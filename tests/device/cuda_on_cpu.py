@@ -1,10 +1,12 @@
-"""Runs CUDA kernels on the CPU: `compile` a .cu source as C++ over `cuda_on_cpu.h`, which says what is as in CUDA, `launch` on arrays.
+"""Runs CUDA kernels on the CPU: `compile` a .cu source as C++ over `cuda_on_cpu.h`, which says what
+is as in CUDA, `launch` on arrays.
 
     module = cuda_on_cpu.compile(Path("server/hotkv_server/device/kernels/copy.cu"))
     module.launch("copy_runs", 4, 256, (table, np.int64(n)), seed=7)
 
-Kernels are those that the source declares with `__global__ void`; instances of templates are named to `compile`. Arguments: an array or an
-address for a pointer, a number for a number (its size is the parameter's, and numpy scalars must have it). One launch at a time a module.
+Kernels are those that the source declares with `__global__ void`; instances of templates are named
+to `compile`. Arguments: an array or an address for a pointer, a number for a number (its size is
+the parameter's, and numpy scalars must have it). One launch at a time a module.
 """
 
 import ctypes
@@ -23,18 +25,38 @@ import numpy as np
 import pytest
 
 COMPILER = shutil.which("g++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="kernels run on the CPU where g++ is installed")
+needs_compiler = pytest.mark.skipif(
+    COMPILER is None, reason="kernels run on the CPU where g++ is installed"
+)
 
 Argument = np.ndarray | np.generic | int | float
 Size = int | Sequence[int]
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique", "-U_FORTIFY_SOURCE"]
-FLAGS += ["-fno-strict-aliasing", "-ffp-contract=off", "-Wall", "-Wno-unused-function", "-Wno-sign-compare"]
+FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    "-U_FORTIFY_SOURCE",
+]
+FLAGS += [
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wno-unused-function",
+    "-Wno-sign-compare",
+]
 _BOUNDS = r"(?:__launch_bounds__\s*\([^)]*\)\s*)?"
-KERNEL = re.compile(rf'(template\s*<[^;{{]*?>\s*)?(?:extern\s+"C"\s+)?__global__\s+{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(')
+KERNEL = re.compile(
+    rf'(template\s*<[^;{{]*?>\s*)?(?:extern\s+"C"\s+)?__global__\s+{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\('
+)
 _ALIGNED = r"(?:(?:__align__|alignas)\s*\(\s*\w+\s*\)\s*)?"
-DYNAMIC_SHARED = re.compile(rf"extern\s+__shared__\s+{_ALIGNED}([\w:]+(?:\s+[\w:]+)*?)\s+(\w+)\s*\[\s*\]\s*;")
+DYNAMIC_SHARED = re.compile(
+    rf"extern\s+__shared__\s+{_ALIGNED}([\w:]+(?:\s+[\w:]+)*?)\s+(\w+)\s*\[\s*\]\s*;"
+)
 INTEGERS = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
 
 
@@ -48,23 +70,48 @@ class Module:
     names: tuple[str, ...]
     lock: threading.Lock
 
-    def launch(self, name: str, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0, seed: int = 0) -> None:
-        """Runs the kernel to its end. `seed` 0: threads and blocks by number; else in an order drawn from it. Raises LaunchError."""
+    def launch(
+        self,
+        name: str,
+        grid: Size,
+        block: Size,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Runs the kernel to its end. `seed` 0: threads and blocks by number; else in an order
+        drawn from it. Raises LaunchError."""
         if name not in self.names:
-            raise ValueError(f"no kernel {name!r}, only {', '.join(self.names)}; instances of templates are named to compile()")
+            raise ValueError(
+                f"no kernel {name!r}, only {', '.join(self.names)}; instances of templates are "
+                "named to compile()"
+            )
         grid3, block3 = _three(grid), _three(block)
         if min(grid3) < 1 or min(block3) < 1 or int(np.prod(block3)) > 1024:
-            raise ValueError(f"grid {grid3} and block {block3}: from 1, and at most 1024 threads a block")
+            raise ValueError(
+                f"grid {grid3} and block {block3}: from 1, and at most 1024 threads a block"
+            )
         if not 0 <= shared_bytes <= 227 << 10:
             raise ValueError(f"shared_bytes {shared_bytes}: a block has at most 227 KiB")
         index = self.names.index(name)
-        values = [_value(name, i, kind, arg) for i, (kind, arg) in enumerate(zip(self._kinds(index), args, strict=True))]
-        pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
+        values = [
+            _value(name, i, kind, arg)
+            for i, (kind, arg) in enumerate(zip(self._kinds(index), args, strict=True))
+        ]
+        pointers = (ctypes.c_void_p * max(1, len(values)))(
+            *(ctypes.addressof(value) for value in values)
+        )
         function = getattr(self.library, f"cuda_on_cpu_launch_{index}")
         function.restype = ctypes.c_char_p
         uint3 = ctypes.c_uint * 3
         with self.lock:
-            error = function(uint3(*grid3), uint3(*block3), pointers, ctypes.c_size_t(shared_bytes), ctypes.c_uint(seed & 0xFFFFFFFF))
+            error = function(
+                uint3(*grid3),
+                uint3(*block3),
+                pointers,
+                ctypes.c_size_t(shared_bytes),
+                ctypes.c_uint(seed & 0xFFFFFFFF),
+            )
         if error is not None:
             raise LaunchError(f"{name}: {error.decode()}")
 
@@ -74,15 +121,20 @@ class Module:
         return buffer.value.decode().split()
 
 
-def compile(source: Path | str, defines: Mapping[str, object] | None = None, names: Sequence[str] = ()) -> Module:
-    """`source`: a file (its folder is searched for includes) or the text itself. `names`: instances of templates, as `score<2, 64>`."""
+def compile(
+    source: Path | str, defines: Mapping[str, object] | None = None, names: Sequence[str] = ()
+) -> Module:
+    """`source`: a file (its folder is searched for includes) or the text itself. `names`: instances
+    of templates, as `score<2, 64>`."""
     folder = source.parent if isinstance(source, Path) else Path()
     text = source.read_text() if isinstance(source, Path) else source
     return _compile(text, folder, tuple(sorted((defines or {}).items())), tuple(names))
 
 
 @functools.cache
-def _compile(text: str, folder: Path, defines: tuple[tuple[str, object], ...], names: tuple[str, ...]) -> Module:
+def _compile(
+    text: str, folder: Path, defines: tuple[tuple[str, object], ...], names: tuple[str, ...]
+) -> Module:
     assert COMPILER is not None
     work = Path(_scratch().name)
     number = len(list(work.glob("*.so")))
@@ -90,7 +142,16 @@ def _compile(text: str, folder: Path, defines: tuple[tuple[str, object], ...], n
     macros = [f"-D{key}={value}" for key, value in defines]
     includes = [f"-I{_translated(folder)}"] if folder.parts else []
     all_names = (*(match[2] for match in KERNEL.finditer(text) if not match[1]), *names)
-    source.write_text("\n".join([f'#include "{HEADER}"', "#line 1", _on_cpu(text), *map(_entry, range(len(all_names)), all_names)]))
+    source.write_text(
+        "\n".join(
+            [
+                f'#include "{HEADER}"',
+                "#line 1",
+                _on_cpu(text),
+                *map(_entry, range(len(all_names)), all_names),
+            ]
+        )
+    )
     command = [COMPILER, *FLAGS, *macros, *includes, f"-I{work}", str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not library.exists():
@@ -107,7 +168,8 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _translated(folder: Path) -> Path:
-    """A copy of the folder's headers in which dynamic shared memory is spelled so that g++ takes it."""
+    """A copy of the folder's headers in which dynamic shared memory is spelled so that g++ takes
+    it."""
     target = Path(tempfile.mkdtemp(dir=_scratch().name))
     for pattern in ("*.cuh", "*.h", "*.cu"):
         for header in folder.glob(pattern):
@@ -116,17 +178,22 @@ def _translated(folder: Path) -> Path:
 
 
 def _on_cpu(text: str) -> str:
-    text = DYNAMIC_SHARED.sub(r"[[maybe_unused]] static \1* const \2 = (\1*)cuda_on_cpu::dynamic_shared;", text)
+    text = DYNAMIC_SHARED.sub(
+        r"[[maybe_unused]] static \1* const \2 = (\1*)cuda_on_cpu::dynamic_shared;", text
+    )
     return re.sub(r'extern\s+"C"\s+(?=__global__)', "", text)
 
 
 def _entry(index: int, name: str) -> str:
     exported = 'extern "C" __attribute__((visibility("default")))'
-    parameters = "const unsigned* grid, const unsigned* block, void** args, size_t shared, unsigned seed"
+    parameters = (
+        "const unsigned* grid, const unsigned* block, void** args, size_t shared, unsigned seed"
+    )
     return (
         f"{exported} const char* cuda_on_cpu_launch_{index}({parameters}) "
         f"{{ return cuda_on_cpu::launch(&{name}, grid, block, args, shared, seed); }}\n"
-        f"{exported} void cuda_on_cpu_describe_{index}(char* out) {{ cuda_on_cpu::describe(&{name}, out); }}"
+        f"{exported} void cuda_on_cpu_describe_{index}(char* out) {{ "
+        f"cuda_on_cpu::describe(&{name}, out); }}"
     )
 
 
@@ -136,7 +203,9 @@ def _three(size: Size) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _value(name: str, index: int, kind: str, arg: Argument) -> "ctypes._SimpleCData[Any] | ctypes.Array[ctypes.c_char]":
+def _value(
+    name: str, index: int, kind: str, arg: Argument
+) -> "ctypes._SimpleCData[Any] | ctypes.Array[ctypes.c_char]":
     letter, size = kind[0], int(kind[1:])
     if letter == "p":
         if isinstance(arg, np.ndarray):
@@ -144,11 +213,17 @@ def _value(name: str, index: int, kind: str, arg: Argument) -> "ctypes._SimpleCD
         if isinstance(arg, (int, np.integer)):
             return ctypes.c_uint64(int(arg))
     elif isinstance(arg, np.generic) and arg.dtype.itemsize != size:
-        raise TypeError(f"{name}: argument {index} has {arg.dtype.itemsize} bytes, the parameter {size}")
+        raise TypeError(
+            f"{name}: argument {index} has {arg.dtype.itemsize} bytes, the parameter {size}"
+        )
     elif letter == "i" and isinstance(arg, (int, np.integer, np.bool_)):
         return INTEGERS[size](int(arg))
     elif letter == "f" and isinstance(arg, (int, float, np.floating)):
         return (ctypes.c_float if size == 4 else ctypes.c_double)(float(arg))
     elif letter == "s" and isinstance(arg, np.generic):
         return ctypes.create_string_buffer(arg.tobytes(), size)
-    raise TypeError(f"{name}: argument {index} is {type(arg).__name__}, which the parameter of kind {kind!r} does not take")
+    raise TypeError(
+        f"{name}: argument {index} is {type(arg).__name__}, which the parameter of kind "
+        f"{kind!r} "
+        "does not take"
+    )

@@ -13,7 +13,8 @@ SOURCE = Path(__file__).with_name("fake_driver.cpp")
 
 
 class FakeDriver:
-    """`batch`: which cuMemcpyBatchAsync it has: 0 none, 1 that of CUDA 12.8, 2 that of CUDA 13. A library of its own each."""
+    """`batch`: which cuMemcpyBatchAsync it has: 0 none, 1 that of CUDA 12.8, 2 that of CUDA 13. A
+    library of its own each."""
 
     def __init__(self, folder: Path, batch: int = 2) -> None:
         self.path = str(folder / "libcuda.so.1")
@@ -37,7 +38,21 @@ class FakeDriver:
 
 def build(library: Path, *flags: str) -> None:
     assert COMPILER is not None
-    subprocess.run([COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", "-w", *flags, str(SOURCE), "-o", str(library)], check=True)
+    subprocess.run(
+        [
+            COMPILER,
+            "-std=c++17",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-w",
+            *flags,
+            str(SOURCE),
+            "-o",
+            str(library),
+        ],
+        check=True,
+    )
 
 
 @functools.cache
@@ -61,7 +76,8 @@ class CUDARuntimeError(RuntimeError):
 
 
 def fake_cupy() -> ModuleType:
-    """What the runtime uses of CuPy 13 and 14. `module.log` says what was asked; `module.errors` are raised by the next compilations."""
+    """What the runtime uses of CuPy 13 and 14. `module.log` says what was asked; `module.errors`
+    are raised by the next compilations."""
     log: list[tuple[object, ...]] = []
     errors: list[Exception] = []
     at = [0]
@@ -71,7 +87,9 @@ def fake_cupy() -> ModuleType:
         log.append(("setDevice", device))
 
     class RawModule:
-        def __init__(self, code: str | None = None, *, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
+        def __init__(
+            self, code: str | None = None, *, options: tuple[str, ...] = (), backend: str = "nvrtc"
+        ) -> None:
             assert code is not None and "copy_runs" in code
             log.append(("RawModule", at[0], options, backend))
 
@@ -84,7 +102,9 @@ def fake_cupy() -> ModuleType:
     module = ModuleType("cupy")
     runtime = SimpleNamespace(setDevice=set_device, CUDARuntimeError=CUDARuntimeError)
     vars(module).update(
-        cuda=SimpleNamespace(runtime=runtime, compiler=SimpleNamespace(CompileException=CompileException)),
+        cuda=SimpleNamespace(
+            runtime=runtime, compiler=SimpleNamespace(CompileException=CompileException)
+        ),
         RawModule=RawModule,
         log=log,
         errors=errors,

@@ -1,4 +1,5 @@
-"""The check compiles what is right, refuses what warns or needs headers, and reads what a kernel uses out of its machine code."""
+"""The check compiles what is right, refuses what warns or needs headers, and reads what a kernel
+uses out of its machine code."""
 
 from pathlib import Path
 
@@ -41,7 +42,9 @@ def test_instances_are_named_in_the_source(tmp_path: Path) -> None:
         assert len(compiled(tmp_path, text)) == 2
 
 
-@pytest.mark.parametrize("text", ["__global__ void k(int* o) { int unused; }", "__global__ void k(int* o) { o[0] = 1 }"])
+@pytest.mark.parametrize(
+    "text", ["__global__ void k(int* o) { int unused; }", "__global__ void k(int* o) { o[0] = 1 }"]
+)
 def test_warnings_and_errors_refuse(tmp_path: Path, text: str) -> None:
     with pytest.raises(check_kernels.CompileError, match=r"kernel\.cu\(1\)"):
         compiled(tmp_path, text)

@@ -1,4 +1,5 @@
-"""`copy_runs` moves what its table says and nothing else, whatever sizes, alignments, grid and shares."""
+"""`copy_runs` moves what its table says and nothing else, whatever sizes, alignments, grid and
+shares."""
 
 import itertools
 from pathlib import Path
@@ -19,8 +20,11 @@ BYTES = 1 << 16
 MOST_COPIES = 5
 
 
-def run(copies: list[tuple[int, int, int]], shares: int, blocks: int, threads: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(gap before dst, gap before src, bytes) of each copy, one after the other; what came, and what should have."""
+def run(
+    copies: list[tuple[int, int, int]], shares: int, blocks: int, threads: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(gap before dst, gap before src, bytes) of each copy, one after the other; what came, and
+    what should have."""
     memory = np.random.default_rng(seed).integers(0, 256, (2, BYTES), dtype=np.uint8)
     expected = memory[0].copy()
     table = np.zeros((3, max(1, len(copies))), np.int64)[:, : len(copies)].copy()
@@ -31,11 +35,15 @@ def run(copies: list[tuple[int, int, int]], shares: int, blocks: int, threads: i
         table[:, i] = memory[0].ctypes.data + dst, memory[1].ctypes.data + src, size
         dst, src = dst + size, src + size
     module = cuda_on_cpu.compile(SOURCE)
-    module.launch("copy_runs", blocks, threads, (table, np.int64(len(copies)), np.int64(shares)), seed=seed)
+    module.launch(
+        "copy_runs", blocks, threads, (table, np.int64(len(copies)), np.int64(shares)), seed=seed
+    )
     return memory[0], expected
 
 
-SIZES = st.one_of(st.integers(0, 70), st.integers(0, 9000), st.sampled_from([4096, 8192, 12000, 4095, 4097, 512]))
+SIZES = st.one_of(
+    st.integers(0, 70), st.integers(0, 9000), st.sampled_from([4096, 8192, 12000, 4095, 4097, 512])
+)
 GAPS = st.one_of(st.integers(0, 40), st.sampled_from([0, 4, 8, 16, 32]))
 
 
@@ -47,7 +55,9 @@ GAPS = st.one_of(st.integers(0, 40), st.sampled_from([0, 4, 8, 16, 32]))
     st.sampled_from([32, 64, 256]),
     st.integers(0, 9),
 )
-def test_equal_to_numpy(copies: list[tuple[int, int, int]], shares: int, blocks: int, threads: int, seed: int) -> None:
+def test_equal_to_numpy(
+    copies: list[tuple[int, int, int]], shares: int, blocks: int, threads: int, seed: int
+) -> None:
     came, expected = run(copies, shares, blocks, threads, seed)
     np.testing.assert_array_equal(came, expected)
 
@@ -60,7 +70,9 @@ def test_every_alignment(src_by: int) -> None:
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, 1 << 31), st.integers(1, 1024))
-def test_shares_keep_all_warps_at_work_with_no_share_too_small(num_copies: int, max_bytes: int, num_warps: int) -> None:
+def test_shares_keep_all_warps_at_work_with_no_share_too_small(
+    num_copies: int, max_bytes: int, num_warps: int
+) -> None:
     shares = copy_shares(num_copies, max_bytes, num_warps)
     assert 1 <= shares <= max(1, -(-max_bytes // 4096))
     assert shares * num_copies >= min(8 * num_warps, num_copies * -(-max_bytes // 4096))

@@ -1,4 +1,5 @@
-"""The real runtime over a driver that writes down what it is asked: which calls, in which context, with which arguments."""
+"""The real runtime over a driver that writes down what it is asked: which calls, in which context,
+with which arguments."""
 
 import os
 import shutil
@@ -40,7 +41,11 @@ class Machine:
 
     def calls(self) -> list[str]:
         """Without those that start a device."""
-        return [call for call in self.driver.calls() if not call.startswith(("cuDeviceGet ", "cuDevicePrimaryCtxRetain "))]
+        return [
+            call
+            for call in self.driver.calls()
+            if not call.startswith(("cuDeviceGet ", "cuDevicePrimaryCtxRetain "))
+        ]
 
 
 @pytest.fixture
@@ -51,15 +56,27 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 def test_devices(machine: Machine) -> None:
     runtime: DeviceRuntime = machine.runtime()
     first, second = runtime.devices()
-    assert (first.number, first.name, first.pci_bus_id, first.numa_node, first.total_bytes) == (0, "Fake 0", "0000:a8:00.0", 1, 80 << 30)
+    assert (first.number, first.name, first.pci_bus_id, first.numa_node, first.total_bytes) == (
+        0,
+        "Fake 0",
+        "0000:a8:00.0",
+        1,
+        80 << 30,
+    )
     assert first.uuid == bytes(0 if i == 3 else 40 + i for i in range(16))
-    assert (second.number, second.pci_bus_id, second.numa_node) == (1, "0000:a9:00.0", 3), "the driver knows the node where /sys does not"
+    assert (second.number, second.pci_bus_id, second.numa_node) == (1, "0000:a9:00.0", 3), (
+        "the driver knows the node where /sys does not"
+    )
 
 
 def test_devices_start_when_used_and_every_thread_is_given_the_device(machine: Machine) -> None:
     runtime = machine.runtime()
     assert machine.driver.calls() == []
-    streams = [runtime.new_stream(1, Priority.LOW), runtime.new_stream(0, Priority.HIGH), runtime.new_stream(1, Priority.HIGH)]
+    streams = [
+        runtime.new_stream(1, Priority.LOW),
+        runtime.new_stream(0, Priority.HIGH),
+        runtime.new_stream(1, Priority.HIGH),
+    ]
     assert machine.driver.calls() == [
         "cuDeviceGet 0 1",
         "cuDevicePrimaryCtxRetain 0 41",
@@ -71,7 +88,11 @@ def test_devices_start_when_used_and_every_thread_is_given_the_device(machine: M
     ]
     event = runtime.new_event(1)
     machine.driver.calls()
-    for work in (lambda: runtime.record(event, streams[0]), lambda: runtime.passed(event), lambda: runtime.synchronize(event)):
+    for work in (
+        lambda: runtime.record(event, streams[0]),
+        lambda: runtime.passed(event),
+        lambda: runtime.synchronize(event),
+    ):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -92,12 +113,17 @@ def test_order(machine: Machine) -> None:
         f"cuEventSynchronize 141 {event.handle}",
         f"cuEventDestroy_v2 141 {event.handle}",
     ]
-    assert stream.handle > 1 << 32 and event.handle > 1 << 32, "a handle that is cut to 32 bits would show"
+    assert stream.handle > 1 << 32 and event.handle > 1 << 32, (
+        "a handle that is cut to 32 bits would show"
+    )
     assert runtime.passed(event)
     machine.driver.fail("cuEventQuery", 600)
     assert not runtime.passed(event)
     machine.driver.fail("cuEventQuery", 700)
-    with pytest.raises(DeviceError, match=r"cuEventQuery on device 1: CUDA_ERROR_ILLEGAL_ADDRESS \(700\): an illegal memory") as raised:
+    with pytest.raises(
+        DeviceError,
+        match=r"cuEventQuery on device 1: CUDA_ERROR_ILLEGAL_ADDRESS \(700\): an illegal memory",
+    ) as raised:
         runtime.passed(event)
     assert raised.value.is_lost
 
@@ -140,7 +166,9 @@ def test_between_processes(machine: Machine) -> None:
         f"cuStreamWaitValue32_v2 140 99 {1 << 46} {0xFFFFFFFF} 0",
         f"cuStreamWriteValue32_v2 140 99 {1 << 46} 7 0",
     ]
-    with pytest.raises(DeviceError, match="memory: an interprocess handle has 64 bytes, this one 63"):
+    with pytest.raises(
+        DeviceError, match="memory: an interprocess handle has 64 bytes, this one 63"
+    ):
         runtime.open_memory(0, HANDLE[:-1])
 
 
@@ -159,7 +187,12 @@ def test_batches_of_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batc
         assert (dst[i, :size] == src[i, :size]).all() and not dst[i, size:].any()
     whole = f"3 1,0,0,0,0,1 0 1 {stream.handle}"
     single = [f"cuMemcpyAsync 141 {to[i]} {at[i]} {sizes[i]} {stream.handle}" for i in (0, 2, 3)]
-    assert machine.calls() == (single, [f"cuMemcpyBatchAsync 141 {whole}"], [f"cuMemcpyBatchAsync_v2 141 {whole}"])[batch]
+    assert (
+        machine.calls()
+        == (single, [f"cuMemcpyBatchAsync 141 {whole}"], [f"cuMemcpyBatchAsync_v2 141 {whole}"])[
+            batch
+        ]
+    )
     runtime.copy_batch(stream, to[:0], at[:0], sizes[:0])
     runtime.copy_batch(stream, to[1:2], at[1:2], sizes[1:2])
     runtime.copy(stream, int(to[1]), int(at[1]), 0)
@@ -169,7 +202,9 @@ def test_batches_of_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batc
     assert (dst[1, :11] == src[1, :11]).all()
     if batch == 1:
         machine.driver.fail("cuMemcpyBatchAsync", 1)
-        with pytest.raises(DeviceError, match=r"cuMemcpyBatchAsync on device 1 at copy 1 of 2: unknown \(1\)") as raised:
+        with pytest.raises(
+            DeviceError, match=r"cuMemcpyBatchAsync on device 1 at copy 1 of 2: unknown \(1\)"
+        ) as raised:
             runtime.copy_batch(stream, to[2:], at[2:], sizes[2:])
         assert not raised.value.is_lost
 
@@ -184,19 +219,41 @@ def test_the_copy_kernel_is_compiled_once_a_device(machine: Machine) -> None:
         runtime.copy_kernel(stream, 1 << 46, 100_000, 4096)
     runtime.copy_kernel(streams[0], 1 << 46, 10, 100 << 20)
     assert machine.cupy.log == [
-        step for n in (0, 1) for step in (("setDevice", n), ("RawModule", n, ("-std=c++17",), "nvrtc"), ("get_function", "copy_runs"))
+        step
+        for n in (0, 1)
+        for step in (
+            ("setDevice", n),
+            ("RawModule", n, ("-std=c++17",), "nvrtc"),
+            ("get_function", "copy_runs"),
+        )
     ]
     assert machine.calls() == [
-        f"cuLaunchKernel {CONTEXTS[n]} {0x50000000000 + n} 8,1,1 512,1,1 0 {streams[n].handle} {1 << 46},100000,1 1" for n in (0, 1, 0, 1)
-    ] + [f"cuLaunchKernel 140 {0x50000000000} 8,1,1 512,1,1 0 {streams[0].handle} {1 << 46},10,103 1"]
+        (
+            f"cuLaunchKernel {CONTEXTS[n]} {0x50000000000 + n} 8,1,1 512,1,1 0 {streams[n].handle} "
+            f"{1 << 46},100000,1 1"
+        )
+        for n in (0, 1, 0, 1)
+    ] + [
+        f"cuLaunchKernel 140 {0x50000000000} 8,1,1 512,1,1 0 {streams[0].handle} {1 << 46},10,103 1"
+    ]
 
 
-def test_a_kernel_that_does_not_compile_or_load(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_compile_or_load(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
     runtime = machine.runtime()
     stream = runtime.new_stream(0, Priority.LOW)
-    machine.cupy.errors[:] = [RuntimeError("no libnvrtc"), fake_cuda.CompileException("line 3"), fake_cuda.CUDARuntimeError(700)]
-    for text, is_lost in (("no libnvrtc; CuPy needs NVRTC: install", False), ("line 3", False), ("cudaErrorFake: 700", True)):
+    machine.cupy.errors[:] = [
+        RuntimeError("no libnvrtc"),
+        fake_cuda.CompileException("line 3"),
+        fake_cuda.CUDARuntimeError(700),
+    ]
+    for text, is_lost in (
+        ("no libnvrtc; CuPy needs NVRTC: install", False),
+        ("line 3", False),
+        ("cudaErrorFake: 700", True),
+    ):
         with pytest.raises(DeviceError, match=f"copy.cu .*device 0: {text}") as raised:
             runtime.copy_kernel(stream, 1 << 46, 1, 1)
         assert raised.value.is_lost == is_lost
@@ -209,14 +266,27 @@ def test_a_kernel_that_does_not_compile_or_load(machine: Machine, monkeypatch: p
 
 def test_only_errors_that_stay_mean_a_lost_device(machine: Machine) -> None:
     runtime = machine.runtime()
-    for status, is_lost in ((2, False), (1, False), (400, False), (712, False), (999, False), (214, True), (719, True), (709, True)):
+    for status, is_lost in (
+        (2, False),
+        (1, False),
+        (400, False),
+        (712, False),
+        (999, False),
+        (214, True),
+        (719, True),
+        (709, True),
+    ):
         machine.driver.fail("cuMemAlloc_v2", status)
-        with pytest.raises(DeviceError, match=rf"cuMemAlloc_v2 on device 0: .*\({status}\)") as raised:
+        with pytest.raises(
+            DeviceError, match=rf"cuMemAlloc_v2 on device 0: .*\({status}\)"
+        ) as raised:
             runtime.allocate(0, 1)
         assert raised.value.is_lost == is_lost
 
 
-def test_what_is_missing_is_named(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DeviceError, match=r"no NVIDIA driver: .*give the container its GPUs"):
         CupyRuntime(library=str(tmp_path / "none.so"))
     old = tmp_path / "old.so"
@@ -227,14 +297,18 @@ def test_what_is_missing_is_named(machine: Machine, tmp_path: Path, monkeypatch:
         .replace(b"cuStreamWriteValue32_v2", b"cuStreamWriteValue32_v0")
     )
     old.write_bytes(stripped)
-    with pytest.raises(DeviceError, match="the NVIDIA driver lacks cuIpcOpenEventHandle; install one of CUDA 12"):
+    with pytest.raises(
+        DeviceError, match="the NVIDIA driver lacks cuIpcOpenEventHandle; install one of CUDA 12"
+    ):
         CupyRuntime(library=str(old))
     machine.driver.set_devices(0)
     with pytest.raises(DeviceError, match="shows no device; CUDA_VISIBLE_DEVICES"):
         machine.runtime()
     machine.driver.set_devices(2)
     machine.driver.set_attribute(cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES, 0)
-    with pytest.raises(DeviceError, match=r"device 0 \(Fake 0\) sees registered memory at other addresses"):
+    with pytest.raises(
+        DeviceError, match=r"device 0 \(Fake 0\) sees registered memory at other addresses"
+    ):
         machine.runtime()
     machine.driver.set_attribute(cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES, 1)
     machine.driver.fail("cuInit", 100)
@@ -242,7 +316,9 @@ def test_what_is_missing_is_named(machine: Machine, tmp_path: Path, monkeypatch:
         machine.runtime()
     machine.driver.fail("cuInit", 0)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(DeviceError, match=r"CuPy does not load: .*install hotkv\[cuda12\] or hotkv\[cuda13\]"):
+    with pytest.raises(
+        DeviceError, match=r"CuPy does not load: .*install hotkv\[cuda12\] or hotkv\[cuda13\]"
+    ):
         machine.runtime()
 
 
@@ -255,14 +331,16 @@ def test_a_device_that_is_none(machine: Machine) -> None:
 
 
 def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
-    """Where CUDA's headers are installed, they judge both the fake's types and the driver module's numbers."""
+    """Where CUDA's headers are installed, they judge both the fake's types and the driver module's
+    numbers."""
     headers = sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))
     if not headers:
         pytest.skip("no cuda.h here")
     header = headers[-1]
     fake_cuda.build(tmp_path / "checked.so", f'-DCUDA_HEADER="{header}"')
+    attribute = "CU_DEVICE_ATTRIBUTE_"
     numbers = {
-        "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES,
+        f"{attribute}CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES,
         "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID": cu.ATTRIBUTE_HOST_NUMA_NODE,
         "CU_STREAM_NON_BLOCKING": cu.STREAM_NON_BLOCKING,
         "CU_EVENT_BLOCKING_SYNC": cu.EVENT_BLOCKING_SYNC,
@@ -281,9 +359,17 @@ def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
         "CU_IPC_HANDLE_SIZE": cu.HANDLE_BYTES,
         "sizeof(CUmemcpyAttributes)": 24,
     }
-    checks = "\n".join(f'static_assert((long long)({name}) == {number}, "{name}");' for name, number in numbers.items())
+    checks = "\n".join(
+        f'static_assert((long long)({name}) == {number}, "{name}");'
+        for name, number in numbers.items()
+    )
     source = tmp_path / "numbers.cpp"
     source.write_text(f'#include "{header}"\n{checks}\n')
     assert COMPILER is not None
-    done = subprocess.run([COMPILER, "-std=c++17", "-fsyntax-only", str(source)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [COMPILER, "-std=c++17", "-fsyntax-only", str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -27,16 +27,31 @@ def test_targets(figure: Figure, met: bool | None) -> None:
 
 
 def test_the_table_has_all_that_came_to_an_end(tmp_path: Path) -> None:
-    (tmp_path / "transfer.json").write_text(json.dumps({"figures": [{"name": "load", "measured": 0.5, "target": 0.7, "at_most": False}]}))
-    (tmp_path / "sparse.json").write_text(json.dumps(dict.fromkeys(SPARSE_TARGETS, 0.5) | {"copy_gb_s": 4000}))
+    (tmp_path / "transfer.json").write_text(
+        json.dumps(
+            {"figures": [{"name": "load", "measured": 0.5, "target": 0.7, "at_most": False}]}
+        )
+    )
+    (tmp_path / "sparse.json").write_text(
+        json.dumps(dict.fromkeys(SPARSE_TARGETS, 0.5) | {"copy_gb_s": 4000})
+    )
     (tmp_path / "methods.json").write_text("{broken")
     (tmp_path / "latency.json").write_text("")
     assert [figure.met for figure in read(tmp_path / "sparse.json")] == [True, False, False]
     command = [sys.executable, "-m", "bench.gpu.figures", str(tmp_path)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "methods: no figures" in said and "latency: no figures" in said and ">= 0.7" in said and "NO" in said
+    assert (
+        "methods: no figures" in said
+        and "latency: no figures" in said
+        and ">= 0.7" in said
+        and "NO" in said
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["transfer"][0]["met"] is False and len(summary["sparse"]) == 3 and summary["methods"] == []
+    assert (
+        summary["transfer"][0]["met"] is False
+        and len(summary["sparse"]) == 3
+        and summary["methods"] == []
+    )
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC", "LKBNHC", "LHBNC"])
@@ -53,8 +68,17 @@ def test_shapes_use_every_byte_once(layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
-    [(("--help",), 0, "--wheels DIR"), (("--wheels",), 2, "--wheels needs a folder"), (("--what",), 2, "unknown argument --what")],
+    [
+        (("--help",), 0, "--wheels DIR"),
+        (("--wheels",), 2, "--wheels needs a folder"),
+        (("--what",), 2, "unknown argument --what"),
+    ],
 )
 def test_the_command_line(arguments: tuple[str, ...], status: int, says: str) -> None:
-    done = subprocess.run(["bash", str(ROOT / "bench/gpu/check.sh"), *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", str(ROOT / "bench/gpu/check.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == status and says in done.stdout + done.stderr

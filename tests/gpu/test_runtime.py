@@ -1,4 +1,5 @@
-"""The runtime on a real GPU keeps what its protocol promises. Needs numpy, CuPy and pytest, nothing else."""
+"""The runtime on a real GPU keeps what its protocol promises. Needs numpy, CuPy and pytest, nothing
+else."""
 
 import mmap
 import subprocess
@@ -72,16 +73,37 @@ def finish(runtime: CupyRuntime, stream: Stream) -> None:
 Copies = Callable[[CupyRuntime, Stream, Pinned, np.ndarray, np.ndarray, np.ndarray], None]
 
 
-def by_one(runtime: CupyRuntime, stream: Stream, table: Pinned, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray) -> None:
+def by_one(
+    runtime: CupyRuntime,
+    stream: Stream,
+    table: Pinned,
+    dst: np.ndarray,
+    src: np.ndarray,
+    sizes: np.ndarray,
+) -> None:
     for to, at, size in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
         runtime.copy(stream, to, at, size)
 
 
-def by_batch(runtime: CupyRuntime, stream: Stream, table: Pinned, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray) -> None:
+def by_batch(
+    runtime: CupyRuntime,
+    stream: Stream,
+    table: Pinned,
+    dst: np.ndarray,
+    src: np.ndarray,
+    sizes: np.ndarray,
+) -> None:
     runtime.copy_batch(stream, dst, src, sizes)
 
 
-def by_kernel(runtime: CupyRuntime, stream: Stream, table: Pinned, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray) -> None:
+def by_kernel(
+    runtime: CupyRuntime,
+    stream: Stream,
+    table: Pinned,
+    dst: np.ndarray,
+    src: np.ndarray,
+    sizes: np.ndarray,
+) -> None:
     rows = np.stack([dst, src, sizes])
     table.bytes[: rows.nbytes] = rows.view(np.uint8).ravel()
     runtime.copy_kernel(stream, table.address, len(dst), int(sizes.max(initial=0)))
@@ -99,7 +121,13 @@ SHAPES = {
 @pytest.mark.parametrize("copies", [by_one, by_batch, by_kernel])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_copies_there_and_back(
-    runtime: CupyRuntime, stream: Stream, host: Pinned, table: Pinned, memory: int, copies: Copies, shape: str
+    runtime: CupyRuntime,
+    stream: Stream,
+    host: Pinned,
+    table: Pinned,
+    memory: int,
+    copies: Copies,
+    shape: str,
 ) -> None:
     sizes, align = SHAPES[shape]
     random = np.random.default_rng(len(shape))
@@ -109,7 +137,11 @@ def test_copies_there_and_back(
     source[:] = random.integers(0, 256, POOL_BYTES, dtype=np.uint8)
     back[:] = 0xA5
     order = random.permutation(len(sizes))
-    at, middle, to = host.address + places[0], memory + places[1], host.address + POOL_BYTES + places[2]
+    at, middle, to = (
+        host.address + places[0],
+        memory + places[1],
+        host.address + POOL_BYTES + places[2],
+    )
     copies(runtime, stream, table, middle[order], at[order], sizes[order])
     finish(runtime, stream)
     copies(runtime, stream, table, to, middle, sizes)
@@ -121,14 +153,25 @@ def test_copies_there_and_back(
 
 
 @pytest.mark.parametrize("copies", [by_one, by_batch, by_kernel])
-def test_copies_on_the_device(runtime: CupyRuntime, stream: Stream, host: Pinned, table: Pinned, memory: int, copies: Copies) -> None:
+def test_copies_on_the_device(
+    runtime: CupyRuntime, stream: Stream, host: Pinned, table: Pinned, memory: int, copies: Copies
+) -> None:
     host.bytes[:MIB] = np.random.default_rng(1).integers(0, 256, MIB, dtype=np.uint8)
     runtime.copy(stream, memory, host.address, MIB)
     steps = np.arange(0, MIB, 8192)
-    copies(runtime, stream, table, memory + 2 * MIB + steps[::-1].copy(), memory + steps, np.full(len(steps), 8192))
+    copies(
+        runtime,
+        stream,
+        table,
+        memory + 2 * MIB + steps[::-1].copy(),
+        memory + steps,
+        np.full(len(steps), 8192),
+    )
     runtime.copy(stream, host.address + MIB, memory + 2 * MIB, MIB)
     finish(runtime, stream)
-    np.testing.assert_array_equal(host.bytes[MIB : 2 * MIB].reshape(-1, 8192), host.bytes[:MIB].reshape(-1, 8192)[::-1])
+    np.testing.assert_array_equal(
+        host.bytes[MIB : 2 * MIB].reshape(-1, 8192), host.bytes[:MIB].reshape(-1, 8192)[::-1]
+    )
 
 
 def test_no_copies_are_no_error(runtime: CupyRuntime, stream: Stream, table: Pinned) -> None:
@@ -138,8 +181,11 @@ def test_no_copies_are_no_error(runtime: CupyRuntime, stream: Stream, table: Pin
     finish(runtime, stream)
 
 
-def test_a_stream_waits_for_a_word_and_others_for_its_event(runtime: CupyRuntime, host: Pinned, memory: int) -> None:
-    """Also: a waiting thread leaves the GIL to the one that writes the word, or this test would never end."""
+def test_a_stream_waits_for_a_word_and_others_for_its_event(
+    runtime: CupyRuntime, host: Pinned, memory: int
+) -> None:
+    """Also: a waiting thread leaves the GIL to the one that writes the word, or this test would
+    never end."""
     first, second = runtime.new_stream(0, Priority.LOW), runtime.new_stream(0, Priority.HIGH)
     middle, end = runtime.new_event(0), runtime.new_event(0)
     assert runtime.passed(end), "an event that was never recorded"
@@ -165,7 +211,9 @@ def test_a_stream_waits_for_a_word_and_others_for_its_event(runtime: CupyRuntime
     assert ended.is_set() and (host.bytes[8192:12288] == 7).all()
 
 
-def test_a_stream_writes_a_word_after_its_copies(runtime: CupyRuntime, stream: Stream, host: Pinned, memory: int) -> None:
+def test_a_stream_writes_a_word_after_its_copies(
+    runtime: CupyRuntime, stream: Stream, host: Pinned, memory: int
+) -> None:
     word = memory + MIB
     host.bytes[:8] = 0
     runtime.write_value(stream, word, 0xFFFFFFFF)
@@ -176,7 +224,9 @@ def test_a_stream_writes_a_word_after_its_copies(runtime: CupyRuntime, stream: S
     assert host.bytes[:8].view(np.uint32).tolist() == [0xFFFFFFFF, 9]
 
 
-def test_memory_is_aligned_and_registered_once(runtime: CupyRuntime, stream: Stream, memory: int) -> None:
+def test_memory_is_aligned_and_registered_once(
+    runtime: CupyRuntime, stream: Stream, memory: int
+) -> None:
     small = [runtime.allocate(0, 5) for _ in range(3)]
     pinned = runtime.allocate_pinned(5000)
     assert all(address % 256 == 0 for address in small) and pinned % 4096 == 0
@@ -202,7 +252,10 @@ def test_devices_describe_themselves(runtime: CupyRuntime) -> None:
 
     for device in runtime.devices():
         properties = cupy.cuda.runtime.getDeviceProperties(device.number)
-        assert device.name == properties["name"].decode() and device.total_bytes == properties["totalGlobalMem"]
+        assert (
+            device.name == properties["name"].decode()
+            and device.total_bytes == properties["totalGlobalMem"]
+        )
         assert len(device.uuid) == 16 and device.uuid.startswith(properties["uuid"].split(b"\0")[0])
         assert device.pci_bus_id == cupy.cuda.runtime.deviceGetPCIBusId(device.number).lower()
 
@@ -239,9 +292,13 @@ class Engine:
 
     def __init__(self, num_bytes: int) -> None:
         arguments = [sys.executable, "-c", ENGINE, str(num_bytes)]
-        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
-        self.memory, self.event = (bytes.fromhex(word) for word in self.process.stdout.readline().split())
+        self.memory, self.event = (
+            bytes.fromhex(word) for word in self.process.stdout.readline().split()
+        )
 
     def ask(self, order: str) -> str:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -261,7 +318,9 @@ def engine(runtime: CupyRuntime) -> Iterator[Engine]:
     engine.kill()
 
 
-def test_another_processes_memory_and_event(runtime: CupyRuntime, stream: Stream, host: Pinned, engine: Engine) -> None:
+def test_another_processes_memory_and_event(
+    runtime: CupyRuntime, stream: Stream, host: Pinned, engine: Engine
+) -> None:
     address = runtime.open_memory(0, engine.memory)
     assert runtime.open_memory(0, engine.memory) == address, "opened twice, one address"
     runtime.close_memory(0, address)

@@ -1,4 +1,5 @@
-"""What the server takes for granted of CUDA, and NVIDIA's documentation leaves open, asked of a real GPU (docs/cuda.md).
+"""What the server takes for granted of CUDA, and NVIDIA's documentation leaves open, asked of a
+real GPU (docs/cuda.md).
 
 Engines and servers that die are processes of their own.
 """
@@ -30,7 +31,8 @@ size = int(sys.argv[1])
 r.setDevice(0)
 at, stream = r.malloc(size), cupy.cuda.Stream(non_blocking=True)
 event = r.eventCreateWithFlags(r.eventInterprocess | r.eventDisableTiming)
-spin = cupy.RawKernel('extern "C" __global__ void spin(unsigned long long ns) { unsigned long long a, b;'
+spin = cupy.RawKernel('extern "C" __global__ void spin(unsigned long long ns) {'
+    ' unsigned long long a, b;'
     ' asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a));'
     ' do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(b)); while (b - a < ns); }', "spin")
 r.memsetAsync(at, 7, size, stream.ptr)
@@ -58,11 +60,13 @@ import numpy as np
 from hotkv_server.device.cupy_runtime import CupyRuntime
 from hotkv_server.device.runtime import Priority
 runtime, size = CupyRuntime(), int(sys.argv[2])
-at, stream = runtime.open_memory(0, bytes.fromhex(sys.argv[1])), runtime.new_stream(0, Priority.HIGH)
+at = runtime.open_memory(0, bytes.fromhex(sys.argv[1]))
+stream = runtime.new_stream(0, Priority.HIGH)
 host = np.frombuffer(mmap.mmap(-1, 2 * size), np.uint8)
 host[size:] = 255
 runtime.register(host.ctypes.data, 2 * size)
-# Four pieces of 32 MiB are with the device at a time; so many here that some are when this process is killed.
+# Four pieces of 32 MiB are with the device at a time; so many here that some are when this process
+# is killed.
 events = [runtime.new_event(0) for _ in range(4)]
 number = 0
 while True:
@@ -116,9 +120,13 @@ class Engine:
 
     def __init__(self, num_bytes: int = SIZE) -> None:
         arguments = [sys.executable, "-c", ENGINE, str(num_bytes)]
-        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
-        self.memory, self.event = (bytes.fromhex(word) for word in self.process.stdout.readline().split())
+        self.memory, self.event = (
+            bytes.fromhex(word) for word in self.process.stdout.readline().split()
+        )
 
     def ask(self, order: str) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -140,7 +148,11 @@ def engine(runtime: CupyRuntime) -> Iterator[Engine]:
 
 def works(runtime: CupyRuntime, stream: Stream) -> bool:
     """Whether the device can still be had."""
-    event, pinned, memory = runtime.new_event(0), runtime.allocate_pinned(4096), runtime.allocate(0, 4096)
+    event, pinned, memory = (
+        runtime.new_event(0),
+        runtime.allocate_pinned(4096),
+        runtime.allocate(0, 4096),
+    )
     runtime.copy(stream, memory, pinned, 4096)
     runtime.record(event, stream)
     runtime.synchronize(event)
@@ -163,12 +175,19 @@ def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> N
 
 def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
     """Whoever may connect sends them. In a process of its own, which may not survive it."""
-    done = subprocess.run([sys.executable, "-c", HOSTILE, engine.memory.hex()], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE, engine.memory.hex()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
 
 
 @pytest.mark.parametrize("end", ["killed", "destroyed"])
-def test_the_event_of_an_engine_that_is_gone_does_not_pass(runtime: CupyRuntime, stream: Stream, engine: Engine, end: str) -> None:
+def test_the_event_of_an_engine_that_is_gone_does_not_pass(
+    runtime: CupyRuntime, stream: Stream, engine: Engine, end: str
+) -> None:
     """A store behind it would take what the engine's kernels have not written, and commit it."""
     event = runtime.open_event(0, engine.event)
     engine.ask("spin 20000")
@@ -188,22 +207,32 @@ def test_the_event_of_an_engine_that_is_gone_does_not_pass(runtime: CupyRuntime,
     assert works(runtime, stream)
 
 
-def test_words_are_read_while_the_engines_kernels_fill_the_device(runtime: CupyRuntime, stream: Stream, engine: Engine) -> None:
-    address, event, theirs = runtime.open_memory(0, engine.memory), runtime.new_event(0), runtime.open_event(0, engine.event)
+def test_words_are_read_while_the_engines_kernels_fill_the_device(
+    runtime: CupyRuntime, stream: Stream, engine: Engine
+) -> None:
+    address, event, theirs = (
+        runtime.open_memory(0, engine.memory),
+        runtime.new_event(0),
+        runtime.open_event(0, engine.event),
+    )
     landing = runtime.allocate_pinned(4096)
     engine.ask("spin 5000")
     for _ in range(100):
         runtime.copy(stream, landing, address, 4096)
         runtime.record(event, stream)
         runtime.synchronize(event)
-    assert not runtime.passed(theirs), "a word that is read only when the kernels have ended says nothing in time"
+    assert not runtime.passed(theirs), (
+        "a word that is read only when the kernels have ended says nothing in time"
+    )
     engine.kill()
     runtime.close_event(theirs)
     runtime.close_memory(0, address)
     runtime.free_pinned(landing)
 
 
-def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(runtime: CupyRuntime, stream: Stream, engine: Engine) -> None:
+def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
+    runtime: CupyRuntime, stream: Stream, engine: Engine
+) -> None:
     """NVIDIA calls it undefined. Bytes may be any; the device must stay."""
     address, event = runtime.open_memory(0, engine.memory), runtime.new_event(0)
     host = runtime.allocate_pinned(SIZE)
@@ -220,7 +249,8 @@ def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(runtime: C
 
 
 def test_a_dead_servers_copies_end_within_the_grace(runtime: CupyRuntime, stream: Stream) -> None:
-    """The client gives a failed load's blocks back to its engine that long after the link has closed."""
+    """The client gives a failed load's blocks back to its engine that long after the link has
+    closed."""
     import cupy
 
     size = 32 * MIB

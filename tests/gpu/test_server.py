@@ -1,6 +1,8 @@
-"""Engines on a real GPU through the real server: bytes there and back, order, and what is left when either is killed.
+"""Engines on a real GPU through the real server: bytes there and back, order, and what is left when
+either is killed.
 
-Needs torch, grpcio and what the server needs; no vLLM, numba, hypothesis. HOTKV_MADE_UP_GPU=1 runs it over a made-up device.
+Needs torch, grpcio and what the server needs; no vLLM, numba, hypothesis. HOTKV_MADE_UP_GPU=1 runs
+it over a made-up device.
 """
 
 import os
@@ -16,7 +18,18 @@ pytest.importorskip("torch")
 pytest.importorskip("grpc")
 import torch
 
-from bench.gpu.engine import GIB, MIB, Cuda, Engine, GpuServer, MadeUp, Side, done, new_hashes, until
+from bench.gpu.engine import (
+    GIB,
+    MIB,
+    Cuda,
+    Engine,
+    GpuServer,
+    MadeUp,
+    Side,
+    done,
+    new_hashes,
+    until,
+)
 from bench.gpu.shape import Shape
 from demo.processes import ROOT, runtime_folder
 from hotkv.errors import SessionLostError
@@ -48,7 +61,10 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module", params=["kernel", "staged", "batch", "memcpy"])
 def server(request: pytest.FixtureRequest, side: Side) -> Iterator[GpuServer]:
-    with runtime_folder(2 * ARENA_BYTES) as made, GpuServer(side, made, ARENA_BYTES, "--copy.method", request.param) as running:
+    with (
+        runtime_folder(2 * ARENA_BYTES) as made,
+        GpuServer(side, made, ARENA_BYTES, "--copy.method", request.param) as running,
+    ):
         running.wait_settled(calibrated=False)
         yield running
 
@@ -71,24 +87,30 @@ def there_and_back(engine: Engine, seed: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_layouts_there_and_back(side: Side, server: GpuServer, layout: str) -> None:
-    """Page sizes are odd on purpose; what is not a multiple of 16 can't be copied 16 bytes at a time."""
+    """Page sizes are odd on purpose; what is not a multiple of 16 can't be copied 16 bytes at a
+    time."""
     random = np.random.default_rng(LAYOUTS.index(layout))
     for turn in range(3):
         page_bytes = 8 * int(random.integers(1, 3000)) if turn else 65536
         shape = Shape(page_bytes, int(random.integers(1, 9)), int(random.integers(9, 90)), layout)
-        engine = Engine(side, server.target, shape, order=("auto", "events", "flags")[turn]).connected()
+        engine = Engine(
+            side, server.target, shape, order=("auto", "events", "flags")[turn]
+        ).connected()
         there_and_back(engine, turn)
         engine.close()
 
 
-def test_the_method_that_was_asked_for_has_copied(server: GpuServer, request: pytest.FixtureRequest) -> None:
+def test_the_method_that_was_asked_for_has_copied(
+    server: GpuServer, request: pytest.FixtureRequest
+) -> None:
     methods = {copies["method"] for copies in server.devices()["copies"] if copies["byte_count"]}
     assert "pageable" not in methods and request.node.callspec.params["server"] in methods
 
 
 @pytest.mark.parametrize("order", ["events", "flags"])
 def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, order: str) -> None:
-    """A store takes what kernels before its mark write, however long they take; a load overwrites what they still read."""
+    """A store takes what kernels before its mark write, however long they take; a load overwrites
+    what they still read."""
     engine = Engine(side, server.target, Shape(65536, 4, 40, "LBHNC"), order=order).connected()
     assert engine.session.order_kind.name.lower() == order, engine.session.order_message
     ids, names = np.arange(10, dtype=np.int32), new_hashes(10)
@@ -137,11 +159,14 @@ def test_a_killed_engine_leaves_nothing_on_the_device(side: Side, folder: Path) 
 
 
 def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
-    """Its transfers end; blocks that none of them writes stay; the next server goes on with the cache."""
+    """Its transfers end; blocks that none of them writes stay; the next server goes on with the
+    cache."""
     engine: Engine | None = None
     with GpuServer(side, folder, ARENA_BYTES) as server:
         server.wait_settled(calibrated=not side.is_made_up)
-        engine = Engine(side, server.target, Shape(65536, 16, 96, "LBHNC"), order="auto").connected()
+        engine = Engine(
+            side, server.target, Shape(65536, 16, 96, "LBHNC"), order="auto"
+        ).connected()
         engine.fill()
         ids, names = np.arange(32, dtype=np.int32), new_hashes(32)
         content = engine.content(np.arange(64, dtype=np.int32))
@@ -150,11 +175,17 @@ def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
         flying = []
         for _ in range(20):
             mark = engine.marks.make(engine.session.order_kind)
-            flying += [engine.load(lease, ids + 64, mark.after), engine.store(new_hashes(32), ids, mark.after)]
+            flying += [
+                engine.load(lease, ids + 64, mark.after),
+                engine.store(new_hashes(32), ids, mark.after),
+            ]
         server.kill()
         for transfer in flying:
             # Some had ended before; of the others the client says that the link is lost.
-            assert transfer.exception(30) is not None or transfer.result().status is TransferStatus.DONE
+            assert (
+                transfer.exception(30) is not None
+                or transfer.result().status is TransferStatus.DONE
+            )
         assert isinstance(flying[-1].exception(), SessionLostError)
         assert engine.content(np.arange(64, dtype=np.int32)) == content
     with GpuServer(side, folder, ARENA_BYTES) as again:

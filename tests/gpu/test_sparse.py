@@ -1,4 +1,5 @@
-"""Sparse decode's kernels on a real GPU, against the numpy twins. Needs numpy, CuPy and pytest, nothing else.
+"""Sparse decode's kernels on a real GPU, against the numpy twins. Needs numpy, CuPy and pytest,
+nothing else.
 
 The same checks, with many more cases, run on the CPU in tests/sparse/test_cuda_*.py.
 """
@@ -13,10 +14,25 @@ import pytest
 
 from hotkv.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS, READ_ONLY_REGISTER, SAME_ADDRESS, Access, MappedArena
+from hotkv_sparse.cuda.arena import (
+    PAGEABLE_ACCESS,
+    READ_ONLY_REGISTER,
+    SAME_ADDRESS,
+    Access,
+    MappedArena,
+)
 from hotkv_sparse.cuda.device import CupyDevice
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
-from hotkv_sparse.cuda.selector import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaSelector, Fragment, Queries, StepShape, Workspace
+from hotkv_sparse.cuda.selector import (
+    ATTENDED,
+    LOADED,
+    SEQUENCE_TOKENS,
+    CudaSelector,
+    Fragment,
+    Queries,
+    StepShape,
+    Workspace,
+)
 from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.representations import build, unpack_tokens
 from hotkv_sparse.scores import prepare, score
@@ -56,7 +72,11 @@ def pinned(cupy: Any) -> Iterator[np.ndarray]:
 
 
 def random_keys(seed: int, num_blocks: int, block_tokens: int, head_size: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((num_blocks, block_tokens, HEADS, head_size)).astype(np.float32)
+    return (
+        np.random.default_rng(seed)
+        .standard_normal((num_blocks, block_tokens, HEADS, head_size))
+        .astype(np.float32)
+    )
 
 
 def packed_rows(device: CupyDevice, index: Index) -> np.ndarray:
@@ -68,13 +88,17 @@ def packed_rows(device: CupyDevice, index: Index) -> np.ndarray:
 @pytest.mark.parametrize("head_size", [40, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_builds_what_the_twin_builds(device: CupyDevice, name: str, head_size: int, dtype: str) -> None:
+def test_builds_what_the_twin_builds(
+    device: CupyDevice, name: str, head_size: int, dtype: str
+) -> None:
     keys = random_keys(head_size, 9, 20, head_size).astype(dtype)
     counts = np.array([20, 20, 0, 7, 16, 20, 17, 1, 20], np.int32)
     index = Index(device, IndexShape(name, HEADS, head_size, 20), 9)
     pages = Pages(upload(device, keys), dtype, 20 * HEADS * head_size, HEADS * head_size, head_size)
     order = np.arange(9, dtype=np.int32)
-    index.build(pages, upload(device, order), upload(device, order[::-1].copy()), 9, upload(device, counts))
+    index.build(
+        pages, upload(device, order), upload(device, order[::-1].copy()), 9, upload(device, counts)
+    )
     want = unpack_tokens(name, build(name, keys.astype(np.float32), None, counts), head_size)
     have = unpack_tokens(name, packed_rows(device, index)[::-1], head_size)
     same = want.levels[..., :head_size] == have.levels[..., :head_size]
@@ -83,14 +107,23 @@ def test_builds_what_the_twin_builds(device: CupyDevice, name: str, head_size: i
     np.testing.assert_allclose(have.sigma[whole], want.sigma[whole], rtol=2**-9)
 
 
-@pytest.mark.parametrize(("head_size", "group", "block_tokens"), [(128, 4, 16), (128, 9, 32), (64, 7, 48), (80, 1, 16), (256, 8, 16)])
+@pytest.mark.parametrize(
+    ("head_size", "group", "block_tokens"),
+    [(128, 4, 16), (128, 9, 32), (64, 7, 48), (80, 1, 16), (256, 8, 16)],
+)
 @pytest.mark.parametrize("name", [*NAMES, "quest", "cuboid", "mean"])
-def test_scores_what_the_twin_scores(device: CupyDevice, name: str, head_size: int, group: int, block_tokens: int) -> None:
+def test_scores_what_the_twin_scores(
+    device: CupyDevice, name: str, head_size: int, group: int, block_tokens: int
+) -> None:
     num_blocks = 301
     packed = build(name, random_keys(group, num_blocks, block_tokens, head_size))
-    query = np.random.default_rng(1).standard_normal((1, HEADS * group, head_size)).astype(np.float32)
+    query = (
+        np.random.default_rng(1).standard_normal((1, HEADS * group, head_size)).astype(np.float32)
+    )
     config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())
-    work = Workspace(device, config, StepShape(1, num_blocks, block_tokens, HEADS * group, HEADS, head_size, 4))
+    work = Workspace(
+        device, config, StepShape(1, num_blocks, block_tokens, HEADS * group, HEADS, head_size, 4)
+    )
     index = Index(device, IndexShape(name, HEADS, head_size, block_tokens), num_blocks)
     device.write(index.pool, (0, 0), packed.reshape(num_blocks, -1))
     nowhere = Pages(0, "float32", 0, 0, 0)
@@ -104,32 +137,53 @@ def test_scores_what_the_twin_scores(device: CupyDevice, name: str, head_size: i
 
 
 class Layer:
-    """A sequence of which all blocks are complete and in the arena, but for the last. `reader`: the arena as the device reads it, where
-    that is another mapping.
+    """A sequence of which all blocks are complete and in the arena, but for the last. `reader`: the
+    arena as the device reads it, where that is another mapping.
     """
 
     def __init__(
-        self, device: CupyDevice, config: SparseConfig, arena: np.ndarray, num_tokens: int, reader: MappedArena | None = None
+        self,
+        device: CupyDevice,
+        config: SparseConfig,
+        arena: np.ndarray,
+        num_tokens: int,
+        reader: MappedArena | None = None,
     ) -> None:
         self.device, self.config, self.num_tokens = device, config, num_tokens
         count = -(-num_tokens // BLOCK)
-        self.keys, self.values = random_keys(1, count, BLOCK, SIZE), random_keys(2, count, BLOCK, SIZE)
+        self.keys, self.values = (
+            random_keys(1, count, BLOCK, SIZE),
+            random_keys(2, count, BLOCK, SIZE),
+        )
         content = np.stack([self.keys, self.values], axis=1).reshape(count, -1).view(np.uint8)
         arena[: content.size] = content.reshape(-1)
         capacity, fragment = 2 * config.budget_blocks(num_tokens, BLOCK), content.shape[1] // 2
         self.cache = device.zeros((capacity, 2, BLOCK, HEADS, SIZE), np.float32)
         address = int(self.cache.__cuda_array_interface__["data"][0])  # type: ignore[attr-defined]
-        places = [Pages(address + part * fragment, "float32", 2 * fragment // 4, HEADS * SIZE, SIZE) for part in (0, 1)]
-        self.work = Workspace(device, config, StepShape(1, count, BLOCK, HEADS * GROUP, HEADS, SIZE, capacity))
+        places = [
+            Pages(address + part * fragment, "float32", 2 * fragment // 4, HEADS * SIZE, SIZE)
+            for part in (0, 1)
+        ]
+        self.work = Workspace(
+            device, config, StepShape(1, count, BLOCK, HEADS * GROUP, HEADS, SIZE, capacity)
+        )
         index = Index(device, IndexShape("rot2u", HEADS, SIZE, BLOCK), count)
         order = np.arange(count, dtype=np.int32)
-        whole = Pages(upload(device, self.keys), "float32", BLOCK * HEADS * SIZE, HEADS * SIZE, SIZE)
+        whole = Pages(
+            upload(device, self.keys), "float32", BLOCK * HEADS * SIZE, HEADS * SIZE, SIZE
+        )
         index.build(whole, upload(device, order), upload(device, order), count)
         self.pool = packed_rows(device, index)
-        fragments = [Fragment(part * fragment, address + part * fragment, fragment) for part in (0, 1)]
+        fragments = [
+            Fragment(part * fragment, address + part * fragment, fragment) for part in (0, 1)
+        ]
         self.selector = CudaSelector(self.work, LAYER, index, *places, fragments, 2 * fragment)
         offsets = np.arange(count, dtype=np.int64) * content.shape[1]
-        addresses = arena.ctypes.data + offsets if reader is None else reader.addresses(offsets, content.shape[1])
+        addresses = (
+            arena.ctypes.data + offsets
+            if reader is None
+            else reader.addresses(offsets, content.shape[1])
+        )
         self.work.set_blocks(0, 0, order, addresses)
         self.tokens = upload(device, np.array([num_tokens], np.int32))
         self.where = span(config, num_tokens, BLOCK)
@@ -138,14 +192,22 @@ class Layer:
         self.hot.seed(self.where.always)
         self.selector.place(0, self.where.always, capacity, count)
         for slot, block in enumerate(self.where.always.tolist()):
-            device.write(self.cache, (slot, 0, 0, 0, 0), np.stack([self.keys[block], self.values[block]])[None])
+            device.write(
+                self.cache,
+                (slot, 0, 0, 0, 0),
+                np.stack([self.keys[block], self.values[block]])[None],
+            )
         self.query = device.zeros((1, HEADS * GROUP, SIZE), np.float32)
         self.rng = np.random.default_rng(3)
 
     def ask(self) -> np.ndarray:
         """A new query, float32 [Q, D], where a step reads it."""
-        around = self.keys.reshape(-1, HEADS, SIZE)[self.rng.integers(0, self.num_tokens, 4)].sum(axis=0)
-        query = (np.repeat(around, GROUP, axis=0) + self.rng.standard_normal((HEADS * GROUP, SIZE))).astype(np.float32)
+        around = self.keys.reshape(-1, HEADS, SIZE)[self.rng.integers(0, self.num_tokens, 4)].sum(
+            axis=0
+        )
+        query = (
+            np.repeat(around, GROUP, axis=0) + self.rng.standard_normal((HEADS * GROUP, SIZE))
+        ).astype(np.float32)
         self.device.write(self.query, (0, 0, 0), query[None])
         return query
 
@@ -161,24 +223,45 @@ class Layer:
         tokens = (self.where.count - 1) * BLOCK - self.num_tokens + BLOCK
         log_mass = exact_log_mass(query, always[: len(always) - tokens] if tokens else always)
         rows = np.arange(self.where.count, dtype=np.int32)
-        want = select_layer(self.config, LAYER, query, {"rot2u": Source(self.pool)}, rows, log_mass, self.num_tokens, BLOCK)
+        want = select_layer(
+            self.config,
+            LAYER,
+            query,
+            {"rot2u": Source(self.pool)},
+            rows,
+            log_mass,
+            self.num_tokens,
+            BLOCK,
+        )
         number = int(read(selector.numbers)[0])
-        found = Selection(read(selector.blocks)[0, :number], read(selector.chosen)[0, :number], float(read(selector.mass)[0]))
-        assert len(set(found.blocks.tolist()) ^ set(want.blocks.tolist())) <= 2 and found.mass == pytest.approx(want.mass, abs=1e-3)
+        found = Selection(
+            read(selector.blocks)[0, :number],
+            read(selector.chosen)[0, :number],
+            float(read(selector.mass)[0]),
+        )
+        assert len(
+            set(found.blocks.tolist()) ^ set(want.blocks.tolist())
+        ) <= 2 and found.mass == pytest.approx(want.mass, abs=1e-3)
         step = self.hot.step(found, self.config.max_correction_blocks)
         counts = read(selector.counts)[0]
         assert read(selector.loads)[0, 0, : counts[LOADED]].tolist() == step.load.blocks.tolist()
         slots = read(selector.slots)[0, : counts[ATTENDED]]
         held = read(selector.block_of)[0, slots]
-        assert sorted(held.tolist()) == step.map.blocks.tolist() and held[-1] == self.where.count - 1
+        assert (
+            sorted(held.tolist()) == step.map.blocks.tolist() and held[-1] == self.where.count - 1
+        )
         truth = np.stack([self.keys[held], self.values[held]], axis=1)
         assert np.array_equal(read(self.cache)[slots], truth) and not read(self.work.faults).any()
         out = self.device.zeros((1, HEADS * GROUP, SIZE), np.float32)
         selector.attend(Queries(self.query, "float32", 0, SIZE), out)
-        keys, values = truth.swapaxes(0, 1).reshape(2, -1, HEADS, SIZE)[:, : counts[SEQUENCE_TOKENS]]
+        keys, values = truth.swapaxes(0, 1).reshape(2, -1, HEADS, SIZE)[
+            :, : counts[SEQUENCE_TOKENS]
+        ]
         scores = np.einsum("hgd,thd->hgt", query.reshape(HEADS, GROUP, SIZE), keys) / np.sqrt(SIZE)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        expected = np.einsum("hgt,thd->hgd", shares / shares.sum(axis=-1, keepdims=True), values).reshape(-1, SIZE)
+        expected = np.einsum(
+            "hgt,thd->hgd", shares / shares.sum(axis=-1, keepdims=True), values
+        ).reshape(-1, SIZE)
         np.testing.assert_allclose(read(out)[0], expected, rtol=1e-3, atol=1e-4)
 
 
@@ -208,16 +291,22 @@ def test_a_captured_step_is_a_step(cupy: Any, pinned: np.ndarray) -> None:
 
 
 def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
-    """As engines map the arena: registered as read-only or read as it is, whichever the device can; else refused by name."""
+    """As engines map the arena: registered as read-only or read as it is, whichever the device can;
+    else refused by name."""
     fd, num_bytes = os.memfd_create("arena"), 16 << 20
     os.posix_fallocate(fd, 0, num_bytes)
     server = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
     memory = np.frombuffer(mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
     os.close(fd)
     registers, same, pageable = (
-        bool(cupy.cuda.runtime.deviceGetAttribute(attribute, 0)) for attribute in (READ_ONLY_REGISTER, SAME_ADDRESS, PAGEABLE_ACCESS)
+        bool(cupy.cuda.runtime.deviceGetAttribute(attribute, 0))
+        for attribute in (READ_ONLY_REGISTER, SAME_ADDRESS, PAGEABLE_ACCESS)
     )
-    print(f"read-only memory can be registered: {registers and same}; pageable memory can be read: {pageable}")
+    print(
+        f"read-only memory can be registered: {registers and same}; pageable memory can be "
+        "read: "
+        f"{pageable}"
+    )
     if not pageable and not (registers and same):
         with pytest.raises(HotKVError, match=r"Session\.load"):
             MappedArena(memory)

@@ -1,11 +1,14 @@
-"""The kill campaign: engines store and load, the server or an engine is killed again and again, and nothing wrong may ever be loaded.
+"""The kill campaign: engines store and load, the server or an engine is killed again and again, and
+nothing wrong may ever be loaded.
 
-Always checked: each loaded byte, and each that is read in the mapped arena under a lease, against content that follows from the block's
-hash; and that no server condemned a block. Where the arena has room for everything (`roomy`), also that each acknowledged block is found
-after each restart; where it has not (`tight`), blocks may go, and rebalancing and evictions are killed too. A seed decides arenas, kills
-and what the engines ask for; the threads' timing is the machine's.
+Always checked: each loaded byte, and each that is read in the mapped arena under a lease, against
+content that follows from the block's hash; and that no server condemned a block. Where the arena
+has room for everything (`roomy`), also that each acknowledged block is found after each restart;
+where it has not (`tight`), blocks may go, and rebalancing and evictions are killed too. A seed
+decides arenas, kills and what the engines ask for; the threads' timing is the machine's.
 
-`python -m tests.robustness.campaign --kills 1000 --seed 7` runs the long form and prints a table; `make torture` calls it.
+`python -m tests.robustness.campaign --kills 1000 --seed 7` runs the long form and prints a table;
+`make torture` calls it.
 """
 
 import argparse
@@ -40,8 +43,8 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 
 @dataclass(slots=True)
 class Findings:
-    """What a campaign has seen. `read_blocks`: in the mapped arena; `void_blocks`: there, but the lease ended meanwhile. `wrong`, `lost`:
-    must stay empty.
+    """What a campaign has seen. `read_blocks`: in the mapped arena; `void_blocks`: there, but the
+    lease ended meanwhile. `wrong`, `lost`: must stay empty.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -63,8 +66,16 @@ class Findings:
     def rows(self) -> list[tuple[str, object]]:
         blocks = ("acknowledged", "found_again", "loaded", "read", "void", "condemned")
         names = ("restarts", "clean_stops", *(f"{name}_blocks" for name in blocks))
-        rows: list[tuple[str, object]] = [("kills", self.num_kills), *((name, getattr(self, name)) for name in names)]
-        return [*rows, ("wrong", len(self.wrong)), ("lost", len(self.lost)), *sorted(self.kills.items())]
+        rows: list[tuple[str, object]] = [
+            ("kills", self.num_kills),
+            *((name, getattr(self, name)) for name in names),
+        ]
+        return [
+            *rows,
+            ("wrong", len(self.wrong)),
+            ("lost", len(self.lost)),
+            *sorted(self.kills.items()),
+        ]
 
 
 class Servers:
@@ -75,7 +86,14 @@ class Servers:
         self.log = folder / "server.log"
         self.target = f"unix:{folder}/run/grpc.sock"
         (folder / "run").mkdir(mode=0o700, exist_ok=True)
-        self.flags = ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena"), "--arena.bytes", arena]
+        self.flags = [
+            "--runtime-dir",
+            str(folder / "run"),
+            "--arena.dir",
+            str(folder / "arena"),
+            "--arena.bytes",
+            arena,
+        ]
         self.flags += [
             "--arena.slab-bytes",
             "64KiB",
@@ -87,7 +105,10 @@ class Servers:
             "warning",
         ]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hotkv_server.testing.crashing"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "hotkv_server.testing.crashing"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
         self._ended: dict[int, int] = {}
@@ -137,7 +158,9 @@ class Servers:
 class Engines:
     """Processes of `tests.robustness.engine`, and what they say."""
 
-    def __init__(self, target: str, shapes: tuple[Shape, ...], chance: random.Random, findings: Findings) -> None:
+    def __init__(
+        self, target: str, shapes: tuple[Shape, ...], chance: random.Random, findings: Findings
+    ) -> None:
         self.target, self.shapes, self.chance, self.findings = target, shapes, chance, findings
         self.acknowledged: set[str] = set()
         self.processes: list[subprocess.Popen[str]] = []
@@ -145,9 +168,19 @@ class Engines:
             self.processes.append(self._start(shape))
 
     def _start(self, shape: Shape) -> "subprocess.Popen[str]":
-        words = [self.target, shape.model, shape.layers, shape.page_bytes, shape.num_hashes, self.chance.randrange(1 << 30)]
+        words = [
+            self.target,
+            shape.model,
+            shape.layers,
+            shape.page_bytes,
+            shape.num_hashes,
+            self.chance.randrange(1 << 30),
+        ]
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.robustness.engine", *map(str, words)], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+            [sys.executable, "-m", "tests.robustness.engine", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
         )
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
         return process
@@ -192,7 +225,11 @@ class Campaign:
         self.chance = random.Random(seed)
         self.roomy = roomy
         self.findings = findings
-        shapes = MODELS if roomy else tuple(Shape(s.model, s.layers, s.page_bytes, TIGHT_HASHES) for s in MODELS)
+        shapes = (
+            MODELS
+            if roomy
+            else tuple(Shape(s.model, s.layers, s.page_bytes, TIGHT_HASHES) for s in MODELS)
+        )
         self.shapes = shapes
         self.servers = Servers(folder, ARENA)
         self.engines = Engines(self.servers.target, shapes, self.chance, findings)
@@ -207,7 +244,9 @@ class Campaign:
         while self.findings.num_kills < until:
             self.cycle()
             self.findings.condemned_blocks = condemned_before + self.servers.condemned_blocks()
-            assert self.findings.condemned_blocks == condemned_before, f"a block was condemned; see {self.servers.log}"
+            assert self.findings.condemned_blocks == condemned_before, (
+                f"a block was condemned; see {self.servers.log}"
+            )
             assert not self.findings.wrong, f"wrong bytes: {self.findings.wrong[:3]}"
             assert not self.findings.lost, f"acknowledged blocks are gone: {self.findings.lost[:3]}"
             assert self.engines.are_alive(), "an engine ended by itself"
@@ -226,7 +265,9 @@ class Campaign:
             return
         else:
             self.look()
-        if self.servers.has_ended(pid, self.chance.choice((0.02, 0.1, 0.3, 0.6))) or (crash and self.servers.has_ended(pid, 1.0)):
+        if self.servers.has_ended(pid, self.chance.choice((0.02, 0.1, 0.3, 0.6))) or (
+            crash and self.servers.has_ended(pid, 1.0)
+        ):
             self.count(f"server {crash['when']} {crash['point']}", pid)
             return
         if self.chance.random() < 0.2:
@@ -251,16 +292,29 @@ class Campaign:
             return {}
         point, when = self.chance.choice(sorted(POINTS)), self.chance.choice(MOMENTS)
         nth = 1 if point in RESTART_POINTS else self.chance.choice((1, 2, 5, 20))
-        return {"point": point, "when": when, "pass": nth, "delay_us": self.chance.choice((0, 5, 20, 100, 500, 2000))}
+        return {
+            "point": point,
+            "when": when,
+            "pass": nth,
+            "delay_us": self.chance.choice((0, 5, 20, 100, 500, 2000)),
+        }
 
     def count(self, kind: str, pid: int) -> None:
         status = self.servers.status(pid)
-        assert status == -signal.SIGKILL, f"a server ended by itself with status {status}; see {self.servers.log}"
+        assert status == -signal.SIGKILL, (
+            f"a server ended by itself with status {status}; see {self.servers.log}"
+        )
         self.findings.kills[kind] += 1
 
     def observer(self, shape: Shape) -> PagedEngine:
         sizes = {"layers": shape.layers, "num_blocks": 1, "page_bytes": shape.page_bytes}
-        return PagedEngine(self.servers.target, model=shape.model, engine_id="observer", reconnect_max_s=0.02, **sizes)  # type: ignore[arg-type]
+        return PagedEngine(
+            self.servers.target,
+            model=shape.model,
+            engine_id="observer",
+            reconnect_max_s=0.02,
+            **sizes,
+        )  # type: ignore[arg-type]
 
     def ready(self, pid: int) -> bool:
         """False where the server was killed before it served."""
@@ -280,7 +334,11 @@ class Campaign:
             return
         for shape in self.shapes:
             known = {hash_of(shape, number) for number in range(shape.num_hashes)}
-            promised = [block for block in map(bytes.fromhex, self.engines.acknowledged.copy()) if block in known]
+            promised = [
+                block
+                for block in map(bytes.fromhex, self.engines.acknowledged.copy())
+                if block in known
+            ]
             observer = self.observer(shape)
             try:
                 observer.connect(2.0)
@@ -290,7 +348,11 @@ class Campaign:
             finally:
                 observer.close()
             self.findings.found_again_blocks += int(mask.sum())
-            self.findings.lost += [block.hex() for block, is_there in zip(promised, mask.tolist(), strict=True) if not is_there]
+            self.findings.lost += [
+                block.hex()
+                for block, is_there in zip(promised, mask.tolist(), strict=True)
+                if not is_there
+            ]
 
 
 @contextlib.contextmanager
@@ -306,7 +368,9 @@ def campaign(seed: int, *, roomy: bool, findings: Findings) -> Iterator[Campaign
 
 def main() -> int:
     """Command line."""
-    options = argparse.ArgumentParser(description="Kills servers and engines, and checks every byte that is loaded.")
+    options = argparse.ArgumentParser(
+        description="Kills servers and engines, and checks every byte that is loaded."
+    )
     options.add_argument("--kills", type=int, default=1000)
     options.add_argument("--seed", type=int, default=int(time.time()))
     chosen = options.parse_args()
@@ -315,7 +379,11 @@ def main() -> int:
     for part in range(4):
         with campaign(chosen.seed + part, roomy=part % 2 == 0, findings=findings) as running:
             running.run(-(-chosen.kills // 4))
-        print(f"{findings.num_kills} kills, {findings.loaded_blocks} blocks loaded, {time.monotonic() - began_s:.0f} s", flush=True)
+        print(
+            f"{findings.num_kills} kills, {findings.loaded_blocks} blocks loaded, "
+            f"{time.monotonic() - began_s:.0f} s",
+            flush=True,
+        )
     for name, value in findings.rows():
         print(f"{name:32} {value}")
     return 0

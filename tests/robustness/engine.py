@@ -1,8 +1,11 @@
-"""One engine of the kill campaign, a process of its own: random stores, loads, withdrawn stores, reads in place; checks every byte it gets.
+"""One engine of the kill campaign, a process of its own: random stores, loads, withdrawn stores,
+reads in place; checks every byte it gets.
 
-The content of a block follows from its hash, so nobody has to remember it. Prints a line for each thing the campaign must know, whole lines
-in one write: `stored HASH...` (acknowledged), `missing HASH...` (no longer kept, as a notice said), `loaded COUNT`, `read COUNT` (in the
-mapped arena), `void COUNT` (read there, but the lease did not outlast the reading, so that it may be anything), `wrong HASH`.
+The content of a block follows from its hash, so nobody has to remember it. Prints a line for each
+thing the campaign must know, whole lines in one write: `stored HASH...` (acknowledged), `missing
+HASH...` (no longer kept, as a notice said), `loaded COUNT`, `read COUNT` (in the mapped arena),
+`void COUNT` (read there, but the lease did not outlast the reading, so that it may be anything),
+`wrong HASH`.
 """
 
 import hashlib
@@ -17,7 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotkv.errors import HotKVError
-from hotkv_client import Arena, BlockResult, BlockRun, Evicted, GroupHashes, LeaseGrant, LoadRun, TransferResult, TransferStatus
+from hotkv_client import (
+    Arena,
+    BlockResult,
+    BlockRun,
+    Evicted,
+    GroupHashes,
+    LeaseGrant,
+    LoadRun,
+    TransferResult,
+    TransferStatus,
+)
 from hotkv_client.testing import PagedEngine
 
 NUM_BLOCKS = 96
@@ -64,7 +77,8 @@ class CampaignEngine:
         self.shape = shape
         self.random = random.Random(seed)
         self.engine = PagedEngine(
-            target, layers=shape.layers, num_blocks=NUM_BLOCKS, page_bytes=shape.page_bytes, model=shape.model,
+            target, layers=shape.layers, num_blocks=NUM_BLOCKS, page_bytes=shape.page_bytes,
+            model=shape.model,
             engine_id=os.urandom(8).hex(),
             on_evicted=self.evicted, reconnect_max_s=0.02,
         )  # fmt: skip
@@ -79,7 +93,9 @@ class CampaignEngine:
     def evicted(self, notice: Evicted) -> None:
         for group in notice.groups:
             for start in range(0, len(group.hashes), MOST_BLOCKS):
-                self.say("missing", *(block.hex() for block in group.hashes[start : start + MOST_BLOCKS]))
+                self.say(
+                    "missing", *(block.hex() for block in group.hashes[start : start + MOST_BLOCKS])
+                )
 
     def run(self) -> None:
         while True:
@@ -98,7 +114,9 @@ class CampaignEngine:
                 return
             self.ended(region)
         self.work[region] = Work()
-        numbers = self.random.sample(range(self.shape.num_hashes), self.random.randint(1, MOST_BLOCKS))
+        numbers = self.random.sample(
+            range(self.shape.num_hashes), self.random.randint(1, MOST_BLOCKS)
+        )
         hashes = [hash_of(self.shape, number) for number in sorted(numbers)]
         try:
             chance = self.random.random()
@@ -120,10 +138,13 @@ class CampaignEngine:
             self.engine.kv[:, block_id] = content(self.shape, block_hash)
         self.count += 1
         name = f"s{self.count}-{os.getpid()}"
-        self.work[region] = Work(self.engine.session.store(name, name, [BlockRun(0, hashes, ids)], 10), hashes, name)
+        self.work[region] = Work(
+            self.engine.session.store(name, name, [BlockRun(0, hashes, ids)], 10), hashes, name
+        )
 
     def withdraw(self, region: int) -> None:
-        """Takes the blocks back at once, and overwrites them: what is stored of them must not be kept."""
+        """Takes the blocks back at once, and overwrites them: what is stored of them must not be
+        kept."""
         work = self.work[region]
         self.engine.session.cancel(work.lease_id)
         if work.future is not None and work.future.done() and self.was_revoked(work.future):
@@ -149,7 +170,8 @@ class CampaignEngine:
         self.work[region] = Work(future, wanted, name, is_load=True)
 
     def read(self, hashes: list[bytes]) -> None:
-        """Reads leased blocks in the mapped arena. What was read counts if lease and connection are still those of before the reading."""
+        """Reads leased blocks in the mapped arena. What was read counts if lease and connection are
+        still those of before the reading."""
         session, groups = self.engine.session, [GroupHashes(0, hashes)]
         arena = session.arena()
         if arena is None:
@@ -160,7 +182,9 @@ class CampaignEngine:
         time.sleep(self.random.choice((0.0, 0.001, 0.01)))
         positions = np.flatnonzero(grant.pinned[0])
         num_bytes = self.shape.layers * self.shape.page_bytes
-        pages = [arena.memory[at : at + num_bytes].copy() for at in grant.offsets[0][positions].tolist()]
+        pages = [
+            arena.memory[at : at + num_bytes].copy() for at in grant.offsets[0][positions].tolist()
+        ]
         if not self.outlasts(arena, name, groups, grant, began_s):
             self.say("void", str(len(pages)))
             return
@@ -170,8 +194,11 @@ class CampaignEngine:
                 self.say("wrong", hashes[position].hex(), "in", "place")
         self.say("read", str(len(pages)))
 
-    def outlasts(self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float) -> bool:
-        """Whether a lease holds yet: the same call has the same answer, over the same connection, within the lease's time."""
+    def outlasts(
+        self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
+    ) -> bool:
+        """Whether a lease holds yet: the same call has the same answer, over the same connection,
+        within the lease's time."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(10)
         except (HotKVError, TimeoutError):
@@ -183,19 +210,27 @@ class CampaignEngine:
     def ended(self, region: int) -> None:
         work = self.work[region]
         assert work.future is not None
-        good = work.future.exception() is None and work.future.result().status is TransferStatus.DONE
+        good = (
+            work.future.exception() is None and work.future.result().status is TransferStatus.DONE
+        )
         if work.is_load:
             self.engine.session.release(work.lease_id)
         if good and work.is_load:
             self.check(region, work.hashes)
         elif good:
             kept = work.future.result().results[0] <= int(BlockResult.PRESENT)
-            names = [block.hex() for block, is_kept in zip(work.hashes, kept.tolist(), strict=True) if is_kept]
+            names = [
+                block.hex()
+                for block, is_kept in zip(work.hashes, kept.tolist(), strict=True)
+                if is_kept
+            ]
             if names:
                 self.say("stored", *names)
 
     def check(self, region: int, hashes: Sequence[bytes]) -> None:
-        for block_id, block_hash in zip(self.ids(region, len(hashes)).tolist(), hashes, strict=True):
+        for block_id, block_hash in zip(
+            self.ids(region, len(hashes)).tolist(), hashes, strict=True
+        ):
             if not np.array_equal(self.engine.kv[:, block_id], content(self.shape, block_hash)):
                 self.say("wrong", block_hash.hex())
         self.say("loaded", str(len(hashes)))
@@ -203,7 +238,9 @@ class CampaignEngine:
 
 def main() -> int:
     target, model, layers, page_bytes, num_hashes, seed = sys.argv[1:]
-    CampaignEngine(target, Shape(model, int(layers), int(page_bytes), int(num_hashes)), int(seed)).run()
+    CampaignEngine(
+        target, Shape(model, int(layers), int(page_bytes), int(num_hashes)), int(seed)
+    ).run()
     return 0
 
 

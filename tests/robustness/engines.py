@@ -1,7 +1,9 @@
-"""The kill campaign with real vLLM: engines answer prompts while their server, or they themselves, are killed; each answer must be right.
+"""The kill campaign with real vLLM: engines answer prompts while their server, or they themselves,
+are killed; each answer must be right.
 
-`python -m tests.robustness.engines --kills 20 --seed 1`. Answers are compared with those of an engine that had no server: the same tokens,
-or a first different token whose logprobs differ by no more than what another way of computing the same prompt does.
+`python -m tests.robustness.engines --kills 20 --seed 1`. Answers are compared with those of an
+engine that had no server: the same tokens, or a first different token whose logprobs differ by no
+more than what another way of computing the same prompt does.
 """
 
 import argparse
@@ -14,15 +16,35 @@ import threading
 import time
 from pathlib import Path
 
-from demo.processes import Answer, Engine, EngineSettings, ends_cleanly, largest_logprob_difference, prepare_model, runtime_folder
+from demo.processes import (
+    Answer,
+    Engine,
+    EngineSettings,
+    ends_cleanly,
+    largest_logprob_difference,
+    prepare_model,
+    runtime_folder,
+)
 from hotkv_server.testing.crashing import MOMENTS
 from tests.robustness.campaign import START_DEADLINE_S, Servers
 
-POINTS = ("publish", "unlink", "begin_load", "end_load", "begin_store", "end_store", "copy", "sums", "restore", "adopt")
+POINTS = (
+    "publish",
+    "unlink",
+    "begin_load",
+    "end_load",
+    "begin_store",
+    "end_store",
+    "copy",
+    "sums",
+    "restore",
+    "adopt",
+)
 NUM_PROMPTS = 6
 MAX_TOKENS = 8
 TOLERANCE = 0.35
-"""Largest difference of logprobs at the first token that differs: bf16 keys that were computed in chunks of another size."""
+"""Largest difference of logprobs at the first token that differs: bf16 keys that were computed in
+chunks of another size."""
 ENGINE_KILL_EVERY = 7
 
 
@@ -31,7 +53,10 @@ def prompts(seed: int) -> list[list[int]]:
     chance = random.Random(seed)
     shared = [chance.randrange(1000, 20_000) for _ in range(512)]
     return [
-        [*(shared if number % 2 else []), *(chance.randrange(1000, 20_000) for _ in range(chance.choice((300, 700, 1200))))]
+        [
+            *(shared if number % 2 else []),
+            *(chance.randrange(1000, 20_000) for _ in range(chance.choice((300, 700, 1200)))),
+        ]
         for number in range(NUM_PROMPTS)
     ]
 
@@ -52,7 +77,11 @@ class EngineCampaign:
 
     def start_engine(self) -> Engine:
         self.num_engines += 1
-        self.engine = Engine(f"engine {self.num_engines}", EngineSettings(self.model, self.servers.target), self.folder)
+        self.engine = Engine(
+            f"engine {self.num_engines}",
+            EngineSettings(self.model, self.servers.target),
+            self.folder,
+        )
         self.engine.wait_ready()
         return self.engine
 
@@ -66,14 +95,19 @@ class EngineCampaign:
         if answer.token_ids != self.expected[number].token_ids:
             difference = largest_logprob_difference(self.expected[number], answer)
             assert difference < TOLERANCE, (
-                f"prompt {number}: {answer.token_ids} for {self.expected[number].token_ids}, off by {difference:.2f}"
+                f"prompt {number}: {answer.token_ids} for {self.expected[number].token_ids}, off "
+                f"by {difference:.2f}"
             )
 
     def life(self) -> None:
         """A server's life: killed at a point, or at any time, while the engine is busy."""
         crash: dict[str, object] = {}
         if self.chance.random() < 0.5:
-            crash = {"point": self.chance.choice(POINTS), "when": self.chance.choice(MOMENTS), "pass": self.chance.choice((1, 2, 6))}
+            crash = {
+                "point": self.chance.choice(POINTS),
+                "when": self.chance.choice(MOMENTS),
+                "pass": self.chance.choice((1, 2, 6)),
+            }
             crash["delay_us"] = self.chance.choice((0, 50, 500))
         pid = self.servers.start(crash)
 
@@ -87,7 +121,10 @@ class EngineCampaign:
         while not self.servers.has_ended(pid):
             self.ask(self.chance.randrange(NUM_PROMPTS))
         killer.join()
-        assert self.servers.has_ended(pid, START_DEADLINE_S) and self.servers.status(pid) == -signal.SIGKILL
+        assert (
+            self.servers.has_ended(pid, START_DEADLINE_S)
+            and self.servers.status(pid) == -signal.SIGKILL
+        )
         self.server_kills += 1
         self.ask(self.chance.randrange(NUM_PROMPTS))
 
@@ -97,7 +134,9 @@ class EngineCampaign:
         pid = self.servers.start({})
         self.ask(self.chance.randrange(NUM_PROMPTS))
         engine = self.engine
-        threading.Timer(self.chance.uniform(0.0, 0.5), engine._child.signal_group, (signal.SIGKILL, 20.0)).start()
+        threading.Timer(
+            self.chance.uniform(0.0, 0.5), engine._child.signal_group, (signal.SIGKILL, 20.0)
+        ).start()
         with contextlib.suppress(Exception):
             while True:
                 self.ask(self.chance.randrange(NUM_PROMPTS))
@@ -128,7 +167,9 @@ class EngineCampaign:
 
 def main() -> int:
     """Command line."""
-    options = argparse.ArgumentParser(description="Kills servers and real vLLM engines, and compares every answer.")
+    options = argparse.ArgumentParser(
+        description="Kills servers and real vLLM engines, and compares every answer."
+    )
     options.add_argument("--kills", type=int, default=20)
     options.add_argument("--seed", type=int, default=int(time.time()))
     chosen = options.parse_args()
@@ -139,7 +180,11 @@ def main() -> int:
             campaign.run(chosen.kills)
         finally:
             campaign.close()
-    print(f"server kills {campaign.server_kills}, engine kills {campaign.engine_kills}, answers {campaign.answers}, all right;", end=" ")
+    print(
+        f"server kills {campaign.server_kills}, engine kills {campaign.engine_kills}, answers "
+        f"{campaign.answers}, all right;",
+        end=" ",
+    )
     print(f"{campaign.hit_tokens} tokens hit")
     return 0 if campaign.hit_tokens else 1
 

@@ -1,13 +1,17 @@
-"""Fuzzing: every call of the server, and every file that it reads, with messages that are valid but odd, spoiled, or no messages at all.
+"""Fuzzing: every call of the server, and every file that it reads, with messages that are valid but
+odd, spoiled, or no messages at all.
 
-Against a real server process over its socket: messages made from their descriptors, with hashes, ids and positions that exist, then most of
-them mutated byte by byte; and clients that behave oddly in ways that no message does (`odd_sessions`, `odd_connections`). The server must
-answer each with a response or a canonical refusal, never INTERNAL; it must stay alive and quick, log no traceback, and what a bystander has
-stored must come back byte for byte. After each round the sessions and transfers of the round are gone, and memory and descriptors of the
-server are bounded over the run. Files (block table, state, times of last use) are mutated before the readers, in process: whatever they
-say, the cache that comes out is consistent.
+Against a real server process over its socket: messages made from their descriptors, with hashes,
+ids and positions that exist, then most of them mutated byte by byte; and clients that behave oddly
+in ways that no message does (`odd_sessions`, `odd_connections`). The server must answer each with a
+response or a canonical refusal, never INTERNAL; it must stay alive and quick, log no traceback, and
+what a bystander has stored must come back byte for byte. After each round the sessions and
+transfers of the round are gone, and memory and descriptors of the server are bounded over the run.
+Files (block table, state, times of last use) are mutated before the readers, in process: whatever
+they say, the cache that comes out is consistent.
 
-`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints how often each message was sent and how it was answered.
+`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints how often each message was sent
+and how it was answered.
 """
 
 import argparse
@@ -39,7 +43,13 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.core.restore import restore
 from hotkv_server.memory.arena import USE_FILE, _read_use
-from hotkv_server.memory.state import KnownKeySpace, ServerState, StateError, read_state, write_state
+from hotkv_server.memory.state import (
+    KnownKeySpace,
+    ServerState,
+    StateError,
+    read_state,
+    write_state,
+)
 from tests.robustness.odd_connections import OddConnections
 from tests.robustness.odd_place import Place
 from tests.robustness.odd_sessions import OddSessions
@@ -56,8 +66,26 @@ SETTLE_S = 30.0
 KINDS_OF_ROUND = 2
 """Of odd clients; all have had their turn after five rounds."""
 MORE_DESCRIPTORS, MORE_BYTES = 64, 256 << 20
-"""What a server may have beyond what it began with: what clients may make it keep, key spaces above all, and allocators' caches."""
-ODD_NUMBERS = (0, 1, 2, 3, 7, 16, 63, 64, 255, 256, 1 << 14, (1 << 31) - 1, -1, -2, -(1 << 31), 1 << 18)
+"""What a server may have beyond what it began with: what clients may make it keep, key spaces above
+all, and allocators' caches."""
+ODD_NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    16,
+    63,
+    64,
+    255,
+    256,
+    1 << 14,
+    (1 << 31) - 1,
+    -1,
+    -2,
+    -(1 << 31),
+    1 << 18,
+)
 UNARY: dict[str, type[Message]] = {
     "CacheService/Lookup": cache_pb2.LookupRequest,
     "CacheService/AcquireLease": cache_pb2.AcquireLeaseRequest,
@@ -102,7 +130,11 @@ class Tally:
 
     def rows(self) -> list[tuple[str, int, str]]:
         return [
-            (name, count, ", ".join(f"{answer} {n}" for answer, n in self.answers[name].most_common(6)))
+            (
+                name,
+                count,
+                ", ".join(f"{answer} {n}" for answer, n in self.answers[name].most_common(6)),
+            )
             for name, count in sorted(self.sent.items())
         ]
 
@@ -123,7 +155,9 @@ class Odd:
     def fill(self, message: Message, depth: int) -> None:
         chosen = {self.random.choice(one.fields).name for one in message.DESCRIPTOR.oneofs}
         for described in message.DESCRIPTOR.fields:
-            if self.random.random() < 0.15 or (described.containing_oneof is not None and described.name not in chosen):
+            if self.random.random() < 0.15 or (
+                described.containing_oneof is not None and described.name not in chosen
+            ):
                 continue
             if described.is_repeated:
                 values: Any = getattr(message, described.name)
@@ -146,7 +180,9 @@ class Odd:
         if described.type == FieldDescriptor.TYPE_BYTES:
             return self.packed(name)
         if described.type == FieldDescriptor.TYPE_STRING:
-            return self.session_id if name == "session_id" and chance.random() < 0.9 else self.text()
+            return (
+                self.session_id if name == "session_id" and chance.random() < 0.9 else self.text()
+            )
         if described.type == FieldDescriptor.TYPE_BOOL:
             return chance.random() < 0.5
         if described.type in (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT):
@@ -167,14 +203,33 @@ class Odd:
     def packed(self, name: str) -> bytes:
         chance, count = self.random, self.random.choice((0, 1, 2, 3, 8, 20))
         if "hash" in name:
-            return b"".join(chance.choice(HASHES) if chance.random() < 0.8 else chance.randbytes(32) for _ in range(count))
+            return b"".join(
+                chance.choice(HASHES) if chance.random() < 0.8 else chance.randbytes(32)
+                for _ in range(count)
+            )
         if "ids" in name or "positions" in name:
-            return np.array([chance.choice((*range(count + 1), NUM_BLOCKS, -1)) for _ in range(count)], np.int32).tobytes()
+            return np.array(
+                [chance.choice((*range(count + 1), NUM_BLOCKS, -1)) for _ in range(count)], np.int32
+            ).tobytes()
         return chance.randbytes(chance.choice((0, 1, 4, 32, 100, 4096)))
 
     def text(self) -> str:
         return self.random.choice(
-            ("", "a", "b", "c", "l1", "rot2u", "x" * 300, "y" * 20_000, "\u2603", "../../etc/passwd", "unix:/tmp/x", "\x00", "%s%n")
+            (
+                "",
+                "a",
+                "b",
+                "c",
+                "l1",
+                "rot2u",
+                "x" * 300,
+                "y" * 20_000,
+                "\u2603",
+                "../../etc/passwd",
+                "unix:/tmp/x",
+                "\x00",
+                "%s%n",
+            )
         )
 
     def mutated(self, data: bytes) -> bytes:
@@ -211,10 +266,16 @@ class Fuzzer:
         self.tally = Tally()
         self.seed = seed
         sizes = {"layers": 2, "num_blocks": NUM_BLOCKS, "page_bytes": 4096}
-        self.bystander = PagedEngine(server.target, model="fuzz", engine_id="bystander", **sizes).connect()  # type: ignore[arg-type]
-        self.bystander.kv[:] = np.random.default_rng(seed).integers(0, 256, self.bystander.kv.shape, np.uint8)
+        self.bystander = PagedEngine(
+            server.target, model="fuzz", engine_id="bystander", **sizes
+        ).connect()  # type: ignore[arg-type]
+        self.bystander.kv[:] = np.random.default_rng(seed).integers(
+            0, 256, self.bystander.kv.shape, np.uint8
+        )
         self.content = self.bystander.kv[:, :20].copy()
-        self.victim = PagedEngine(server.target, model="fuzzed", engine_id="victim", **sizes).connect()  # type: ignore[arg-type]
+        self.victim = PagedEngine(
+            server.target, model="fuzzed", engine_id="victim", **sizes
+        ).connect()  # type: ignore[arg-type]
         self.victim.kv[:] = 7
         self.own = [os.urandom(32) for _ in range(20)]
         self.keep()
@@ -222,7 +283,14 @@ class Fuzzer:
         admin = Path(server.target.removeprefix("unix:")).with_name("admin.sock")
         self.admin_channel = grpc.insecure_channel(f"unix:{admin}")
         self.odd = Odd(seed, self.session_id(self.victim))
-        place = Place(server.target, f"unix:{admin}", http_port(server), random.Random(seed), self.tally.note, self.look)
+        place = Place(
+            server.target,
+            f"unix:{admin}",
+            http_port(server),
+            random.Random(seed),
+            self.tally.note,
+            self.look,
+        )
         self.kinds = [*OddSessions(place).kinds().items(), *OddConnections(place).kinds().items()]
         self.rounds = 0
         self.first = self.most = Footprint(server.pid)
@@ -246,10 +314,19 @@ class Fuzzer:
         self.keep()
         self.bystander.kv[:, 30:50] = 0
         name, ids = os.urandom(8).hex(), np.arange(20, dtype=np.int32)
-        assert self.bystander.session.acquire(name, [GroupHashes(0, self.own)]).result(10).pinned[0].all()
-        self.bystander.session.load(name, name, [LoadRun(0, ids, ids + np.int32(30))], 20).result(20)
+        assert (
+            self.bystander.session.acquire(name, [GroupHashes(0, self.own)])
+            .result(10)
+            .pinned[0]
+            .all()
+        )
+        self.bystander.session.load(name, name, [LoadRun(0, ids, ids + np.int32(30))], 20).result(
+            20
+        )
         self.bystander.session.release(name)
-        assert np.array_equal(self.bystander.kv[:, 30:50], self.content), "a bystander's block came back with other bytes"
+        assert np.array_equal(self.bystander.kv[:, 30:50], self.content), (
+            "a bystander's block came back with other bytes"
+        )
         log = self.server.log.read_text()
         assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:4000]
         if not self.victim.session.connected:
@@ -257,22 +334,32 @@ class Fuzzer:
         self.odd.session_id = self.session_id(self.victim)
 
     def check_footprint(self) -> None:
-        """Raises AssertionError where the round has left sessions or transfers, or the server has grown beyond its bounds."""
+        """Raises AssertionError where the round has left sessions or transfers, or the server has
+        grown beyond its bounds."""
         deadline_s = time.monotonic() + SETTLE_S
         while left := self.left_behind():
-            assert time.monotonic() < deadline_s, f"{SETTLE_S} s after its end a round has left {left}"
+            assert time.monotonic() < deadline_s, (
+                f"{SETTLE_S} s after its end a round has left {left}"
+            )
             time.sleep(0.02)
 
     def left_behind(self) -> str:
         """What of the odd clients is still there; empty when nothing is."""
         with AdminClient(self.server.target) as admin:
-            others = [session["engine_id"] for session in admin.sessions() if session["engine_id"] not in ("bystander", "victim")]
+            others = [
+                session["engine_id"]
+                for session in admin.sessions()
+                if session["engine_id"] not in ("bystander", "victim")
+            ]
             num_transfers = admin.info()["counters"]["transfers_in_flight"]
         now = Footprint(self.server.pid)
         self.most = max(self.most, now, key=lambda footprint: footprint.anonymous_bytes)
         if others or num_transfers:
             return f"{num_transfers} transfers and the sessions {others}"
-        if now.num_fds > self.first.num_fds + MORE_DESCRIPTORS or now.anonymous_bytes > self.first.anonymous_bytes + MORE_BYTES:
+        if (
+            now.num_fds > self.first.num_fds + MORE_DESCRIPTORS
+            or now.anonymous_bytes > self.first.anonymous_bytes + MORE_BYTES
+        ):
             return f"{now}, after {self.first} at first"
         return ""
 
@@ -282,7 +369,9 @@ class Fuzzer:
         for _ in range(count):
             name = self.odd.random.choice(names)
             channel = self.admin_channel if name.startswith("Admin") else self.channel
-            call = channel.unary_unary(f"/hotkv.v1.{name}", request_serializer=_as_is, response_deserializer=_as_is)
+            call = channel.unary_unary(
+                f"/hotkv.v1.{name}", request_serializer=_as_is, response_deserializer=_as_is
+            )
             self.tally.sent[name] += 1
             try:
                 call(self.odd.message(UNARY[name]), timeout=PING_DEADLINE_S)
@@ -315,7 +404,9 @@ class Fuzzer:
                     broken.append(f"{name}: {error}")
 
         broken: list[str] = []
-        call = self.channel.stream_stream(method, request_serializer=_as_is, response_deserializer=_as_is)(requests(), timeout=60)
+        call = self.channel.stream_stream(
+            method, request_serializer=_as_is, response_deserializer=_as_is
+        )(requests(), timeout=60)
         reader = threading.Thread(target=read)
         reader.start()
         for _ in range(STREAM_MESSAGES):
@@ -338,7 +429,11 @@ class Fuzzer:
         else:
             selected = sparse_pb2.SelectBlocksResponse.FromString(answer)
             error = selected.error if selected.HasField("error") else None
-        reason = "answered" if error is None else errors_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
+        reason = (
+            "answered"
+            if error is None
+            else errors_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
+        )
         self.tally.answers[name][reason] += 1
         assert reason != "INTERNAL", error
 
@@ -371,7 +466,9 @@ def spoil(data: bytes, chance: random.Random) -> bytes:
     changed = np.frombuffer(data, np.uint8).copy()
     for _ in range(chance.choice((1, 1, 3, 10))):
         at = chance.randrange(len(changed))
-        changed[at : at + chance.choice((1, 1, 4, 8))] = chance.choice((0, 255, chance.randrange(256)))
+        changed[at : at + chance.choice((1, 1, 4, 8))] = chance.choice(
+            (0, 255, chance.randrange(256))
+        )
     return changed.tobytes()[: len(changed) - chance.choice((0, 0, 0, 1, 7, len(changed) // 2))]
 
 
@@ -387,13 +484,25 @@ class FileFuzzer:
         core = cases.filled()
         self.records = core.space.index.table.records.copy()
         self.header = core.space.index.table.geometry.pack()
-        write_state(self.path, ServerState(1 << 16, (KnownKeySpace(1, cases.KEY_SPACE, (cases.KIND,)),)))
+        write_state(
+            self.path, ServerState(1 << 16, (KnownKeySpace(1, cases.KEY_SPACE, (cases.KIND,)),))
+        )
         self.state = self.path.read_bytes()
-        self.use = b"HOTKVUS1" + np.array([1, 0], np.int64).tobytes() + np.array([41], np.int64).tobytes() + bytes(4 * 41)
+        self.use = (
+            b"HOTKVUS1"
+            + np.array([1, 0], np.int64).tobytes()
+            + np.array([41], np.int64).tobytes()
+            + bytes(4 * 41)
+        )
         self.geometry = core.space.index.table.geometry
 
     def each(self) -> dict[str, Callable[[], None]]:
-        return {"table header": self.try_header, "table records": self.try_records, "state.json": self.try_state, "use": self.try_use}
+        return {
+            "table header": self.try_header,
+            "table records": self.try_records,
+            "state.json": self.try_state,
+            "use": self.try_use,
+        }
 
     def run(self, name: str) -> None:
         """One input. Raises whatever is no refusal."""
@@ -405,7 +514,9 @@ class FileFuzzer:
             self.tally.answers[name][f"refused: {type(error).__name__}"] += 1
 
     def try_header(self) -> None:
-        TableGeometry.unpack(spoil(self.header, self.chance), self.chance.choice((0, 4096, 1 << 20, 1 << 30)))
+        TableGeometry.unpack(
+            spoil(self.header, self.chance), self.chance.choice((0, 4096, 1 << 20, 1 << 30))
+        )
 
     def try_state(self) -> None:
         self.path.write_bytes(spoil(self.state, self.chance))
@@ -416,7 +527,9 @@ class FileFuzzer:
         _read_use(self.folder / USE_FILE, self.geometry)
 
     def try_records(self) -> None:
-        records = np.frombuffer(spoil(self.records.tobytes(), self.chance).ljust(self.records.nbytes, b"\0"), np.uint32)
+        records = np.frombuffer(
+            spoil(self.records.tobytes(), self.chance).ljust(self.records.nbytes, b"\0"), np.uint32
+        )
         core = self.cases.empty()
         try:
             restore(core, records.reshape(self.records.shape).copy(), {1: 1}, None, 5.0)
@@ -429,7 +542,8 @@ FLAGS = ("--arena.slab-bytes", "64KiB", "--security.malformed-per-s", "1000000")
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
-    """So many inputs, a tenth of them files. Raises AssertionError at the first that should not be."""
+    """So many inputs, a tenth of them files. Raises AssertionError at the first that should not
+    be."""
     with runtime_folder(128 << 20) as folder, Server(folder, "16MiB", *FLAGS) as server:
         server.wait_ready()
         fuzzer = Fuzzer(server, seed)
@@ -439,7 +553,10 @@ def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None)
                 fuzzer.round()
                 fuzzer.look()
                 fuzzer.check_footprint()
-                say(f"{fuzzer.tally.inputs} inputs, {time.monotonic() - began_s:.0f} s, {fuzzer.most}")
+                say(
+                    f"{fuzzer.tally.inputs} inputs, {time.monotonic() - began_s:.0f} s, "
+                    f"{fuzzer.most}"
+                )
         finally:
             fuzzer.close()
         tally = fuzzer.tally

@@ -1,6 +1,7 @@
 """Where odd clients work: a server, and what all of them need there.
 
-Always true: what a `with` block here has opened is gone behind it; no wait is longer than DEADLINE_S.
+Always true: what a `with` block here has opened is gone behind it; no wait is longer than
+DEADLINE_S.
 """
 
 import contextlib
@@ -27,7 +28,11 @@ from tests.server.sparse_support import HEAD_SIZE, LAYERS, QUERY_HEADS, Represen
 
 INT32 = np.int32
 NUM_BLOCKS = 48
-SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
+SMALL_WINDOW = [
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 65536),
+    ("grpc.use_local_subchannel_pool", 1),
+]
 """A channel of its own, that takes in little which nobody reads."""
 Kinds = dict[str, Callable[[], None]]
 """By name: what a kind of odd client does, some tens of inputs."""
@@ -44,20 +49,38 @@ def memory_file(num_bytes: int, *, filled: bool = True) -> int:
 
 
 class Place:
-    """See the module. `note` counts an input and its answer; `look` asks whether others are served."""
+    """See the module. `note` counts an input and its answer; `look` asks whether others are
+    served."""
 
     def __init__(
-        self, target: str, admin: str, http_port: int, chance: random.Random, note: Callable[[str, str], None], look: Callable[[], None]
+        self,
+        target: str,
+        admin: str,
+        http_port: int,
+        chance: random.Random,
+        note: Callable[[str, str], None],
+        look: Callable[[], None],
     ) -> None:
         self.target, self.admin, self.http_port = target, admin, http_port
         self.chance, self.note, self.look = chance, note, look
 
     @contextlib.contextmanager
-    def session(self, *, slot_bytes: int = 8192, model: str = "odd", hears: bool = False, **config: Any) -> Iterator[RawSession]:
-        """A session over a channel of its own, whose key space has one group; it is gone afterwards."""
-        space = KeySpace(f"{model} {slot_bytes}", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,)),), 16)
+    def session(
+        self, *, slot_bytes: int = 8192, model: str = "odd", hears: bool = False, **config: Any
+    ) -> Iterator[RawSession]:
+        """A session over a channel of its own, whose key space has one group; it is gone
+        afterwards."""
+        space = KeySpace(
+            f"{model} {slot_bytes}",
+            "w",
+            "bfloat16",
+            (GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,)),),
+            16,
+        )
         on_evicted = (lambda _: None) if hears else None
-        asked = SessionConfig(self.target, f"odd {model}", Role.TOOL, space, on_evicted=on_evicted, **config)
+        asked = SessionConfig(
+            self.target, f"odd {model}", Role.TOOL, space, on_evicted=on_evicted, **config
+        )
         with grpc.insecure_channel(self.target, SMALL_WINDOW) as channel:
             session = RawSession(channel, self.target, _wire.open_session(asked))
             try:
@@ -67,11 +90,20 @@ class Place:
 
     def hashes(self, count: int) -> list[bytes]:
         """Some of them known from before."""
-        return [bytes([self.chance.randrange(64)]) * 32 if self.chance.random() < 0.5 else self.chance.randbytes(32) for _ in range(count)]
+        return [
+            bytes([self.chance.randrange(64)]) * 32
+            if self.chance.random() < 0.5
+            else self.chance.randbytes(32)
+            for _ in range(count)
+        ]
 
     def plain(self, num_bytes: int, slot_bytes: int = 8192) -> Layout:
         return Layout(
-            0, num_bytes // slot_bytes, (MemoryHandle("kv", num_bytes),), (PageTensor(0, "kv", 0, slot_bytes, slot_bytes, 0),), "x"
+            0,
+            num_bytes // slot_bytes,
+            (MemoryHandle("kv", num_bytes),),
+            (PageTensor(0, "kv", 0, slot_bytes, slot_bytes, 0),),
+            "x",
         )
 
     @contextlib.contextmanager
@@ -90,7 +122,9 @@ class Place:
         finally:
             os.close(fd)
 
-    def must(self, session: RawSession, request: session_pb2.ConnectRequest) -> session_pb2.ConnectResponse:
+    def must(
+        self, session: RawSession, request: session_pb2.ConnectRequest
+    ) -> session_pb2.ConnectResponse:
         word, answer = session.ask(request)
         assert word == "answered", f"{word}: {answer}"
         return answer
@@ -100,7 +134,11 @@ class Place:
         if what == "http":
             return socket.create_connection(("127.0.0.1", self.http_port), DEADLINE_S)
         kind = socket.SOCK_SEQPACKET if what == "fd.sock" else socket.SOCK_STREAM
-        path = descriptor_socket(self.target) if what == "fd.sock" else Path(self.target.removeprefix("unix:"))
+        path = (
+            descriptor_socket(self.target)
+            if what == "fd.sock"
+            else Path(self.target.removeprefix("unix:"))
+        )
         connection = socket.socket(socket.AF_UNIX, kind)
         connection.settimeout(DEADLINE_S)
         try:
@@ -112,7 +150,9 @@ class Place:
 
     def sparse_engine(self, held: contextlib.ExitStack) -> RepresentationEngine:
         """An engine with representations, of which it stores some."""
-        engine = RepresentationEngine(self.target, f"sparse {self.chance.randrange(8)}", "odd sparse")
+        engine = RepresentationEngine(
+            self.target, f"sparse {self.chance.randrange(8)}", "odd sparse"
+        )
         held.callback(engine.close)
         engine.store([bytes([100 + number]) * 32 for number in range(64)])
         return engine
@@ -124,12 +164,17 @@ class Place:
         self.note("sequences: create", "answered")
         return blocks
 
-    def selection(self, engine: RepresentationEngine, name: str, context_tokens: int) -> sparse_pb2.SelectBlocksRequest:
+    def selection(
+        self, engine: RepresentationEngine, name: str, context_tokens: int
+    ) -> sparse_pb2.SelectBlocksRequest:
         connection = engine.session._connection
         assert connection is not None
-        query = np.random.default_rng(self.chance.randrange(1 << 30)).standard_normal(QUERY_HEADS * HEAD_SIZE, np.float32)
+        query = np.random.default_rng(self.chance.randrange(1 << 30)).standard_normal(
+            QUERY_HEADS * HEAD_SIZE, np.float32
+        )
         return sparse_pb2.SelectBlocksRequest(
-            session_id=connection.session_id, sequence_id=name, layer_index=self.chance.choice(LAYERS), query=query.tobytes(),
+            session_id=connection.session_id, sequence_id=name,
+            layer_index=self.chance.choice(LAYERS), query=query.tobytes(),
             context_token_count=context_tokens,
         )  # fmt: skip
 
@@ -137,6 +182,12 @@ class Place:
         answers = session.answers(set(asked))
         for number, what in asked.items():
             answer = answers.get(number)
-            word = "ended" if answer is None else name_of(answer.error) if answer.HasField("error") else "answered"
+            word = (
+                "ended"
+                if answer is None
+                else name_of(answer.error)
+                if answer.HasField("error")
+                else "answered"
+            )
             self.note(f"{kind}: {what}", word)
         asked.clear()

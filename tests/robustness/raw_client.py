@@ -1,6 +1,8 @@
-"""A session by hand: every message, descriptor and silence is up to the caller. For the fuzzer's odd clients.
+"""A session by hand: every message, descriptor and silence is up to the caller. For the fuzzer's
+odd clients.
 
-Always true: no wait is longer than DEADLINE_S, and what takes longer is an AssertionError, as is an answer INTERNAL.
+Always true: no wait is longer than DEADLINE_S, and what takes longer is an AssertionError, as is an
+answer INTERNAL.
 """
 
 import contextlib
@@ -40,11 +42,15 @@ def code_of(error: grpc.RpcError) -> str:
 class RawSession:
     """One stream. `why_not`: the code that it was refused with, empty where it is open."""
 
-    def __init__(self, channel: grpc.Channel, target: str, opening: session_pb2.ConnectRequest) -> None:
+    def __init__(
+        self, channel: grpc.Channel, target: str, opening: session_pb2.ConnectRequest
+    ) -> None:
         self._target = target
         self._outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
         self._next_id = 1
-        self.call: Any = session_pb2_grpc.SessionServiceStub(channel).Connect(self._requests(), timeout=2 * DEADLINE_S)
+        self.call: Any = session_pb2_grpc.SessionServiceStub(channel).Connect(
+            self._requests(), timeout=2 * DEADLINE_S
+        )
         self.put(opening)
         self.session_id = self.why_not = ""
         self._links: list[socket.socket] = []
@@ -76,7 +82,8 @@ class RawSession:
         return found
 
     def ask(self, request: session_pb2.ConnectRequest) -> tuple[str, session_pb2.ConnectResponse]:
-        """Sends a message and waits for its answer: in words (`answered`, a reason, `ended`), and as it came."""
+        """Sends a message and waits for its answer: in words (`answered`, a reason, `ended`), and
+        as it came."""
         number = self.put(request)
         answer = self.answers({number}).get(number)
         if answer is None:
@@ -121,10 +128,17 @@ class Footprint:
     """What a process holds, by the kernel's word."""
 
     def __init__(self, pid: int) -> None:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+        status = dict(
+            line.split(":", 1)
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if ":" in line
+        )
         self.anonymous_bytes = int(status["RssAnon"].split()[0]) << 10
         self.num_threads = int(status["Threads"])
         self.num_fds = len(os.listdir(f"/proc/{pid}/fd"))
 
     def __repr__(self) -> str:
-        return f"Footprint({self.anonymous_bytes >> 20} MiB anonymous, {self.num_fds} descriptors, {self.num_threads} threads)"
+        return (
+            f"Footprint({self.anonymous_bytes >> 20} MiB anonymous, {self.num_fds} "
+            f"descriptors, {self.num_threads} threads)"
+        )

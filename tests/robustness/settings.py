@@ -1,9 +1,12 @@
-"""Parity after every kind of restart: for each field of vLLM's config in turn, an engine with another value over the same server.
+"""Parity after every kind of restart: for each field of vLLM's config in turn, an engine with
+another value over the same server.
 
-`python -m tests.robustness.settings [--only PATH …] [--json FILE]`. One engine fills the server. Then one engine per field and value
-answers the same prompt twice: from what the server has, if it finds anything, and under a cache salt, which makes it compute all. Both must
-have the same logprobs. Fields and values come from vLLM's config classes (`tests.vllm.config_walk`), so new ones are in unasked. The model
-is a tiny Phi-3 with LongRoPE, whose keys depend on more settings than most. Values with which vLLM does not start are counted as refused.
+`python -m tests.robustness.settings [--only PATH …] [--json FILE]`. One engine fills the server.
+Then one engine per field and value answers the same prompt twice: from what the server has, if it
+finds anything, and under a cache salt, which makes it compute all. Both must have the same
+logprobs. Fields and values come from vLLM's config classes (`tests.vllm.config_walk`), so new ones
+are in unasked. The model is a tiny Phi-3 with LongRoPE, whose keys depend on more settings than
+most. Values with which vLLM does not start are counted as refused.
 """
 
 import argparse
@@ -29,11 +32,13 @@ from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.tiny import COMMON, VOCAB, engine_args, transfer_config
 
 NOISE = 1e-3
-"""Largest difference of logprobs in fp32 between two ways of computing the same; wrong KV moves them by far more (`random_weights`)."""
+"""Largest difference of logprobs in fp32 between two ways of computing the same; wrong KV moves
+them by far more (`random_weights`)."""
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 6
 PATIENCE_S = 90.0
-"""An engine that has not answered by then waits for others, as those of several replicas do. It counts as refused."""
+"""An engine that has not answered by then waits for others, as those of several replicas do. It
+counts as refused."""
 SETTINGS: dict[str, Any] = {
     "load_format": "random",
     "dtype": "float32",
@@ -53,7 +58,8 @@ LONGROPE = {
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """`hit_tokens`: what the engine found of the first one's. `difference`: largest, warm against its own cold run."""
+    """`hit_tokens`: what the engine found of the first one's. `difference`: largest, warm against
+    its own cold run."""
 
     path: str
     value: Any
@@ -98,7 +104,14 @@ class Restarts:
 
     def engine(self, **more: Any) -> EngineProcess:
         connector = {"weights_identity": "the same", "startup_wait_s": 20.0, "flush_timeout_s": 5.0}
-        return EngineProcess(self.model, self.folder / "engine.log", self.daemon.target, connector=connector, **SETTINGS, **more)
+        return EngineProcess(
+            self.model,
+            self.folder / "engine.log",
+            self.daemon.target,
+            connector=connector,
+            **SETTINGS,
+            **more,
+        )
 
     def ask(self, engine: EngineProcess, salt: str | None = None) -> dict[str, Any]:
         return engine.ask("generate", prompts=[self.prompt], max_tokens=ANSWER_TOKENS, salt=salt)
@@ -120,11 +133,19 @@ class Restarts:
         patience.start()
         try:
             warm, cold = self.ask(engine), self.ask(engine, salt=uuid.uuid4().hex)
-            pairs = [pair for one, two in zip(warm["logprobs"], cold["logprobs"], strict=True) for pair in zip(one, two, strict=True)]
+            pairs = [
+                pair
+                for one, two in zip(warm["logprobs"], cold["logprobs"], strict=True)
+                for pair in zip(one, two, strict=True)
+            ]
             assert cold["cached"] == [0], cold["cached"]
-            return Outcome(path, value, "", warm["cached"][0], max(abs(one - two) for one, two in pairs))
+            return Outcome(
+                path, value, "", warm["cached"][0], max(abs(one - two) for one, two in pairs)
+            )
         except AssertionError as error:
-            lines = [line for line in str(error).splitlines() if "Error" in line] or [str(error)[:200]]
+            lines = [line for line in str(error).splitlines() if "Error" in line] or [
+                str(error)[:200]
+            ]
             return Outcome(path, value, lines[-1].strip()[-200:])
         finally:
             patience.cancel()
@@ -137,7 +158,9 @@ class Restarts:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], help="paths, such as model_config.max_model_len")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="paths, such as model_config.max_model_len"
+    )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hotkv-settings-"))
@@ -149,7 +172,11 @@ def main() -> int:
         for path, value in variants(restarts.model):
             if not chosen.only or path in chosen.only:
                 outcomes.append(one := restarts.outcome(path, value))
-                said = f"refused: {one.refused}" if one.refused else f"hit {one.hit_tokens}, difference {one.difference:.2g}"
+                said = (
+                    f"refused: {one.refused}"
+                    if one.refused
+                    else f"hit {one.hit_tokens}, difference {one.difference:.2g}"
+                )
                 print(f"{path} = {value!r}: {said}", flush=True)
     finally:
         restarts.close()
@@ -157,10 +184,14 @@ def main() -> int:
     started = [one for one in outcomes if not one.refused]
     wrong = [one for one in started if one.difference > NOISE]
     if chosen.json:
-        chosen.json.write_text(json.dumps([dataclasses.asdict(one) for one in outcomes], indent=1, default=str))
+        chosen.json.write_text(
+            json.dumps([dataclasses.asdict(one) for one in outcomes], indent=1, default=str)
+        )
     print(
-        f"{len(outcomes)} values of {len({one.path for one in outcomes})} fields: {len(started)} engines started, "
-        f"{sum(one.hit_tokens > 0 for one in started)} shared, {len(wrong)} answered otherwise than their own cold run"
+        f"{len(outcomes)} values of {len({one.path for one in outcomes})} fields: {len(started)} "
+        "engines started, "
+        f"{sum(one.hit_tokens > 0 for one in started)} shared, {len(wrong)} answered otherwise "
+        "than their own cold run"
     )
     return int(bool(wrong))
 

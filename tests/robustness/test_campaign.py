@@ -15,9 +15,14 @@ def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(roomy: bool) -
     with campaign(5, roomy=roomy, findings=findings) as running:
         running.run(15)
         # On a busy machine engines may not have come to their turn.
-        while not (findings.loaded_blocks and findings.read_blocks and findings.acknowledged_blocks) and findings.num_kills < MAX_KILLS:
+        while (
+            not (findings.loaded_blocks and findings.read_blocks and findings.acknowledged_blocks)
+            and findings.num_kills < MAX_KILLS
+        ):
             running.run(5)
-    assert findings.num_kills >= 15 and findings.loaded_blocks > 0 and findings.acknowledged_blocks > 0
+    assert (
+        findings.num_kills >= 15 and findings.loaded_blocks > 0 and findings.acknowledged_blocks > 0
+    )
     assert findings.read_blocks > 0
     assert not roomy or findings.found_again_blocks > 0
     assert findings.condemned_blocks == 0

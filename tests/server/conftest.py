@@ -1,4 +1,5 @@
-"""Fixtures for tests against a real server: one daemon for the folder, fresh ones where a test needs its own."""
+"""Fixtures for tests against a real server: one daemon for the folder, fresh ones where a test
+needs its own."""
 
 import contextlib
 import uuid
@@ -27,7 +28,10 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
     """A server of the test's own, with 16 MiB."""
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running:
+    with (
+        runtime_folder(64 << 20) as folder,
+        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,
+    ):
         running.wait_ready()
         yield running
 
@@ -47,12 +51,17 @@ def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
 
 @pytest.fixture
 def sparse_engine(server: Server) -> Iterator[Callable[..., RepresentationEngine]]:
-    """Makes connected engines with representations, of one model unless another is named; closes them."""
+    """Makes connected engines with representations, of one model unless another is named; closes
+    them."""
     with contextlib.ExitStack() as stack:
         model = uuid.uuid4().hex
 
         def make(
-            *, target: str = server.target, engine_id: str = "", model: str = model, centres: Centres | None = None
+            *,
+            target: str = server.target,
+            engine_id: str = "",
+            model: str = model,
+            centres: Centres | None = None,
         ) -> RepresentationEngine:
             made = RepresentationEngine(target, model, engine_id, centres)
             stack.callback(made.close)

@@ -1,6 +1,7 @@
 """Servers over made-up devices, and engines whose KV lies on them.
 
-`python -m tests.server.devices_support TARGET ORDER` is an engine in a process of its own, to be killed: it stores and loads without end.
+`python -m tests.server.devices_support TARGET ORDER` is an engine in a process of its own, to be
+killed: it stores and loads without end.
 """
 
 import contextlib
@@ -22,12 +23,23 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import DeviceMark, DeviceOrder
-from hotkv_client import BlockRun, EngineMemory, GroupHashes, LoadRun, Role, Session, SessionConfig, TransferResult, TransferStatus
+from hotkv_client import (
+    BlockRun,
+    EngineMemory,
+    GroupHashes,
+    LoadRun,
+    Role,
+    Session,
+    SessionConfig,
+    TransferResult,
+    TransferStatus,
+)
 from hotkv_client.types import After, Int32s
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent
 from hotkv_server.testing.with_devices import FakeDevices
 
-# An engine lives on here while its server is started again, which forks: gRPC's own threads must not come to life in the child.
+# An engine lives on here while its server is started again, which forks: gRPC's own threads must
+# not come to life in the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 NUM_BLOCKS = 24
@@ -46,16 +58,35 @@ def until(reached: Callable[[], bool], what: str = "it") -> None:
 
 
 class DeviceServer(Server):
-    """A server with made-up devices; in one folder, each goes on with what the one before has left."""
+    """A server with made-up devices; in one folder, each goes on with what the one before has
+    left."""
 
-    def __init__(self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB") -> None:
+    def __init__(
+        self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
+    ) -> None:
         self.devices = replace(devices, control=str(folder / "control"))
         self.runtime_folder = folder / "run"
         self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
         self.target = f"unix:{self.runtime_folder}/grpc.sock"
         self.begin_s = time.monotonic()
-        command = [*self.devices.command(), "--runtime-dir", str(self.runtime_folder), "--arena.dir", str(folder / "arena")]
-        command += ["--arena.bytes", arena, "--arena.slab-bytes", "256KiB", "--arena.pin-piece-bytes", "2MiB", "--http.port", "0", *flags]
+        command = [
+            *self.devices.command(),
+            "--runtime-dir",
+            str(self.runtime_folder),
+            "--arena.dir",
+            str(folder / "arena"),
+        ]
+        command += [
+            "--arena.bytes",
+            arena,
+            "--arena.slab-bytes",
+            "256KiB",
+            "--arena.pin-piece-bytes",
+            "2MiB",
+            "--http.port",
+            "0",
+            *flags,
+        ]
         self._child = Child("hotkv-server", command, folder / "hotkv-server.log", {})
 
     def num_held(self) -> int:
@@ -71,7 +102,8 @@ class DeviceServer(Server):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How pages lie: `tensors` and sizes of the handles; `in_file`: handles that are no device memory."""
+    """How pages lie: `tensors` and sizes of the handles; `in_file`: handles that are no device
+    memory."""
 
     tensors: tuple[PageTensor, ...]
     sizes: dict[str, int]
@@ -84,23 +116,43 @@ def shapes() -> dict[str, Shape]:
     layers = range(LAYERS)
     half, heads = PAGE // 2, 8
     return {
-        "BLHNC": Shape(tuple(PageTensor(0, "kv", i * PAGE, LAYERS * PAGE, PAGE, i * PAGE) for i in layers), {"kv": total}),
-        "LBHNC": Shape(tuple(PageTensor(0, "kv", i * NUM_BLOCKS * PAGE, PAGE, PAGE, i * PAGE) for i in layers), {"kv": total}),
+        "BLHNC": Shape(
+            tuple(PageTensor(0, "kv", i * PAGE, LAYERS * PAGE, PAGE, i * PAGE) for i in layers),
+            {"kv": total},
+        ),
+        "LBHNC": Shape(
+            tuple(PageTensor(0, "kv", i * NUM_BLOCKS * PAGE, PAGE, PAGE, i * PAGE) for i in layers),
+            {"kv": total},
+        ),
         # K of all blocks, then V of all blocks, in each layer.
         "LKBNHC": Shape(
-            tuple(PageTensor(0, "kv", i * NUM_BLOCKS * PAGE, half, half, i * PAGE, ((2, NUM_BLOCKS * half),)) for i in layers),
+            tuple(
+                PageTensor(
+                    0, "kv", i * NUM_BLOCKS * PAGE, half, half, i * PAGE, ((2, NUM_BLOCKS * half),)
+                )
+                for i in layers
+            ),
             {"kv": total},
         ),
         # Heads outermost: runs of 512 bytes.
         "LHBNC": Shape(
             tuple(
-                PageTensor(0, "kv", i * NUM_BLOCKS * PAGE, PAGE // heads, PAGE // heads, i * PAGE, ((heads, NUM_BLOCKS * PAGE // heads),))
+                PageTensor(
+                    0,
+                    "kv",
+                    i * NUM_BLOCKS * PAGE,
+                    PAGE // heads,
+                    PAGE // heads,
+                    i * PAGE,
+                    ((heads, NUM_BLOCKS * PAGE // heads),),
+                )
                 for i in layers
             ),
             {"kv": total},
         ),
         "an allocation a layer": Shape(
-            tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in layers), {f"l{i}": NUM_BLOCKS * PAGE for i in layers}
+            tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in layers),
+            {f"l{i}": NUM_BLOCKS * PAGE for i in layers},
         ),
         "one layer in a file": Shape(
             tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in layers),
@@ -115,7 +167,8 @@ SHAPES = shapes()
 
 @dataclass(slots=True)
 class DeviceEngine:
-    """A worker session with KV on device `device`. `offers`: which of `events`, `flags`, `file flags` it offers for order."""
+    """A worker session with KV on device `device`. `offers`: which of `events`, `flags`, `file
+    flags` it offers for order."""
 
     target: str
     shape: str = "BLHNC"
@@ -133,7 +186,10 @@ class DeviceEngine:
 
     def __post_init__(self) -> None:
         shape = SHAPES[self.shape]
-        handles = [self._handle(name, size, in_file=name in shape.in_file) for name, size in shape.sizes.items()]
+        handles = [
+            self._handle(name, size, in_file=name in shape.in_file)
+            for name, size in shape.sizes.items()
+        ]
         flags = ""
         if "flags" in self.offers or "file flags" in self.offers:
             flags = "flags"
@@ -141,11 +197,24 @@ class DeviceEngine:
         if "events" in self.offers:
             self.events = [FakeIpcEvent(self.device) for _ in range(NUM_MARKS)]
         uuid = next(iter(self.allocations.values())).device_uuid
-        order = DeviceOrder(uuid, tuple(event.handle for event in self.events), flags, NUM_MARKS if flags else 0)
+        order = DeviceOrder(
+            uuid, tuple(event.handle for event in self.events), flags, NUM_MARKS if flags else 0
+        )
         layout = Layout(0, NUM_BLOCKS, tuple(handles), shape.tensors, self.shape)
-        key_space = KeySpace("devices", "devices", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE,)),), 16)
+        key_space = KeySpace(
+            "devices",
+            "devices",
+            "bfloat16",
+            (GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE,)),),
+            16,
+        )
         config = SessionConfig(
-            self.target, self.engine_id, Role.WORKER, key_space, reconnect_max_s=0.3, on_state=lambda _, why: self.said.append(why)
+            self.target,
+            self.engine_id,
+            Role.WORKER,
+            key_space,
+            reconnect_max_s=0.3,
+            on_state=lambda _, why: self.said.append(why),
         )
         self.session = Session(config, EngineMemory(layout, self.fds, order))
         self.session.start()
@@ -170,7 +239,11 @@ class DeviceEngine:
 
     def view(self, name: str) -> NDArray[np.uint8]:
         """Bytes of a handle's memory."""
-        return np.frombuffer(self.files[name], np.uint8) if name in self.files else self.allocations[name].array()[PAGE:]
+        return (
+            np.frombuffer(self.files[name], np.uint8)
+            if name in self.files
+            else self.allocations[name].array()[PAGE:]
+        )
 
     @property
     def words(self) -> NDArray[np.uint32]:
@@ -198,16 +271,36 @@ class DeviceEngine:
     def after(self, index: int, value: int = 0) -> After:
         return After(self.session.order_kind, DeviceMark(index, value))
 
-    def store(self, hashes: list[bytes], ids: Int32s, after: After | None = None, timeout_s: float = DEADLINE_S):  # type: ignore[no-untyped-def]
+    def store(
+        self,
+        hashes: list[bytes],
+        ids: Int32s,
+        after: After | None = None,
+        timeout_s: float = DEADLINE_S,
+    ):  # type: ignore[no-untyped-def]
         name = os.urandom(8).hex()
-        return name, self.session.store(name, name, [BlockRun(0, hashes, ids)], timeout_s, after=after)
+        return name, self.session.store(
+            name, name, [BlockRun(0, hashes, ids)], timeout_s, after=after
+        )
 
-    def load(self, hashes: list[bytes], ids: Int32s, after: After | None = None, timeout_s: float = DEADLINE_S):  # type: ignore[no-untyped-def]
+    def load(
+        self,
+        hashes: list[bytes],
+        ids: Int32s,
+        after: After | None = None,
+        timeout_s: float = DEADLINE_S,
+    ):  # type: ignore[no-untyped-def]
         """Leases and loads; all must be there."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)]).result(DEADLINE_S)
         assert grant.pinned[0].all(), "some blocks are not there"
-        return name, self.session.load(name, name, [LoadRun(0, np.arange(len(ids), dtype=np.int32), ids)], timeout_s, after=after)
+        return name, self.session.load(
+            name,
+            name,
+            [LoadRun(0, np.arange(len(ids), dtype=np.int32), ids)],
+            timeout_s,
+            after=after,
+        )
 
     def close(self) -> None:
         self.session.close()
@@ -247,7 +340,11 @@ def main() -> None:
     print("copying", flush=True)
     while True:
         with contextlib.suppress(HotKVError):
-            flying = [engine.load(names, ids + 8)[1], engine.store(hashes(8), ids, mark)[1], engine.store(hashes(8), ids)[1]]
+            flying = [
+                engine.load(names, ids + 8)[1],
+                engine.store(hashes(8), ids, mark)[1],
+                engine.store(hashes(8), ids)[1],
+            ]
             done(flying[0])
             flying[2].result(DEADLINE_S)
 

@@ -31,8 +31,8 @@ MINE = os.getuid()
 
 @dataclass(frozen=True)
 class Guarded:
-    """A server with tenants. Of this user: alpha (may map the table), blind (may not), tiny (one session), hoarder. beta: OTHER_UID, or a
-    certificate; gamma: a token; by_group: OTHER_GID.
+    """A server with tenants. Of this user: alpha (may map the table), blind (may not), tiny (one
+    session), hoarder. beta: OTHER_UID, or a certificate; gamma: a token; by_group: OTHER_GID.
     """
 
     server: Server
@@ -50,17 +50,28 @@ class Guarded:
         assert found is not None
         return f"localhost:{found[1]}"
 
-    def credentials(self, name: str = "", token: str = "", ca: Authority | None = None) -> Credentials:
+    def credentials(
+        self, name: str = "", token: str = "", ca: Authority | None = None
+    ) -> Credentials:
         token_file = self.folder / f"token-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
         token_file.write_text(token + "\n")
-        client = (str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key")) if name else ("", "")
-        return Credentials(str((ca or self.ca).path), *client, token_file=str(token_file) if token else "")
+        client = (
+            (str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key"))
+            if name
+            else ("", "")
+        )
+        return Credentials(
+            str((ca or self.ca).path), *client, token_file=str(token_file) if token else ""
+        )
 
     def logged(self, *words: str) -> bool:
         """Whether one line of the log has all of them, within a moment."""
         until_s = time.monotonic() + 5
         while time.monotonic() < until_s:
-            if any(all(word in line for word in words) for line in self.server.log.read_text().splitlines()):
+            if any(
+                all(word in line for word in words)
+                for line in self.server.log.read_text().splitlines()
+            ):
                 return True
             time.sleep(0.02)
         return False
@@ -124,7 +135,14 @@ def guarded() -> Iterator[Guarded]:
         with pytest.MonkeyPatch.context() as patch:
             # So that handshakes that fail are logged.
             patch.setenv("GRPC_VERBOSITY", "INFO")
-            server = Server(folder, "64MiB", "--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB")
+            server = Server(
+                folder,
+                "64MiB",
+                "--config",
+                str(folder / "hotkv.toml"),
+                "--arena.slab-bytes",
+                "256KiB",
+            )
         with server:
             server.wait_ready()
             (folder / "run").chmod(0o755)
@@ -136,7 +154,9 @@ def engine(guarded: Guarded) -> Iterator[Callable[..., PagedEngine]]:
     with contextlib.ExitStack() as stack:
 
         def make(tenant: str, **settings: Any) -> PagedEngine:
-            made = PagedEngine(guarded.target, **{"engine_id": os.urandom(4).hex(), "tenant": tenant, **settings}).connect()
+            made = PagedEngine(
+                guarded.target, **{"engine_id": os.urandom(4).hex(), "tenant": tenant, **settings}
+            ).connect()
             stack.callback(made.close)
             return made
 
@@ -148,19 +168,29 @@ Make = Callable[..., PagedEngine]
 
 def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
     blocks, name = [os.urandom(32) for _ in range(count)], os.urandom(8).hex()
-    result = engine.session.store(name, name, [BlockRun(0, blocks, np.arange(count, dtype=np.int32))], 10).result(10)
+    result = engine.session.store(
+        name, name, [BlockRun(0, blocks, np.arange(count, dtype=np.int32))], 10
+    ).result(10)
     assert (result.results[0] == 1).all()
     return blocks
 
 
-def why_absent(target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None) -> str:
+def why_absent(
+    target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None
+) -> str:
     """Why a session of this process is refused."""
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     engine = PagedEngine(target, tenant=tenant)
     more = {} if credentials is None else {"credentials": credentials}
     session = Session(
         SessionConfig(
-            target, "refused", Role.SCHEDULER, engine.key_space, on_state=lambda *news: states.put(news), connect_timeout_s=3.0, **more
+            target,
+            "refused",
+            Role.SCHEDULER,
+            engine.key_space,
+            on_state=lambda *news: states.put(news),
+            connect_timeout_s=3.0,
+            **more,
         )
     )
     if ticket is not None:

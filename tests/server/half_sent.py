@@ -13,8 +13,8 @@ import h2.exceptions
 
 
 class HalfSender:
-    """Calls over one connection, each of which stays a byte short of a message; on a thread, until it is closed. `num_ended`: calls that
-    the server has ended.
+    """Calls over one connection, each of which stays a byte short of a message; on a thread, until
+    it is closed. `num_ended`: calls that the server has ended.
     """
 
     def __init__(self, grpc_socket: Path) -> None:
@@ -31,13 +31,25 @@ class HalfSender:
         self._thread.start()
 
     def call(self, path: str, message_bytes: int, before: bytes = b"") -> None:
-        """A call whose first message may be whole (`before`); the next one has `message_bytes`, of which the last is never sent."""
+        """A call whose first message may be whole (`before`); the next one has `message_bytes`, of
+        which the last is never sent."""
         with self._lock:
             stream = self._http.get_next_available_stream_id()
-            headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
-            self._http.send_headers(stream, [*headers.items(), ("content-type", "application/grpc")])
+            headers = {
+                ":method": "POST",
+                ":scheme": "http",
+                ":path": path,
+                ":authority": "x",
+                "te": "trailers",
+            }
+            self._http.send_headers(
+                stream, [*headers.items(), ("content-type", "application/grpc")]
+            )
             first = b"\0" + len(before).to_bytes(4, "big") + before if before else b""
-            self._left[stream] = (first + b"\0" + message_bytes.to_bytes(4, "big"), message_bytes - 1)
+            self._left[stream] = (
+                first + b"\0" + message_bytes.to_bytes(4, "big"),
+                message_bytes - 1,
+            )
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, h2.exceptions.ProtocolError):
@@ -52,7 +64,9 @@ class HalfSender:
 
     def _send_some(self, stream: int) -> None:
         head, count = self._left[stream]
-        window = min(self._http.local_flow_control_window(stream), self._http.max_outbound_frame_size)
+        window = min(
+            self._http.local_flow_control_window(stream), self._http.max_outbound_frame_size
+        )
         if head and window >= len(head):
             self._http.send_data(stream, head)
             self._left[stream] = (b"", count)
@@ -63,10 +77,14 @@ class HalfSender:
     def _hear(self, data: bytes) -> None:
         with self._lock:
             for event in self._http.receive_data(data):
-                if isinstance(event, h2.events.StreamReset | h2.events.StreamEnded) and self._left.pop(event.stream_id, None):
+                if isinstance(
+                    event, h2.events.StreamReset | h2.events.StreamEnded
+                ) and self._left.pop(event.stream_id, None):
                     self.num_ended += 1
                 elif isinstance(event, h2.events.DataReceived):
-                    self._http.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                    self._http.acknowledge_received_data(
+                        event.flow_controlled_length, event.stream_id
+                    )
 
     def close(self) -> None:
         """Ends the connection."""

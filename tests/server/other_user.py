@@ -1,7 +1,9 @@
-"""A client of another user, for test_security: `python -m tests.server.other_user UID GROUPS TARGET TENANT`.
+"""A client of another user, for test_security: `python -m tests.server.other_user UID GROUPS TARGET
+TENANT`.
 
-Starts as root, imports everything, becomes that user (with the supplementary groups), opens a session, and prints one JSON object: `state`,
-why, and for a session that opened whether a block was stored and whether the table is mapped.
+Starts as root, imports everything, becomes that user (with the supplementary groups), opens a
+session, and prints one JSON object: `state`, why, and for a session that opened whether a block was
+stored and whether the table is mapped.
 """
 
 import json
@@ -23,18 +25,27 @@ WAIT_S = 20.0
 
 def main() -> None:
     uid, groups, target, tenant = sys.argv[1:]
-    grpc.insecure_channel(target).close()  # Loads what gRPC loads late, from folders that the other user may not read.
+    grpc.insecure_channel(
+        target
+    ).close()  # Loads what gRPC loads late, from folders that the other user may not read.
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     os.setgroups([int(group) for group in groups.split(",") if group])
     os.setgid(int(uid))
     os.setuid(int(uid))
-    engine = PagedEngine(target, tenant=tenant, engine_id="shared-name", on_state=lambda state, why: states.put((state, why)))
+    engine = PagedEngine(
+        target,
+        tenant=tenant,
+        engine_id="shared-name",
+        on_state=lambda state, why: states.put((state, why)),
+    )
     engine.session.start()
     state, why = states.get(timeout=WAIT_S)
     answer: dict[str, Any] = {"state": state.value, "why": why}
     if state is LinkState.CONNECTED:
         blocks = [os.urandom(32)]
-        stored = engine.session.store("s", "s", [BlockRun(0, blocks, np.zeros(1, np.int32))], WAIT_S).result(WAIT_S)
+        stored = engine.session.store(
+            "s", "s", [BlockRun(0, blocks, np.zeros(1, np.int32))], WAIT_S
+        ).result(WAIT_S)
         answer["results"] = stored.results[0].tolist()
         answer["is_mapped"] = engine.session.probe(0, blocks) is not None
     try:

@@ -31,50 +31,88 @@ LOG_MASS = np.full(QUERY_HEADS, 3.0, np.float32)
 """Log mass of what is always kept."""
 LAYERS = (2, 5)
 CONFIG = SparseConfig(
-    sparse_topk=0.2, sink_tokens=16, recent_tokens=40, dense_layers=(), scorer="rot2u", scorer_of_layer={5: "mean"}, max_correction_blocks=2
+    sparse_topk=0.2,
+    sink_tokens=16,
+    recent_tokens=40,
+    dense_layers=(),
+    scorer="rot2u",
+    scorer_of_layer={5: "mean"},
+    max_correction_blocks=2,
 )
 
 
 class RepresentationEngine:
-    """One worker session over memory with KV pages and representations of LAYERS; `keys` float32 [layer, block, T, H, D]. Close it."""
+    """One worker session over memory with KV pages and representations of LAYERS; `keys` float32
+    [layer, block, T, H, D]. Close it."""
 
-    def __init__(self, target: str, model: str, engine_id: str = "", centres: Centres | None = None) -> None:
+    def __init__(
+        self, target: str, model: str, engine_id: str = "", centres: Centres | None = None
+    ) -> None:
         self.centres = centres
         random = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
-        keys = {layer: random.standard_normal((NUM_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32) for layer in LAYERS}
+        keys = {
+            layer: random.standard_normal(
+                (NUM_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32
+            )
+            for layer in LAYERS
+        }
         mus = {2: centres.mu(2)} if centres is not None else {}
-        built = {layer: sparse.build(next(iter(CONFIG.scorers_of(layer))), keys[layer], mus.get(layer)) for layer in LAYERS}
+        built = {
+            layer: sparse.build(next(iter(CONFIG.scorers_of(layer))), keys[layer], mus.get(layer))
+            for layer in LAYERS
+        }
         self.shard_bytes = sum(pool[0].size for pool in built.values())
         sizes = {"kv": NUM_BLOCKS * PAGE_BYTES, "representations": NUM_BLOCKS * self.shard_bytes}
         self.fds = {name: os.memfd_create(f"hotkv-engine-{name}") for name in sizes}
         for name, size in sizes.items():
             os.posix_fallocate(self.fds[name], 0, size)
-        self.kv = np.frombuffer(mmap.mmap(self.fds["kv"], sizes["kv"]), np.uint8).reshape(NUM_BLOCKS, PAGE_BYTES)
+        self.kv = np.frombuffer(mmap.mmap(self.fds["kv"], sizes["kv"]), np.uint8).reshape(
+            NUM_BLOCKS, PAGE_BYTES
+        )
         self.kv[:] = random.integers(0, 256, self.kv.shape, np.uint8)
-        memory = np.frombuffer(mmap.mmap(self.fds["representations"], sizes["representations"]), np.uint8)
+        memory = np.frombuffer(
+            mmap.mmap(self.fds["representations"], sizes["representations"]), np.uint8
+        )
         self.pools: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = {}
         self.key_space = KeySpace(
-            model, model, "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,)),), BLOCK_TOKENS
+            model,
+            model,
+            "bfloat16",
+            (GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,)),),
+            BLOCK_TOKENS,
         )
         kind = Representation(0, "rot2u+mean", 7 if centres is None else 8, (self.shard_bytes,))
         config = SessionConfig(
-            target, engine_id or os.urandom(8).hex(), Role.WORKER, self.key_space, representations=(kind,), reconnect_max_s=0.5
+            target,
+            engine_id or os.urandom(8).hex(),
+            Role.WORKER,
+            self.key_space,
+            representations=(kind,),
+            reconnect_max_s=0.5,
         )
         self.group = config.representation_group(kind)
         tensors = [PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0)]
         at = 0
         for layer, pool in built.items():
             size = pool[0].size
-            self.pools[layer] = memory[at * NUM_BLOCKS : (at + size) * NUM_BLOCKS].reshape(pool.shape)
+            self.pools[layer] = memory[at * NUM_BLOCKS : (at + size) * NUM_BLOCKS].reshape(
+                pool.shape
+            )
             self.pools[layer][:] = pool
-            tensors.append(PageTensor(self.group, "representations", at * NUM_BLOCKS, size, size, at))
+            tensors.append(
+                PageTensor(self.group, "representations", at * NUM_BLOCKS, size, size, at)
+            )
             at += size
         handles = tuple(MemoryHandle(name, size) for name, size in sizes.items())
-        self.session = Session(config, EngineMemory(Layout(0, NUM_BLOCKS, handles, tuple(tensors), "LBHNC"), self.fds))
+        self.session = Session(
+            config, EngineMemory(Layout(0, NUM_BLOCKS, handles, tuple(tensors), "LBHNC"), self.fds)
+        )
         self.session.start()
         assert self.session.wait_connected(20), repr(self.session)
 
-    def store(self, blocks: Sequence[bytes], *, first: int = 0, with_representations: bool = True) -> None:
+    def store(
+        self, blocks: Sequence[bytes], *, first: int = 0, with_representations: bool = True
+    ) -> None:
         """Stores blocks from the block id `first` on."""
         name = os.urandom(8).hex()
         groups = (0, self.group) if with_representations else (0,)
@@ -82,13 +120,17 @@ class RepresentationEngine:
         self.session.store(name, name, runs, 20).result(20)
 
     def select_config(self, hot_blocks: int = 0, config: SparseConfig = CONFIG) -> SelectConfig:
-        return SelectConfig(config, self.group, LAYERS, KV_HEADS, HEAD_SIZE, hot_blocks, centres=self.centres)
+        return SelectConfig(
+            config, self.group, LAYERS, KV_HEADS, HEAD_SIZE, hot_blocks, centres=self.centres
+        )
 
     def sources(self, layer: int) -> dict[str, Source]:
         name = next(iter(CONFIG.scorers_of(layer)))
         if self.centres is None or name != "rot2u":
             return {name: Source(self.pools[layer])}
-        return {name: Source(self.pools[layer], self.centres.mu(layer), self.centres.bias(layer, name))}
+        return {
+            name: Source(self.pools[layer], self.centres.mu(layer), self.centres.bias(layer, name))
+        }
 
     def close(self) -> None:
         self.session.close()

@@ -27,10 +27,15 @@ class GroupsEngine:
         self.fd = os.memfd_create("groups-engine")
         os.posix_fallocate(self.fd, 0, num_bytes)
         self.memory = mmap.mmap(self.fd, num_bytes)
-        tensors = tuple(PageTensor(g, "kv", NUM_BLOCKS * sum(pages[:g]), page, page, 0) for g, page in enumerate(pages))
+        tensors = tuple(
+            PageTensor(g, "kv", NUM_BLOCKS * sum(pages[:g]), page, page, 0)
+            for g, page in enumerate(pages)
+        )
         layout = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", num_bytes),), tensors, "LBHNC")
         self.key_space = KeySpace(model, model, "bfloat16", groups, 16)
-        config = SessionConfig(target, os.urandom(8).hex(), Role.WORKER, self.key_space, reconnect_max_s=0.5)
+        config = SessionConfig(
+            target, os.urandom(8).hex(), Role.WORKER, self.key_space, reconnect_max_s=0.5
+        )
         self.session = Session(config, EngineMemory(layout, {"kv": self.fd}))
         self.session.start()
         assert self.session.wait_connected(20)

@@ -1,4 +1,5 @@
-"""The arena in an engine's process: what leased blocks hold, read in place through the mapping that the link hands out."""
+"""The arena in an engine's process: what leased blocks hold, read in place through the mapping that
+the link hands out."""
 
 import contextlib
 import os
@@ -29,7 +30,9 @@ def leased(session: Session, blocks: list[bytes], name: str) -> LeaseGrant:
 def in_place(arena: Arena, grant: LeaseGrant) -> np.ndarray:
     """uint8 [blocks, layers, page bytes] of the pinned blocks."""
     offsets = grant.offsets[0][grant.pinned[0]]
-    return np.stack([arena.memory[at : at + SLOT_BYTES].reshape(LAYERS, PAGE_BYTES) for at in offsets.tolist()])
+    return np.stack(
+        [arena.memory[at : at + SLOT_BYTES].reshape(LAYERS, PAGE_BYTES) for at in offsets.tolist()]
+    )
 
 
 def expected(engine: PagedEngine, count: int) -> np.ndarray:
@@ -54,10 +57,15 @@ def num_open(file_id: tuple[int, int]) -> int:
 
 def num_mapped(file_id: tuple[int, int]) -> int:
     """Mappings of a file that this process has."""
-    return sum(line.split()[4] == str(file_id[1]) for line in Path("/proc/self/maps").read_text().splitlines())
+    return sum(
+        line.split()[4] == str(file_id[1])
+        for line in Path("/proc/self/maps").read_text().splitlines()
+    )
 
 
-def test_leased_blocks_are_read_in_place(server: Server, engine: Callable[..., PagedEngine]) -> None:
+def test_leased_blocks_are_read_in_place(
+    server: Server, engine: Callable[..., PagedEngine]
+) -> None:
     one, other = (engine(layers=LAYERS, page_bytes=PAGE_BYTES) for _ in range(2))
     one.kv[:] = np.random.default_rng(5).integers(0, 256, one.kv.shape, np.uint8)
     blocks = hashes(20)
@@ -66,8 +74,12 @@ def test_leased_blocks_are_read_in_place(server: Server, engine: Callable[..., P
     grant = leased(other.session, asked, "mine")
     arena = mapped(other.session)
     assert arena is other.session.arena() and arena.memory.size == 64 << 20
-    assert grant.offsets[0].dtype == np.int64 and np.array_equal(grant.offsets[0] == -1, ~grant.pinned[0])
-    assert grant.pinned[0].sum() == 20 and len(set(grant.offsets[0][grant.pinned[0]].tolist())) == 20
+    assert grant.offsets[0].dtype == np.int64 and np.array_equal(
+        grant.offsets[0] == -1, ~grant.pinned[0]
+    )
+    assert (
+        grant.pinned[0].sum() == 20 and len(set(grant.offsets[0][grant.pinned[0]].tolist())) == 20
+    )
     assert np.array_equal(in_place(arena, grant), expected(one, 20))
     again = leased(other.session, asked, "mine")
     assert np.array_equal(again.offsets[0], grant.offsets[0])
@@ -79,23 +91,32 @@ def test_leased_blocks_are_read_in_place(server: Server, engine: Callable[..., P
 
 
 def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., PagedEngine]) -> None:
-    one, other = engine(layers=LAYERS, page_bytes=PAGE_BYTES), engine(layers=LAYERS, page_bytes=PAGE_BYTES)
+    one, other = (
+        engine(layers=LAYERS, page_bytes=PAGE_BYTES),
+        engine(layers=LAYERS, page_bytes=PAGE_BYTES),
+    )
     one.kv[:] = 7
     blocks = hashes(3)
     store(one, blocks)
     held = leased(one.session, blocks, "held")
     session, arena = other.session, mapped(other.session)
-    assert num_open(arena.file_id) == 2 and num_mapped(arena.file_id) == 1, "a link's descriptor each; the mapping needs none"
+    assert num_open(arena.file_id) == 2 and num_mapped(arena.file_id) == 1, (
+        "a link's descriptor each; the mapping needs none"
+    )
     session.close()
     assert session.arena() is None
-    assert np.array_equal(in_place(arena, held), expected(one, 3)), "under another session's lease it is still the same memory"
+    assert np.array_equal(in_place(arena, held), expected(one, 3)), (
+        "under another session's lease it is still the same memory"
+    )
     file_id = arena.file_id
     assert num_open(file_id) == 1 and num_mapped(file_id) == 1
     del arena
     assert num_open(file_id) == 1 and not num_mapped(file_id)
 
 
-def test_a_session_without_a_link_has_no_arena(server: Server, engine: Callable[..., PagedEngine]) -> None:
+def test_a_session_without_a_link_has_no_arena(
+    server: Server, engine: Callable[..., PagedEngine]
+) -> None:
     one = engine(layers=LAYERS, page_bytes=PAGE_BYTES)
     blocks = hashes(2)
     store(one, blocks)
@@ -105,7 +126,9 @@ def test_a_session_without_a_link_has_no_arena(server: Server, engine: Callable[
     with pytest.raises(HotKVError, match=r"wants_offsets.*load the blocks") as caught:
         leased(bare, blocks, "x")
     assert caught.value.reason is Reason.NOT_ALLOWED
-    assert bare.acquire("x", [GroupHashes(0, blocks[:1])]).result(5).pinned[0].all(), "the refused call took no lease"
+    assert bare.acquire("x", [GroupHashes(0, blocks[:1])]).result(5).pinned[0].all(), (
+        "the refused call took no lease"
+    )
     bare.close()
 
 
@@ -125,7 +148,9 @@ def test_a_new_server_gives_a_new_arena(place: Place, is_kept: bool) -> None:
     assert new.memory.size == (16 << 20 if is_kept else 32 << 20)
     if not is_kept:
         store(engine, blocks)
-    assert np.array_equal(in_place(new, leased(engine.session, blocks, "new")), expected(engine, 10))
+    assert np.array_equal(
+        in_place(new, leased(engine.session, blocks, "new")), expected(engine, 10)
+    )
 
 
 def test_what_came_back_is_compared_before_it_is_read_in_place(place: Place) -> None:
@@ -141,13 +166,23 @@ def test_what_came_back_is_compared_before_it_is_read_in_place(place: Place) -> 
     assert engine.session._connection is not None
     groups = [cache_pb2.GroupHashes(group_index=0, hashes=b"".join(blocks[:10]))]
     request = cache_pb2.AcquireLeaseRequest(
-        session_id=engine.session._connection.session_id, lease_id="unary", groups=groups, wants_offsets=True
+        session_id=engine.session._connection.session_id,
+        lease_id="unary",
+        groups=groups,
+        wants_offsets=True,
     )
     with grpc.insecure_channel(engine.session.config.target) as channel:
         answer = cache_pb2_grpc.CacheServiceStub(channel).AcquireLease(request, timeout=10)
-    assert answer.groups[0].flags == good[:10].tobytes() and place.counter("condemned_blocks_total") == 1
+    assert (
+        answer.groups[0].flags == good[:10].tobytes()
+        and place.counter("condemned_blocks_total") == 1
+    )
     for _ in range(2):
         grant = leased(engine.session, blocks, "mine")
-        assert np.array_equal(grant.pinned[0], good) and np.array_equal(grant.offsets[0] == -1, ~good) and 0 < grant.ttl_s <= 30
+        assert (
+            np.array_equal(grant.pinned[0], good)
+            and np.array_equal(grant.offsets[0] == -1, ~good)
+            and 0 < grant.ttl_s <= 30
+        )
         assert np.array_equal(in_place(mapped(engine.session), grant), expected(engine, 20)[good])
     assert found(engine, blocks) == good.tolist() and place.counter("condemned_blocks_total") == 2

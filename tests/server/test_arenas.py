@@ -1,4 +1,5 @@
-"""Arenas that servers leave behind: listed as what they are, removed when asked and never under a running server, told of at start."""
+"""Arenas that servers leave behind: listed as what they are, removed when asked and never under a
+running server, told of at start."""
 
 import fcntl
 import json
@@ -64,7 +65,9 @@ def folder(capsys: pytest.CaptureFixture[str]) -> Iterator[Folder]:
         yield Folder(path, capsys)
 
 
-def test_what_runs_stays_and_what_is_gone_can_go(folder: Folder, engine: Callable[..., PagedEngine]) -> None:
+def test_what_runs_stays_and_what_is_gone_can_go(
+    folder: Folder, engine: Callable[..., PagedEngine]
+) -> None:
     with folder.start("one") as one, folder.start("two") as two:
         found = folder.listed()["one/arena"]
         assert found["is_running"] and not found["is_stale"] and found["pid"] == one.pid
@@ -75,16 +78,27 @@ def test_what_runs_stays_and_what_is_gone_can_go(folder: Folder, engine: Callabl
         os.kill(two.pid, signal.SIGKILL)
         two._child.process.wait(20)
         gone = folder.listed()["two/arena"]
-        assert gone["is_stale"] and gone["pid"] == two.pid and gone["idle_s"] < 600 and gone["runtime_dir"] == str(two.runtime_folder)
+        assert (
+            gone["is_stale"]
+            and gone["pid"] == two.pid
+            and gone["idle_s"] < 600
+            and gone["runtime_dir"] == str(two.runtime_folder)
+        )
         assert folder.command() == 0
         rows = {line.split()[0]: line for line in folder.said.splitlines()}
-        assert f"running, pid {one.pid}" in rows["one/arena"] and "gone for 0h 0m" in rows["two/arena"] and "16 MiB" in rows["two/arena"]
+        assert (
+            f"running, pid {one.pid}" in rows["one/arena"]
+            and "gone for 0h 0m" in rows["two/arena"]
+            and "16 MiB" in rows["two/arena"]
+        )
         assert folder.command("--remove-stale") == 0 and "removed two/arena: " in folder.said
         assert [*folder.listed()] == ["one/arena"] and not (folder.path / "two" / "arena").exists()
         there = engine(one.target, layers=LAYERS, page_bytes=PAGE_BYTES)
         assert store(there, hashes(5)) == {BlockResult.STORED}
         assert folder.command("--remove-stale") == 0 and folder.said == "nothing to remove\n"
-    assert folder.listed()["one/arena"]["is_stale"], "a server that was stopped could go on with it, and only then"
+    assert folder.listed()["one/arena"]["is_stale"], (
+        "a server that was stopped could go on with it, and only then"
+    )
     assert folder.command("--remove", "one/arena", "--json") == 0
     assert json.loads(folder.said)["removed"][0]["num_bytes"] >= 16 * MIB
     assert folder.command() == 0 and folder.said == "no arenas\n"
@@ -97,7 +111,10 @@ def test_a_server_goes_on_where_an_arena_was_removed(folder: Folder) -> None:
     again = Server(folder.path / "one", "16MiB", "--arena.slab-bytes", "64KiB")
     with again:
         again.wait_ready()
-        assert again.counter("restored_blocks_total") == 0 and folder.listed()["one/arena"]["is_running"]
+        assert (
+            again.counter("restored_blocks_total") == 0
+            and folder.listed()["one/arena"]["is_running"]
+        )
 
 
 def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
@@ -107,7 +124,10 @@ def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
     (half / LOCK_FILE).write_text("no pid")
     assert not (old / "server.json").exists()
     found = folder.listed()
-    assert found["hotkv-0badc0de"]["pid"] == os.getpid() and found["hotkv-0badc0de"]["runtime_dir"] == ""
+    assert (
+        found["hotkv-0badc0de"]["pid"] == os.getpid()
+        and found["hotkv-0badc0de"]["runtime_dir"] == ""
+    )
     assert found["hotkv-half"]["pid"] == 0 and found["hotkv-half"]["arena_bytes"] == 0
     assert folder.command("--remove", "hotkv-0badc0de", "--remove", "hotkv-hald") == 2
     assert "hotkv-hald" in folder.said and len(folder.listed()) == 2, "a mistake removes nothing"
@@ -135,17 +155,30 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     for name in ("arena", LOCK_FILE):
         (folder.path / "odd" / name).touch()
     (folder.path / "odd" / "server.json").write_text('["x"]')
-    assert [*folder.listed()] == ["mine", "odd"], "links are not followed, nor is anything else taken for an arena"
+    assert [*folder.listed()] == ["mine", "odd"], (
+        "links are not followed, nor is anything else taken for an arena"
+    )
     assert folder.command("--remove-stale") == 0
-    assert [path.name for path in arena.iterdir()] == ["notes"] and not (folder.path / "odd").exists()
+    assert [path.name for path in arena.iterdir()] == ["notes"] and not (
+        folder.path / "odd"
+    ).exists()
     assert len(os.listdir("/proc/self/fd")) == num_open
-    assert (outside / "arena" / "arena").exists() and (folder.path / "only-a-lock" / LOCK_FILE).exists()
+    assert (outside / "arena" / "arena").exists() and (
+        folder.path / "only-a-lock" / LOCK_FILE
+    ).exists()
 
 
 def test_what_others_wrote_is_printed_harmlessly(folder: Folder) -> None:
     arena = folder.leave("mine")
-    (arena / "server.json").write_text(json.dumps({"runtime_dir": "/run/\x1b[31m" + "x" * 300, "version": 7}))
-    assert folder.command() == 0 and "\x1b" not in folder.said and "/run/?[31m" in folder.said and "x" * 200 not in folder.said
+    (arena / "server.json").write_text(
+        json.dumps({"runtime_dir": "/run/\x1b[31m" + "x" * 300, "version": 7})
+    )
+    assert (
+        folder.command() == 0
+        and "\x1b" not in folder.said
+        and "/run/?[31m" in folder.said
+        and "x" * 200 not in folder.said
+    )
 
 
 def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
@@ -172,9 +205,13 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
         looking.join()
 
 
-def test_a_start_says_who_holds_the_memory(folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_says_who_holds_the_memory(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
-    settings = load_settings(None, ["--arena.bytes", "1GiB", "--arena.dir", str(folder.path / "mine")], "test")
+    settings = load_settings(
+        None, ["--arena.bytes", "1GiB", "--arena.dir", str(folder.path / "mine")], "test"
+    )
     monkeypatch.setattr(left_behind, "SHARED_MEMORY", folder.path)
     monkeypatch.setattr(limits, "available_bytes", lambda: 500 * MIB)
     daemon.warn_of_others(settings)
@@ -187,10 +224,16 @@ def test_a_start_says_who_holds_the_memory(folder: Folder, monkeypatch: pytest.M
     daemon.warn_of_others(settings)
     (record,) = caplog.records
     said = record.getMessage()
-    assert said.startswith("523 MiB are missing for the arena, and other arenas in ") and "--remove-stale" in said
+    assert (
+        said.startswith("523 MiB are missing for the arena, and other arenas in ")
+        and "--remove-stale" in said
+    )
     assert f"`hotkv-server arenas --folder {folder.path}` lists them" in said
     others = {found.name: found.num_bytes >> 20 for found in find(folder.path)}
-    assert f"hold {others['gone'] + others['held']} MiB, those whose server is gone {others['gone']} MiB of it" in said
+    assert (
+        f"hold {others['gone'] + others['held']} MiB, those whose server is gone "
+        f"{others['gone']} MiB of it"
+    ) in said
     monkeypatch.setattr(limits, "available_bytes", lambda: 2 << 30)
     daemon.warn_of_others(settings)
     assert len(caplog.records) == 1, "there is enough for all"

@@ -1,4 +1,5 @@
-"""What clients can make the server keep, each kind as much as it gets and all of them together: it stays within one bound."""
+"""What clients can make the server keep, each kind as much as it gets and all of them together: it
+stays within one bound."""
 
 import contextlib
 import os
@@ -19,7 +20,17 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.order import DeviceMark, OrderKind
 from hotkv.v1 import session_pb2_grpc
-from hotkv_client import After, BlockRun, GroupHashes, HotKVError, Role, Session, SessionConfig, _wire, channels
+from hotkv_client import (
+    After,
+    BlockRun,
+    GroupHashes,
+    HotKVError,
+    Role,
+    Session,
+    SessionConfig,
+    _wire,
+    channels,
+)
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes
@@ -107,17 +118,29 @@ def halves_of_sessions(server: Server, held: contextlib.ExitStack) -> None:
     sender = HalfSender(server.runtime_folder / "grpc.sock")
     held.callback(sender.close)
     for number in range(12):
-        opening = _wire.open_session(SessionConfig(server.target, f"half {number}", Role.SCHEDULER, KEY_SPACE))
+        opening = _wire.open_session(
+            SessionConfig(server.target, f"half {number}", Role.SCHEDULER, KEY_SPACE)
+        )
         sender.call(CONNECT, LARGE_BYTES, opening.SerializeToString())
     wait_until(lambda: sender.num_ended >= 6, 60)
 
 
 def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
     for _ in range(2):
-        session, never = held.enter_context(marked_engine(server.target)), After(OrderKind.FLAGS, DeviceMark(0, 5))
+        session, never = (
+            held.enter_context(marked_engine(server.target)),
+            After(OrderKind.FLAGS, DeviceMark(0, 5)),
+        )
         text = [(("x" * (12 << 20)),)]
         stores = [
-            session.store(f"t{n}", f"l{n}", [BlockRun(0, hashes(1), block_ids(1), extra_keys=text)], 60, after=never) for n in range(8)
+            session.store(
+                f"t{n}",
+                f"l{n}",
+                [BlockRun(0, hashes(1), block_ids(1), extra_keys=text)],
+                60,
+                after=never,
+            )
+            for n in range(8)
         ]
         wait_until(lambda stores=stores: sum(store.done() for store in stores) >= 3, 60)
 
@@ -134,7 +157,10 @@ def lists_of_leases(server: Server, held: contextlib.ExitStack) -> None:
 def sequences(server: Server, held: contextlib.ExitStack) -> None:
     for _ in range(2):
         session, context = held.enter_context(session_of(server)), hashes(1 << 16)
-        assert until_refused(lambda n, s=session, c=context: s.create_sequence(f"s{n}", 0, c), 100) < 100
+        assert (
+            until_refused(lambda n, s=session, c=context: s.create_sequence(f"s{n}", 0, c), 100)
+            < 100
+        )
 
 
 def key_spaces(server: Server, held: contextlib.ExitStack) -> None:
@@ -143,7 +169,14 @@ def key_spaces(server: Server, held: contextlib.ExitStack) -> None:
     with grpc.insecure_channel(server.target, channels.OPTIONS) as channel:
         for number in range(150):
             groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
-            opening = _wire.open_session(SessionConfig(server.target, "e", Role.TOOL, KeySpace(f"m{number}", "w", "bfloat16", groups, 16)))
+            opening = _wire.open_session(
+                SessionConfig(
+                    server.target,
+                    "e",
+                    Role.TOOL,
+                    KeySpace(f"m{number}", "w", "bfloat16", groups, 16),
+                )
+            )
             call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter([opening]))
             assert next(call).session_opened.session_id
 
@@ -151,7 +184,9 @@ def key_spaces(server: Server, held: contextlib.ExitStack) -> None:
 def sessions(server: Server, held: contextlib.ExitStack) -> None:
     for number in range(400):
         if number % 20 == 0:
-            channel = held.enter_context(grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]))
+            channel = held.enter_context(
+                grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)])
+            )
         never = threading.Event()
 
         def requests(opening: Any, never: threading.Event = never) -> Iterator[Any]:
@@ -159,15 +194,22 @@ def sessions(server: Server, held: contextlib.ExitStack) -> None:
             never.wait()
 
         held.callback(never.set)
-        opening = _wire.open_session(SessionConfig(server.target, f"idle {number}", Role.SCHEDULER, KEY_SPACE))
+        opening = _wire.open_session(
+            SessionConfig(server.target, f"idle {number}", Role.SCHEDULER, KEY_SPACE)
+        )
         call = session_pb2_grpc.SessionServiceStub(channel).Connect(requests(opening))
         held.callback(call.cancel)
         assert next(call).session_opened.session_id
 
 
 def idle_calls(server: Server, held: contextlib.ExitStack) -> None:
-    channel = held.enter_context(grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]))
-    calls = [health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(300)]
+    channel = held.enter_context(
+        grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)])
+    )
+    calls = [
+        health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        for _ in range(300)
+    ]
     calls += [unary_stream_of(channel) for _ in range(200)]
     for call in calls:
         held.callback(call.cancel)
@@ -179,11 +221,15 @@ def idle_calls(server: Server, held: contextlib.ExitStack) -> None:
 def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
     asked = hashes(1 << 17)
     for number in range(3):
-        channel = held.enter_context(grpc.insecure_channel(server.target, [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)]))
+        channel = held.enter_context(
+            grpc.insecure_channel(server.target, [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)])
+        )
         ended = threading.Event()
 
         def requests(number: int = number, ended: threading.Event = ended) -> Iterator[Any]:
-            yield _wire.open_session(SessionConfig(server.target, f"deaf {number}", Role.SCHEDULER, KEY_SPACE))
+            yield _wire.open_session(
+                SessionConfig(server.target, f"deaf {number}", Role.SCHEDULER, KEY_SPACE)
+            )
             request = _wire.lookup([GroupHashes(0, asked)], 32)
             for request_id in range(1, 60):
                 request.request_id = request_id
@@ -223,7 +269,9 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
             except BaseException as failure:
                 failures.append(failure)
 
-        threads = [threading.Thread(target=attack, args=(one,), name=one.__name__) for one in ATTACKS]
+        threads = [
+            threading.Thread(target=attack, args=(one,), name=one.__name__) for one in ATTACKS
+        ]
         for thread in threads:
             thread.start()
         stored = 0
@@ -241,7 +289,8 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS[:2], ids=lambda attack: attack.__name__)
 def test_messages_that_never_come_whole_end(own_server: Server, attack: Attack) -> None:
-    """However many there are; who keeps silent longest without anything here goes first, and engines that speak stay."""
+    """However many there are; who keeps silent longest without anything here goes first, and
+    engines that speak stay."""
     bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
     stop = threading.Event()
 
@@ -255,5 +304,7 @@ def test_messages_that_never_come_whole_end(own_server: Server, attack: Attack) 
         attack(own_server, held)
         stop.set()
         speaker.join()
-        assert bystander.session.connected and "messages are not whole" in own_server.log.read_text()
+        assert (
+            bystander.session.connected and "messages are not whole" in own_server.log.read_text()
+        )
     bystander.close()

@@ -1,4 +1,5 @@
-"""What the client and the connector refuse by themselves, the server refuses too, for clients that are written by hand."""
+"""What the client and the connector refuse by themselves, the server refuses too, for clients that
+are written by hand."""
 
 import os
 import re
@@ -18,7 +19,15 @@ from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import NO_ORDER
 from hotkv.retention import NO_RETENTION
 from hotkv.v1 import cache_pb2, session_pb2
-from hotkv_client import BlockResult, BlockRun, Role, SelectConfig, SessionConfig, _sparse_wire, _wire
+from hotkv_client import (
+    BlockResult,
+    BlockRun,
+    Role,
+    SelectConfig,
+    SessionConfig,
+    _sparse_wire,
+    _wire,
+)
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import DeviceServer, FakeAllocation
@@ -27,7 +36,12 @@ from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, hashes
 from tests.server.test_refusals import open_with
 
 SPACE = KeySpace("promises", "w", "bfloat16", (FULL,), 16)
-LAYOUT = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", NUM_BLOCKS * PAGE_BYTES),), (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),))
+LAYOUT = Layout(
+    0,
+    NUM_BLOCKS,
+    (MemoryHandle("kv", NUM_BLOCKS * PAGE_BYTES),),
+    (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),),
+)
 Open = Callable[..., RawSession]
 
 
@@ -38,7 +52,9 @@ def raw(server: Server) -> Iterator[Open]:
     with grpc.insecure_channel(server.target) as channel:
 
         def make(space: KeySpace = SPACE, kinds: tuple[Representation, ...] = ()) -> RawSession:
-            opening = _wire.open_session(SessionConfig(server.target, os.urandom(4).hex(), Role.WORKER, space, kinds))
+            opening = _wire.open_session(
+                SessionConfig(server.target, os.urandom(4).hex(), Role.WORKER, space, kinds)
+            )
             opened.append(RawSession(channel, server.target, opening))
             assert not opened[-1].why_not
             return opened[-1]
@@ -55,17 +71,27 @@ def refusal(session: RawSession, request: session_pb2.ConnectRequest) -> tuple[R
 
 
 def test_memory_of_a_device_needs_the_link() -> None:
-    """The client refuses it over TCP; without the link nothing tells an engine when a dead server has let go of its memory."""
+    """The client refuses it over TCP; without the link nothing tells an engine when a dead server
+    has let go of its memory."""
     space = KeySpace("m", "w", "bfloat16", (FULL,), 16)
     with runtime_folder(64 << 20) as folder, DeviceServer(folder, FakeDevices(1, 3)) as server:
         server.wait_ready()
         memory = FakeAllocation(NUM_BLOCKS * PAGE_BYTES, 0)
         handle = MemoryHandle("kv", NUM_BLOCKS * PAGE_BYTES, 0, memory.handle, memory.device_uuid)
-        request = _wire.register_memory(Layout(0, NUM_BLOCKS, (handle,), LAYOUT.tensors, "x"), NO_ORDER)
+        request = _wire.register_memory(
+            Layout(0, NUM_BLOCKS, (handle,), LAYOUT.tensors, "x"), NO_ORDER
+        )
         with grpc.insecure_channel(server.target) as channel:
-            session = RawSession(channel, server.target, _wire.open_session(SessionConfig(server.target, "e", Role.WORKER, space)))
+            session = RawSession(
+                channel,
+                server.target,
+                _wire.open_session(SessionConfig(server.target, "e", Role.WORKER, space)),
+            )
             reason, message = refusal(session, request)
-            assert reason is Reason.INVALID_LAYOUT and "layout.handles: memory of a device needs the session's link" in message
+            assert (
+                reason is Reason.INVALID_LAYOUT
+                and "layout.handles: memory of a device needs the session's link" in message
+            )
             assert server.num_held() == 0
             assert session.link({}) == "answered"
             assert session.ask(request)[0] == "answered" and server.num_held() == 1
@@ -76,24 +102,41 @@ def test_memory_of_a_device_needs_the_link() -> None:
 @pytest.mark.parametrize(
     ("field", "change"),
     [
-        ("key_space.model", lambda o: setattr(o.key_space, "model", "m\n2026-11-21 00:00:00,000 ERROR forged")),
+        (
+            "key_space.model",
+            lambda o: setattr(o.key_space, "model", "m\n2026-11-21 00:00:00,000 ERROR forged"),
+        ),
         ("key_space.tenant", lambda o: setattr(o.key_space, "tenant", "\x1b[2J")),
         ("key_space.weights_identity", lambda o: setattr(o.key_space, "weights_identity", "\x00")),
         ("key_space.hash_seed", lambda o: setattr(o.key_space, "hash_seed", "\r")),
         ("key_space.page_format", lambda o: setattr(o.key_space, "page_format", "\u202e")),
         ("key_space.extra[1]", lambda o: o.key_space.extra.extend(["good", "\x07"])),
-        ("key_space.groups[0].layer_names", lambda o: o.key_space.groups[0].layer_names.append("l\n")),
-        ("representations[0].format", lambda o: setattr(o.representations[0], "format", "mean\x1b")),
+        (
+            "key_space.groups[0].layer_names",
+            lambda o: o.key_space.groups[0].layer_names.append("l\n"),
+        ),
+        (
+            "representations[0].format",
+            lambda o: setattr(o.representations[0], "format", "mean\x1b"),
+        ),
     ],
 )
-def test_names_that_could_be_taken_for_something_else(server: Server, field: str, change: Callable[[Any], None]) -> None:
+def test_names_that_could_be_taken_for_something_else(
+    server: Server, field: str, change: Callable[[Any], None]
+) -> None:
     """They go into the log at a restart, into lists for operators, and into topics of events."""
-    config = SessionConfig(server.target, "e", Role.TOOL, SPACE, (Representation(0, "mean", 0, (64,)),))
+    config = SessionConfig(
+        server.target, "e", Role.TOOL, SPACE, (Representation(0, "mean", 0, (64,)),)
+    )
     request = _wire.open_session(config)
     change(request.open_session)
     code, reason, details = open_with(server, request)
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID_FIELD)
-    assert details.startswith(f"{field} is ") and details.endswith("only printable characters are allowed") and details.isprintable()
+    assert (
+        details.startswith(f"{field} is ")
+        and details.endswith("only printable characters are allowed")
+        and details.isprintable()
+    )
 
 
 def test_a_transfers_id_is_no_line_of_the_log(server: Server, raw: Open) -> None:
@@ -107,7 +150,11 @@ def test_a_transfers_id_is_no_line_of_the_log(server: Server, raw: Open) -> None
     for number in range(50):
         os.posix_fallocate(fd, 0, NUM_BLOCKS * PAGE_BYTES)
         name = f"{number}\nERROR forged {number}"
-        asked = session.put(_wire.store(name, f"l{number}", [BlockRun(0, hashes(NUM_BLOCKS), ids)], 20, NO_RETENTION, 0, 32))
+        asked = session.put(
+            _wire.store(
+                name, f"l{number}", [BlockRun(0, hashes(NUM_BLOCKS), ids)], 20, NO_RETENTION, 0, 32
+            )
+        )
         os.truncate(fd, 0)
         session.answers({asked})
     os.close(fd)
@@ -119,20 +166,26 @@ def test_a_transfers_id_is_no_line_of_the_log(server: Server, raw: Open) -> None
     [
         (cache_pb2.Retention(priority=9), "retention.priority is 9; allowed are -8 to 8"),
         (cache_pb2.Retention(priority=-(1 << 31)), "retention.priority is -2147483648"),
-        (cache_pb2.Retention(ttl_ms=86_400_001), "retention.ttl_s is 86400.001; allowed are 0 to 86400"),
+        (
+            cache_pb2.Retention(ttl_ms=86_400_001),
+            "retention.ttl_s is 86400.001; allowed are 0 to 86400",
+        ),
         (cache_pb2.Retention(ttl_ms=-1), "retention.ttl_ms is -1"),
         (cache_pb2.Retention(pin=True), "retention.pin needs retention.ttl_s"),
     ],
 )
 def test_retention_out_of_bounds(raw: Open, retention: cache_pb2.Retention, named: str) -> None:
-    """The connector leaves such a hint out; a call that has one is refused, and reserves nothing."""
+    """The connector leaves such a hint out; a call that has one is refused, and reserves
+    nothing."""
     session, blocks = raw(), hashes(1)
     request = _wire.reserve("l", [BlockRun(0, blocks)], 0, NO_RETENTION, 32)
     request.reserve_blocks.retention.CopyFrom(retention)
     reason, message = refusal(session, request)
     assert reason is Reason.INVALID_FIELD and named in message
     word, answer = session.ask(_wire.reserve("other", [BlockRun(0, blocks)], 0, NO_RETENTION, 32))
-    assert word == "answered" and answer.reserve_blocks.runs[0].results == bytes([BlockResult.RESERVED])
+    assert word == "answered" and answer.reserve_blocks.runs[0].results == bytes(
+        [BlockResult.RESERVED]
+    )
 
 
 def test_handle_ids_are_no_longer_than_other_ids(raw: Open) -> None:
@@ -144,17 +197,24 @@ def test_handle_ids_are_no_longer_than_other_ids(raw: Open) -> None:
     os.close(fd)
     request = _wire.register_memory(LAYOUT, NO_ORDER)
     request.register_memory.layout.handles[0].handle_id = long
-    assert refusal(session, request) == (Reason.TOO_LARGE, "layout.handles[0].handle_id is longer than 256 characters")
+    assert refusal(session, request) == (
+        Reason.TOO_LARGE,
+        "layout.handles[0].handle_id is longer than 256 characters",
+    )
 
 
 def test_what_torch_gives_for_memory_is_no_handle_of_cuda(raw: Open) -> None:
-    """Since 2.5 two bytes come before CUDA's; of a segment that can grow there is nothing to send."""
+    """Since 2.5 two bytes come before CUDA's; of a segment that can grow there is nothing to
+    send."""
     request = _wire.register_memory(LAYOUT, NO_ORDER)
     for given in (b"\x01c" + bytes(64), b"\x01e" + bytes(20)):
         request.register_memory.layout.handles[0].cuda_ipc.handle = given
         reason, message = refusal(raw(), request)
         assert reason is Reason.INVALID_LAYOUT
-        assert f"layout.handles[0].cuda_ipc.handle has {len(given)} bytes, not 64; send what cudaIpcGetMemHandle gives" in message
+        assert (
+            f"layout.handles[0].cuda_ipc.handle has {len(given)} bytes, not 64; send what "
+            "cudaIpcGetMemHandle gives"
+        ) in message
 
 
 @pytest.mark.parametrize(
@@ -174,7 +234,8 @@ def test_selections_are_from_groups_that_attend_to_everything(raw: Open, group: 
     reason, message = refusal(session, _sparse_wire.create_sequence("s", 1, hashes(2), config, 32))
     assert reason is Reason.INVALID_FIELD
     assert (
-        message.startswith(f"group_index is 1, a group of {group.kind.name}") and "select from a group of FULL_ATTENTION or MLA" in message
+        message.startswith(f"group_index is 1, a group of {group.kind.name}")
+        and "select from a group of FULL_ATTENTION or MLA" in message
     )
     # Where the engine selects by itself the server only remembers.
     assert session.ask(_sparse_wire.create_sequence("s", 1, hashes(2), None, 32))[0] == "answered"

@@ -18,7 +18,15 @@ from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.order import DeviceMark, OrderKind
 from hotkv_client.types import After, TransferStatus
 from hotkv_server.testing.with_devices import FakeDevices
-from tests.server.devices_support import SHAPES, DeviceEngine, DeviceServer, block_ids, done, hashes, until
+from tests.server.devices_support import (
+    SHAPES,
+    DeviceEngine,
+    DeviceServer,
+    block_ids,
+    done,
+    hashes,
+    until,
+)
 
 ALL = tuple(range(8))
 
@@ -26,7 +34,10 @@ ALL = tuple(range(8))
 @pytest.fixture(scope="module")
 def server() -> Iterator[DeviceServer]:
     """Two devices, all methods by a rule of thumb."""
-    with runtime_folder(64 << 20) as folder, DeviceServer(folder, FakeDevices(2, 5, 0.001), "--copy.method", "kernel") as running:
+    with (
+        runtime_folder(64 << 20) as folder,
+        DeviceServer(folder, FakeDevices(2, 5, 0.001), "--copy.method", "kernel") as running,
+    ):
         running.wait_ready()
         yield running
 
@@ -63,7 +74,9 @@ def test_there_and_back_in_every_layout(engine: Callable[..., DeviceEngine], sha
     assert one.content(others) == content
 
 
-def test_one_engine_reads_what_another_on_another_device_has_stored(engine: Callable[..., DeviceEngine]) -> None:
+def test_one_engine_reads_what_another_on_another_device_has_stored(
+    engine: Callable[..., DeviceEngine],
+) -> None:
     one, two, names = engine(shape="LHBNC"), engine(shape="BLHNC", device=1), hashes(4)
     one.fill(block_ids(0, 1, 2, 3), 7)
     done(one.store(names, block_ids(0, 1, 2, 3))[1])
@@ -71,8 +84,11 @@ def test_one_engine_reads_what_another_on_another_device_has_stored(engine: Call
     assert two.content(block_ids(9, 8, 7, 6)) == one.content(block_ids(0, 1, 2, 3))
 
 
-def test_two_sessions_over_one_allocation(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
-    """Several sessions of one engine: its memory is open once, and stays until the last has closed."""
+def test_two_sessions_over_one_allocation(
+    server: DeviceServer, engine: Callable[..., DeviceEngine]
+) -> None:
+    """Several sessions of one engine: its memory is open once, and stays until the last has
+    closed."""
     one = engine()
     two = engine(engine_id=one.engine_id, shared=one)
     assert server.num_held() == 1
@@ -105,9 +121,16 @@ def test_two_ranks_of_one_device(server: DeviceServer, engine: Callable[..., Dev
 
 
 @pytest.mark.parametrize(
-    ("offers", "kind"), [(("events",), OrderKind.EVENTS), (("events", "flags"), OrderKind.FLAGS), (("file flags",), OrderKind.FLAGS)]
+    ("offers", "kind"),
+    [
+        (("events",), OrderKind.EVENTS),
+        (("events", "flags"), OrderKind.FLAGS),
+        (("file flags",), OrderKind.FLAGS),
+    ],
 )
-def test_a_store_reads_nothing_before_its_mark(engine: Callable[..., DeviceEngine], offers: tuple[str, ...], kind: OrderKind) -> None:
+def test_a_store_reads_nothing_before_its_mark(
+    engine: Callable[..., DeviceEngine], offers: tuple[str, ...], kind: OrderKind
+) -> None:
     one, names, ids = engine(offers=offers), hashes(4), block_ids(0, 1, 2, 3)
     assert one.session.order_kind is kind and one.session.order_message == ""
     marks = []
@@ -140,7 +163,9 @@ def _reach(one: DeviceEngine, index: int, value: int = 1) -> None:
 
 
 @pytest.mark.parametrize("offers", [("events",), ("flags",), ("file flags",)])
-def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(engine: Callable[..., DeviceEngine], offers: tuple[str, ...]) -> None:
+def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
+    engine: Callable[..., DeviceEngine], offers: tuple[str, ...]
+) -> None:
     one, names, ids = engine(offers=offers), hashes(2), block_ids(0, 1)
     one.fill(ids, 1)
     done(one.store(names, ids)[1])
@@ -172,7 +197,9 @@ def test_marks_that_are_wrong_are_refused(engine: Callable[..., DeviceEngine]) -
         plain.store(hashes(1), block_ids(0), After(OrderKind.HOST, DeviceMark(0)))[1].result(20)
 
 
-def test_a_session_that_ends_with_transfers_that_wait(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
+def test_a_session_that_ends_with_transfers_that_wait(
+    server: DeviceServer, engine: Callable[..., DeviceEngine]
+) -> None:
     for offers in (("events",), ("flags",)):
         one = engine(offers=offers)
         for event in one.events:
@@ -182,7 +209,10 @@ def test_a_session_that_ends_with_transfers_that_wait(server: DeviceServer, engi
         one.session.close()
         until(lambda: server.num_held() == 0, "closing")
         for future in waiting:
-            assert future.exception(20) is not None or future.result().status is not TransferStatus.DONE
+            assert (
+                future.exception(20) is not None
+                or future.result().status is not TransferStatus.DONE
+            )
 
 
 # Visible
@@ -193,12 +223,23 @@ def test_what_operators_see(server: DeviceServer, engine: Callable[..., DeviceEn
     done(one.store(hashes(2), block_ids(0, 1))[1])
     until(lambda: "registered 16.0 MiB" in server.cli("status"), "pinning")
     devices = server.cli("devices")
-    for word in ("Fake GPU 0", "Fake GPU 1", "GPU-686f746b", "16.0 MiB", "allocations of engines open: 1"):
+    for word in (
+        "Fake GPU 0",
+        "Fake GPU 1",
+        "GPU-686f746b",
+        "16.0 MiB",
+        "allocations of engines open: 1",
+    ):
         assert word in devices
     assert "events" in server.cli("sessions")
     metrics = _metrics(server)
-    assert 'hotkv_device_copied_bytes_total{device="0",direction="store",method="kernel"}' in metrics
-    assert 'hotkv_device_usable{device="1"} 1.0' in metrics and "hotkv_arena_registered_bytes 1.6777216e+07" in metrics
+    assert (
+        'hotkv_device_copied_bytes_total{device="0",direction="store",method="kernel"}' in metrics
+    )
+    assert (
+        'hotkv_device_usable{device="1"} 1.0' in metrics
+        and "hotkv_arena_registered_bytes 1.6777216e+07" in metrics
+    )
 
 
 def _metrics(server: DeviceServer) -> str:
@@ -215,7 +256,10 @@ def _metrics(server: DeviceServer) -> str:
 def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) -> None:
     """With copies in flight, and with marks that will never be reached."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.server.devices_support", server.target, offers], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.server.devices_support", server.target, offers],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None and child.stdout.readline() == "copying\n"
     assert server.num_held() >= 1
@@ -237,7 +281,9 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
             one.fill(ids, 1)
             content = one.content(ids)
             done(one.store(names, ids)[1])
-            flying = [one.store(hashes(8), ids)[1] for _ in range(20)] + [one.load(names, ids + 8)[1] for _ in range(3)]
+            flying = [one.store(hashes(8), ids)[1] for _ in range(20)] + [
+                one.load(names, ids + 8)[1] for _ in range(3)
+            ]
             first.kill()
             for future in flying:
                 assert future.exception(20) is not None or future.result().status is not None
@@ -251,8 +297,11 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
             one.close()
 
 
-def test_loads_end_when_the_device_has_left_a_dead_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link may close while the device still works at what the server gave it: blocks of a failed load are written by others then."""
+def test_loads_end_when_the_device_has_left_a_dead_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link may close while the device still works at what the server gave it: blocks of a
+    failed load are written by others then."""
     asked, has_left = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:
@@ -262,11 +311,20 @@ def test_loads_end_when_the_device_has_left_a_dead_server(folder: Path, monkeypa
     monkeypatch.setattr("hotkv_client.session._await_devices", wait_for_it)
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
-        one, names, ids = DeviceEngine(running.target, offers=["flags"]).connected(), hashes(4), np.arange(4, dtype=np.int32)
+        one, names, ids = (
+            DeviceEngine(running.target, offers=["flags"]).connected(),
+            hashes(4),
+            np.arange(4, dtype=np.int32),
+        )
         done(one.store(names, ids)[1])
-        load, store = one.load(names, ids + 8, one.after(0, 1))[1], one.store(hashes(4), ids, one.after(0, 1))[1]
+        load, store = (
+            one.load(names, ids + 8, one.after(0, 1))[1],
+            one.store(hashes(4), ids, one.after(0, 1))[1],
+        )
         running.kill()
-        assert isinstance(store.exception(20), SessionLostError), "a dead server commits nothing, so it may read what it likes"
+        assert isinstance(store.exception(20), SessionLostError), (
+            "a dead server commits nothing, so it may read what it likes"
+        )
         assert asked.wait(20) and not load.done()
         has_left.set()
         assert isinstance(load.exception(20), SessionLostError)
@@ -287,13 +345,20 @@ def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.Monk
 def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
     with DeviceServer(folder, FakeDevices(2, 3), "--copy.method", "kernel") as running:
         running.wait_ready()
-        one, names, ids = DeviceEngine(running.target).connected(), hashes(8), np.arange(8, dtype=np.int32)
+        one, names, ids = (
+            DeviceEngine(running.target).connected(),
+            hashes(8),
+            np.arange(8, dtype=np.int32),
+        )
         done(one.store(names, ids)[1])
         running.devices.tell(lose=0)
         result = one.load(names, ids + 8)[1].result(20)
         assert result.status is TransferStatus.FAILED and "device 0" in result.message
         until(lambda: "device 0" in running.status()["state"], "the state")
-        assert "illegal memory access" in running.cli("devices") and running.status()["state"] != "ready"
+        assert (
+            "illegal memory access" in running.cli("devices")
+            and running.status()["state"] != "ready"
+        )
         with pytest.raises(ChildError):
             running.cli("ping", "--live")
         one.close()
@@ -302,9 +367,12 @@ def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
 
 
 def test_pinning_goes_on_while_copies_run(folder: Path) -> None:
-    """The server is ready before; what is not pinned yet moves by plain copies, and a refusal to pin more leaves it at that."""
+    """The server is ready before; what is not pinned yet moves by plain copies, and a refusal to
+    pin more leaves it at that."""
     slow = FakeDevices(1, 3, 0.001, register_s=0.3, register_fails=6)
-    with DeviceServer(folder, slow, "--copy.method", "kernel", "--arena.pin-piece-bytes", "2MiB") as running:
+    with DeviceServer(
+        folder, slow, "--copy.method", "kernel", "--arena.pin-piece-bytes", "2MiB"
+    ) as running:
         running.wait_ready()
         one, ids, turn = DeviceEngine(running.target).connected(), np.arange(8, dtype=np.int32), 0
         # More than the arena holds, so that all of it is written, pinned or not.
@@ -318,8 +386,13 @@ def test_pinning_goes_on_while_copies_run(folder: Path) -> None:
             assert one.content(ids) == one.content(ids + 8)
             turn += 1
         devices = json.loads(running.cli("devices", "--json"))
-        assert "told to fail" in devices["registering_error"] and devices["registered_byte_count"] == 10 << 20
-        assert {"kernel", "pageable"} <= {copies["method"] for copies in devices["devices"][0]["copies"]}
+        assert (
+            "told to fail" in devices["registering_error"]
+            and devices["registered_byte_count"] == 10 << 20
+        )
+        assert {"kernel", "pageable"} <= {
+            copies["method"] for copies in devices["devices"][0]["copies"]
+        }
         assert running.status()["state"] == "ready"
         one.close()
 
@@ -328,6 +401,11 @@ def test_an_engine_is_refused_with_the_reason_where_there_are_no_devices(folder:
     with Server(folder, "16MiB") as plain:
         plain.wait_ready()
         one = DeviceEngine(plain.target)
-        until(lambda: any("no CUDA copy engine: it is given no NVIDIA device" in why for why in one.said), "the refusal")
+        until(
+            lambda: any(
+                "no CUDA copy engine: it is given no NVIDIA device" in why for why in one.said
+            ),
+            "the refusal",
+        )
         assert "no devices: it is given no NVIDIA device" in plain.cli("devices")
         one.close()

@@ -1,4 +1,5 @@
-"""Marks and engine memory of devices, over a device runtime without a device: what a session opens, asks and lets go of."""
+"""Marks and engine memory of devices, over a device runtime without a device: what a session opens,
+asks and lets go of."""
 
 import asyncio
 import ctypes
@@ -60,7 +61,12 @@ def _file(num_bytes: int) -> int:
     return fd
 
 
-def _open(layout: Layout, devices: Devices, order: DeviceOrder = NO_ORDER, fds: dict[str, int] | None = None) -> EngineMemory:
+def _open(
+    layout: Layout,
+    devices: Devices,
+    order: DeviceOrder = NO_ORDER,
+    fds: dict[str, int] | None = None,
+) -> EngineMemory:
     check_handles(layout, order, devices)
     return open_engine_memory(layout, order, fds or {}, devices, lambda: None)
 
@@ -77,7 +83,11 @@ def test_an_allocation_is_open_once_and_closed_with_its_last_user(runtime: FakeR
     one = _open(_layout(_cuda("k", memory), _cuda("v", memory, 2 * PAGE)), devices)
     two = _open(_layout(_cuda("k", memory)), devices)
     assert runtime.held()["opened"] == devices.num_open == 1
-    assert one.regions["v"].address == one.regions["k"].address + 2 * PAGE == two.regions["k"].address + 2 * PAGE
+    assert (
+        one.regions["v"].address
+        == one.regions["k"].address + 2 * PAGE
+        == two.regions["k"].address + 2 * PAGE
+    )
     assert one.regions["v"].device == 0
     one.close()
     assert devices.num_open == 1
@@ -87,7 +97,11 @@ def test_an_allocation_is_open_once_and_closed_with_its_last_user(runtime: FakeR
 
 
 def test_files_and_devices_in_one_layout(runtime: FakeRuntime) -> None:
-    devices, first, second = _devices(runtime), FakeAllocation(2 * PAGE, 0), FakeAllocation(2 * PAGE, 1)
+    devices, first, second = (
+        _devices(runtime),
+        FakeAllocation(2 * PAGE, 0),
+        FakeAllocation(2 * PAGE, 1),
+    )
     handles = (_cuda("a", first), _cuda("b", second), MemoryHandle("c", 2 * PAGE))
     memory = _open(_layout(*handles), devices, fds={"c": _file(2 * PAGE)})
     assert [memory.regions[name].device for name in "abc"] == [0, 1, -1]
@@ -98,7 +112,9 @@ def test_files_and_devices_in_one_layout(runtime: FakeRuntime) -> None:
 
 
 @pytest.mark.parametrize("failing", range(1, 4))
-def test_a_registration_that_fails_half_way_leaves_nothing_open(runtime: FakeRuntime, failing: int) -> None:
+def test_a_registration_that_fails_half_way_leaves_nothing_open(
+    runtime: FakeRuntime, failing: int
+) -> None:
     devices = _devices(runtime)
     allocations = [FakeAllocation(2 * PAGE, i % 2) for i in range(3)]
     handles = [_cuda(str(i), memory) for i, memory in enumerate(allocations)]
@@ -129,7 +145,13 @@ def test_refusals_name_the_device_and_those_there_are(runtime: FakeRuntime) -> N
     with pytest.raises(HotKVError) as refusal:
         check_handles(_layout(handle), NO_ORDER, _devices(runtime))
     assert refusal.value.reason is Reason.INVALID_LAYOUT
-    for word in (uuid_text(handle.device_uuid), uuid_text(uuid_of(0)), uuid_text(uuid_of(1)), "Fake GPU 1", "handles[0]"):
+    for word in (
+        uuid_text(handle.device_uuid),
+        uuid_text(uuid_of(0)),
+        uuid_text(uuid_of(1)),
+        "Fake GPU 1",
+        "handles[0]",
+    ):
         assert word in refusal.value.message
     with pytest.raises(HotKVError, match="no CUDA copy engine: it runs without devices"):
         check_handles(_layout(handle), NO_ORDER, NO_DEVICES)
@@ -143,22 +165,40 @@ def test_memory_that_is_stated_larger_than_its_allocation_is_refused(runtime: Fa
     for num_bytes, base in ((3 * PAGE + 1, PAGE), (4 * PAGE, PAGE), (PAGE, 4 * PAGE)):
         larger = MemoryHandle("v", num_bytes, base, memory.handle, memory.device_uuid)
         with pytest.raises(
-            HotKVError, match=rf"^INVALID_LAYOUT: layout\.handles\[1\]\.byte_count: 'v' ends at byte {base + num_bytes}"
+            HotKVError,
+            match=(
+                r"^INVALID_LAYOUT: layout\.handles\[1\]\.byte_count: 'v' ends at byte "
+                rf"{base + num_bytes}"
+            ),
         ) as refusal:
             _open(_layout(fits, larger), devices)
-        assert refusal.value.reason is Reason.INVALID_LAYOUT and str(4 * PAGE) in refusal.value.message
+        assert (
+            refusal.value.reason is Reason.INVALID_LAYOUT and str(4 * PAGE) in refusal.value.message
+        )
         assert devices.num_open == 0 and not runtime.held()
     memory.close()
 
 
-def test_memory_of_another_device_than_its_uuid_says_is_refused(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
+def test_memory_of_another_device_than_its_uuid_says_is_refused(
+    monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime
+) -> None:
     """CUDA opens it, where devices reach each other."""
     devices, memory, extent = _devices(runtime), FakeAllocation(2 * PAGE), runtime.extent
-    monkeypatch.setattr(runtime, "extent", lambda device, address: replace(extent(device, address), device=1))
-    with pytest.raises(HotKVError, match=r"layout\.handles\[0\]\.cuda_ipc\.device_uuid is that of device 0, and the memory is of device 1"):
+    monkeypatch.setattr(
+        runtime, "extent", lambda device, address: replace(extent(device, address), device=1)
+    )
+    with pytest.raises(
+        HotKVError,
+        match=(
+            r"layout\.handles\[0\]\.cuda_ipc\.device_uuid is that of device 0, and the memory "
+            r"is of device 1"
+        ),
+    ):
         _open(_layout(_cuda("k", memory)), devices)
     assert devices.num_open == 0 and not runtime.held()
-    monkeypatch.setattr(runtime, "extent", lambda device, address: replace(extent(device, address), device=-2))
+    monkeypatch.setattr(
+        runtime, "extent", lambda device, address: replace(extent(device, address), device=-2)
+    )
     _open(_layout(_cuda("k", memory)), devices).close()
     memory.close()
 
@@ -203,13 +243,27 @@ def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_pat
             closed.append(address)
 
     async def scenario() -> None:
-        memory, copies, runtime = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False), HostCopyEngine(1), Slow()
+        memory, copies, runtime = (
+            NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False),
+            HostCopyEngine(1),
+            Slow(),
+        )
         devices = Devices(runtime, runtime.devices())
-        node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, copies, devices=devices)
+        node = Node(
+            CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)),
+            memory,
+            copies,
+            devices=devices,
+        )
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAGE,)),), 16)
-        session, allocation = await node.open_session("e", "worker", space, "test"), FakeAllocation(2 * PAGE)
+        session, allocation = (
+            await node.open_session("e", "worker", space, "test"),
+            FakeAllocation(2 * PAGE),
+        )
         session.close_link = lambda: None
-        registering = asyncio.create_task(node.register_memory(session, _layout(_cuda("k", allocation))))
+        registering = asyncio.create_task(
+            node.register_memory(session, _layout(_cuda("k", allocation)))
+        )
         while not begun.is_set():
             await asyncio.sleep(0.001)
         registering.cancel()
@@ -233,13 +287,19 @@ def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_pat
 
 
 def test_events(runtime: FakeRuntime) -> None:
-    devices, memory, events = _devices(runtime), FakeAllocation(2 * PAGE), [FakeIpcEvent(), FakeIpcEvent()]
+    devices, memory, events = (
+        _devices(runtime),
+        FakeAllocation(2 * PAGE),
+        [FakeIpcEvent(), FakeIpcEvent()],
+    )
     offer = DeviceOrder(memory.device_uuid, tuple(event.handle for event in events))
     opened = _open(_layout(_cuda("k", memory)), devices, offer)
     assert (opened.order.kind, opened.order.message) == (OrderKind.EVENTS, "")
     events[0].record()
     gates = [_gate(opened.order, index) for index in range(2)]
-    assert not gates[0].passed() and gates[1].passed()  # One that was never recorded counts as passed.
+    assert (
+        not gates[0].passed() and gates[1].passed()
+    )  # One that was never recorded counts as passed.
     events[0].reach()
     assert gates[0].passed()
     opened.close()
@@ -251,7 +311,11 @@ def test_events(runtime: FakeRuntime) -> None:
 def test_events_are_taken_where_words_do_not_work(runtime: FakeRuntime) -> None:
     devices, memory = _devices(runtime), FakeAllocation(2 * PAGE)
     runtime.fail_call("allocate_pinned")
-    opened = _open(_layout(_cuda("k", memory)), devices, DeviceOrder(memory.device_uuid, (FakeIpcEvent().handle,), "k", 4))
+    opened = _open(
+        _layout(_cuda("k", memory)),
+        devices,
+        DeviceOrder(memory.device_uuid, (FakeIpcEvent().handle,), "k", 4),
+    )
     assert opened.order.kind is OrderKind.EVENTS and "told to fail" in opened.order.message
     opened.close()
     assert not runtime.held()
@@ -259,16 +323,32 @@ def test_events_are_taken_where_words_do_not_work(runtime: FakeRuntime) -> None:
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_events_of_which_one_does_not_open_are_none(runtime: FakeRuntime, failing: int) -> None:
-    devices, memory, events = _devices(runtime), FakeAllocation(2 * PAGE), [FakeIpcEvent(), FakeIpcEvent()]
+    devices, memory, events = (
+        _devices(runtime),
+        FakeAllocation(2 * PAGE),
+        [FakeIpcEvent(), FakeIpcEvent()],
+    )
     runtime.fail_call("open_event", failing)
-    opened = _open(_layout(_cuda("k", memory)), devices, DeviceOrder(memory.device_uuid, tuple(event.handle for event in events)))
-    assert opened.order.kind is OrderKind.HOST and "told to fail" in opened.order.message and "hostIPC" in opened.order.message
+    opened = _open(
+        _layout(_cuda("k", memory)),
+        devices,
+        DeviceOrder(memory.device_uuid, tuple(event.handle for event in events)),
+    )
+    assert (
+        opened.order.kind is OrderKind.HOST
+        and "told to fail" in opened.order.message
+        and "hostIPC" in opened.order.message
+    )
     opened.close()
     assert not runtime.held()
 
 
 def test_words_are_taken_first(runtime: FakeRuntime) -> None:
-    devices, memory, events = _devices(runtime), FakeAllocation(2 * PAGE), [FakeIpcEvent(), FakeIpcEvent()]
+    devices, memory, events = (
+        _devices(runtime),
+        FakeAllocation(2 * PAGE),
+        [FakeIpcEvent(), FakeIpcEvent()],
+    )
     offer = DeviceOrder(memory.device_uuid, tuple(event.handle for event in events), "k", 4)
     opened = _open(_layout(_cuda("k", memory)), devices, offer)
     assert (opened.order.kind, opened.order.message) == (OrderKind.FLAGS, "")
@@ -285,12 +365,27 @@ def test_words_are_taken_first(runtime: FakeRuntime) -> None:
     assert not runtime.held()
 
 
-def test_sessions_that_come_and_go_share_streams(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream lives as long as the process: an engine that connects for ever must not use up the device."""
-    devices, memory, made, new_stream = _devices(runtime), FakeAllocation(2 * PAGE), list[int](), runtime.new_stream
-    monkeypatch.setattr(runtime, "new_stream", lambda device, priority: made.append(device) or new_stream(device, priority))
+def test_sessions_that_come_and_go_share_streams(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream lives as long as the process: an engine that connects for ever must not use up the
+    device."""
+    devices, memory, made, new_stream = (
+        _devices(runtime),
+        FakeAllocation(2 * PAGE),
+        list[int](),
+        runtime.new_stream,
+    )
+    monkeypatch.setattr(
+        runtime,
+        "new_stream",
+        lambda device, priority: made.append(device) or new_stream(device, priority),
+    )
     for num_open in (1, 2, 1, 2):
-        opened = [_open(_layout(_cuda("k", memory)), devices, DeviceOrder(memory.device_uuid, (), "k", 4)) for _ in range(num_open)]
+        opened = [
+            _open(_layout(_cuda("k", memory)), devices, DeviceOrder(memory.device_uuid, (), "k", 4))
+            for _ in range(num_open)
+        ]
         gates = [_gate(one.order, 0, 1) for one in opened]
         assert not any(gate.passed() for gate in gates)
         for one in opened:
@@ -305,7 +400,11 @@ def test_the_engine_waits_where_nothing_works(runtime: FakeRuntime) -> None:
     runtime.fail_call("allocate_pinned")
     offer = DeviceOrder(memory.device_uuid, (FakeIpcEvent().handle,), "k", 4)
     opened = _open(_layout(_cuda("k", memory)), devices, offer)
-    assert opened.order.kind is OrderKind.HOST and "events" in opened.order.message and "words" in opened.order.message
+    assert (
+        opened.order.kind is OrderKind.HOST
+        and "events" in opened.order.message
+        and "words" in opened.order.message
+    )
     with pytest.raises(HotKVError, match=r"^INVALID_FIELD: after: "):
         _gate(opened.order, 0)
     opened.close()
@@ -316,7 +415,9 @@ def test_words_in_a_file_need_no_device() -> None:
     guard.install()
     fd = _file(2 * PAGE)
     mine = os.dup(fd)
-    opened = _open(_layout(MemoryHandle("k", PAGE, PAGE)), NO_DEVICES, DeviceOrder(b"", (), "k", 2), {"k": fd})
+    opened = _open(
+        _layout(MemoryHandle("k", PAGE, PAGE)), NO_DEVICES, DeviceOrder(b"", (), "k", 2), {"k": fd}
+    )
     gate = _gate(opened.order, 1, 1)
     assert opened.order.kind is OrderKind.FLAGS and not gate.passed()
     os.pwrite(mine, (1).to_bytes(4, "little"), PAGE + 4)
@@ -362,7 +463,12 @@ def test_offers_that_contradict_themselves(order: DeviceOrder, word: str) -> Non
     ],
 )
 def test_marks_that_the_session_has_not(mark: DeviceMark, word: str) -> None:
-    opened = _open(_layout(MemoryHandle("k", 2 * PAGE)), NO_DEVICES, DeviceOrder(b"", (), "k", 2), {"k": _file(2 * PAGE)})
+    opened = _open(
+        _layout(MemoryHandle("k", 2 * PAGE)),
+        NO_DEVICES,
+        DeviceOrder(b"", (), "k", 2),
+        {"k": _file(2 * PAGE)},
+    )
     with pytest.raises(HotKVError, match=word) as refusal:
         opened.order.gate(mark, lambda: None)
     assert refusal.value.reason is Reason.INVALID_FIELD
@@ -375,15 +481,22 @@ def _is_at(word: int, value: int) -> bool:
 
 
 @given(
-    start=st.integers(0, (1 << 32) - 1), steps=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30), seed=st.integers(0, 99)
+    start=st.integers(0, (1 << 32) - 1),
+    steps=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30),
+    seed=st.integers(0, 99),
 )
 @settings(max_examples=25, deadline=None)
-def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(start: int, steps: list[tuple[int, bool]], seed: int) -> None:
-    """Words count up and wrap; marks are asked for in any order, with the reading of words as late as it likes."""
+def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
+    start: int, steps: list[tuple[int, bool]], seed: int
+) -> None:
+    """Words count up and wrap; marks are asked for in any order, with the reading of words as late
+    as it likes."""
     runtime = FakeRuntime(seed, threaded=False)
     memory = FakeAllocation(2 * PAGE)
     memory.words()[:4] = start
-    opened = _open(_layout(_cuda("k", memory)), _devices(runtime), DeviceOrder(memory.device_uuid, (), "k", 4))
+    opened = _open(
+        _layout(_cuda("k", memory)), _devices(runtime), DeviceOrder(memory.device_uuid, (), "k", 4)
+    )
     counts, gates = [start] * 4, []
     for index, reaches in steps:
         if reaches:

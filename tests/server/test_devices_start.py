@@ -11,7 +11,14 @@ import pytest
 
 from demo.processes import ROOT, runtime_folder
 from hotkv_server import cuda_start
-from hotkv_server.cuda_start import CudaError, Found, look, open_part, read_calibration, write_calibration
+from hotkv_server.cuda_start import (
+    CudaError,
+    Found,
+    look,
+    open_part,
+    read_calibration,
+    write_calibration,
+)
 from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES, Calibration, driver_version
 from hotkv_server.dataplane.cuda.values import Direction, Method
 from hotkv_server.dataplane.host import HostCopyEngine
@@ -38,14 +45,18 @@ def memory(tmp_path: Path) -> Iterator[NodeMemory]:
 
 
 def _settings(*flags: str) -> Settings:
-    return load_settings(None, ["--arena.bytes", "16MiB", "--arena.pin-piece-bytes", "2MiB", *flags], "test")
+    return load_settings(
+        None, ["--arena.bytes", "16MiB", "--arena.pin-piece-bytes", "2MiB", *flags], "test"
+    )
 
 
 def _found(runtime: FakeRuntime) -> Found:
     return Found(runtime, tuple(runtime.devices()))
 
 
-def test_cuda_is_touched_only_where_it_is_wanted_and_a_device_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_touched_only_where_it_is_wanted_and_a_device_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def explode() -> Any:
         raise AssertionError("CUDA was touched")
 
@@ -69,7 +80,9 @@ def test_why_there_is_none_comes_from_the_runtime(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cuda_start, "new_runtime", absent)
     assert "hotkv[cuda12]" in look(CopySettings(cuda="on")).why_none  # type: ignore[call-arg]
-    monkeypatch.setattr(cuda_start, "new_runtime", lambda: FakeRuntime(num_devices=0, threaded=False))
+    monkeypatch.setattr(
+        cuda_start, "new_runtime", lambda: FakeRuntime(num_devices=0, threaded=False)
+    )
     assert "sees no device" in look(CopySettings(cuda="on")).why_none  # type: ignore[call-arg]
 
 
@@ -82,14 +95,20 @@ def test_the_real_runtime_says_what_is_missing_here() -> None:
 def test_a_start_without_devices(memory: NodeMemory) -> None:
     host, none = HostCopyEngine(1), Found(None, why_none="there is none")
     part = open_part(_settings(), memory, host, none)
-    assert part.pinner is None and part.fault() == part.progress() == "" and part.devices.why_none == "there is none"
+    assert (
+        part.pinner is None
+        and part.fault() == part.progress() == ""
+        and part.devices.why_none == "there is none"
+    )
     part.close()
     with pytest.raises(CudaError, match=r"copy\.cuda is on: there is none"):
         open_part(_settings("--copy.cuda", "on"), memory, HostCopyEngine(1), none)
 
 
 def test_everything_is_given_back(memory: NodeMemory, runtime: FakeRuntime) -> None:
-    part = open_part(_settings("--copy.method", "batch"), memory, HostCopyEngine(1), _found(runtime))
+    part = open_part(
+        _settings("--copy.method", "batch"), memory, HostCopyEngine(1), _found(runtime)
+    )
     assert part.progress() == "pinning the arena: 0 of 16 MiB"
     part.start()
     until(lambda: part.devices.pinned_bytes == 16 << 20)
@@ -101,7 +120,12 @@ def test_everything_is_given_back(memory: NodeMemory, runtime: FakeRuntime) -> N
 
 
 def test_pinning_that_is_off(memory: NodeMemory, runtime: FakeRuntime) -> None:
-    part = open_part(_settings("--arena.pin", "off", "--copy.method", "batch"), memory, HostCopyEngine(1), _found(runtime))
+    part = open_part(
+        _settings("--arena.pin", "off", "--copy.method", "batch"),
+        memory,
+        HostCopyEngine(1),
+        _found(runtime),
+    )
     part.start()
     part.close()
     assert part.pinner is None and "registered" not in runtime.held()
@@ -112,7 +136,12 @@ def test_pinning_that_is_required(memory: NodeMemory, runtime: FakeRuntime) -> N
     with pytest.raises(CudaError, match=r"arena.pin is required: .*told to fail"):
         open_part(_settings("--arena.pin", "required"), memory, HostCopyEngine(1), _found(runtime))
     runtime.fail_call("register", 4)
-    part = open_part(_settings("--arena.pin", "required", "--copy.method", "batch"), memory, HostCopyEngine(1), _found(runtime))
+    part = open_part(
+        _settings("--arena.pin", "required", "--copy.method", "batch"),
+        memory,
+        HostCopyEngine(1),
+        _found(runtime),
+    )
     assert part.devices.pinned_bytes == 2 << 20 and part.fault() == ""
     part.start()
     until(lambda: part.fault() != "")
@@ -128,7 +157,9 @@ def test_a_device_that_cannot_be_used_is_left_out(memory: NodeMemory, runtime: F
     assert [info.number for info in part.devices.infos] == [0] and part.fault() == ""
     part.close()
     with pytest.raises(CudaError, match=r"copy\.cuda is on: Fake GPU 1"):
-        open_part(_settings(*settings, "--copy.cuda", "on"), memory, HostCopyEngine(1), _found(runtime))
+        open_part(
+            _settings(*settings, "--copy.cuda", "on"), memory, HostCopyEngine(1), _found(runtime)
+        )
 
 
 def test_a_node_that_is_not_there_is_refused() -> None:
@@ -140,14 +171,18 @@ def test_a_node_that_is_not_there_is_refused() -> None:
 # Calibrations
 
 
-def test_a_calibration_is_found_again_and_goes_with_the_arena(memory: NodeMemory, runtime: FakeRuntime) -> None:
+def test_a_calibration_is_found_again_and_goes_with_the_arena(
+    memory: NodeMemory, runtime: FakeRuntime
+) -> None:
     info = runtime.devices()[0]
     speeds = {(d, m, size): 1.5 for d in Direction for m in Method for size in PAGE_BYTES}
     made = Calibration(info.uuid, info.name, driver_version(), speeds)
     file = memory.directory / f"calibration-{info.uuid.hex()}.json"
     write_calibration(file, made)
     assert read_calibration(file, info) == made
-    part = open_part(_settings("--copy.staging-bytes", "0"), memory, HostCopyEngine(1), Found(runtime, (info,)))
+    part = open_part(
+        _settings("--copy.staging-bytes", "0"), memory, HostCopyEngine(1), Found(runtime, (info,))
+    )
     assert part.engines[0].calibration == made
     part.close()
     assert file.exists()
@@ -158,7 +193,9 @@ def test_a_calibration_is_found_again_and_goes_with_the_arena(memory: NodeMemory
 
 
 @pytest.mark.parametrize("content", ["", "{}", "not json", '{"format": 1}', "[" * 100_000])
-def test_a_damaged_calibration_is_ignored(tmp_path: Path, runtime: FakeRuntime, content: str) -> None:
+def test_a_damaged_calibration_is_ignored(
+    tmp_path: Path, runtime: FakeRuntime, content: str
+) -> None:
     file = tmp_path / "calibration.json"
     file.write_text(content)
     assert read_calibration(file, runtime.devices()[0]) is None
@@ -181,6 +218,21 @@ def test_another_devices_calibration_is_ignored(tmp_path: Path, runtime: FakeRun
 def test_a_server_that_must_have_devices_says_what_to_do(tmp_path: Path) -> None:
     if cuda_start.has_device_node():
         pytest.skip("this machine has one")
-    flags = ["--runtime-dir", str(tmp_path / "run"), "--arena.dir", str(tmp_path / "arena"), "--arena.bytes", "16MiB", "--copy.cuda", "on"]
-    done = subprocess.run([sys.executable, "-m", "hotkv_server.cli", "run", *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    flags = [
+        "--runtime-dir",
+        str(tmp_path / "run"),
+        "--arena.dir",
+        str(tmp_path / "arena"),
+        "--arena.bytes",
+        "16MiB",
+        "--copy.cuda",
+        "on",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "hotkv_server.cli", "run", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1 and "copy.cuda is on: " in done.stderr

@@ -1,4 +1,5 @@
-"""KV events of a real server, read as a router reads an engine's: over ZMQ, with vLLM's own classes."""
+"""KV events of a real server, read as a router reads an engine's: over ZMQ, with vLLM's own
+classes."""
 
 import contextlib
 import json
@@ -14,7 +15,13 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
@@ -40,7 +47,8 @@ def external(block_hash: bytes) -> Any:
 
 
 class Router:
-    """Reads one topic as vLLM's subscriber example does; checks that what came is what vLLM itself would have sent."""
+    """Reads one topic as vLLM's subscriber example does; checks that what came is what vLLM itself
+    would have sent."""
 
     def __init__(self, folder: Path, topic: str) -> None:
         self.context = zmq.Context()
@@ -70,13 +78,17 @@ class Router:
         self.next_sequence = number + 1
         batch = DECODER.decode(payload)
         assert batch.data_parallel_rank == 0 and abs(batch.ts - time.time()) < 60
-        assert msgspec.msgpack.Encoder().encode(batch) == payload, "vLLM would have sent other bytes"
+        assert msgspec.msgpack.Encoder().encode(batch) == payload, (
+            "vLLM would have sent other bytes"
+        )
         return batch
 
     def events(self, count: int = 0) -> list[Any]:
         """The next events: `count` of them, or all that come until it is quiet."""
         found: list[Any] = []
-        while (len(found) < count and self.sub.poll(10_000)) or (not count and self.sub.poll(QUIET_MS)):
+        while (len(found) < count and self.sub.poll(10_000)) or (
+            not count and self.sub.poll(QUIET_MS)
+        ):
             found += self.batch().events
         assert not count or len(found) == count
         return found
@@ -105,7 +117,12 @@ class Router:
 def published() -> Iterator[tuple[Server, Path]]:
     """A server of 16 MiB that publishes on Unix sockets in the folder."""
     with runtime_folder(64 << 20) as folder:
-        flags = ["--events.endpoint", f"ipc://{folder}/events", "--events.replay-endpoint", f"ipc://{folder}/replay"]
+        flags = [
+            "--events.endpoint",
+            f"ipc://{folder}/events",
+            "--events.replay-endpoint",
+            f"ipc://{folder}/replay",
+        ]
         with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", *flags) as running:
             running.wait_ready()
             yield running, folder
@@ -140,7 +157,9 @@ def tokens(count: int, first: int = 1000) -> list[int]:
     return list(range(first, first + count))
 
 
-def stored(blocks: list[bytes], parent: bytes | None, token_ids: list[int], group: int, **fields: Any) -> BlockStored:
+def stored(
+    blocks: list[bytes], parent: bytes | None, token_ids: list[int], group: int, **fields: Any
+) -> BlockStored:
     """What vLLM would publish of host blocks of the first three groups of these tests."""
     spec = (FULL, WINDOW, WIDE)[group]
     return BlockStored(
@@ -158,7 +177,9 @@ def stored(blocks: list[bytes], parent: bytes | None, token_ids: list[int], grou
     )
 
 
-def test_stored_blocks_are_published_with_exactly_their_tokens(engine: Make, router: Callable[[GroupsEngine], Router]) -> None:
+def test_stored_blocks_are_published_with_exactly_their_tokens(
+    engine: Make, router: Callable[[GroupsEngine], Router]
+) -> None:
     one = engine("events-stored", FULL, WINDOW, WIDE)
     assert one.session.wants_token_ids
     reader = router(one)
@@ -183,7 +204,9 @@ def test_stored_blocks_are_published_with_exactly_their_tokens(engine: Make, rou
     assert reader.events() == []
 
 
-def test_extra_keys_and_adapters_are_passed_on(engine: Make, router: Callable[[GroupsEngine], Router]) -> None:
+def test_extra_keys_and_adapters_are_passed_on(
+    engine: Make, router: Callable[[GroupsEngine], Router]
+) -> None:
     one = engine("events-extra")
     reader = router(one)
     prompt, ids = hashes(3), tokens(48)
@@ -191,7 +214,9 @@ def test_extra_keys_and_adapters_are_passed_on(engine: Make, router: Callable[[G
     one.store(BlockRun(0, prompt, block_ids(3), b"", 0, ids, "adapter", keys))
     # vLLM's decoder makes lists of the pairs.
     decoded = [("adapter", ["image-1", 7]), None, (b"\x01\x02", "salt")]
-    assert reader.events(1) == [stored(prompt, None, ids, 0, lora_name="adapter", extra_keys=decoded)]
+    assert reader.events(1) == [
+        stored(prompt, None, ids, 0, lora_name="adapter", extra_keys=decoded)
+    ]
 
 
 def test_blocks_without_tokens_look_as_vllm_publishes_what_it_cannot_describe(
@@ -215,23 +240,34 @@ def test_evicted_blocks_are_removed_and_a_flush_clears(
     one.store(*(BlockRun(g, prompt, block_ids(4), token_ids=ids) for g in (0, 1)))
     reader.events(2)
     with AdminClient(published[0].target) as admin:
-        number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "events-removed")
+        number = next(
+            k["key_space_id"]
+            for k in admin.key_spaces()
+            if k["key_space"]["model"] == "events-removed"
+        )
         admin.evict(number, 1, prompt[0] + prompt[3])
         (event,) = reader.events(1)
         assert isinstance(event, BlockRemoved)
-        assert (set(event.block_hashes), event.medium, event.group_idx) == ({external(prompt[0]), external(prompt[3])}, "CPU", 1)
+        assert (set(event.block_hashes), event.medium, event.group_idx) == (
+            {external(prompt[0]), external(prompt[3])},
+            "CPU",
+            1,
+        )
         admin.flush(number)
     assert reader.events(1) == [AllBlocksCleared()]
 
 
-def test_key_spaces_that_share_a_topic_do_not_clear_each_other(published: tuple[Server, Path], engine: Make) -> None:
+def test_key_spaces_that_share_a_topic_do_not_clear_each_other(
+    published: tuple[Server, Path], engine: Make
+) -> None:
     one, other = engine("events-shared"), engine("events-shared", FULL, WINDOW)
     prompt = hashes(2)
     reader = Router(published[1], topic("events-shared"))
     try:
         deadline_s = time.monotonic() + 20
         while not reader.sub.poll(100):
-            # A flush of nothing says nothing here; so something is stored and flushed until it is heard.
+            # A flush of nothing says nothing here; so something is stored and flushed until it is
+            # heard.
             one.store(BlockRun(0, hashes(1), block_ids(1)))
             one.session.flush().result(10)
             assert time.monotonic() < deadline_s
@@ -248,7 +284,9 @@ def test_key_spaces_that_share_a_topic_do_not_clear_each_other(published: tuple[
         reader.close()
 
 
-def test_a_reader_replays_what_it_has_missed(engine: Make, router: Callable[[GroupsEngine], Router]) -> None:
+def test_a_reader_replays_what_it_has_missed(
+    engine: Make, router: Callable[[GroupsEngine], Router]
+) -> None:
     one = engine("events-replay")
     reader = router(one)
     batches = [hashes(2) for _ in range(5)]
@@ -259,10 +297,17 @@ def test_a_reader_replays_what_it_has_missed(engine: Make, router: Callable[[Gro
     name = reader.topic.encode()
     replayed = reader.replay((first + 2).to_bytes(8, "big"), name)
     assert [number for _, number, _ in replayed] == [first + 2, first + 3, first + 4]
-    assert [event for _, _, payload in replayed for event in DECODER.decode(payload).events] == live[2:]
-    # Without a topic, as vLLM's readers ask, all topics answer, each by its own numbers; a topic begins by clearing it.
+    assert [
+        event for _, _, payload in replayed for event in DECODER.decode(payload).events
+    ] == live[2:]
+    # Without a topic, as vLLM's readers ask, all topics answer, each by its own numbers; a topic
+    # begins by clearing it.
     everything = reader.replay((0).to_bytes(8, "big"))
-    mine = [(number, payload) for topic_name, number, payload in everything if topic_name == reader.topic]
+    mine = [
+        (number, payload)
+        for topic_name, number, payload in everything
+        if topic_name == reader.topic
+    ]
     assert [number for number, _ in mine] == list(range(reader.next_sequence))
     assert DECODER.decode(mine[0][1]).events == [AllBlocksCleared()]
     assert reader.replay(reader.next_sequence.to_bytes(8, "big"), name) == []
@@ -271,7 +316,8 @@ def test_a_reader_replays_what_it_has_missed(engine: Make, router: Callable[[Gro
 def test_what_a_router_believes_is_what_the_server_holds(
     published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
-    """Random stores and flushes in an arena that is too small, and evictions by hand, followed by events alone."""
+    """Random stores and flushes in an arena that is too small, and evictions by hand, followed by
+    events alone."""
     one = engine("events-view", BIG, WINDOW)
     reader = router(one)
     rng = np.random.default_rng(11)
@@ -279,13 +325,23 @@ def test_what_a_router_believes_is_what_the_server_holds(
     believed: set[tuple[int, Any]] = set()
     num_removed = 0
     with AdminClient(published[0].target) as admin:
-        number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "events-view")
+        number = next(
+            k["key_space_id"]
+            for k in admin.key_spaces()
+            if k["key_space"]["model"] == "events-view"
+        )
         for step in range(100):
             start, count = int(rng.integers(0, 260)), int(rng.integers(1, 40))
             run = pool[start : start + count]
-            one.store(BlockRun(int(rng.integers(0, 2)), run, block_ids(len(run)), b"", 0, tokens(16 * len(run))))
+            one.store(
+                BlockRun(
+                    int(rng.integers(0, 2)), run, block_ids(len(run)), b"", 0, tokens(16 * len(run))
+                )
+            )
             if step % 15 == 14:
-                admin.evict(number, int(rng.integers(0, 2)), b"".join(pool[:: int(rng.integers(1, 5))]))
+                admin.evict(
+                    number, int(rng.integers(0, 2)), b"".join(pool[:: int(rng.integers(1, 5))])
+                )
             if step % 40 == 39:
                 admin.flush(number)
         for event in reader.events():
@@ -303,7 +359,11 @@ def test_what_a_router_believes_is_what_the_server_holds(
                     believed.clear()
         evicted = admin.info()["counters"]["evicted_blocks_total"]
         listed = admin.blocks(number, 10_000)["blocks"]
-    held = {(b["group_index"], external(bytes.fromhex(b["block_hash"]))) for b in listed if b["state"] == "ready"}
+    held = {
+        (b["group_index"], external(bytes.fromhex(b["block_hash"])))
+        for b in listed
+        if b["state"] == "ready"
+    }
     assert believed == held
     assert held
     assert num_removed > 100 and evicted > 100, "little was evicted: the test shows little"
@@ -314,11 +374,19 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
     one, stranger = engine("events-grpc"), engine("events-grpc-other")
     prompt, ids = hashes(2), tokens(32)
     with AdminClient(server.target) as admin:
-        number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "events-grpc")
+        number = next(
+            k["key_space_id"]
+            for k in admin.key_spaces()
+            if k["key_space"]["model"] == "events-grpc"
+        )
         stream = admin.events(number, 60)
         assert next(stream) == ([], 0)
         stranger.store(BlockRun(0, prompt, block_ids(2)))
-        one.store(BlockRun(0, prompt, block_ids(2), b"", 0, ids, "adapter", [("adapter", ("image", 3)), None]))
+        one.store(
+            BlockRun(
+                0, prompt, block_ids(2), b"", 0, ids, "adapter", [("adapter", ("image", 3)), None]
+            )
+        )
         admin.evict(number, 0, prompt[0])
         one.session.flush().result(10)
         seen: list[dict[str, Any]] = []
@@ -331,7 +399,10 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
     assert [item["event"] for item in seen] == ["stored", "removed", "cleared"]
     assert {item["key_space_id"] for item in seen} == {number}
     assert stored_event["hashes"] == b"".join(prompt).hex() and stored_event["token_ids"] == ids
-    assert stored_event["extra_keys"] == [["adapter", ["image", 3]], []] and stored_event["block_count"] == 2
+    assert (
+        stored_event["extra_keys"] == [["adapter", ["image", 3]], []]
+        and stored_event["block_count"] == 2
+    )
     assert removed["hashes"] == prompt[0].hex()
 
 
@@ -339,7 +410,18 @@ def test_the_command_line_prints_events(published: tuple[Server, Path], engine: 
     server = published[0]
     one = engine("events-cli")
     for flags in ([], ["--json"]):
-        command = [sys.executable, "-u", "-m", "hotkv_client.cli", "events", "--seconds", "30", "--target", server.target, *flags]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "hotkv_client.cli",
+            "events",
+            "--seconds",
+            "30",
+            "--target",
+            server.target,
+            *flags,
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout is not None
             try:
@@ -352,9 +434,13 @@ def test_the_command_line_prints_events(published: tuple[Server, Path], engine: 
                 process.terminate()
         wait_for_readers(server, 0)
         if flags:
-            assert json.loads(line)["event"] == "stored" and json.loads(cleared)["event"] == "cleared"
+            assert (
+                json.loads(line)["event"] == "stored" and json.loads(cleared)["event"] == "cleared"
+            )
         else:
-            assert "stored  group 0  1 blocks" in line and "tokens 16" in line and "cleared" in cleared
+            assert (
+                "stored  group 0  1 blocks" in line and "tokens 16" in line and "cleared" in cleared
+            )
 
 
 def wait_for_readers(server: Server, count: int) -> None:
@@ -367,9 +453,18 @@ def wait_for_readers(server: Server, count: int) -> None:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (BlockRun(0, hashes(2), block_ids(2), token_ids=[1] * 31), "runs.token_ids has 124 bytes; 32 tokens of 2 blocks take 4 each"),
-        (BlockRun(0, hashes(2), block_ids(2), extra_keys=[None]), "runs.extra_keys has 1 entries for 2 blocks"),
-        (BlockRun(0, hashes(1), block_ids(1), lora_name="x" * 300), "runs.lora_name is longer than 256 characters"),
+        (
+            BlockRun(0, hashes(2), block_ids(2), token_ids=[1] * 31),
+            "runs.token_ids has 124 bytes; 32 tokens of 2 blocks take 4 each",
+        ),
+        (
+            BlockRun(0, hashes(2), block_ids(2), extra_keys=[None]),
+            "runs.extra_keys has 1 entries for 2 blocks",
+        ),
+        (
+            BlockRun(0, hashes(1), block_ids(1), lora_name="x" * 300),
+            "runs.lora_name is longer than 256 characters",
+        ),
     ],
 )
 def test_contents_that_do_not_fit_are_refused(engine: Make, run: BlockRun, words: str) -> None:
@@ -388,7 +483,11 @@ def test_our_classes_are_vllms() -> None:
     """Every field, in order, with its default, and how it is encoded."""
     from hotkv_server.events import wire
 
-    pairs = [(wire.BlockStored, BlockStored), (wire.BlockRemoved, BlockRemoved), (wire.AllBlocksCleared, AllBlocksCleared)]
+    pairs = [
+        (wire.BlockStored, BlockStored),
+        (wire.BlockRemoved, BlockRemoved),
+        (wire.AllBlocksCleared, AllBlocksCleared),
+    ]
     for ours, theirs in [*pairs, (wire.KVEventBatch, KVEventBatch)]:
         assert ours.__struct_fields__ == theirs.__struct_fields__
         assert ours.__struct_defaults__ == theirs.__struct_defaults__
@@ -424,7 +523,10 @@ def test_settings_of_events_are_checked() -> None:
     from hotkv_server.settings import load_settings
 
     for flags, words in (
-        (["--events.topic", "kv@{pod}"], "events.topic is 'kv@{pod}': may name {host}, {model}, {tenant}, {key_space} in braces"),
+        (
+            ["--events.topic", "kv@{pod}"],
+            "events.topic is 'kv@{pod}': may name {host}, {model}, {tenant}, {key_space} in braces",
+        ),
         (["--events.topic", "kv@{}"], "events.topic"),
         (["--events.replay-endpoint", "tcp://*:1"], "replay_endpoint needs endpoint"),
     ):

@@ -1,4 +1,5 @@
-"""The fence on the server's side: a store that could not be revoked is refused or not kept, and no page takes another's place."""
+"""The fence on the server's side: a store that could not be revoked is refused or not kept, and no
+page takes another's place."""
 
 import asyncio
 import os
@@ -40,7 +41,11 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.memory = NodeMemory.open(folder / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
         self.copies = HostCopyEngine(1)
-        self.node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), self.memory.table, LRU(64)), self.memory, self.copies)
+        self.node = Node(
+            CacheCore(CoreConfig(1 << 20, 1 << 16, 64), self.memory.table, LRU(64)),
+            self.memory,
+            self.copies,
+        )
 
     async def open(self, fence_fd: int | None) -> LiveSession:
         session = await self.node.open_session("e", "worker", KEY_SPACE, "test")
@@ -53,7 +58,9 @@ class Place:
     async def store(self, session: LiveSession, fence_index: int) -> int:
         """The result of one block's store."""
         name, run = os.urandom(4).hex(), Run(0, hash_words(os.urandom(32), 32))
-        end = await self.node.transfers.store(session, name, name, [run], [np.zeros(1, np.int64)], 5.0, fence_index=fence_index)
+        end = await self.node.transfers.store(
+            session, name, name, [run], [np.zeros(1, np.int64)], 5.0, fence_index=fence_index
+        )
         return int(end.results[0][0])
 
     async def refused(self, session: LiveSession, fence_index: int) -> str:
@@ -77,7 +84,11 @@ def test_a_fence_index_needs_a_fence(place: Place) -> None:
     async def scenario() -> None:
         session = await place.open(None)
         message = await place.refused(session, 5)
-        assert "fence_index is 5" in message and "linked no fence" in message and repr(FENCE_HANDLE) in message
+        assert (
+            "fence_index is 5" in message
+            and "linked no fence" in message
+            and repr(FENCE_HANDLE) in message
+        )
         assert await place.store(session, 0) == BlockResult.STORED
         await place.node.close()
 
@@ -101,7 +112,11 @@ def test_a_revoked_store_is_not_kept(place: Place) -> None:
         fd = memory_file(FENCE_BYTES)
         session = await place.open(os.dup(fd))
         os.pwrite(fd, (1).to_bytes(4, "little"), 4 * 7)
-        assert [await place.store(session, index) for index in (6, 7, 8)] == [BlockResult.STORED, BlockResult.ABORTED, BlockResult.STORED]
+        assert [await place.store(session, index) for index in (6, 7, 8)] == [
+            BlockResult.STORED,
+            BlockResult.ABORTED,
+            BlockResult.STORED,
+        ]
         await place.node.close()
         os.close(fd)
 

@@ -1,4 +1,5 @@
-"""A server that is ready before its arena has all its memory: it serves, grows, and loses nothing whatever ends it meanwhile."""
+"""A server that is ready before its arena has all its memory: it serves, grows, and loses nothing
+whatever ends it meanwhile."""
 
 import os
 import signal
@@ -29,7 +30,8 @@ NUM_BLOCKS = 4 * FIRST
 
 
 class Dammed:
-    """Servers after each other in one folder, whose arena fills as far as `let` says, and an engine."""
+    """Servers after each other in one folder, whose arena fills as far as `let` says, and an
+    engine."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,13 +52,33 @@ class Dammed:
         made.runtime_folder.mkdir(mode=0o700, exist_ok=True)
         made.target = f"unix:{made.runtime_folder}/grpc.sock"
         made.begin_s = time.monotonic()
-        command = [sys.executable, "-m", "hotkv_server.testing.dammed", str(self.dam), "run", "--runtime-dir", str(made.runtime_folder)]
-        command += ["--arena.dir", str(self.folder / "arena"), "--arena.bytes", str(ARENA), "--http.port", "0", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "hotkv_server.testing.dammed",
+            str(self.dam),
+            "run",
+            "--runtime-dir",
+            str(made.runtime_folder),
+        ]
+        command += [
+            "--arena.dir",
+            str(self.folder / "arena"),
+            "--arena.bytes",
+            str(ARENA),
+            "--http.port",
+            "0",
+            *flags,
+        ]
         made._child = Child("hotkv-server", command, self.folder / "hotkv-server.log", {})
         ready_s = made.wait_ready()
         if self.engine is None:
-            self.engine = PagedEngine(made.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES).connect()
-            self.engine.kv[:] = np.random.default_rng(12).integers(0, 256, self.engine.kv.shape, np.uint8)
+            self.engine = PagedEngine(
+                made.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
+            ).connect()
+            self.engine.kv[:] = np.random.default_rng(12).integers(
+                0, 256, self.engine.kv.shape, np.uint8
+            )
         assert self.engine.session.wait_connected(20)
         return ready_s
 
@@ -70,7 +92,9 @@ class Dammed:
         """Result of each block; block i of the engine holds what is stored under the i-th hash."""
         assert self.engine is not None
         name = os.urandom(8).hex()
-        result = self.engine.session.store(name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20).result(20)
+        result = self.engine.session.store(
+            name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20
+        ).result(20)
         assert result.status is TransferStatus.DONE
         return list(result.results[0].tolist())
 
@@ -98,7 +122,10 @@ def place() -> Iterator[Dammed]:
 def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(place: Dammed) -> None:
     place.start()
     assert place.server is not None and place.engine is not None
-    assert place.capacity_bytes == COLLAPSE_BYTES and place.counter("arena_full_capacity_bytes") == ARENA
+    assert (
+        place.capacity_bytes == COLLAPSE_BYTES
+        and place.counter("arena_full_capacity_bytes") == ARENA
+    )
     assert place.server.status()["state"] == "ready; bringing the arena in: 32 of 2048 MiB"
     assert place.server.status()["tiers"][0]["capacity_byte_count"] == COLLAPSE_BYTES
     blocks = hashes(NUM_BLOCKS)
@@ -135,16 +162,23 @@ def test_a_server_that_runs_short_of_memory_goes_on_with_what_it_has(place: Damm
     place.let("short")
     wait_until(lambda: "no more is free" in place.server.status()["state"])  # type: ignore[union-attr]
     status = place.server.status()
-    assert status["state"].startswith("ready; the arena has memory up to 32 of 2048 MiB, no more is free (")
+    assert status["state"].startswith(
+        "ready; the arena has memory up to 32 of 2048 MiB, no more is free ("
+    )
     assert "hotkv-server arenas" in status["state"] and "lower arena.bytes" in status["state"]
     assert place.server.log.read_text().count("no more is free") == 1
     blocks = hashes(2 * FIRST)
     assert set(place.store(blocks[:FIRST])) == {BlockResult.STORED}
-    assert set(place.store(blocks[FIRST:], FIRST)) == {BlockResult.STORED}, "no more comes, so what is cold goes"
+    assert set(place.store(blocks[FIRST:], FIRST)) == {BlockResult.STORED}, (
+        "no more comes, so what is cold goes"
+    )
     assert place.counter("evicted_blocks_total") == FIRST and place.capacity_bytes == COLLAPSE_BYTES
     # What requests may pin before they are admitted is a share of what there is.
     assert load(place.engine, blocks[FIRST : FIRST + FIRST // 4], 2 * FIRST) is TransferStatus.DONE
-    assert np.array_equal(place.engine.kv[:, FIRST : FIRST + FIRST // 4], place.engine.kv[:, 2 * FIRST : 2 * FIRST + FIRST // 4])
+    assert np.array_equal(
+        place.engine.kv[:, FIRST : FIRST + FIRST // 4],
+        place.engine.kv[:, 2 * FIRST : 2 * FIRST + FIRST // 4],
+    )
     place.server.wait_ready()
     assert (place.folder / "arena" / "arena").stat().st_blocks * 512 == COLLAPSE_BYTES
     assert place.end(signal.SIGTERM) == 0
@@ -159,8 +193,15 @@ def test_a_stop_waits_for_no_memory(place: Dammed) -> None:
     assert place.server is not None
     port = place.server.log.read_text().partition("http_port=")[2].split()[0]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        metrics = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#"))
-    assert float(metrics["hotkv_arena_capacity_bytes"]) == COLLAPSE_BYTES and float(metrics["hotkv_arena_full_capacity_bytes"]) == ARENA
+        metrics = dict(
+            line.rsplit(" ", 1)
+            for line in answer.read().decode().splitlines()
+            if not line.startswith("#")
+        )
+    assert (
+        float(metrics["hotkv_arena_capacity_bytes"]) == COLLAPSE_BYTES
+        and float(metrics["hotkv_arena_full_capacity_bytes"]) == ARENA
+    )
     began_s = time.monotonic()
     assert place.end(signal.SIGTERM) == 0
     assert time.monotonic() - began_s < 10
@@ -168,7 +209,8 @@ def test_a_stop_waits_for_no_memory(place: Dammed) -> None:
 
 
 def test_without_prefault_all_of_the_arena_counts(place: Dammed) -> None:
-    """Also of a server that goes on with what one without it has left: blocks may lie anywhere then, with holes around them."""
+    """Also of a server that goes on with what one without it has left: blocks may lie anywhere
+    then, with holes around them."""
     place.start("--arena.prefault", "false")
     assert place.capacity_bytes == ARENA
     blocks = hashes(FIRST)
@@ -176,6 +218,11 @@ def test_without_prefault_all_of_the_arena_counts(place: Dammed) -> None:
     assert place.end(signal.SIGKILL) == -signal.SIGKILL
     place.start()
     assert place.server is not None and place.engine is not None
-    assert place.counter("restored_blocks_total") == FIRST and place.capacity_bytes <= 2 * COLLAPSE_BYTES
+    assert (
+        place.counter("restored_blocks_total") == FIRST
+        and place.capacity_bytes <= 2 * COLLAPSE_BYTES
+    )
     assert load(place.engine, blocks[: FIRST // 4], FIRST) is TransferStatus.DONE
-    assert np.array_equal(place.engine.kv[:, : FIRST // 4], place.engine.kv[:, FIRST : FIRST + FIRST // 4])
+    assert np.array_equal(
+        place.engine.kv[:, : FIRST // 4], place.engine.kv[:, FIRST : FIRST + FIRST // 4]
+    )

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, Retention, TransferStatus
+from hotkv_client import (
+    BlockResult,
+    BlockRun,
+    Evicted,
+    GroupHashes,
+    LoadRun,
+    Retention,
+    TransferStatus,
+)
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from tests.server.support import block_ids, hashes
@@ -31,7 +39,9 @@ def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make
     stranger = engine(model="flush-other")
     blocks = hashes(20)
     for each in (one, stranger):
-        each.session.store("s", "s", [BlockRun(0, blocks, block_ids(20))], 20, Retention(pin=True, ttl_s=60)).result(20)
+        each.session.store(
+            "s", "s", [BlockRun(0, blocks, block_ids(20))], 20, Retention(pin=True, ttl_s=60)
+        ).result(20)
     assert other.session.flush().result(10) == 20
     assert ready(one, blocks) == ready(other, blocks) == 0
     assert ready(stranger, blocks) == 20
@@ -53,7 +63,9 @@ def test_what_a_lease_was_promised_is_still_loaded(engine: Make) -> None:
     assert one.session.flush().result(10) == 4
     assert not one.session.acquire("late", [GroupHashes(0, blocks)]).result(10).pinned[0].any()
     one.session.store("t", "t", [BlockRun(0, blocks, block_ids(4, 40))], 20).result(20)
-    end = one.session.load("l", "lease", [LoadRun(0, block_ids(4), block_ids(4, 20))], 20).result(20)
+    end = one.session.load("l", "lease", [LoadRun(0, block_ids(4), block_ids(4, 20))], 20).result(
+        20
+    )
     assert end.status is TransferStatus.DONE
     assert np.array_equal(one.kv[:, 20:24], one.kv[:, :4])
 
@@ -64,13 +76,20 @@ def test_what_is_reserved_is_refused_when_it_comes(engine: Make) -> None:
     one.session.reserve("lease", [BlockRun(0, blocks)]).result(10)
     one.session.flush().result(10)
     end = one.session.store("s", "lease", [BlockRun(0, blocks, block_ids(3))], 20).result(20)
-    assert not set(end.results[0].tolist()) & {BlockResult.STORED, BlockResult.PRESENT, BlockResult.WRITTEN}
+    assert not set(end.results[0].tolist()) & {
+        BlockResult.STORED,
+        BlockResult.PRESENT,
+        BlockResult.WRITTEN,
+    }
     assert ready(one, blocks) == 0
 
 
 def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
-    """Weights change under the same hashes: each generation is flushed while the last of it is still being stored."""
-    writer, late, reader = (engine(model="flush-generations", page_bytes=64 << 10) for _ in range(3))
+    """Weights change under the same hashes: each generation is flushed while the last of it is
+    still being stored."""
+    writer, late, reader = (
+        engine(model="flush-generations", page_bytes=64 << 10) for _ in range(3)
+    )
     blocks, late_blocks = hashes(16), hashes(16)
     generation = 0
     stop = threading.Event()
@@ -83,11 +102,16 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
         while not stop.is_set():
             count += 1
             least = generation
-            grant = reader.session.acquire(f"r{count}", [GroupHashes(0, blocks + late_blocks)]).result(20)
+            grant = reader.session.acquire(
+                f"r{count}", [GroupHashes(0, blocks + late_blocks)]
+            ).result(20)
             positions = np.flatnonzero(grant.pinned[0]).astype(np.int32)
             if len(positions):
                 load = [LoadRun(0, positions, block_ids(len(positions)))]
-                assert reader.session.load(f"r{count}", f"r{count}", load, 20).result(20).status is TransferStatus.DONE
+                assert (
+                    reader.session.load(f"r{count}", f"r{count}", load, 20).result(20).status
+                    is TransferStatus.DONE
+                )
                 found = np.unique(reader.kv[:, : len(positions)])
                 wrong.extend((least, int(value)) for value in found if value < least)
                 num_loaded += len(positions)
@@ -98,13 +122,18 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
     try:
         for number in range(1, 60):
             late.kv[:] = generation
-            # Reserved before the flush; whether the store's bytes come before or after it is left to chance.
+            # Reserved before the flush; whether the store's bytes come before or after it is left
+            # to chance.
             late.session.reserve(f"late {number}", [BlockRun(0, late_blocks)]).result(20)
-            slow = late.session.store(f"late {number}", f"late {number}", [BlockRun(0, late_blocks, block_ids(16))], 20)
+            slow = late.session.store(
+                f"late {number}", f"late {number}", [BlockRun(0, late_blocks, block_ids(16))], 20
+            )
             writer.session.flush().result(20)
             generation = number
             writer.kv[:] = generation
-            writer.session.store(f"w {number}", f"w {number}", [BlockRun(0, blocks, block_ids(16))], 20).result(20)
+            writer.session.store(
+                f"w {number}", f"w {number}", [BlockRun(0, blocks, block_ids(16))], 20
+            ).result(20)
             slow.result(20)
     finally:
         stop.set()
@@ -119,8 +148,12 @@ def test_the_command_line_flushes(server: Server, engine: Make) -> None:
     one.session.store("s", "s", [BlockRun(0, blocks, block_ids(2))], 20).result(20)
     one.session.acquire("lease", [GroupHashes(0, blocks[:1])]).result(10)
     with AdminClient(server.target) as admin:
-        number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "flush-cli")
-    assert json.loads(server.cli("flush", "--key-space", str(number), "--json")) == {"flushed_block_count": 2}
+        number = next(
+            k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "flush-cli"
+        )
+    assert json.loads(server.cli("flush", "--key-space", str(number), "--json")) == {
+        "flushed_block_count": 2
+    }
     assert ready(one, blocks) == 0
     # The leased one keeps its slot, and says so, until the lease ends.
     assert "flushed" in server.cli("blocks", "--key-space", str(number))

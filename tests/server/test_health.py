@@ -1,4 +1,5 @@
-"""Self-knowledge: what dies or stalls is named by every probe, a broken invariant ends the server, a start that fails says what to do."""
+"""Self-knowledge: what dies or stalls is named by every probe, a broken invariant ends the server,
+a start that fails says what to do."""
 
 import asyncio
 import contextlib
@@ -42,15 +43,39 @@ def free_port() -> int:
 class FaultyServer(Server):
     """A server in which `point` does `how` once `break_it` is called."""
 
-    def __init__(self, folder: Path, point: str, how: str, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        point: str,
+        how: str,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.runtime_folder = folder / "run"
         self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
         self.target = f"unix:{self.runtime_folder}/grpc.sock"
         self.begin_s = time.monotonic()
         self.port = free_port()
         self._trigger = folder / "now"
-        command = [sys.executable, "-m", "hotkv_server.testing.faults", point, how, str(self._trigger), "run", *FLAGS]
-        command += ["--runtime-dir", str(self.runtime_folder), "--arena.dir", str(folder / "arena"), "--http.port", str(self.port), *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "hotkv_server.testing.faults",
+            point,
+            how,
+            str(self._trigger),
+            "run",
+            *FLAGS,
+        ]
+        command += [
+            "--runtime-dir",
+            str(self.runtime_folder),
+            "--arena.dir",
+            str(folder / "arena"),
+            "--http.port",
+            str(self.port),
+            *flags,
+        ]
         self._child = Child("hotkv-server", command, folder / "hotkv-server.log", environment or {})
 
     def break_it(self) -> None:
@@ -62,7 +87,9 @@ class FaultyServer(Server):
     def probe(self, path: str) -> tuple[int, str]:
         """Status and body of an HTTP probe; (0, "") where nobody answers."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=5) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.port}/{path}", timeout=5
+            ) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -83,13 +110,17 @@ def folder() -> Iterator[Path]:
 
 
 def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folder: Path) -> None:
-    """In a store's commit: the story is logged, the store is not acknowledged, the next server serves what was, and never the rest."""
+    """In a store's commit: the story is logged, the store is not acknowledged, the next server
+    serves what was, and never the rest."""
     with FaultyServer(folder, "publish", "assert") as server:
         server.wait_ready()
         engine = PagedEngine(server.target, layers=2, num_blocks=64, page_bytes=4096).connect()
         engine.kv[:] = np.random.default_rng(1).integers(0, 256, engine.kv.shape, np.uint8)
         kept, lost = hashes(10), hashes(5)
-        assert engine.session.store("a", "a", [BlockRun(0, kept, block_ids(10))], 10).result(10).status is TransferStatus.DONE
+        assert (
+            engine.session.store("a", "a", [BlockRun(0, kept, block_ids(10))], 10).result(10).status
+            is TransferStatus.DONE
+        )
         server.break_it()
         future = engine.session.store("b", "b", [BlockRun(0, lost, block_ids(5, 10))], 10)
         assert server.exit_status() == BROKEN_STATUS
@@ -100,7 +131,10 @@ def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folde
     with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as again:
         again.wait_ready()
         assert engine.session.wait_connected(20)
-        assert engine.session.lookup([GroupHashes(0, kept + lost)]).result(5)[0].tolist() == [True] * 10 + [False] * 5
+        assert (
+            engine.session.lookup([GroupHashes(0, kept + lost)]).result(5)[0].tolist()
+            == [True] * 10 + [False] * 5
+        )
         engine.session.acquire("l", [GroupHashes(0, kept)]).result(5)
         back = LoadRun(0, block_ids(10), block_ids(10, 30))
         assert engine.session.load("l", "l", [back], 10).result(10).status is TransferStatus.DONE
@@ -110,16 +144,25 @@ def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folde
 
 @pytest.mark.parametrize("where", ["timer", "call"])
 def test_a_broken_invariant_is_seen_wherever_it_comes_up(folder: Path, where: str) -> None:
-    point = {"timer": "hotkv_server.core.leases:LeaseBook.expired", "call": "hotkv_server.core.index:BlockIndex.probe"}[where]
+    point = {
+        "timer": "hotkv_server.core.leases:LeaseBook.expired",
+        "call": "hotkv_server.core.index:BlockIndex.probe",
+    }[where]
     with FaultyServer(folder, point, "assert") as server:
         server.wait_ready()
         engine = PagedEngine(server.target, layers=2, num_blocks=8, page_bytes=4096).connect()
         server.break_it()
         if where == "call":
-            assert isinstance(engine.session.lookup([GroupHashes(0, hashes(1))]).exception(10), HotKVError | SessionLostError)
+            assert isinstance(
+                engine.session.lookup([GroupHashes(0, hashes(1))]).exception(10),
+                HotKVError | SessionLostError,
+            )
         assert server.exit_status() == BROKEN_STATUS
         engine.close()
-        assert "an invariant broke in " + {"timer": "the timer", "call": "a call: "}[where] in server.log.read_text()
+        assert (
+            "an invariant broke in " + {"timer": "the timer", "call": "a call: "}[where]
+            in server.log.read_text()
+        )
 
 
 # What dies or stalls
@@ -133,12 +176,19 @@ def test_a_broken_invariant_is_seen_wherever_it_comes_up(folder: Path, where: st
         ("hotkv_server.events.publisher:ZmqPublisher._send", "die", "the event publisher has died"),
     ],
 )
-def test_what_has_died_is_named(folder: Path, point: str, how: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_died_is_named(
+    folder: Path, point: str, how: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ("--events.endpoint", f"tcp://127.0.0.1:{free_port()}") if "publisher" in point else ()
     with FaultyServer(folder, point, how, *flags) as server:
         server.wait_ready()
         engine = PagedEngine(server.target, layers=2, num_blocks=8, page_bytes=4096).connect()
-        assert (server.ping(), server.ping("--live"), server.probe("readyz"), server.probe("livez")) == (0, 0, (200, "ok\n"), (200, "ok\n"))
+        assert (
+            server.ping(),
+            server.ping("--live"),
+            server.probe("readyz"),
+            server.probe("livez"),
+        ) == (0, 0, (200, "ok\n"), (200, "ok\n"))
         server.break_it()
         engine.session.store("a", "a", [BlockRun(0, hashes(4), block_ids(4))], 10)
         wait_until(lambda: name in server.probe("livez")[1])
@@ -179,11 +229,19 @@ def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:
     from hotkv_server.dataplane.plan import CopyPlan, Region
 
     source, target, go_on = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8), threading.Event()
-    from_source, to_target = Region(source.ctypes.data, 64, "source"), Region(target.ctypes.data, 64, "target")
+    from_source, to_target = (
+        Region(source.ctypes.data, 64, "source"),
+        Region(target.ctypes.data, 64, "target"),
+    )
     where, count = np.zeros(1, np.int64), np.full(1, 64)
     copies = HostCopyEngine(2)
     assert copies.stalled_s(time.monotonic() + 100) == 0.0, "waiting for work is no stall"
-    copies.submit(CopyJob([CopyPlan(to_target, from_source, where, where, count)], lambda outcome, message: go_on.wait(20) and None))
+    copies.submit(
+        CopyJob(
+            [CopyPlan(to_target, from_source, where, where, count)],
+            lambda outcome, message: go_on.wait(20) and None,
+        )
+    )
     wait_until(lambda: copies.stalled_s(time.monotonic() + 100) >= 100)
     go_on.set()
     wait_until(lambda: copies.stalled_s(time.monotonic() + 100) == 0.0)
@@ -210,7 +268,12 @@ def test_http_ends_without_waiting_for_connections() -> None:
 
 def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
     manager = Manager(folder / "notify")
-    with FaultyServer(folder, "hotkv_server.core.leases:LeaseBook.expired", "hang", environment=manager.environment) as server:
+    with FaultyServer(
+        folder,
+        "hotkv_server.core.leases:LeaseBook.expired",
+        "hang",
+        environment=manager.environment,
+    ) as server:
         server.wait_ready()
         server.break_it()
         wait_until(lambda: server.probe("livez")[0] == 503)
@@ -252,7 +315,9 @@ class Manager:
 def test_systemd_is_told_of_start_work_trouble_and_stop(folder: Path) -> None:
     manager = Manager(folder / "notify")
     point = "hotkv_server.runtime.verify:Verifier.next_batch"
-    with FaultyServer(folder, point, "die", "--drain-timeout-s", "3", environment=manager.environment) as server:
+    with FaultyServer(
+        folder, point, "die", "--drain-timeout-s", "3", environment=manager.environment
+    ) as server:
         server.wait_ready()
         heard = manager.read(3 * CHECK_S)
         assert heard.index("READY=1") < heard.index("STATUS=serving") < heard.index("WATCHDOG=1")
@@ -275,7 +340,10 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
         engine.session.store("b", "b", [BlockRun(0, hashes(2), block_ids(2))], 10)
         wait_until(lambda: server.counter("transfers_in_flight") == 1)
         server.cli("drain", "--timeout", "60")
-        assert (server.probe("readyz"), server.probe("livez")) == ((503, "the server drains\n"), (200, "ok\n"))
+        assert (server.probe("readyz"), server.probe("livez")) == (
+            (503, "the server drains\n"),
+            (200, "ok\n"),
+        )
         wait_until(lambda: server.ping() == 1)
         assert server.ping("--live") == 0
         os.kill(server.pid, signal.SIGKILL)
@@ -285,8 +353,19 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
 # A start that fails says what to do
 
 
-def start(folder: Path, *flags: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [*before, sys.executable, "-m", "hotkv_server.cli", "run", *FLAGS, "--arena.dir", str(folder / "arena")]
+def start(
+    folder: Path, *flags: str, before: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        *before,
+        sys.executable,
+        "-m",
+        "hotkv_server.cli",
+        "run",
+        *FLAGS,
+        "--arena.dir",
+        str(folder / "arena"),
+    ]
     command += ["--runtime-dir", str(folder / "run"), *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
@@ -299,10 +378,20 @@ def test_a_port_in_use_is_named(folder: Path, setting: str) -> None:
         port = holder.getsockname()[1]
         flags = ("--http.port", str(port))
         if setting == "tcp_address":
-            flags = ("--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true", "--http.port", "-1")
+            flags = (
+                "--tcp-address",
+                f"127.0.0.1:{port}",
+                "--security.tcp-insecure",
+                "true",
+                "--http.port",
+                "-1",
+            )
         done = start(folder, *flags)
     assert done.returncode == 1
-    assert f"{setting}: can't listen on 127.0.0.1:{port}" in done.stderr and "choose another with" in done.stderr
+    assert (
+        f"{setting}: can't listen on 127.0.0.1:{port}" in done.stderr
+        and "choose another with" in done.stderr
+    )
 
 
 def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
@@ -311,17 +400,27 @@ def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
     command = 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"'
     mount = (str(unshare), "--mount", "/bin/sh", "-c", command, str(folder / "arena"))
     (folder / "arena").mkdir(mode=0o700)
-    if os.geteuid() != 0 or unshare is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or unshare is None
+        or subprocess.run([*mount, "true"], capture_output=True).returncode
+    ):
         pytest.skip("mounting a small file system needs root and unshare")
     done = start(folder, "--http.port", "-1", before=mount)
     assert done.returncode == 1
-    assert "MiB free, arena and table need " in done.stderr and "lower arena.bytes (16 MiB), or enlarge the file system" in done.stderr
+    assert (
+        "MiB free, arena and table need " in done.stderr
+        and "lower arena.bytes (16 MiB), or enlarge the file system" in done.stderr
+    )
 
 
 def test_a_long_path_is_named(folder: Path) -> None:
     done = start(folder, "--runtime-dir", str(folder / ("x" * 100)), "--http.port", "-1")
     assert done.returncode == 1
-    assert "runtime_dir: can't listen on" in done.stderr and "longer than 107 bytes; choose another directory" in done.stderr
+    assert (
+        "runtime_dir: can't listen on" in done.stderr
+        and "longer than 107 bytes; choose another directory" in done.stderr
+    )
 
 
 def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
@@ -334,7 +433,10 @@ def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
     (folder / "run").chmod(0o555)
     done = start(folder, "--http.port", "-1", before=drop)
     assert done.returncode == 1
-    assert "runtime_dir: [Errno 13] Permission denied" in done.stderr and "choose a directory this user may write" in done.stderr
+    assert (
+        "runtime_dir: [Errno 13] Permission denied" in done.stderr
+        and "choose a directory this user may write" in done.stderr
+    )
 
 
 def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
@@ -350,14 +452,33 @@ def test_what_is_granted_too_little_of_is_said(folder: Path) -> None:
     prlimit = shutil.which("prlimit")
     if prlimit is None:
         pytest.skip("prlimit is not installed")
-    done = start(folder, "--tcp-address", "256.0.0.1:1", "--security.tcp-insecure", "true", before=(prlimit, "--memlock=65536:65536"))
-    assert "locked memory is limited to 65536 bytes: enough for engines on CPU, too little to pin the arena" in done.stderr
+    done = start(
+        folder,
+        "--tcp-address",
+        "256.0.0.1:1",
+        "--security.tcp-insecure",
+        "true",
+        before=(prlimit, "--memlock=65536:65536"),
+    )
+    assert (
+        "locked memory is limited to 65536 bytes: enough for engines on CPU, too little to pin "
+        "the arena"
+    ) in done.stderr
 
 
-def test_limits_of_control_groups_count_from_all_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_control_groups_count_from_all_levels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hotkv_server.memory import limits
 
-    own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), None)
+    own = next(
+        (
+            line[3:]
+            for line in Path("/proc/self/cgroup").read_text().splitlines()
+            if line.startswith("0::")
+        ),
+        None,
+    )
     if own is None:
         pytest.skip("this machine has no control groups of version 2")
     monkeypatch.setattr(limits, "CGROUPS", tmp_path)
@@ -369,7 +490,9 @@ def test_limits_of_control_groups_count_from_all_levels(tmp_path: Path, monkeypa
     assert limits.cgroup_bytes() == 1 << 20
 
 
-def test_ping_answers_in_json_and_says_no_without_a_server(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ping_answers_in_json_and_says_no_without_a_server(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["ping", "--json", "--target", server.target]) == 0
     assert json.loads(capsys.readouterr().out) == {"serving": True}
     assert cli.main(["ping", "--target", f"unix:{tmp_path}/grpc.sock", "--timeout-s", "1"]) == 1

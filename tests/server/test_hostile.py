@@ -1,4 +1,5 @@
-"""Clients that take what they can get: connections, descriptors, time. Others are served, and the server can be stopped."""
+"""Clients that take what they can get: connections, descriptors, time. Others are served, and the
+server can be stopped."""
 
 import asyncio
 import contextlib
@@ -26,7 +27,17 @@ from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import DeviceMark, DeviceOrder, OrderKind
 from hotkv.v1 import events_pb2, events_pb2_grpc, sparse_pb2_grpc
-from hotkv_client import After, BlockRun, EngineMemory, GroupHashes, HotKVError, LoadRun, Role, Session, SessionConfig
+from hotkv_client import (
+    After,
+    BlockRun,
+    EngineMemory,
+    GroupHashes,
+    HotKVError,
+    LoadRun,
+    Role,
+    Session,
+    SessionConfig,
+)
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_server.http_endpoint import MAX_CONNECTIONS, HttpServer
@@ -44,8 +55,12 @@ def marked_engine(target: str) -> Iterator[Session]:
     os.posix_fallocate(memory, 0, NUM_BLOCKS * PAGE_BYTES)
     os.posix_fallocate(flags, 0, 4096)
     handles = (MemoryHandle("kv", NUM_BLOCKS * PAGE_BYTES), MemoryHandle("flags", 4096))
-    layout = Layout(0, NUM_BLOCKS, handles, (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),), "x")
-    config = SessionConfig(target, os.urandom(4).hex(), Role.WORKER, KeySpace("m", "m", "bfloat16", (FULL,), 16))
+    layout = Layout(
+        0, NUM_BLOCKS, handles, (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),), "x"
+    )
+    config = SessionConfig(
+        target, os.urandom(4).hex(), Role.WORKER, KeySpace("m", "m", "bfloat16", (FULL,), 16)
+    )
     order = DeviceOrder(flags_handle_id="flags", num_flags=8)
     session = Session(config, EngineMemory(layout, {"kv": memory, "flags": flags}, order))
     session.start()
@@ -71,7 +86,10 @@ def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
             os.kill(server.pid, signal.SIGTERM)
             assert server._child.process.wait(60) == 0
             # A drain that ends later does not keep a server that is to stop.
-            assert "draining timeout_s=3600.0" in server.log.read_text() and "draining timeout_s=1.0" in server.log.read_text()
+            assert (
+                "draining timeout_s=3600.0" in server.log.read_text()
+                and "draining timeout_s=1.0" in server.log.read_text()
+            )
 
 
 @pytest.fixture
@@ -89,14 +107,17 @@ def short_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     with runtime_folder(64 << 20) as folder:
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", limited)
-            server = Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", "--integrity.scrub-bytes-per-s", "0")
+            server = Server(
+                folder, "16MiB", "--arena.slab-bytes", "64KiB", "--integrity.scrub-bytes-per-s", "0"
+            )
         with server:
             server.wait_ready()
             yield server
 
 
 def connected(server: Server) -> socket.socket:
-    """A connection to the descriptor socket, that asks for nothing; or one that waits to be taken."""
+    """A connection to the descriptor socket, that asks for nothing; or one that waits to be
+    taken."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one.settimeout(1.0)
     with contextlib.suppress(OSError):
@@ -123,21 +144,35 @@ def test_who_takes_all_descriptors_makes_nothing_spin(short_of_descriptors: Serv
 
 
 def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptors: Server) -> None:
-    """A client that links memory in many pieces is refused before there is none left for anybody's connection."""
+    """A client that links memory in many pieces is refused before there is none left for anybody's
+    connection."""
     server, sessions, told = short_of_descriptors, list[Session](), list[str]()
     files = [os.memfd_create("piece") for _ in range(30)]
     for fd in files:
         os.posix_fallocate(fd, 0, NUM_BLOCKS * PAGE_BYTES)
     handles = tuple(MemoryHandle(f"kv{n}", NUM_BLOCKS * PAGE_BYTES) for n in range(len(files)))
-    layout = Layout(0, NUM_BLOCKS, handles, (PageTensor(0, "kv0", 0, PAGE_BYTES, PAGE_BYTES, 0),), "x")
+    layout = Layout(
+        0, NUM_BLOCKS, handles, (PageTensor(0, "kv0", 0, PAGE_BYTES, PAGE_BYTES, 0),), "x"
+    )
     space = KeySpace("greedy", "m", "bfloat16", (FULL,), 16)
     try:
         for number in range(6):
             memory = EngineMemory(layout, {f"kv{n}": fd for n, fd in enumerate(files)})
-            config = SessionConfig(server.target, f"greedy{number}", Role.WORKER, space, on_state=lambda _, message: told.append(message))
+            config = SessionConfig(
+                server.target,
+                f"greedy{number}",
+                Role.WORKER,
+                space,
+                on_state=lambda _, message: told.append(message),
+            )
             sessions.append(Session(config, memory))
             sessions[-1].start()
-        wait_until(lambda: any("OVERLOADED: the server has nearly all descriptors in use" in message for message in told))
+        wait_until(
+            lambda: any(
+                "OVERLOADED: the server has nearly all descriptors in use" in message
+                for message in told
+            )
+        )
         with marked_engine(server.target) as session:
             assert session.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(20)
     finally:
@@ -149,16 +184,29 @@ def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptor
 
 @pytest.mark.parametrize("num_bytes", [NUM_BLOCKS * PAGE_BYTES, 30 << 40])
 def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
-    """Loads into holes are charged to the server; and a file of 30 TiB takes addresses that nobody has then."""
+    """Loads into holes are charged to the server; and a file of 30 TiB takes addresses that nobody
+    has then."""
     fd, told = os.memfd_create("holes"), list[str]()
     os.truncate(fd, num_bytes)
-    layout = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", num_bytes),), (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),), "x")
+    layout = Layout(
+        0,
+        NUM_BLOCKS,
+        (MemoryHandle("kv", num_bytes),),
+        (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),),
+        "x",
+    )
     space = KeySpace("holes", "m", "bfloat16", (FULL,), 16)
-    config = SessionConfig(server.target, "holes", Role.WORKER, space, on_state=lambda _, message: told.append(message))
+    config = SessionConfig(
+        server.target, "holes", Role.WORKER, space, on_state=lambda _, message: told.append(message)
+    )
     session = Session(config, EngineMemory(layout, {"kv": fd}))
     try:
         session.start()
-        wait_until(lambda: any("parts of the file of 'kv' have no memory yet" in message for message in told))
+        wait_until(
+            lambda: any(
+                "parts of the file of 'kv' have no memory yet" in message for message in told
+            )
+        )
     finally:
         session.close()
         os.close(fd)
@@ -175,7 +223,9 @@ def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
         page = ctypes.c_long(PAGE_BYTES)
         assert libc.fallocate(session._memory.fds["kv"], keep_size_and_punch_hole, page, page) == 0
         with pytest.raises(HotKVError, match="memory of the file of 'kv' was given back"):
-            session.load("t2", "r", [LoadRun(0, np.zeros(1, np.int32), np.ones(1, np.int32))], 20).result(20)
+            session.load(
+                "t2", "r", [LoadRun(0, np.zeros(1, np.int32), np.ones(1, np.int32))], 20
+            ).result(20)
 
 
 def test_idle_http_connections_cost_no_threads_and_keep_nobody_out(server: Server) -> None:
@@ -210,19 +260,29 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     """Many are taken in one turn of the loop, before any that goes for them is lost."""
     http: Any = object.__new__(HttpServer)
     http._connections = {}
-    asking, waiting = Guest(has_asked=True), [Guest(has_asked=False) for _ in range(3 * MAX_CONNECTIONS)]
+    asking, waiting = (
+        Guest(has_asked=True),
+        [Guest(has_asked=False) for _ in range(3 * MAX_CONNECTIONS)],
+    )
     http.opened(asking)
     for one in waiting:
         http.opened(one)
         assert len(http._connections) <= MAX_CONNECTIONS
-    assert not asking.num_drops and list(http._connections) == [asking, *waiting[-MAX_CONNECTIONS + 1 :]]
-    assert [one.num_drops for one in waiting] == [1] * (2 * MAX_CONNECTIONS + 1) + [0] * (MAX_CONNECTIONS - 1)
+    assert not asking.num_drops and list(http._connections) == [
+        asking,
+        *waiting[-MAX_CONNECTIONS + 1 :],
+    ]
+    assert [one.num_drops for one in waiting] == [1] * (2 * MAX_CONNECTIONS + 1) + [0] * (
+        MAX_CONNECTIONS - 1
+    )
     for one in waiting:
         http.closed(one)
     others = [Guest(has_asked=True) for _ in range(MAX_CONNECTIONS)]
     for one in others:
         http.opened(one)
-    assert [one.num_drops for one in others] == [0] * (MAX_CONNECTIONS - 1) + [1], "who has asked is answered"
+    assert [one.num_drops for one in others] == [0] * (MAX_CONNECTIONS - 1) + [1], (
+        "who has asked is answered"
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +292,10 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
         (b"GET /" + b"a" * 20_000, b"431"),
         (b"POST /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n", b"405"),
         (b"GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n", b"404"),
-        (b"GET /livez?a=b HTTP/1.1\r\nHost: a\r\n\r\nGET /livez HTTP/1.1\r\nHost: a\r\n\r\n", b"200"),
+        (
+            b"GET /livez?a=b HTTP/1.1\r\nHost: a\r\n\r\nGET /livez HTTP/1.1\r\nHost: a\r\n\r\n",
+            b"200",
+        ),
     ],
 )
 def test_http_answers_whatever_it_is_sent(server: Server, sent: bytes, status: bytes) -> None:
@@ -257,7 +320,16 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         before_mib, never = anonymous_mib(), After(OrderKind.FLAGS, DeviceMark(0, 5))
         blocks = hashes(1)
         text = [(("x" * (24 << 20)),)]
-        stores = [session.store(f"t{n}", f"l{n}", [BlockRun(0, blocks, block_ids(1), extra_keys=text)], 60, after=never) for n in range(12)]
+        stores = [
+            session.store(
+                f"t{n}",
+                f"l{n}",
+                [BlockRun(0, blocks, block_ids(1), extra_keys=text)],
+                60,
+                after=never,
+            )
+            for n in range(12)
+        ]
         wait_until(lambda: sum(store.done() for store in stores) == 11)
         refused = [str(store.exception()) for store in stores if store.done()]
         assert all("OVERLOADED" in why and "bytes of transfers" in why for why in refused)
@@ -267,13 +339,22 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         for waiting in [f"t{n}" for n, store in enumerate(stores) if not store.done()]:
             session.cancel(waiting)
         wait_until(lambda: all(store.done() for store in stores))
-        assert session.store("u", "u", [BlockRun(0, blocks, block_ids(1), extra_keys=text)], 20).result(20)
+        assert session.store(
+            "u", "u", [BlockRun(0, blocks, block_ids(1), extra_keys=text)], 20
+        ).result(20)
 
 
 def test_who_leaves_while_it_is_written_to_fills_no_log(server: Server) -> None:
     """gRPC logged a traceback for each."""
-    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
-    with marked_engine(server.target) as session, grpc.insecure_channel(admin_target(server.target), small_window) as channel:
+    small_window = [
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 65536),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    with (
+        marked_engine(server.target) as session,
+        grpc.insecure_channel(admin_target(server.target), small_window) as channel,
+    ):
         events = events_pb2_grpc.EventServiceStub(channel)
         readers = [events.Subscribe(events_pb2.SubscribeRequest()) for _ in range(5)]
         assert not any(next(reader).events for reader in readers)
@@ -291,7 +372,8 @@ def test_who_leaves_while_it_is_written_to_fills_no_log(server: Server) -> None:
 
 
 def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -> None:
-    """gRPC's C code logged it as it came: lines that look like the server's own, and what terminals take for orders."""
+    """gRPC's C code logged it as it came: lines that look like the server's own, and what terminals
+    take for orders."""
 
     def frame(kind: int, payload: bytes) -> bytes:
         """Of HTTP/2 (RFC 9113, 4.1), for the connection."""
@@ -302,7 +384,11 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
     with socket.socket(socket.AF_UNIX) as peer:
         peer.settimeout(20)
         peer.connect(server.target.removeprefix("unix:"))
-        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(settings, b"") + frame(goaway, bytes(4) + b"\0\0\0\1" + last_words))
+        peer.sendall(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            + frame(settings, b"")
+            + frame(goaway, bytes(4) + b"\0\0\0\1" + last_words)
+        )
         peer.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
             while peer.recv(4096):
@@ -322,7 +408,8 @@ def unary_stream_of(channel: grpc.Channel) -> Any:
 
 
 def test_the_oldest_guest_goes_for_a_new_one() -> None:
-    """Streams that name no session, and watchers of health, were held for ever, and took the place of all calls."""
+    """Streams that name no session, and watchers of health, were held for ever, and took the place
+    of all calls."""
     from hotkv_server.rpc import guests
 
     async def scenario() -> None:
@@ -361,13 +448,22 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
         oldest = stub[0].Watch(health_pb2.HealthCheckRequest())
         # Calls over several channels come in any order.
         assert next(oldest).status == health_pb2.HealthCheckResponse.SERVING
-        watchers = [oldest, *(stub[n % 4].Watch(health_pb2.HealthCheckRequest()) for n in range(600))]
+        watchers = [
+            oldest,
+            *(stub[n % 4].Watch(health_pb2.HealthCheckRequest()) for n in range(600)),
+        ]
         assert next(watchers[-1]).status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as caught:
             list(oldest)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "open longest" in caught.value.details()
+        assert (
+            caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            and "open longest" in caught.value.details()
+        )
         selections = [unary_stream_of(channels[4]) for _ in range(200)]
-        assert stub[5].Check(health_pb2.HealthCheckRequest(), timeout=20).status == health_pb2.HealthCheckResponse.SERVING
+        assert (
+            stub[5].Check(health_pb2.HealthCheckRequest(), timeout=20).status
+            == health_pb2.HealthCheckResponse.SERVING
+        )
         with marked_engine(server.target) as session:
             assert session.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(20)
         for call in (*watchers, *selections):

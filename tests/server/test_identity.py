@@ -43,8 +43,14 @@ proofs = st.builds(
 )
 
 
-@given(peers, st.dictionaries(st.sampled_from(["", "a", "b"]), proofs), st.sampled_from(["", "a", "b", "c"]))
-def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(peer: Peer, known: dict[str, Proofs], wanted: str) -> None:
+@given(
+    peers,
+    st.dictionaries(st.sampled_from(["", "a", "b"]), proofs),
+    st.sampled_from(["", "a", "b", "c"]),
+)
+def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(
+    peer: Peer, known: dict[str, Proofs], wanted: str
+) -> None:
     gate = Gate({name: Tenant(name, proof) for name, proof in known.items()})
 
     def naive(name: str) -> bool:
@@ -72,7 +78,12 @@ def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(peer: Peer, known: dic
 
 
 def test_a_refusal_does_not_say_whether_there_is_such_a_tenant() -> None:
-    gate = Gate({"a": Tenant("a", Proofs(uids=frozenset({1}))), "b": Tenant("b", Proofs(uids=frozenset({2})))})
+    gate = Gate(
+        {
+            "a": Tenant("a", Proofs(uids=frozenset({1}))),
+            "b": Tenant("b", Proofs(uids=frozenset({2}))),
+        }
+    )
     texts = []
     for name in ("b", "c"):
         with pytest.raises(HotKVError) as caught:
@@ -104,13 +115,18 @@ class TicketMachine(RuleBasedStateMachine):
     def issue(self, uid: int, times: int) -> None:
         for _ in range(times):
             live = self._live()
-            full = sum(u == uid for _, u, _ in live) >= tickets.MAX_TICKETS_OF_USER or len(live) >= tickets.MAX_TICKETS
+            full = (
+                sum(u == uid for _, u, _ in live) >= tickets.MAX_TICKETS_OF_USER
+                or len(live) >= tickets.MAX_TICKETS
+            )
             if full:
                 with pytest.raises(HotKVError) as caught:
                     self.tickets.issue(Peer(uid=uid), self.now_s)
                 assert caught.value.reason is Reason.OVERLOADED
                 return
-            self.model.append((self.tickets.issue(Peer(uid=uid), self.now_s), uid, self.now_s + TTL_S))
+            self.model.append(
+                (self.tickets.issue(Peer(uid=uid), self.now_s), uid, self.now_s + TTL_S)
+            )
 
     @rule(seconds=st.sampled_from([0.5, 4.0, TTL_S]))
     def wait(self, seconds: float) -> None:
@@ -193,7 +209,9 @@ def test_only_sockets_and_files_of_ours_are_replaced(tmp_path: Path) -> None:
         for name in ("link", "dangling", "pipe", "target"):
             assert "not a socket of this server" in unsafe(hygiene.check_sockets, [tmp_path / name])
         for name in ("link", "dangling", "pipe", "socket"):
-            assert "not a regular file of this server" in unsafe(hygiene.check_files, [tmp_path / name])
+            assert "not a regular file of this server" in unsafe(
+                hygiene.check_files, [tmp_path / name]
+            )
 
 
 def test_a_key_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
@@ -210,7 +228,11 @@ def test_only_memory_is_mapped(tmp_path: Path) -> None:
     check_memory(memory, "kv")
     reading, writing = os.pipe()
     one, other = socket.socketpair()
-    device, folder, pidfd = os.open("/dev/zero", os.O_RDWR), os.open(tmp_path, os.O_RDONLY), os.pidfd_open(os.getpid())
+    device, folder, pidfd = (
+        os.open("/dev/zero", os.O_RDWR),
+        os.open(tmp_path, os.O_RDONLY),
+        os.pidfd_open(os.getpid()),
+    )
     disk = os.open("/usr/bin/env", os.O_RDONLY)
     for fd in (reading, writing, one.fileno(), other.fileno(), device, folder, pidfd, disk):
         with pytest.raises(HotKVError) as caught:
@@ -232,12 +254,30 @@ def test_only_memory_is_mapped(tmp_path: Path) -> None:
         ('[[tenants]]\nname = "a/b"\nuids = [1]', "security.tenants.0.name"),
         ('[[tenants]]\nname = "a"\nuids = [-1]', "security.tenants.0.uids.0"),
         ('[[tenants]]\nname = "a"\ntoken_sha256 = ["secret"]', "security.tenants.0.token_sha256.0"),
-        ('[[tenants]]\nname = "a"\nuids = [1]\n[[tenants]]\nname = "a"\nuids = [2]', "'a' is there twice"),
-        ('[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "2GiB"\nburst_bytes = "1GiB"', "burst_bytes must not be smaller"),
-        ('[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "2GiB"', "guaranteed_bytes come to"),
-        ('[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "18MiB"\n[arena]\nbytes = "18MiB"', "in whole slabs"),
+        (
+            '[[tenants]]\nname = "a"\nuids = [1]\n[[tenants]]\nname = "a"\nuids = [2]',
+            "'a' is there twice",
+        ),
+        (
+            '[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "2GiB"\nburst_bytes = "1GiB"',
+            "burst_bytes must not be smaller",
+        ),
+        (
+            '[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "2GiB"',
+            "guaranteed_bytes come to",
+        ),
+        (
+            (
+                '[[tenants]]\nname = "a"\nuids = [1]\nguaranteed_bytes = "18MiB"\n[arena]\nbytes = '
+                '"18MiB"'
+            ),
+            "in whole slabs",
+        ),
         ('[[tenants]]\nname = "a"\nuids = [1]\ntable = "all"', "security.tenants.0.table"),
-        ('[[tenants]]\nname = "a"\ncertificate_names = ["x"]', "certificate_names need tls.client_ca"),
+        (
+            '[[tenants]]\nname = "a"\ncertificate_names = ["x"]',
+            "certificate_names need tls.client_ca",
+        ),
         ("[]\nadmin_on_tcp = true", "admin_on_tcp needs"),
         ('[]\nsocket_mode = "888"', "security.socket_mode"),
         ('[]\nadmin_socket_mode = "rw"', "security.admin_socket_mode"),
@@ -247,8 +287,14 @@ def test_only_memory_is_mapped(tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_named(tmp_path: Path, text: str, words: str) -> None:
     head, _, rest = text.partition("\n")
-    table = head.replace("[[tenants]]", "[[security.tenants]]").replace("[tls]", "[security.tls]").replace("[]", "[security]")
-    (tmp_path / "c.toml").write_text(f"{table}\n{rest}".replace("\n[[tenants]]", "\n[[security.tenants]]"))
+    table = (
+        head.replace("[[tenants]]", "[[security.tenants]]")
+        .replace("[tls]", "[security.tls]")
+        .replace("[]", "[security]")
+    )
+    (tmp_path / "c.toml").write_text(
+        f"{table}\n{rest}".replace("\n[[tenants]]", "\n[[security.tenants]]")
+    )
     with pytest.raises(ValueError) as caught:
         load_settings(tmp_path / "c.toml", [], "test")
     assert words in str(caught.value)
@@ -260,11 +306,19 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str, words: str) -> None
         ("", "tcp_address needs security.tls.certificate and key"),
         ('[security.tls]\ncertificate = "/c"\nkey = "/k"', "tcp_address lets everybody in"),
         ('[security.tls]\ncertificate = "/c"\nkey = "/k"\nclient_ca = "/a"', ""),
-        (f'[security.tls]\ncertificate = "/c"\nkey = "/k"\n[[security.tenants]]\nname = "a"\ntoken_sha256 = ["{"0" * 64}"]', ""),
+        (
+            (
+                '[security.tls]\ncertificate = "/c"\nkey = "/k"\n[[security.tenants]]\nname = '
+                f'"a"\ntoken_sha256 = ["{"0" * 64}"]'
+            ),
+            "",
+        ),
         ("[security]\ntcp_insecure = true", ""),
     ],
 )
-def test_tcp_is_not_opened_to_everybody_by_mistake(tmp_path: Path, security: str, words: str) -> None:
+def test_tcp_is_not_opened_to_everybody_by_mistake(
+    tmp_path: Path, security: str, words: str
+) -> None:
     (tmp_path / "c.toml").write_text(f'tcp_address = "host:1"\n{security}')
     if not words:
         assert load_settings(tmp_path / "c.toml", [], "test").tcp_address == "host:1"

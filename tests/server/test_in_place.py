@@ -1,4 +1,5 @@
-"""Comparing before offsets go out: nobody waits for it but who asked, and what happens meanwhile to the lease changes the answer."""
+"""Comparing before offsets go out: nobody waits for it but who asked, and what happens meanwhile to
+the lease changes the answer."""
 
 import asyncio
 import os
@@ -29,17 +30,27 @@ from hotkv_server.runtime.session import LiveSession
 
 NUM_BLOCKS = 8
 KEY_SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
-LAYOUT = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", NUM_BLOCKS * 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),))
+LAYOUT = Layout(
+    0,
+    NUM_BLOCKS,
+    (MemoryHandle("kv", NUM_BLOCKS * 4096),),
+    (PageTensor(0, "kv", 0, 4096, 4096, 0),),
+)
 HASHES = [os.urandom(32) for _ in range(NUM_BLOCKS)]
 
 
 class Place:
-    """A node with eight blocks that nobody has compared since they came back; comparing waits for `go`."""
+    """A node with eight blocks that nobody has compared since they came back; comparing waits for
+    `go`."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory = NodeMemory.open(folder / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
         self.copies = HostCopyEngine(1)
-        core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64, check_stride=1, unadmitted_share=1.0), self.memory.table, LRU(64))
+        core = CacheCore(
+            CoreConfig(1 << 20, 1 << 16, 64, check_stride=1, unadmitted_share=1.0),
+            self.memory.table,
+            LRU(64),
+        )
         self.node = Node(core, self.memory, self.copies)
         self.go = threading.Event()
         self.num_compared = 0
@@ -68,11 +79,17 @@ class Place:
         return session
 
     def spoil(self, number: int) -> None:
-        self.memory.arena.array()[int(self.node.core.space.index.offsets(self.entries[number : number + 1])[0]) + 9] ^= 1
+        self.memory.arena.array()[
+            int(self.node.core.space.index.offsets(self.entries[number : number + 1])[0]) + 9
+        ] ^= 1
 
     def acquire(self, session: LiveSession, lease_id: str, hashes: list[bytes] = HASHES) -> Any:
         groups = [cache_pb2.GroupHashes(group_index=0, hashes=b"".join(hashes))]
-        return calls.acquire(self.node, session, cache_pb2.AcquireLeaseRequest(lease_id=lease_id, groups=groups, wants_offsets=True))
+        return calls.acquire(
+            self.node,
+            session,
+            cache_pb2.AcquireLeaseRequest(lease_id=lease_id, groups=groups, wants_offsets=True),
+        )
 
 
 def offsets(answer: cache_pb2.AcquireLeaseResponse) -> list[int]:
@@ -80,7 +97,9 @@ def offsets(answer: cache_pb2.AcquireLeaseResponse) -> list[int]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Place, LiveSession], Awaitable[None]]], None]]:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Callable[[Place, LiveSession], Awaitable[None]]], None]]:
     """Runs a scenario over a place and a session of it."""
     place = Place(tmp_path, monkeypatch)
 
@@ -101,9 +120,15 @@ def test_what_was_compared_is_answered_at_once(run: Any) -> None:
         place.go.set()
         first = await place.acquire(session, "a")
         again = place.acquire(session, "a")
-        assert isinstance(again, cache_pb2.AcquireLeaseResponse) and offsets(again) == offsets(first)
+        assert isinstance(again, cache_pb2.AcquireLeaseResponse) and offsets(again) == offsets(
+            first
+        )
         assert isinstance(place.acquire(session, "b", HASHES[:3]), cache_pb2.AcquireLeaseResponse)
-        assert place.num_compared == NUM_BLOCKS and min(offsets(first)) >= 0 and len(set(offsets(first))) == NUM_BLOCKS
+        assert (
+            place.num_compared == NUM_BLOCKS
+            and min(offsets(first)) >= 0
+            and len(set(offsets(first))) == NUM_BLOCKS
+        )
 
     run(scenario)
 
@@ -115,14 +140,24 @@ def test_others_are_served_while_blocks_are_compared(run: Any) -> None:
         await asyncio.sleep(0.02)
         assert not any(call.done() for call in waiting)
         other = await place.node.open_session("other", "worker", KEY_SPACE, "test")
-        masks, _ = place.node.acquire(other, "o", [HashList(0, hash_words(b"".join(HASHES), 32))], 5.0)
-        assert masks[0].all(), "without offsets nothing is promised of the bytes: a load compares them"
+        masks, _ = place.node.acquire(
+            other, "o", [HashList(0, hash_words(b"".join(HASHES), 32))], 5.0
+        )
+        assert masks[0].all(), (
+            "without offsets nothing is promised of the bytes: a load compares them"
+        )
         place.go.set()
         for call in waiting:
             answer = await call
-            assert [at >= 0 for at in offsets(answer)] == [number != 5 for number in range(NUM_BLOCKS)]
-            assert [bool(flag) for flag in answer.groups[0].flags[:NUM_BLOCKS]] == [number != 5 for number in range(NUM_BLOCKS)]
-        assert place.num_compared == NUM_BLOCKS, "a lease is compared once, however often it is asked for"
+            assert [at >= 0 for at in offsets(answer)] == [
+                number != 5 for number in range(NUM_BLOCKS)
+            ]
+            assert [bool(flag) for flag in answer.groups[0].flags[:NUM_BLOCKS]] == [
+                number != 5 for number in range(NUM_BLOCKS)
+            ]
+        assert place.num_compared == NUM_BLOCKS, (
+            "a lease is compared once, however often it is asked for"
+        )
         assert place.node.core.counters.condemned_blocks == 1
 
     run(scenario)
@@ -170,10 +205,20 @@ def test_the_stream_goes_on_and_answers_later(run: Any) -> None:
         stream = _Stream(place.node, session, None, Pace(1000.0))
         groups = [cache_pb2.GroupHashes(group_index=0, hashes=b"".join(HASHES))]
         for number, lease_id in enumerate("ab", 1):
-            acquiring = cache_pb2.AcquireLeaseRequest(lease_id=lease_id, groups=groups, wants_offsets=True)
-            assert await stream._handle(session_pb2.ConnectRequest(request_id=number, acquire_lease=acquiring)) is None
+            acquiring = cache_pb2.AcquireLeaseRequest(
+                lease_id=lease_id, groups=groups, wants_offsets=True
+            )
+            assert (
+                await stream._handle(
+                    session_pb2.ConnectRequest(request_id=number, acquire_lease=acquiring)
+                )
+                is None
+            )
         assert place.node.core.release(session.record.number, "a")
-        assert await stream._handle(session_pb2.ConnectRequest(request_id=3, ping=session_pb2.Ping())) is not None
+        assert (
+            await stream._handle(session_pb2.ConnectRequest(request_id=3, ping=session_pb2.Ping()))
+            is not None
+        )
         await asyncio.sleep(0.02)
         assert stream._outbox.empty()
         place.go.set()
@@ -182,7 +227,9 @@ def test_the_stream_goes_on_and_answers_later(run: Any) -> None:
             answer = await asyncio.wait_for(stream._outbox.get(), 10)
             answers[answer.request_id] = answer
         assert answers[1].error.reason == Reason.UNKNOWN_LEASE
-        assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == [number != 0 for number in range(NUM_BLOCKS)]
+        assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == [
+            number != 0 for number in range(NUM_BLOCKS)
+        ]
 
     run(scenario)
 

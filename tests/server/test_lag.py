@@ -1,4 +1,5 @@
-"""How late the event loop is, as the server says it: in figures, and by the name of what held it."""
+"""How late the event loop is, as the server says it: in figures, and by the name of what held
+it."""
 
 import asyncio
 import time
@@ -49,5 +50,10 @@ def test_the_server_says_how_late_its_loop_is(own_server: Server) -> None:
     with AdminClient(own_server.target) as admin:
         wait_until(lambda: admin.info()["counters"]["loop_lag_longest_seconds"] > 0)
         counters = admin.info()["counters"]
-        assert 0 <= counters["loop_lag_p50_seconds"] <= counters["loop_lag_p99_seconds"] <= counters["loop_lag_longest_seconds"]
+        assert (
+            0
+            <= counters["loop_lag_p50_seconds"]
+            <= counters["loop_lag_p99_seconds"]
+            <= counters["loop_lag_longest_seconds"]
+        )
     assert "event loop late by" in own_server.cli("status")

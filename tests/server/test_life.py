@@ -1,4 +1,5 @@
-"""Life and death: of engines, of the server, of both at once; hung servers; draining; start and stop."""
+"""Life and death: of engines, of the server, of both at once; hung servers; draining; start and
+stop."""
 
 import os
 import signal
@@ -16,7 +17,16 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.keys import KeySpace
-from hotkv_client import BlockRun, GroupHashes, LinkState, LoadRun, Role, Session, SessionConfig, TransferStatus
+from hotkv_client import (
+    BlockRun,
+    GroupHashes,
+    LinkState,
+    LoadRun,
+    Role,
+    Session,
+    SessionConfig,
+    TransferStatus,
+)
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from tests.server.support import FULL
@@ -28,7 +38,9 @@ import os, sys
 import numpy as np
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.testing import PagedEngine
-engine = PagedEngine(sys.argv[1], engine_id="victim", layers=8, num_blocks=128, page_bytes=16384).connect()
+engine = PagedEngine(
+    sys.argv[1], engine_id="victim", layers=8, num_blocks=128, page_bytes=16384
+).connect()
 hashes = [os.urandom(32) for _ in range(24)]
 at = np.arange(24, dtype=np.int32)
 engine.session.store("s", "s", [BlockRun(0, hashes, at)], 20).result(20)
@@ -51,13 +63,23 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def mapped_engine_memory(pid: int) -> int:
-    return sum("hotkv-engine" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return sum(
+        "hotkv-engine" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+    )
 
 
 def test_a_session_that_waits_for_a_server_ends_when_it_is_closed(tmp_path: Path) -> None:
     """An engine without a server stops at once."""
     key_space = KeySpace("model", "revision", "bfloat16", (FULL,), 16)
-    session = Session(SessionConfig(f"unix:{tmp_path}/none.sock", "engine", Role.SCHEDULER, key_space, connect_timeout_s=60.0))
+    session = Session(
+        SessionConfig(
+            f"unix:{tmp_path}/none.sock",
+            "engine",
+            Role.SCHEDULER,
+            key_space,
+            connect_timeout_s=60.0,
+        )
+    )
     session.start()
     wait_until(lambda: session._awaited is not None)
     session.close()
@@ -65,17 +87,24 @@ def test_a_session_that_waits_for_a_server_ends_when_it_is_closed(tmp_path: Path
 
 
 def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
-    """Its session, leases, reservations, mappings and descriptors go, in the middle of its loads; what it stored stays."""
+    """Its session, leases, reservations, mappings and descriptors go, in the middle of its loads;
+    what it stored stays."""
     descriptors = Path(f"/proc/{own_server.pid}/fd")
     with AdminClient(own_server.target) as admin:
         before = len(list(descriptors.iterdir()))
         for _ in range(3):
-            victim = subprocess.Popen([sys.executable, "-c", VICTIM, own_server.target], stdout=subprocess.PIPE, text=True)
+            victim = subprocess.Popen(
+                [sys.executable, "-c", VICTIM, own_server.target], stdout=subprocess.PIPE, text=True
+            )
             assert victim.stdout is not None
             assert victim.stdout.readline() == "ready\n"
             assert mapped_engine_memory(own_server.pid) == 1
             loaded_blocks = admin.info()["counters"]["loaded_blocks_total"]
-            wait_until(lambda loaded=loaded_blocks: admin.info()["counters"]["loaded_blocks_total"] > loaded)
+            wait_until(
+                lambda loaded=loaded_blocks: (
+                    admin.info()["counters"]["loaded_blocks_total"] > loaded
+                )
+            )
             victim.send_signal(signal.SIGKILL)
             wait_until(lambda: not admin.sessions() and admin.info()["counters"]["leases"] == 0)
             victim.wait()
@@ -95,18 +124,24 @@ def restart(server: Server, folder: Path) -> Server:
 
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_a_killed_server_settles_transfers_and_comes_back(tmp_path: Path, kind: str) -> None:
-    """A transfer in flight fails only when the server is dead; the client reconnects by itself; blocks can be stored and hit again."""
+    """A transfer in flight fails only when the server is dead; the client reconnects by itself;
+    blocks can be stored and hit again."""
     with runtime_folder(64 << 20) as folder:
         server = restart(None, folder)  # type: ignore[arg-type]
         server.wait_ready()
         engine = PagedEngine(server.target, layers=4, num_blocks=256, page_bytes=16384).connect()
-        engine.kv[:, :50] = np.random.default_rng(3).integers(0, 256, engine.kv[:, :50].shape, dtype=np.uint8)
+        engine.kv[:, :50] = np.random.default_rng(3).integers(
+            0, 256, engine.kv[:, :50].shape, dtype=np.uint8
+        )
         blocks = [os.urandom(32) for _ in range(50)]
         run, back = (
             BlockRun(0, blocks, np.arange(50, dtype=np.int32)),
             LoadRun(0, np.arange(50, dtype=np.int32), np.arange(60, 110, dtype=np.int32)),
         )
-        assert engine.session.store("first", "first", [run], 20).result(20).status is TransferStatus.DONE
+        assert (
+            engine.session.store("first", "first", [run], 20).result(20).status
+            is TransferStatus.DONE
+        )
         epoch = engine.session.epoch
         futures = []
         for i in range(50):
@@ -114,7 +149,9 @@ def test_a_killed_server_settles_transfers_and_comes_back(tmp_path: Path, kind: 
                 engine.session.acquire(f"l{i}", [GroupHashes(0, blocks)])
                 futures.append(engine.session.load(f"l{i}", f"l{i}", [back], 20))
             else:
-                fresh = BlockRun(0, [os.urandom(32) for _ in range(50)], np.arange(50, dtype=np.int32))
+                fresh = BlockRun(
+                    0, [os.urandom(32) for _ in range(50)], np.arange(50, dtype=np.int32)
+                )
                 futures.append(engine.session.store(f"s{i}", f"s{i}", [fresh], 20))
             if i == 25:
                 os.kill(server.pid, signal.SIGKILL)
@@ -135,7 +172,10 @@ def test_a_killed_server_settles_transfers_and_comes_back(tmp_path: Path, kind: 
             stored = engine.session.store("again", "again", [run], 20).result(20)
             assert np.isin(stored.results[0], (1, 2)).all()
             engine.session.acquire("again-l", [GroupHashes(0, blocks)]).result(5)
-            assert engine.session.load("again-l", "again-l", [back], 20).result(20).status is TransferStatus.DONE
+            assert (
+                engine.session.load("again-l", "again-l", [back], 20).result(20).status
+                is TransferStatus.DONE
+            )
             assert np.array_equal(engine.kv[:, 60:110], engine.kv[:, :50])
             engine.close()
 
@@ -147,7 +187,12 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
     one.session.store("s", "s", [BlockRun(0, blocks, np.arange(64, dtype=np.int32))], 20).result(20)
     one.session.acquire("l", [GroupHashes(0, blocks)]).result(5)
     os.kill(own_server.pid, signal.SIGSTOP)
-    future = one.session.load("l", "l", [LoadRun(0, np.arange(64, dtype=np.int32), np.arange(64, 128, dtype=np.int32))], 20)
+    future = one.session.load(
+        "l",
+        "l",
+        [LoadRun(0, np.arange(64, dtype=np.int32), np.arange(64, 128, dtype=np.int32))],
+        20,
+    )
     one.session.cancel("l")
     time.sleep(0.3)
     assert not future.done()
@@ -156,10 +201,13 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
 
 
 UNSEEN, ANSWERED = 0, 1
-"""Turns that leave nothing to chance: the server hangs before it has seen the store, or after it has answered it."""
+"""Turns that leave nothing to chance: the server hangs before it has seen the store, or after it
+has answered it."""
 
 
-def wait_at_random(turn: int, futures: "Sequence[Future[Any]]", random: np.random.Generator) -> None:
+def wait_at_random(
+    turn: int, futures: "Sequence[Future[Any]]", random: np.random.Generator
+) -> None:
     """Lets the server go on with stores for a moment, or to their end."""
     if turn == ANSWERED:
         for future in futures:
@@ -181,7 +229,8 @@ def holds_only(reader: PagedEngine, name: str, blocks: list[bytes], value: int) 
 
 
 def test_a_hung_server_never_commits_what_was_taken_back(own_server: Server, engine: Make) -> None:
-    """A cancelled store resolves at once, the engine overwrites its blocks, and no wrong byte is ever ready."""
+    """A cancelled store resolves at once, the engine overwrites its blocks, and no wrong byte is
+    ever ready."""
     one, reader = (
         engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384),
         engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384),
@@ -193,7 +242,9 @@ def test_a_hung_server_never_commits_what_was_taken_back(own_server: Server, eng
         one.kv[:, :32] = 7
         if i == UNSEEN:
             os.kill(own_server.pid, signal.SIGSTOP)
-        future = one.session.store(f"s{i}", f"s{i}", [BlockRun(0, blocks, np.arange(32, dtype=np.int32))], 20)
+        future = one.session.store(
+            f"s{i}", f"s{i}", [BlockRun(0, blocks, np.arange(32, dtype=np.int32))], 20
+        )
         wait_at_random(i, [future], random)
         os.kill(own_server.pid, signal.SIGSTOP)
         one.session.cancel(f"s{i}")
@@ -206,7 +257,9 @@ def test_a_hung_server_never_commits_what_was_taken_back(own_server: Server, eng
     assert (kept[UNSEEN], kept[ANSWERED]) == (False, True)
 
 
-def test_a_hung_server_never_commits_what_was_revoked_all_at_once(own_server: Server, engine: Make) -> None:
+def test_a_hung_server_never_commits_what_was_revoked_all_at_once(
+    own_server: Server, engine: Make
+) -> None:
     """As above, of several stores that nobody names; stores that come later are kept."""
     one, reader = (
         engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384),
@@ -219,7 +272,12 @@ def test_a_hung_server_never_commits_what_was_revoked_all_at_once(own_server: Se
         if i == UNSEEN:
             os.kill(own_server.pid, signal.SIGSTOP)
         futures = [
-            one.session.store(f"s{i}-{n}", f"s{i}-{n}", [BlockRun(0, blocks, np.arange(16 * n, 16 * n + 16, dtype=np.int32))], 20)
+            one.session.store(
+                f"s{i}-{n}",
+                f"s{i}-{n}",
+                [BlockRun(0, blocks, np.arange(16 * n, 16 * n + 16, dtype=np.int32))],
+                20,
+            )
             for n, blocks in enumerate(parts)
         ]
         wait_at_random(i, futures, random)
@@ -232,36 +290,57 @@ def test_a_hung_server_never_commits_what_was_revoked_all_at_once(own_server: Se
     assert (kept[UNSEEN], kept[ANSWERED]) == ([False, False], [True, True])
     later = [os.urandom(32)]
     one.kv[:, :1] = 9
-    one.session.store("later", "later", [BlockRun(0, later, np.array([0], np.int32))], 20).result(10)
+    one.session.store("later", "later", [BlockRun(0, later, np.array([0], np.int32))], 20).result(
+        10
+    )
     assert holds_only(reader, "later", later, 9)
 
 
-def test_a_server_that_hangs_while_the_stream_breaks_never_commits_what_was_under_way(own_server: Server, engine: Make) -> None:
-    """The store fails at once, the engine overwrites its blocks, and no wrong byte is ever ready."""
+def test_a_server_that_hangs_while_the_stream_breaks_never_commits_what_was_under_way(
+    own_server: Server, engine: Make
+) -> None:
+    """The store fails at once, the engine overwrites its blocks, and no wrong byte is ever
+    ready."""
     reader = engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384)
     random, kept = np.random.default_rng(6), []
     for i in range(15):
-        one = engine(own_server.target, layers=8, num_blocks=64, page_bytes=16384, engine_id=f"breaks-{i}")
+        one = engine(
+            own_server.target, layers=8, num_blocks=64, page_bytes=16384, engine_id=f"breaks-{i}"
+        )
         with AdminClient(own_server.target) as admin:
-            numbers = {session["session_number"] for session in admin.sessions() if session["engine_id"] == f"breaks-{i}"}
+            numbers = {
+                session["session_number"]
+                for session in admin.sessions()
+                if session["engine_id"] == f"breaks-{i}"
+            }
         assert numbers
         blocks = [os.urandom(32) for _ in range(32)]
         one.kv[:, :32] = 7
         if i == UNSEEN:
             os.kill(own_server.pid, signal.SIGSTOP)
-        future = one.session.store("s", "s", [BlockRun(0, blocks, np.arange(32, dtype=np.int32))], 20)
+        future = one.session.store(
+            "s", "s", [BlockRun(0, blocks, np.arange(32, dtype=np.int32))], 20
+        )
         wait_at_random(i, [future], random)
         os.kill(own_server.pid, signal.SIGSTOP)
         was_answered, connection = future.done(), one.session._connection
         assert connection is not None
         connection.channel.close()
-        assert was_answered or isinstance(future.exception(5), SessionLostError) or future.result(0).status is TransferStatus.DONE
+        assert (
+            was_answered
+            or isinstance(future.exception(5), SessionLostError)
+            or future.result(0).status is TransferStatus.DONE
+        )
         one.kv[:, :32] = 13
         os.kill(own_server.pid, signal.SIGCONT)
         reader.session.ping(10)
         # The server has settled what the broken stream left.
         with AdminClient(own_server.target) as admin:
-            wait_until(lambda: not numbers & {session["session_number"] for session in admin.sessions()})  # noqa: B023 It ends here.
+            wait_until(
+                lambda numbers=numbers: (
+                    not numbers & {session["session_number"] for session in admin.sessions()}
+                )
+            )
         kept.append(holds_only(reader, f"r{i}", blocks, 7))
     assert (kept[UNSEEN], kept[ANSWERED]) == (False, True)
 
@@ -271,7 +350,9 @@ def test_a_cancelled_store_answers_at_once(own_server: Server, engine: Make) -> 
     one = engine(own_server.target, layers=8, num_blocks=128, page_bytes=16384)
     for i in range(30):
         blocks = [os.urandom(32) for _ in range(100)]
-        future = one.session.store(f"c{i}", f"c{i}", [BlockRun(0, blocks, np.arange(100, dtype=np.int32))], 20)
+        future = one.session.store(
+            f"c{i}", f"c{i}", [BlockRun(0, blocks, np.arange(100, dtype=np.int32))], 20
+        )
         one.session.cancel(f"c{i}")
         assert future.done() or future.result(1)
         one.session.ping(10)
@@ -293,13 +374,26 @@ def test_draining_refuses_new_work_and_stops(tmp_path: Path, engine: Make) -> No
         wait_until(lambda: one.session.state is not LinkState.CONNECTED)
         with pytest.raises(HotKVError):
             one.session.acquire("l", [GroupHashes(0, blocks)]).result(5)
-        wait_until(lambda: not Path(f"/proc/{server.pid}").exists() or server._child.process.poll() is not None)
+        wait_until(
+            lambda: (
+                not Path(f"/proc/{server.pid}").exists() or server._child.process.poll() is not None
+            )
+        )
         assert server._child.process.returncode == 0
         assert not (server.runtime_folder / "grpc.sock").exists()
 
 
 def test_a_second_server_on_one_directory_refuses(own_server: Server, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(own_server.runtime_folder), "--arena.bytes", "16MiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "hotkv_server",
+        "run",
+        "--runtime-dir",
+        str(own_server.runtime_folder),
+        "--arena.bytes",
+        "16MiB",
+    ]
     command += ["--arena.dir", str(tmp_path / "arena")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -314,27 +408,52 @@ def test_a_second_server_on_one_directory_refuses(own_server: Server, tmp_path: 
         ([], {"HOTKV_LOG_LEVEL": "loud"}, ["log_level", "loud", "'debug'"]),
         (["--tcp-address", "0.0.0.0:1"], {}, ["tcp_address", "security.tcp_insecure"]),
         (["--config", "/nowhere.toml"], {}, ["--config", "/nowhere.toml"]),
-        (["--arena.bytes", "16MiB", "--arena.slab-bytes", "32MiB"], {}, ["slab_bytes", "not be larger"]),
+        (
+            ["--arena.bytes", "16MiB", "--arena.slab-bytes", "32MiB"],
+            {},
+            ["slab_bytes", "not be larger"],
+        ),
     ],
 )
-def test_bad_settings_name_the_field(flags: list[str], environment: dict[str, str], words: list[str]) -> None:
+def test_bad_settings_name_the_field(
+    flags: list[str], environment: dict[str, str], words: list[str]
+) -> None:
     command = [sys.executable, "-m", "hotkv_server", "run", "--check", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
     assert done.returncode == 2
     assert all(word in done.stderr for word in words), done.stderr
 
 
 def test_settings_come_from_file_environment_and_flags(tmp_path: Path) -> None:
     config = tmp_path / "hotkv.toml"
-    config.write_text('log_level = "warning"\n[arena]\nbytes = "2GiB"\nslab_bytes = "1MiB"\n[leases]\nttl_s = 7\n')
-    command = [sys.executable, "-m", "hotkv_server", "run", "--check", "--config", str(config), "--arena.bytes", "4GiB"]
+    config.write_text(
+        'log_level = "warning"\n[arena]\nbytes = "2GiB"\nslab_bytes = "1MiB"\n[leases]\nttl_s = 7\n'
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "hotkv_server",
+        "run",
+        "--check",
+        "--config",
+        str(config),
+        "--arena.bytes",
+        "4GiB",
+    ]
     environment = {**os.environ, "HOTKV_LEASES__TTL_S": "9"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     import json
 
     shown = json.loads(done.stdout)
-    assert (shown["log_level"], shown["arena"]["bytes"], shown["arena"]["slab_bytes"], shown["leases"]["ttl_s"]) == (
+    assert (
+        shown["log_level"],
+        shown["arena"]["bytes"],
+        shown["arena"]["slab_bytes"],
+        shown["leases"]["ttl_s"],
+    ) == (
         "warning",
         4 << 30,
         1 << 20,
@@ -343,7 +462,16 @@ def test_settings_come_from_file_environment_and_flags(tmp_path: Path) -> None:
 
 
 def test_an_arena_that_does_not_fit_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(tmp_path), "--arena.bytes", "100TiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "hotkv_server",
+        "run",
+        "--runtime-dir",
+        str(tmp_path),
+        "--arena.bytes",
+        "100TiB",
+    ]
     command += ["--arena.dir", str(tmp_path / "arena")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -360,7 +488,8 @@ def test_reason_of_an_unknown_session_is_not_found(own_server: Server, engine: M
 
 
 def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba names each kernel that it reads or compiles. The first store of a new installation took seconds for the last of them."""
+    """Numba names each kernel that it reads or compiles. The first store of a new installation took
+    seconds for the last of them."""
     pytest.importorskip("numba")
     monkeypatch.setenv("NUMBA_DEBUG_CACHE", "1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
@@ -369,6 +498,12 @@ def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch)
         said = running.log.read_text()
         engine = PagedEngine(running.target, engine_id="one").connect()
         hashes = [os.urandom(32) for _ in range(4)]
-        assert engine.session.store("s", "s", [BlockRun(0, hashes, np.arange(4, dtype=np.int32))], 20).result(20).num_bytes
+        assert (
+            engine.session.store("s", "s", [BlockRun(0, hashes, np.arange(4, dtype=np.int32))], 20)
+            .result(20)
+            .num_bytes
+        )
         engine.close()
-        assert "kernels.copy_runs" in said and "kernels." not in running.log.read_text()[len(said) :]
+        assert (
+            "kernels.copy_runs" in said and "kernels." not in running.log.read_text()[len(said) :]
+        )

@@ -1,4 +1,5 @@
-"""A session is open when its key space is written down: whoever opens meanwhile waits too, and who goes away leaves nothing behind."""
+"""A session is open when its key space is written down: whoever opens meanwhile waits too, and who
+goes away leaves nothing behind."""
 
 import asyncio
 import contextlib
@@ -59,13 +60,19 @@ def node_in(folder: Path) -> Iterator[Node]:
 
 def written(folder: Path) -> list[str]:
     """Models in the state, with how many kinds of representations."""
-    return [f"{known.key_space.model} {len(known.representations)}" for known in read_state(folder / "state.json").key_spaces]
+    return [
+        f"{known.key_space.model} {len(known.representations)}"
+        for known in read_state(folder / "state.json").key_spaces
+    ]
 
 
 def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> None:
     async def scenario(node: Node) -> None:
         kinds = [(SPACE, ()), (SPACE, ()), (replace(SPACE, model="n"), ()), (SPACE, (KIND,))]
-        tasks = [asyncio.create_task(node.open_session("e", "rank", space, "test", kind)) for space, kind in kinds]
+        tasks = [
+            asyncio.create_task(node.open_session("e", "rank", space, "test", kind))
+            for space, kind in kinds
+        ]
         await asyncio.sleep(0.05)
         assert disk.num_writes == 1 and not any(task.done() for task in tasks)
         disk.go.set()
@@ -81,14 +88,18 @@ def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> None:
         asyncio.run(scenario(node))
 
 
-def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(tmp_path: Path, disk: Disk) -> None:
+def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(
+    tmp_path: Path, disk: Disk
+) -> None:
     async def scenario(node: Node) -> None:
         task = asyncio.create_task(node.open_session("e", "rank", SPACE, "test"))
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.sleep(0.05)
         assert task.cancelled() and not node.sessions and not node.core.sessions
-        other = asyncio.create_task(node.open_session("e", "rank", replace(SPACE, model="n"), "test"))
+        other = asyncio.create_task(
+            node.open_session("e", "rank", replace(SPACE, model="n"), "test")
+        )
         await asyncio.sleep(0.05)
         assert disk.num_writes == 1
         disk.go.set()
@@ -100,7 +111,9 @@ def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(tmp_path: 
         asyncio.run(scenario(node))
 
 
-def test_a_write_that_fails_is_tried_again_with_the_next_session(tmp_path: Path, disk: Disk) -> None:
+def test_a_write_that_fails_is_tried_again_with_the_next_session(
+    tmp_path: Path, disk: Disk
+) -> None:
     async def scenario(node: Node) -> None:
         disk.go.set()
         disk.error = OSError(28, "No space left on device")
@@ -114,8 +127,11 @@ def test_a_write_that_fails_is_tried_again_with_the_next_session(tmp_path: Path,
         asyncio.run(scenario(node))
 
 
-def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(tmp_path: Path, disk: Disk) -> None:
-    """Also with blocks, where there is no room otherwise; numbers of the dead are never given away anew."""
+def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
+    tmp_path: Path, disk: Disk
+) -> None:
+    """Also with blocks, where there is no room otherwise; numbers of the dead are never given away
+    anew."""
 
     async def scenario(node: Node) -> None:
         disk.go.set()
@@ -123,13 +139,18 @@ def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(tmp_
         spaces = [replace(SPACE, model=name) for name in "mnop"]
         with node.events.feeds.reader() as feed:
             first = await node.open_session("e", "tool", spaces[0], "test")
-            node.core.begin_store(first.record.number, "t", "l", [Run(0, words_of(range(3)))], 0, 0.0, 0.0)
+            node.core.begin_store(
+                first.record.number, "t", "l", [Run(0, words_of(range(3)))], 0, 0.0, 0.0
+            )
             node.core.end_store(first.record.number, "t", True, 0.0)
             await node.close_session(first)
             for space in spaces[1:3]:
                 await node.open_session("e", "tool", space, "test")
             assert written(tmp_path) == ["n 0", "o 0"]
-            assert [known.number for known in read_state(tmp_path / "state.json").key_spaces] == [2, 3]
+            assert [known.number for known in read_state(tmp_path / "state.json").key_spaces] == [
+                2,
+                3,
+            ]
             with pytest.raises(HotKVError, match="close some"):
                 await node.open_session("e", "tool", spaces[3], "test")
             told = [convert.event(item) for item in (await feed.get(100))[0]]
@@ -146,7 +167,9 @@ def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(tmp_
         asyncio.run(scenario(node))
 
 
-def test_the_timer_forgets_what_was_left_long_ago(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timer_forgets_what_was_left_long_ago(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(node: Node) -> None:
         disk.go.set()
         node.start()

@@ -1,4 +1,5 @@
-"""Device orders and marks on the wire: what goes in comes out, and what is odd is refused by name."""
+"""Device orders and marks on the wire: what goes in comes out, and what is odd is refused by
+name."""
 
 import mmap
 import os
@@ -17,7 +18,17 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.layout import MemoryHandle
 from hotkv.order import EVENT_HANDLE_BYTES, MAX_MARKS, NO_ORDER, DeviceMark, DeviceOrder, OrderKind
 from hotkv.v1 import cache_pb2, layout_pb2
-from hotkv_client import After, BlockResult, BlockRun, EngineMemory, GroupHashes, LoadRun, Session, SessionLostError, _wire
+from hotkv_client import (
+    After,
+    BlockResult,
+    BlockRun,
+    EngineMemory,
+    GroupHashes,
+    LoadRun,
+    Session,
+    SessionLostError,
+    _wire,
+)
 from hotkv_client import OrderKind as ClientOrderKind
 from hotkv_client.testing import PagedEngine
 from hotkv_client.types import TransferStatus
@@ -40,26 +51,46 @@ WORDS = DeviceOrder(flags_handle_id="words", num_flags=4)
 def test_an_order_comes_out_as_it_went_in(order: DeviceOrder) -> None:
     engine = PagedEngine("unix:/nowhere")
     request = _wire.register_memory(engine.layout, order)
-    assert convert.device_order(type(request).FromString(request.SerializeToString()).register_memory.order) == order
+    assert (
+        convert.device_order(
+            type(request).FromString(request.SerializeToString()).register_memory.order
+        )
+        == order
+    )
 
 
 @given(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-(1 << 63), (1 << 63) - 1))
 def test_a_mark_comes_out_as_it_went_in(index: int, value: int) -> None:
     after = After(OrderKind.FLAGS, DeviceMark(index, value))
     assert convert.device_mark(_wire.load("t", "l", [], 1.0, after).load) == after.mark
-    assert convert.device_mark(cache_pb2.StoreRequest(after=layout_pb2.DeviceMark())) == DeviceMark(0, 0)
+    assert convert.device_mark(cache_pb2.StoreRequest(after=layout_pb2.DeviceMark())) == DeviceMark(
+        0, 0
+    )
     assert convert.device_mark(cache_pb2.StoreRequest()) is None
 
 
 def test_kinds_have_the_numbers_of_the_wire() -> None:
-    wire = {name.removeprefix("DEVICE_ORDER_KIND_"): number for name, number in layout_pb2.DeviceOrderKind.items() if number}
+    wire = {
+        name.removeprefix("DEVICE_ORDER_KIND_"): number
+        for name, number in layout_pb2.DeviceOrderKind.items()
+        if number
+    }
     assert {kind.name: int(kind) for kind in OrderKind} == wire and ClientOrderKind is OrderKind
 
 
-def registered(engine: PagedEngine, order: DeviceOrder, *handles: MemoryHandle, fds: dict[str, int] | None = None) -> Session:
+def registered(
+    engine: PagedEngine,
+    order: DeviceOrder,
+    *handles: MemoryHandle,
+    fds: dict[str, int] | None = None,
+) -> Session:
     """A connected session over the engine's memory with this order."""
     layout = replace(engine.layout, handles=(*engine.layout.handles, *handles))
-    config = replace(engine.session.config, engine_id=os.urandom(8).hex(), on_state=lambda state, why: said.append(why))
+    config = replace(
+        engine.session.config,
+        engine_id=os.urandom(8).hex(),
+        on_state=lambda state, why: said.append(why),
+    )
     said: list[str] = []
     session = Session(config, EngineMemory(layout, {"kv": engine.fd, **(fds or {})}, order))
     session.start()
@@ -77,7 +108,10 @@ def registered(engine: PagedEngine, order: DeviceOrder, *handles: MemoryHandle, 
     [
         (replace(EVENTS, device_uuid=b"short"), "order.device_uuid"),
         (replace(EVENTS, device_uuid=b""), "order.device_uuid"),
-        (replace(EVENTS, event_handles=(b"x" * (EVENT_HANDLE_BYTES - 1),)), "order.event_handles[0]"),
+        (
+            replace(EVENTS, event_handles=(b"x" * (EVENT_HANDLE_BYTES - 1),)),
+            "order.event_handles[0]",
+        ),
         (replace(EVENTS, event_handles=(bytes(64),) * (MAX_MARKS + 1)), "order.event_handles"),
         (DeviceOrder(num_flags=3), "order.flag_count"),
         (replace(WORDS, num_flags=0), "order.flag_count"),
@@ -88,7 +122,9 @@ def registered(engine: PagedEngine, order: DeviceOrder, *handles: MemoryHandle, 
         (replace(WORDS, num_flags=17), "order.flags_handle_id"),
     ],
 )
-def test_odd_orders_are_refused_by_name(server: Server, engine: Make, order: DeviceOrder, field: str) -> None:
+def test_odd_orders_are_refused_by_name(
+    server: Server, engine: Make, order: DeviceOrder, field: str
+) -> None:
     one = engine()
     fd = os.memfd_create("words")
     os.posix_fallocate(fd, 0, 64)
@@ -179,7 +215,9 @@ def test_a_mark_of_another_kind_is_not_sent(words_engine: Any, engine: Make) -> 
     _, session, _ = words_engine
     for kind in (OrderKind.EVENTS, OrderKind.HOST):
         with pytest.raises(SessionLostError):
-            session.store("s", "s", [BlockRun(0, blocks(1), ids(1))], 5, after=after(0, 0, kind)).result(10)
+            session.store(
+                "s", "s", [BlockRun(0, blocks(1), ids(1))], 5, after=after(0, 0, kind)
+            ).result(10)
     plain = engine().session
     assert plain.order_kind is OrderKind.HOST and DeviceOrder() == NO_ORDER
     with pytest.raises(SessionLostError):

@@ -25,7 +25,8 @@ TURNS = 10
 
 @given(st.floats(1, 1e4), st.lists(st.floats(0, 5), min_size=1, max_size=60))
 def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
-    """Between two turns that did not wait as long as anybody must lie no more than the pace allows."""
+    """Between two turns that did not wait as long as anybody must lie no more than the pace
+    allows."""
     pace, now_s, ends = Pace(per_s), 100.0, []
     for gap_s in gaps_s:
         now_s += gap_s
@@ -44,14 +45,19 @@ def test_what_comes_seldom_does_not_wait() -> None:
 
 
 def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
-    """Calls that are sent after nonsense are answered before it, and it is refused all the same, with the canonical code."""
+    """Calls that are sent after nonsense are answered before it, and it is refused all the same,
+    with the canonical code."""
     flags = ("--arena.slab-bytes", "64KiB", "--security.malformed-per-s", "1")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as server:
         server.wait_ready()
         quiet, num_overtaken = engine(server.target, engine_id="quiet"), 0
         with grpc.insecure_channel(server.target) as channel:
-            lookup = channel.unary_unary(LOOKUP, request_serializer=bytes, response_deserializer=bytes)
-            nonsense = [lookup.future(b"\xff" * 100, timeout=30) for _ in range(4)]  # More than may come at once.
+            lookup = channel.unary_unary(
+                LOOKUP, request_serializer=bytes, response_deserializer=bytes
+            )
+            nonsense = [
+                lookup.future(b"\xff" * 100, timeout=30) for _ in range(4)
+            ]  # More than may come at once.
             for _ in range(TURNS):
                 nonsense.append(lookup.future(b"\xff" * 100, timeout=30))
                 for _ in range(5):
@@ -61,7 +67,9 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
     assert num_overtaken > TURNS // 2
 
 
-def test_who_does_not_read_is_asked_for_nothing_more_and_closed(own_server: Server, engine: Make) -> None:
+def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
+    own_server: Server, engine: Make
+) -> None:
     """What is answered and unread stays small."""
     quiet = engine(own_server.target, engine_id="quiet")
     deaf = PagedEngine(own_server.target, engine_id="deaf", model="deaf")
@@ -82,7 +90,10 @@ def test_who_does_not_read_is_asked_for_nothing_more_and_closed(own_server: Serv
         # The answers that were sent come first, then the status.
         with pytest.raises(grpc.RpcError) as refused:
             until_s = time.monotonic() + 30
-            while "does not read what it is sent" not in own_server.log.read_text() and time.monotonic() < until_s:
+            while (
+                "does not read what it is sent" not in own_server.log.read_text()
+                and time.monotonic() < until_s
+            ):
                 time.sleep(0.05)
             for _ in call:
                 pass
@@ -93,7 +104,9 @@ def test_who_does_not_read_is_asked_for_nothing_more_and_closed(own_server: Serv
     deaf.close()
 
 
-def test_few_large_answers_that_nobody_reads_are_not_kept_for_ever(own_server: Server, engine: Make) -> None:
+def test_few_large_answers_that_nobody_reads_are_not_kept_for_ever(
+    own_server: Server, engine: Make
+) -> None:
     """Fewer than count as many, from a client that then asks for nothing more."""
     quiet = engine(own_server.target, engine_id="quiet")
     deaf = PagedEngine(own_server.target, engine_id="deaf", model="deaf")
@@ -107,7 +120,9 @@ def test_few_large_answers_that_nobody_reads_are_not_kept_for_ever(own_server: S
             yield request
         ended.wait()
 
-    with grpc.insecure_channel(own_server.target, [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)]) as channel:
+    with grpc.insecure_channel(
+        own_server.target, [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)]
+    ) as channel:
         call = _wire.connect(channel, requests())
         try:
             wait_until(lambda: "does not read what it is sent" in own_server.log.read_text(), 60)

@@ -44,12 +44,18 @@ class Session:
 def watching(*sessions: Session) -> Pressure:
     leases = SimpleNamespace(of_session=lambda number: [])
     core = SimpleNamespace(config=SimpleNamespace(capacity=0), leases=leases)
-    node: Any = SimpleNamespace(core=core, sessions=dict(enumerate(sessions)), books_bytes=lambda: 0)
+    node: Any = SimpleNamespace(
+        core=core, sessions=dict(enumerate(sessions)), books_bytes=lambda: 0
+    )
     return Pressure(node, Guests(9), None)
 
 
 def test_those_go_first_that_lose_least() -> None:
-    bare, engine, busy = Session(1, 9, has_memory=False), Session(2, 9, has_memory=True), Session(3, 0, has_memory=False)
+    bare, engine, busy = (
+        Session(1, 9, has_memory=False),
+        Session(2, 9, has_memory=True),
+        Session(3, 0, has_memory=False),
+    )
     watch, ended = watching(bare, engine, busy), []
     for _ in range(SILENT_TICK):
         watch.judge(MUCH)

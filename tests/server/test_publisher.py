@@ -1,4 +1,5 @@
-"""The publisher by itself: what it does where there is no room, and where requests make no sense."""
+"""The publisher by itself: what it does where there is no room, and where requests make no
+sense."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,12 +11,26 @@ import numpy as np
 import pytest
 import zmq
 from hypothesis import given
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
 
 from hotkv.results import BlockResult
 from hotkv_server.core.values import EvictionNotice, Run
 from hotkv_server.events.publisher import ZmqPublisher, _Topic, binds
-from hotkv_server.runtime.events import BlocksRemoved, BlocksStored, Event, KeySpaceCleared, RunContent, removed_events, stored_events
+from hotkv_server.runtime.events import (
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    KeySpaceCleared,
+    RunContent,
+    removed_events,
+    stored_events,
+)
 from tests.core.support import hash_of, make_key_space, words_of
 
 MIB = 1 << 20
@@ -34,7 +49,9 @@ class Reader:
     def read(self) -> tuple[int, list[object]]:
         assert self.sub.poll(10_000), "nothing came"
         _, sequence, payload = self.sub.recv_multipart()
-        return int.from_bytes(sequence, "big"), list(msgspec.msgpack.decode(payload, type=KVEventBatch).events)
+        return int.from_bytes(sequence, "big"), list(
+            msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        )
 
     def wait_subscribed(self, publisher: ZmqPublisher) -> int:
         """The last sequence number that came, once messages come through."""
@@ -84,7 +101,9 @@ def removed(numbers: list[int]) -> BlocksRemoved:
 TOO_MANY = list(range(MIB // 32 + 1))
 
 
-def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(publisher: ZmqPublisher, reader: Reader) -> None:
+def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
+    publisher: ZmqPublisher, reader: Reader
+) -> None:
     last = reader.wait_subscribed(publisher)
     publisher.publish(1.0, [stored(TOO_MANY)])
     assert publisher.lost_events == 1
@@ -112,11 +131,15 @@ def test_what_is_sent_leaves_the_queue(publisher: ZmqPublisher, reader: Reader) 
         publisher.publish(1.0, [removed(list(range(number * 100, number * 100 + 100)))])
         _, (event,) = reader.read()
         assert isinstance(event, BlockRemoved)
-        assert event.block_hashes == [hash_of(n) for n in range(number * 100, number * 100 + 100)], "whole hashes where asked for"
+        assert event.block_hashes == [
+            hash_of(n) for n in range(number * 100, number * 100 + 100)
+        ], "whole hashes where asked for"
     assert publisher.lost_events == 0
 
 
-def test_replay_keeps_the_last_steps_and_survives_nonsense(publisher: ZmqPublisher, reader: Reader, tmp_path: Path) -> None:
+def test_replay_keeps_the_last_steps_and_survives_nonsense(
+    publisher: ZmqPublisher, reader: Reader, tmp_path: Path
+) -> None:
     last = reader.wait_subscribed(publisher)
     for number in range(5):
         publisher.publish(1.0, [removed([number])])
@@ -124,7 +147,13 @@ def test_replay_keeps_the_last_steps_and_survives_nonsense(publisher: ZmqPublish
     with reader.context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(f"ipc://{tmp_path}/replay")
-        for nonsense in ([b""], [b"x", bytes(8)], [b"", bytes(9)], [b"", bytes(8), b"", b""], [b"x" * 100_000]):
+        for nonsense in (
+            [b""],
+            [b"x", bytes(8)],
+            [b"", bytes(9)],
+            [b"", bytes(8), b"", b""],
+            [b"x" * 100_000],
+        ):
             dealer.send_multipart(nonsense)
         dealer.send_multipart([b"", bytes(8)])
         numbers = []
@@ -136,8 +165,11 @@ def test_replay_keeps_the_last_steps_and_survives_nonsense(publisher: ZmqPublish
     assert numbers == [last + 3, last + 4, last + 5]
 
 
-def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(publisher: ZmqPublisher, reader: Reader, tmp_path: Path) -> None:
-    """What was queued before is still sent; what was kept for replay is not; who reads on sees numbers that only grow."""
+def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
+    publisher: ZmqPublisher, reader: Reader, tmp_path: Path
+) -> None:
+    """What was queued before is still sent; what was kept for replay is not; who reads on sees
+    numbers that only grow."""
     last = reader.wait_subscribed(publisher)
     publisher.publish(1.0, [stored([1])])
     publisher.forget_key_space(1)
@@ -152,7 +184,10 @@ def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(publisher: Zmq
         dealer.connect(f"ipc://{tmp_path}/replay")
         dealer.send_multipart([b"", bytes(8)])
         replayed = []
-        while dealer.poll(10_000) and (sequence := dealer.recv_multipart()[2]) != ZmqEventPublisher.END_SEQ:
+        while (
+            dealer.poll(10_000)
+            and (sequence := dealer.recv_multipart()[2]) != ZmqEventPublisher.END_SEQ
+        ):
             replayed.append(int.from_bytes(sequence, "big"))
     assert replayed == [number]
     # One of two key spaces ends its topic for nobody.
@@ -163,7 +198,9 @@ def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(publisher: Zmq
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, MIB // 2)), max_size=40))
-def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(sent: list[tuple[int, int]]) -> None:
+def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(
+    sent: list[tuple[int, int]],
+) -> None:
     """Clients name models, and so topics: each could have had the bound for itself."""
     publisher = object.__new__(ZmqPublisher)
     topics = {str(n): _Topic(str(n).encode()) for n in range(4)}
@@ -173,30 +210,52 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
         before = {name: one.sent_bytes for name, one in topics.items()}
         publisher._keep(topic, number, bytes(num_bytes))
         assert sum(one.sent_bytes for one in topics.values()) == publisher._sent_bytes <= MIB
-        assert all(one.sent_bytes == sum(len(payload) for _, payload in one.sent) for one in topics.values())
+        assert all(
+            one.sent_bytes == sum(len(payload) for _, payload in one.sent)
+            for one in topics.values()
+        )
         for name, one in topics.items():
             # Who has a share or less loses nothing to others.
             assert one is topic or before[name] > MIB // 4 or one.sent_bytes == before[name]
         assert not topic.sent or topic.sent[-1][0] == number
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://host:5557", "tcp://[::]:5557", "ipc:///x", "tcp://10.0.0.1:1", "inproc://x"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://*:5557",
+        "tcp://host:5557",
+        "tcp://[::]:5557",
+        "ipc:///x",
+        "tcp://10.0.0.1:1",
+        "inproc://x",
+    ],
+)
 def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
     assert binds(endpoint) == ZmqEventPublisher._is_bind_endpoint(endpoint)
 
 
 @given(
-    results=st.lists(st.sampled_from([BlockResult.STORED, BlockResult.PRESENT, BlockResult.NO_SPACE]), min_size=1, max_size=12),
+    results=st.lists(
+        st.sampled_from([BlockResult.STORED, BlockResult.PRESENT, BlockResult.NO_SPACE]),
+        min_size=1,
+        max_size=12,
+    ),
     depth=st.integers(0, 3),
     has_tokens=st.booleans(),
     has_keys=st.booleans(),
 )
-def test_a_store_is_told_as_its_unbroken_runs(results: list[BlockResult], depth: int, has_tokens: bool, has_keys: bool) -> None:
-    """Against a block by block account: every stored block once, with its own tokens, keys, parent and depth."""
+def test_a_store_is_told_as_its_unbroken_runs(
+    results: list[BlockResult], depth: int, has_tokens: bool, has_keys: bool
+) -> None:
+    """Against a block by block account: every stored block once, with its own tokens, keys, parent
+    and depth."""
     n = len(results)
     run = Run(0, words_of(range(n)), words_of([99])[0] if depth else None, depth)
     tokens = np.arange(16 * n, dtype=np.int32) if has_tokens else np.zeros(0, np.int32)
-    content = RunContent(tokens, "adapter", tuple((f"salt {i}",) for i in range(n)) if has_keys else ())
+    content = RunContent(
+        tokens, "adapter", tuple((f"salt {i}",) for i in range(n)) if has_keys else ()
+    )
     events = stored_events(1, KEY_SPACE, [run], [content], [np.array(results, np.uint8)])
     told: list[int] = []
     for event in events:
@@ -206,19 +265,30 @@ def test_a_store_is_told_as_its_unbroken_runs(results: list[BlockResult], depth:
         assert np.array_equal(event.hashes, words_of(numbers))
         before = run.parent if first == 0 else words_of([first - 1])[0]
         assert (before is None) == (event.parent is None) and np.array_equal(before, event.parent)  # type: ignore[arg-type]
-        assert event.content.token_ids.tolist() == (list(range(16 * first, 16 * (numbers[-1] + 1))) if has_tokens else [])
-        assert event.content.extra_keys == (tuple((f"salt {i}",) for i in numbers) if has_keys else ())
+        assert event.content.token_ids.tolist() == (
+            list(range(16 * first, 16 * (numbers[-1] + 1))) if has_tokens else []
+        )
+        assert event.content.extra_keys == (
+            tuple((f"salt {i}",) for i in numbers) if has_keys else ()
+        )
         assert not told or first > told[-1] + 1, "one run was told as two"
         told += numbers
     assert told == [i for i, result in enumerate(results) if result == BlockResult.STORED]
 
 
 def test_a_flush_is_one_event_beside_the_evictions_of_others() -> None:
-    notices = [EvictionNotice(1, 0, words_of([1])), EvictionNotice(2, 0, words_of([2])), EvictionNotice(1, 1, words_of([3]))]
+    notices = [
+        EvictionNotice(1, 0, words_of([1])),
+        EvictionNotice(2, 0, words_of([2])),
+        EvictionNotice(1, 1, words_of([3])),
+    ]
     events: list[Event] = removed_events(notices, 1)
     assert [type(event) for event in events] == [BlocksRemoved, KeySpaceCleared]
     cleared = events[-1]
     assert isinstance(cleared, KeySpaceCleared)
-    assert [(event.key_space_id, event.group_index) for event in cleared.removed] == [(1, 0), (1, 1)]
+    assert [(event.key_space_id, event.group_index) for event in cleared.removed] == [
+        (1, 0),
+        (1, 1),
+    ]
     assert [event.key_space_id for event in removed_events(notices, 0)] == [1, 2, 1]
     assert removed_events([], 3) == [KeySpaceCleared(3)]

@@ -1,4 +1,5 @@
-"""Ranks of one engine that store and load together: the real server and `FakeServer` answer alike, call by call."""
+"""Ranks of one engine that store and load together: the real server and `FakeServer` answer alike,
+call by call."""
 
 import os
 import uuid
@@ -29,11 +30,17 @@ class Rank:
     def __init__(self, server: Any, name: str, shard: int) -> None:
         is_fake = isinstance(server, FakeServer)
         target = "unix:/nowhere" if is_fake else server.target
-        self.engine = PagedEngine(target, model=name, engine_id=name, shard_index=shard, num_shards=2, num_blocks=16)
-        self.engine.kv[:] = np.random.default_rng(shard).integers(0, 256, self.engine.kv.shape, np.uint8)
+        self.engine = PagedEngine(
+            target, model=name, engine_id=name, shard_index=shard, num_shards=2, num_blocks=16
+        )
+        self.engine.kv[:] = np.random.default_rng(shard).integers(
+            0, 256, self.engine.kv.shape, np.uint8
+        )
         self.session: Any
         if is_fake:
-            self.session = server.open(self.engine.session.config, self.engine.layout, {"kv": self.engine.fd})
+            self.session = server.open(
+                self.engine.session.config, self.engine.layout, {"kv": self.engine.fd}
+            )
         else:
             self.session = self.engine.connect().session
 
@@ -44,7 +51,9 @@ class Rank:
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def acquire(self, lease_id: str, blocks: list[bytes]) -> list[bool]:
-        mask: list[bool] = self.session.acquire(lease_id, [GroupHashes(0, blocks)]).result(10).pinned[0].tolist()
+        mask: list[bool] = (
+            self.session.acquire(lease_id, [GroupHashes(0, blocks)]).result(10).pinned[0].tolist()
+        )
         return mask
 
     def found(self, blocks: list[bytes]) -> list[bool]:
@@ -61,7 +70,9 @@ Open = Callable[[int], Rank]
 @pytest.fixture(params=["fake", "real"])
 def rank(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Opens ranks of one engine, by shard."""
-    server: FakeServer | Server = FakeServer() if request.param == "fake" else request.getfixturevalue("server")
+    server: FakeServer | Server = (
+        FakeServer() if request.param == "fake" else request.getfixturevalue("server")
+    )
     name, opened = uuid.uuid4().hex, list[Rank]()
 
     def make(shard: int) -> Rank:
@@ -96,7 +107,9 @@ def test_a_block_is_ready_when_every_shard_is_written(rank: Open, order: tuple[i
         positions = np.arange(3, dtype=np.int32)
         run = LoadRun(0, positions, block_ids(3, 8))
         result = one.session.load("l", f"r{one.engine.layout.shard_index}", [run], 10).result(10)
-        assert result.status is TransferStatus.DONE and np.array_equal(one.engine.kv[:, 8:11], kept), "each rank gets its own shard"
+        assert result.status is TransferStatus.DONE and np.array_equal(
+            one.engine.kv[:, 8:11], kept
+        ), "each rank gets its own shard"
 
 
 def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Open) -> None:
@@ -107,20 +120,31 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
     one.engine.kv[:, 8:] = 0
     twice = [
         [LoadRun(0, np.array([1, 1], np.int32), block_ids(2, 8))],
-        [LoadRun(0, np.array([0, 1], np.int32), block_ids(2, 8)), LoadRun(0, np.array([2, 0], np.int32), block_ids(2, 10))],
+        [
+            LoadRun(0, np.array([0, 1], np.int32), block_ids(2, 8)),
+            LoadRun(0, np.array([2, 0], np.int32), block_ids(2, 10)),
+        ],
     ]
     for runs in twice:
         with pytest.raises(HotKVError) as raised:
             one.session.load("twice", "r", runs, 10).result(10)
         assert raised.value.reason is Reason.INVALID_FIELD
-        assert raised.value.message == "runs.lease_positions name a block twice; a load copies each block once"
+        assert (
+            raised.value.message
+            == "runs.lease_positions name a block twice; a load copies each block once"
+        )
     # A lease may list a hash twice; the block is the same.
     assert one.acquire("listed twice", [*blocks, blocks[0]]) == [True] * 4
     with pytest.raises(HotKVError, match="lease_positions name a block twice"):
-        one.session.load("twice", "listed twice", [LoadRun(0, np.arange(4, dtype=np.int32), block_ids(4, 8))], 10).result(10)
+        one.session.load(
+            "twice", "listed twice", [LoadRun(0, np.arange(4, dtype=np.int32), block_ids(4, 8))], 10
+        ).result(10)
     assert not one.engine.kv[:, 8:].any()
     # Several runs of one group are no repetition; the id of what was refused is free.
-    apart = [LoadRun(0, np.array([position], np.int32), block_ids(1, 8 + position)) for position in range(3)]
+    apart = [
+        LoadRun(0, np.array([position], np.int32), block_ids(1, 8 + position))
+        for position in range(3)
+    ]
     assert one.session.load("twice", "r", apart, 10).result(10).status is TransferStatus.DONE
     assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 
@@ -128,7 +152,9 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
 def test_what_the_first_rank_was_told_holds_for_the_others(rank: Open) -> None:
     one, two = rank(0), rank(1)
     blocks, others = hashes(4), hashes(2)
-    assert one.store("before", blocks[:1]) == [WRITTEN] and two.store("before", blocks[:1]) == [STORED]
+    assert one.store("before", blocks[:1]) == [WRITTEN] and two.store("before", blocks[:1]) == [
+        STORED
+    ]
     assert one.store("w", blocks) == [PRESENT, WRITTEN, WRITTEN, WRITTEN]
     assert two.store("another", [*blocks[:2], *others]) == [PRESENT, IN_FLIGHT, WRITTEN, WRITTEN]
     refused(lambda: two.store("w", [*blocks, *others]))
@@ -170,7 +196,8 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """The lease ends with the session that took it; the shard of the other rank waits for a new one."""
+    """The lease ends with the session that took it; the shard of the other rank waits for a new
+    one."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

@@ -27,7 +27,9 @@ Make = Callable[..., PagedEngine]
 
 def key_space_of(server: Server, model: str) -> int:
     with AdminClient(server.target) as admin:
-        return int(next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == model))
+        return int(
+            next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == model)
+        )
 
 
 def wait(condition: Callable[[], bool], what: str) -> None:
@@ -37,31 +39,73 @@ def wait(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(server: Server, engine: Make, tmp_path: Path) -> None:
+def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
+    server: Server, engine: Make, tmp_path: Path
+) -> None:
     one, stranger = engine(model="record-one"), engine(model="record-other")
     number, file = key_space_of(server, "record-one"), tmp_path / "trace.jsonl"
     first, second = hashes(9), hashes(8)
     # 16 tokens a hash; 60 are rounded up to 64, so four hashes make a block.
-    command = [sys.executable, "-m", "hotkv_client.cli", "record", str(file), "--key-space", str(number), "--block-tokens", "60", "--json"]
-    with subprocess.Popen([*command, "--target", server.target], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "hotkv_client.cli",
+        "record",
+        str(file),
+        "--key-space",
+        str(number),
+        "--block-tokens",
+        "60",
+        "--json",
+    ]
+    with subprocess.Popen(
+        [*command, "--target", server.target], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         wait(lambda: server.counter("request_watchers") == 1, "the recording did not begin")
         stranger.session.report_requests([RequestReport(second, 130, 0, 0, 0.0)])
-        one.session.report_requests([RequestReport(first, 150, 16, 32, 0.0), RequestReport(first[:4] + second, 200, 0, 64, 3600.0)])
+        one.session.report_requests(
+            [
+                RequestReport(first, 150, 16, 32, 0.0),
+                RequestReport(first[:4] + second, 200, 0, 64, 3600.0),
+            ]
+        )
         one.session.report_requests([RequestReport(first[:3], 50, 0, 0, 0.0)])
-        wait(lambda: file.exists() and file.read_text().count("\n") == 3, "the trace has not three lines")
+        wait(
+            lambda: file.exists() and file.read_text().count("\n") == 3,
+            "the trace has not three lines",
+        )
         process.send_signal(signal.SIGINT)
         answer: dict[str, Any] = json.loads(process.communicate(timeout=30)[0])
         assert process.returncode == 0
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["hash_ids"] for line in lines] == [[0, 1], [0, 2, 3], []]
-    assert [(line["input_length"], line["output_length"]) for line in lines] == [(150, 0), (200, 0), (50, 0)]
-    assert [(line["device_hit_length"], line["hit_length"]) for line in lines] == [(16, 32), (0, 64), (0, 0)]
+    assert [(line["input_length"], line["output_length"]) for line in lines] == [
+        (150, 0),
+        (200, 0),
+        (50, 0),
+    ]
+    assert [(line["device_hit_length"], line["hit_length"]) for line in lines] == [
+        (16, 32),
+        (0, 64),
+        (0, 0),
+    ]
     times = [line["timestamp"] for line in lines]
     assert times == sorted(times) and times[0] >= 0 and times[-1] < 60_000
-    assert not any(h.hex() in file.read_text() for h in first), "hashes leave the node as numbers only"
-    expected = {"block_token_count": 64, "request_count": 3, "block_count": 5, "unique_block_count": 4, "lost_request_count": 0}
+    assert not any(h.hex() in file.read_text() for h in first), (
+        "hashes leave the node as numbers only"
+    )
+    expected = {
+        "block_token_count": 64,
+        "request_count": 3,
+        "block_count": 5,
+        "unique_block_count": 4,
+        "lost_request_count": 0,
+    }
     assert {name: answer[name] for name in expected} == expected
-    wait(lambda: server.counter("request_watchers") == 0, "the server goes on feeding a watcher that is gone")
+    wait(
+        lambda: server.counter("request_watchers") == 0,
+        "the server goes on feeding a watcher that is gone",
+    )
     trace = load_trace(file)
     assert trace.num_accesses == 5 and trace.num_unique_blocks == 4
 
@@ -69,10 +113,24 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(serv
 def test_a_recording_ends_by_itself(server: Server, engine: Make, tmp_path: Path) -> None:
     one = engine(model="record-ends")
     number = str(key_space_of(server, "record-ends"))
-    assert "recorded 0 requests" in server.cli("record", str(tmp_path / "none"), "--key-space", number, "--seconds", "0.5")
-    command = [sys.executable, "-m", "hotkv_client.cli", "record", str(tmp_path / "full"), "--key-space", number, "--max-blocks", "3"]
+    assert "recorded 0 requests" in server.cli(
+        "record", str(tmp_path / "none"), "--key-space", number, "--seconds", "0.5"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "hotkv_client.cli",
+        "record",
+        str(tmp_path / "full"),
+        "--key-space",
+        number,
+        "--max-blocks",
+        "3",
+    ]
     flags = ["--block-tokens", "16", "--json", "--target", server.target]
-    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        [*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         wait(lambda: server.counter("request_watchers") == 1, "the recording did not begin")
         one.session.report_requests([RequestReport(hashes(3), 50, 0, 0, 0.0)])
         assert json.loads(process.communicate(timeout=30)[0])["is_full"]
@@ -80,7 +138,10 @@ def test_a_recording_ends_by_itself(server: Server, engine: Make, tmp_path: Path
 
 def test_a_recording_needs_one_key_space(server: Server, engine: Make, tmp_path: Path) -> None:
     engine(model="record-a"), engine(model="record-b")
-    for flags, words in (([], "name a key space with --key-space; known are"), (["--key-space", "4000"], "record-a")):
+    for flags, words in (
+        ([], "name a key space with --key-space; known are"),
+        (["--key-space", "4000"], "record-a"),
+    ):
         with pytest.raises(Exception, match=words):
             server.cli("record", str(tmp_path / "x"), *flags)
     with pytest.raises(Exception, match="--block-tokens is 0; it must be positive"):
@@ -104,7 +165,9 @@ def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> 
         while seen + told < sent:
             requests, lost = next(watch)
             seen, told = seen + len(requests), told + lost
-        assert seen + told == sent and told == admin.info()["counters"]["watched_requests_lost_total"]
+        assert (
+            seen + told == sent and told == admin.info()["counters"]["watched_requests_lost_total"]
+        )
 
 
 @given(
@@ -113,8 +176,11 @@ def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> 
     extra_tokens=st.integers(0, 15),
     ages=st.lists(st.floats(-5, 5), min_size=8, max_size=8),
 )
-def test_equal_ids_are_equal_prefixes(prompts: list[list[int]], per_block: int, extra_tokens: int, ages: list[float]) -> None:
-    """Against prompts that are known: two blocks have one id exactly when all hash blocks up to their end are equal."""
+def test_equal_ids_are_equal_prefixes(
+    prompts: list[list[int]], per_block: int, extra_tokens: int, ages: list[float]
+) -> None:
+    """Against prompts that are known: two blocks have one id exactly when all hash blocks up to
+    their end are equal."""
     tracer = Tracer(8, 16, 16 * per_block - extra_tokens, 100.0)
     assert tracer.block_tokens == 16 * per_block
     seen: dict[tuple[int, ...], int] = {}
@@ -122,10 +188,16 @@ def test_equal_ids_are_equal_prefixes(prompts: list[list[int]], per_block: int, 
     for prompt, age in zip(prompts, ages, strict=False):
         chain, packed = b"", b""
         for token in prompt:
-            chain = (int.from_bytes(chain, "big") * 5 + token + 1 & (1 << 64) - 1).to_bytes(8, "big")
+            chain = (int.from_bytes(chain, "big") * 5 + token + 1 & (1 << 64) - 1).to_bytes(
+                8, "big"
+            )
             packed += chain
-        line = json.loads(tracer.line(WatchedRequest(1, packed, 16 * len(prompt), 0, 0, 100.0 + age)))
-        prefixes = [tuple(prompt[: end * per_block]) for end in range(1, len(prompt) // per_block + 1)]
+        line = json.loads(
+            tracer.line(WatchedRequest(1, packed, 16 * len(prompt), 0, 0, 100.0 + age))
+        )
+        prefixes = [
+            tuple(prompt[: end * per_block]) for end in range(1, len(prompt) // per_block + 1)
+        ]
         for prefix in prefixes:
             seen.setdefault(prefix, len(seen))
         assert line["hash_ids"] == [seen[prefix] for prefix in prefixes]

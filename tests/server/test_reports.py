@@ -1,4 +1,5 @@
-"""Reports of scheduled requests, and retention: what they touch, what they keep, what is refused."""
+"""Reports of scheduled requests, and retention: what they touch, what they keep, what is
+refused."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +46,9 @@ def touched(server: Server, engine: GroupsEngine, report: RequestReport) -> set[
     engine.session.report_requests([report])
     engine.session.ping(10)
     with AdminClient(server.target) as admin:
-        idle_s = {key: float(str(b["idle_s"])) for key, b in blocks(admin, engine.key_space.model).items()}
+        idle_s = {
+            key: float(str(b["idle_s"])) for key, b in blocks(admin, engine.key_space.model).items()
+        }
     return {key for key in idle_s if idle_s[key] < idle_s[0, mark[0]]}
 
 
@@ -53,8 +56,14 @@ def test_a_device_hit_touches_the_blocks_it_needed(server: Server, engine: Make)
     one = engine("reports-groups", FULL, WINDOW, WIDE)
     prompt = hashes(8)
     wide = prompt[1::2]
-    one.store(BlockRun(0, prompt, block_ids(8)), BlockRun(1, prompt, block_ids(8)), BlockRun(2, wide, block_ids(4)))
-    expected = {(0, h) for h in prompt[:4]} | {(1, h) for h in prompt[2:4]} | {(2, h) for h in wide[:2]}
+    one.store(
+        BlockRun(0, prompt, block_ids(8)),
+        BlockRun(1, prompt, block_ids(8)),
+        BlockRun(2, wide, block_ids(4)),
+    )
+    expected = (
+        {(0, h) for h in prompt[:4]} | {(1, h) for h in prompt[2:4]} | {(2, h) for h in wide[:2]}
+    )
     assert touched(server, one, RequestReport(prompt, 130, 64, 64, 0.0)) == expected
     assert touched(server, one, RequestReport(prompt, 130, 0, 64, 0.0)) == set()
 
@@ -64,22 +73,35 @@ def test_a_retention_reaches_all_ready_blocks_of_the_prompt(server: Server, engi
     prompt = hashes(6)
     one.store(BlockRun(0, prompt[:5], block_ids(5)), BlockRun(1, prompt[2:4], block_ids(2)))
     report = RequestReport(prompt, 100, 16, 16, 0.5, Retention(ttl_s=60, pin=True))
-    assert touched(server, one, report) == {(0, h) for h in prompt[:5]} | {(1, h) for h in prompt[2:4]}
+    assert touched(server, one, report) == {(0, h) for h in prompt[:5]} | {
+        (1, h) for h in prompt[2:4]
+    }
     with AdminClient(server.target) as admin:
         pins = {key: b["pin_count"] for key, b in blocks(admin, "reports-retention").items()}
-        assert {key for key, count in pins.items() if count} == {(0, h) for h in prompt[:5]} | {(1, h) for h in prompt[2:4]}
+        assert {key for key, count in pins.items() if count} == {(0, h) for h in prompt[:5]} | {
+            (1, h) for h in prompt[2:4]
+        }
         assert admin.info()["counters"]["held_blocks_total"] >= 7
 
 
 def test_stores_and_reservations_carry_their_retention(server: Server, engine: Make) -> None:
     one = engine("reports-store")
     kept, passing, reserved = hashes(3)
-    one.session.store("a", "a", [BlockRun(0, [kept], block_ids(1))], 10, Retention(pin=True, ttl_s=60)).result(10)
-    one.session.store("b", "b", [BlockRun(0, [passing], block_ids(1))], 10, Retention(priority=-8)).result(10)
-    one.session.reserve("c", [BlockRun(0, [reserved])], 60, Retention(pin=True, ttl_s=60)).result(10)
+    one.session.store(
+        "a", "a", [BlockRun(0, [kept], block_ids(1))], 10, Retention(pin=True, ttl_s=60)
+    ).result(10)
+    one.session.store(
+        "b", "b", [BlockRun(0, [passing], block_ids(1))], 10, Retention(priority=-8)
+    ).result(10)
+    one.session.reserve("c", [BlockRun(0, [reserved])], 60, Retention(pin=True, ttl_s=60)).result(
+        10
+    )
     one.session.store("c", "c", [BlockRun(0, [reserved], block_ids(1))], 10).result(10)
     with AdminClient(server.target) as admin:
-        pins = {block_hash: b["pin_count"] for (_, block_hash), b in blocks(admin, "reports-store").items()}
+        pins = {
+            block_hash: b["pin_count"]
+            for (_, block_hash), b in blocks(admin, "reports-store").items()
+        }
     assert pins == {kept: 1, passing: 0, reserved: 1}
 
 
@@ -88,10 +110,17 @@ def test_reports_are_counted(server: Server, engine: Make) -> None:
     names = ("requests", "prompt_tokens", "device_hit_tokens", "hit_tokens")
     with AdminClient(server.target) as admin:
         before = admin.info()["counters"]
-        one.session.report_requests([RequestReport(hashes(2), 40, 16, 32, 0.0), RequestReport([], 5, 0, 0, 1.0)])
+        one.session.report_requests(
+            [RequestReport(hashes(2), 40, 16, 32, 0.0), RequestReport([], 5, 0, 0, 1.0)]
+        )
         one.session.ping(10)
         after = admin.info()["counters"]
-    assert [after[f"reported_{n}_total"] - before[f"reported_{n}_total"] for n in names] == [2, 45, 16, 32]
+    assert [after[f"reported_{n}_total"] - before[f"reported_{n}_total"] for n in names] == [
+        2,
+        45,
+        16,
+        32,
+    ]
 
 
 def test_a_refused_report_is_in_the_servers_log_once(server: Server, engine: Make) -> None:
@@ -99,14 +128,20 @@ def test_a_refused_report_is_in_the_servers_log_once(server: Server, engine: Mak
     for _ in range(3):
         one.session.report_requests([RequestReport([], 5, 4, 3, 0.0)])
     one.session.ping(10)
-    refusals = [line for line in server.log.read_text().splitlines() if "refused without an answer" in line]
+    refusals = [
+        line for line in server.log.read_text().splitlines() if "refused without an answer" in line
+    ]
     assert len(refusals) == 1 and "must rise in this order" in refusals[0]
 
 
 @pytest.mark.parametrize(
     ("fields", "retention", "words"),
     [
-        ({"prompt_token_count": 31}, {}, "requests.hashes has 2 hashes of 16 tokens each; prompt_token_count is 31"),
+        (
+            {"prompt_token_count": 31},
+            {},
+            "requests.hashes has 2 hashes of 16 tokens each; prompt_token_count is 31",
+        ),
         ({"hit_token_count": 50}, {}, "must rise in this order"),
         ({"device_hit_token_count": -16}, {}, "must rise in this order"),
         ({"age_ms": -1}, {}, "requests.age_ms is -1"),
@@ -117,10 +152,14 @@ def test_a_refused_report_is_in_the_servers_log_once(server: Server, engine: Mak
         ({}, {"pin": True}, "retention.pin needs retention.ttl_s"),
     ],
 )
-def test_what_contradicts_itself_is_refused(engine: Make, fields: dict[str, object], retention: dict[str, object], words: str) -> None:
+def test_what_contradicts_itself_is_refused(
+    engine: Make, fields: dict[str, object], retention: dict[str, object], words: str
+) -> None:
     one = engine("reports-refused")
     good = {"hashes": bytes(64), "prompt_token_count": 40}
-    report = session_pb2.RequestReport(**{**good, **fields}, retention=cache_pb2.Retention(**retention))  # type: ignore[arg-type]
+    report = session_pb2.RequestReport(
+        **{**good, **fields}, retention=cache_pb2.Retention(**retention)
+    )  # type: ignore[arg-type]
     request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(requests=[report]))
     with pytest.raises(HotKVError, match=words.replace(".", r"\.")) as caught:
         one.session._call(lambda: request).result(10)

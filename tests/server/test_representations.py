@@ -1,4 +1,5 @@
-"""Representations through a real server: stored with blocks in one engine, loaded with them in another, gone with them."""
+"""Representations through a real server: stored with blocks in one engine, loaded with them in
+another, gone with them."""
 
 import mmap
 import os
@@ -17,7 +18,18 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv_client import BlockResult, BlockRun, EngineMemory, Evicted, GroupHashes, LoadRun, Role, Session, SessionConfig, TransferStatus
+from hotkv_client import (
+    BlockResult,
+    BlockRun,
+    EngineMemory,
+    Evicted,
+    GroupHashes,
+    LoadRun,
+    Role,
+    Session,
+    SessionConfig,
+    TransferStatus,
+)
 from hotkv_client.admin import AdminClient
 from tests.server.support import block_ids, hashes
 
@@ -29,26 +41,49 @@ LAYERS = 3
 
 
 class SparseEngine:
-    """A CPU engine with representations beside its KV, each in memory of its own; its worker session is connected.
+    """A CPU engine with representations beside its KV, each in memory of its own; its worker
+    session is connected.
 
-    `kv` uint8 [layers, blocks, page], `representations` uint8 [layers, blocks, bytes]; both shared with the server. `group`: index of the
-    representations.
+    `kv` uint8 [layers, blocks, page], `representations` uint8 [layers, blocks, bytes]; both shared
+    with the server. `group`: index of the representations.
     """
 
     def __init__(
-        self, target: str, model: str, version: int = 7, *, without_pages: bool = False, on_evicted: Callable[[Evicted], None] | None = None
+        self,
+        target: str,
+        model: str,
+        version: int = 7,
+        *,
+        without_pages: bool = False,
+        on_evicted: Callable[[Evicted], None] | None = None,
     ) -> None:
         sizes = {"kv": PAGE_BYTES, "representations": REPRESENTATION_BYTES}
         self.fds = {name: os.memfd_create(f"hotkv-engine-{name}") for name in sizes}
         arrays = {}
         for name, size in sizes.items():
             os.posix_fallocate(self.fds[name], 0, LAYERS * NUM_BLOCKS * size)
-            arrays[name] = np.frombuffer(mmap.mmap(self.fds[name], LAYERS * NUM_BLOCKS * size), np.uint8)
-        self.kv, self.representations = (arrays[name].reshape(LAYERS, NUM_BLOCKS, -1) for name in sizes)
-        self.key_space = KeySpace(model, model, "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE_BYTES,)),), 16)
+            arrays[name] = np.frombuffer(
+                mmap.mmap(self.fds[name], LAYERS * NUM_BLOCKS * size), np.uint8
+            )
+        self.kv, self.representations = (
+            arrays[name].reshape(LAYERS, NUM_BLOCKS, -1) for name in sizes
+        )
+        self.key_space = KeySpace(
+            model,
+            model,
+            "bfloat16",
+            (GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE_BYTES,)),),
+            16,
+        )
         kind = Representation(0, "rot2u", version, (LAYERS * REPRESENTATION_BYTES,))
         config = SessionConfig(
-            target, os.urandom(8).hex(), Role.WORKER, self.key_space, representations=(kind,), on_evicted=on_evicted, reconnect_max_s=0.5
+            target,
+            os.urandom(8).hex(),
+            Role.WORKER,
+            self.key_space,
+            representations=(kind,),
+            on_evicted=on_evicted,
+            reconnect_max_s=0.5,
         )
         self.group = config.representation_group(kind)
         tensors = tuple(
@@ -57,8 +92,12 @@ class SparseEngine:
             for layer in range(LAYERS)
             if group == 0 or not without_pages
         )
-        handles = tuple(MemoryHandle(name, LAYERS * NUM_BLOCKS * size) for name, size in sizes.items())
-        self.session = Session(config, EngineMemory(Layout(0, NUM_BLOCKS, handles, tensors, "LBHNC"), self.fds))
+        handles = tuple(
+            MemoryHandle(name, LAYERS * NUM_BLOCKS * size) for name, size in sizes.items()
+        )
+        self.session = Session(
+            config, EngineMemory(Layout(0, NUM_BLOCKS, handles, tensors, "LBHNC"), self.fds)
+        )
         self.session.start()
         assert self.session.wait_connected(20), repr(self.session)
 
@@ -73,16 +112,21 @@ class SparseEngine:
         """Stores under a name of its own from the first block ids on; results a run."""
         name = os.urandom(8).hex()
         made = [BlockRun(group, blocks, block_ids(len(blocks))) for group, blocks in runs]
-        return [set(run.tolist()) for run in self.session.store(name, name, made, 20).result(20).results]
+        return [
+            set(run.tolist()) for run in self.session.store(name, name, made, 20).result(20).results
+        ]
 
     def found(self, blocks: list[bytes]) -> tuple[list[bool], list[bool]]:
-        """Which blocks and which representations are found: by a call, by the table, by a lease alike."""
+        """Which blocks and which representations are found: by a call, by the table, by a lease
+        alike."""
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         looked_up = [mask.tolist() for mask in self.session.lookup(lists).result(10)]
         probes = [self.session.probe(group, blocks) for group in (0, self.group)]
         assert [None if probe is None else probe.tolist() for probe in probes] == looked_up
         name = os.urandom(8).hex()
-        assert [mask.tolist() for mask in self.session.acquire(name, lists).result(10).pinned] == looked_up
+        assert [
+            mask.tolist() for mask in self.session.acquire(name, lists).result(10).pinned
+        ] == looked_up
         self.session.release(name)
         return looked_up[0], looked_up[1]
 
@@ -91,7 +135,10 @@ class SparseEngine:
         name = os.urandom(8).hex()
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         assert all(mask.all() for mask in self.session.acquire(name, lists).result(10).pinned)
-        runs = [LoadRun(group, block_ids(len(blocks)), block_ids(len(blocks), first)) for group in (0, self.group)]
+        runs = [
+            LoadRun(group, block_ids(len(blocks)), block_ids(len(blocks), first))
+            for group in (0, self.group)
+        ]
         result = self.session.load(name, name, runs, 20).result(20)
         self.session.release(name)
         return result.status
@@ -136,7 +183,10 @@ def test_versions_never_mix_and_the_last_one_stored_is_kept(sparse: Make) -> Non
     assert old.store((0, blocks), (old.group, blocks)) == [{BlockResult.STORED}] * 2
     assert new.found(blocks) == ([True] * 8, [False] * 8)
     # The new version for some of the blocks: their KV is there already.
-    assert new.store((0, blocks), (new.group, blocks[:3])) == [{BlockResult.PRESENT}, {BlockResult.STORED}]
+    assert new.store((0, blocks), (new.group, blocks[:3])) == [
+        {BlockResult.PRESENT},
+        {BlockResult.STORED},
+    ]
     assert new.found(blocks) == ([True] * 8, [True] * 3 + [False] * 5)
     assert old.found(blocks) == ([True] * 8, [False] * 3 + [True] * 5)
     assert new.load(blocks[:3], 40) is TransferStatus.DONE
@@ -161,12 +211,22 @@ def test_it_goes_with_its_block_and_nobody_is_told_apart(sparse: Make, server: S
     with AdminClient(server.target) as admin:
         before = admin.info()["counters"]["representation_bytes"]
         engine.store((0, blocks), (engine.group, blocks))
-        counters, (row,) = admin.info()["counters"], [k for k in admin.key_spaces() if k["key_space"]["model"] == engine.key_space.model]
+        counters, (row,) = (
+            admin.info()["counters"],
+            [k for k in admin.key_spaces() if k["key_space"]["model"] == engine.key_space.model],
+        )
         assert counters["representation_bytes"] - before == 10 * 4096
-        assert (row["block_count"], row["representation_count"], len(row["representations"])) == (10, 10, 1)
+        assert (row["block_count"], row["representation_count"], len(row["representations"])) == (
+            10,
+            10,
+            1,
+        )
         listed = admin.blocks(row["key_space_id"])["blocks"]
         assert [b["representation_byte_count"] for b in listed] == [4096] * 10
-        assert sum(tier["representation_byte_count"] for tier in admin.tiers()) == counters["representation_bytes"]
+        assert (
+            sum(tier["representation_byte_count"] for tier in admin.tiers())
+            == counters["representation_bytes"]
+        )
         assert admin.evict(row["key_space_id"], 0, b"".join(blocks[:4]))["evicted_block_count"] == 4
         assert engine.found(blocks) == ([False] * 4 + [True] * 6,) * 2
         with pytest.raises(HotKVError) as raised:
@@ -175,7 +235,9 @@ def test_it_goes_with_its_block_and_nobody_is_told_apart(sparse: Make, server: S
         assert engine.session.flush().result(10) == 6
         assert engine.found(blocks) == ([False] * 10,) * 2
         assert admin.info()["counters"]["representation_bytes"] == before
-    assert sorted(h for notice in told for group in notice.groups for h in group.hashes) == sorted(blocks)
+    assert sorted(h for notice in told for group in notice.groups for h in group.hashes) == sorted(
+        blocks
+    )
     assert {group.group_index for notice in told for group in notice.groups} == {0}
 
 
@@ -183,7 +245,11 @@ def test_events_and_explanations_are_of_blocks_alone(sparse: Make, server: Serve
     engine = sparse().fill()
     blocks = hashes(4)
     with AdminClient(server.target) as admin:
-        (number,) = (k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == engine.key_space.model)
+        (number,) = (
+            k["key_space_id"]
+            for k in admin.key_spaces()
+            if k["key_space"]["model"] == engine.key_space.model
+        )
         stream = admin.events(number, seconds=60)
         assert next(stream) == ([], 0)
         engine.store((engine.group, blocks), (0, blocks))
@@ -194,7 +260,10 @@ def test_events_and_explanations_are_of_blocks_alone(sparse: Make, server: Serve
         events: list[dict[str, object]] = []
         while not events or events[-1]["event"] != "cleared":
             events += next(stream)[0]
-        assert [(e["event"], e.get("group_index"), e.get("block_count")) for e in events[:2]] == [("stored", 0, 4), ("removed", 0, 1)]
+        assert [(e["event"], e.get("group_index"), e.get("block_count")) for e in events[:2]] == [
+            ("stored", 0, 4),
+            ("removed", 0, 1),
+        ]
         assert len(events) == 3
 
 
@@ -222,7 +291,9 @@ def test_what_is_not_declared_is_refused(sparse: Make, server: Server) -> None:
         (Representation(0, "rot2u", 1, (1 << 40,)), "representations[0]"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_its_field(sparse: Make, server: Server, kind: Representation, field: str) -> None:
+def test_what_cannot_be_served_is_refused_with_its_field(
+    sparse: Make, server: Server, kind: Representation, field: str
+) -> None:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     config = SessionConfig(
         server.target,
@@ -252,7 +323,8 @@ while True:
     for name, first in ((some[0].hex(), 0), (some[1].hex(), 32)):
         runs = [BlockRun(group, some, block_ids(32)) for group in (0, engine.group)]
         engine.session.store(name, name, runs, 20)
-        engine.session.store(name + "again", name + "again", [BlockRun(engine.group, some, block_ids(32))], 20)
+        run = BlockRun(engine.group, some, block_ids(32))
+        engine.session.store(name + "again", name + "again", [run], 20)
     engine.session.ping(20)
 """
 
@@ -260,7 +332,9 @@ while True:
 def test_an_engine_killed_amid_stores_leaves_pairs_only(own_server: Server) -> None:
     with AdminClient(own_server.target) as admin:
         for _ in range(3):
-            victim = subprocess.Popen([sys.executable, "-c", VICTIM, own_server.target], stdout=subprocess.PIPE, text=True)
+            victim = subprocess.Popen(
+                [sys.executable, "-c", VICTIM, own_server.target], stdout=subprocess.PIPE, text=True
+            )
             assert victim.stdout is not None
             assert victim.stdout.readline() == "ready\n"
             time.sleep(0.3)
@@ -270,7 +344,11 @@ def test_an_engine_killed_amid_stores_leaves_pairs_only(own_server: Server) -> N
             while admin.sessions() and time.monotonic() < deadline_s:
                 time.sleep(0.02)
         counters = admin.info()["counters"]
-        assert (counters["leases"], counters["transfers_in_flight"], counters["arena_pinned_bytes"]) == (0, 0, 0)
+        assert (
+            counters["leases"],
+            counters["transfers_in_flight"],
+            counters["arena_pinned_bytes"],
+        ) == (0, 0, 0)
         blocks = admin.blocks(page_size=10_000)["blocks"]
         assert {b["state"] for b in blocks} == {"ready"}
         with_one = sum(b["representation_byte_count"] > 0 for b in blocks)
@@ -280,6 +358,9 @@ def test_an_engine_killed_amid_stores_leaves_pairs_only(own_server: Server) -> N
     after = SparseEngine(own_server.target, "victim")
     try:
         hash_of = [bytes.fromhex(b["block_hash"]) for b in blocks[:30]]
-        assert after.found(hash_of) == ([True] * len(hash_of), [b["representation_byte_count"] > 0 for b in blocks[:30]])
+        assert after.found(hash_of) == (
+            [True] * len(hash_of),
+            [b["representation_byte_count"] > 0 for b in blocks[:30]],
+        )
     finally:
         after.close()

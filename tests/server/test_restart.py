@@ -1,4 +1,5 @@
-"""A server that comes back: after a clean stop or a kill it serves what was acknowledged, byte for byte, and never anything else."""
+"""A server that comes back: after a clean stop or a kill it serves what was acknowledged, byte for
+byte, and never anything else."""
 
 import json
 import os
@@ -51,7 +52,12 @@ class Place:
     def connect(self, on_evicted: Callable[[Evicted], None] | None = None) -> PagedEngine:
         """An engine with random pages."""
         assert self.server is not None
-        settings = {"layers": LAYERS, "num_blocks": NUM_BLOCKS, "page_bytes": PAGE_BYTES, "on_evicted": on_evicted}
+        settings = {
+            "layers": LAYERS,
+            "num_blocks": NUM_BLOCKS,
+            "page_bytes": PAGE_BYTES,
+            "on_evicted": on_evicted,
+        }
         self.engine = PagedEngine(self.server.target, **settings).connect()  # type: ignore[arg-type]
         self.engine.kv[:] = np.random.default_rng().integers(0, 256, self.engine.kv.shape, np.uint8)
         return self.engine
@@ -75,7 +81,12 @@ def place() -> Iterator[Place]:
 
 def store(engine: PagedEngine, blocks: list[bytes], first: int = 0) -> set[int]:
     name = os.urandom(8).hex()
-    return set(engine.session.store(name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20).result(20).results[0].tolist())
+    return set(
+        engine.session.store(name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20)
+        .result(20)
+        .results[0]
+        .tolist()
+    )
 
 
 def found(engine: PagedEngine, blocks: list[bytes]) -> list[bool]:
@@ -87,7 +98,9 @@ def found(engine: PagedEngine, blocks: list[bytes]) -> list[bool]:
 def load(engine: PagedEngine, blocks: list[bytes], first: int) -> TransferStatus:
     name, ids = os.urandom(8).hex(), block_ids(len(blocks))
     assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(10).pinned[0].all()
-    result = engine.session.load(name, name, [LoadRun(0, ids, ids + np.int32(first))], 20).result(20)
+    result = engine.session.load(name, name, [LoadRun(0, ids, ids + np.int32(first))], 20).result(
+        20
+    )
     engine.session.release(name)
     return result.status
 
@@ -116,13 +129,17 @@ def test_what_was_stored_is_served_again(place: Place, how: signal.Signals) -> N
     assert store(engine, blocks[:10], 100) == {BlockResult.PRESENT}
     assert load(engine, blocks, 60) is TransferStatus.DONE
     assert np.array_equal(engine.kv[:, :50], engine.kv[:, 60:110])
-    assert (place.counter("restored_blocks_total"), place.counter("condemned_blocks_total")) == (50, 0)
+    assert (place.counter("restored_blocks_total"), place.counter("condemned_blocks_total")) == (
+        50,
+        0,
+    )
     more = hashes(NUM_BLOCKS)
     assert store(engine, more) == {BlockResult.STORED}
 
 
 def test_kills_in_the_middle_of_stores_lose_nothing_acknowledged(place: Place) -> None:
-    """Every block that is found after a kill holds what was stored under its name; what was acknowledged and not evicted is found."""
+    """Every block that is found after a kill holds what was stored under its name; what was
+    acknowledged and not evicted is found."""
     place.start()
     engine = place.connect()
     contents: dict[bytes, bytes] = {}
@@ -134,7 +151,14 @@ def test_kills_in_the_middle_of_stores_lose_nothing_acknowledged(place: Place) -
             for at, block in enumerate(blocks):
                 contents[block] = engine.kv[:, first + at].tobytes()
             name = os.urandom(8).hex()
-            futures.append((blocks, engine.session.store(name, name, [BlockRun(0, blocks, block_ids(20, first))], 20)))
+            futures.append(
+                (
+                    blocks,
+                    engine.session.store(
+                        name, name, [BlockRun(0, blocks, block_ids(20, first))], 20
+                    ),
+                )
+            )
         time.sleep(np.random.default_rng().uniform(0.0, 0.01))
         place.stop()
         for blocks, future in futures:
@@ -144,7 +168,9 @@ def test_kills_in_the_middle_of_stores_lose_nothing_acknowledged(place: Place) -
         names = list(contents)
         mask = found(engine, names)
         there = [block for block, is_there in zip(names, mask, strict=True) if is_there]
-        assert not acknowledged - set(there), "an acknowledged block is gone though nothing was evicted"
+        assert not acknowledged - set(there), (
+            "an acknowledged block is gone though nothing was evicted"
+        )
         for start in range(0, len(there), 20):
             part = there[start : start + 20]
             assert load(engine, part, 104) is TransferStatus.DONE
@@ -174,7 +200,10 @@ def test_bytes_that_changed_are_found_at_start(place: Place) -> None:
     spoil(place, engine.kv[0, 7])
     place.start("--integrity.check", "full")
     assert found(engine, blocks) == [at != 7 for at in range(30)]
-    assert (place.counter("condemned_blocks_total"), place.counter("restored_blocks_total")) == (1, 30)
+    assert (place.counter("condemned_blocks_total"), place.counter("restored_blocks_total")) == (
+        1,
+        30,
+    )
 
 
 def test_bytes_that_changed_are_found_at_the_first_load(place: Place) -> None:
@@ -214,7 +243,10 @@ def test_what_was_condemned_is_not_loaded_under_a_lease_from_before(place: Place
     assert engine.session.acquire("held", [GroupHashes(0, blocks)]).result(10).pinned[0].all()
     spoil(place, engine.kv[0, 7])
     wait_until(lambda: bool(evicted))
-    for name, ids, status in (("all", np.arange(30), TransferStatus.FAILED), ("others", np.arange(8, 30), TransferStatus.DONE)):
+    for name, ids, status in (
+        ("all", np.arange(30), TransferStatus.FAILED),
+        ("others", np.arange(8, 30), TransferStatus.DONE),
+    ):
         run = LoadRun(0, ids.astype(np.int32), ids.astype(np.int32) + 60)
         assert engine.session.load(name, "held", [run], 20).result(20).status is status
     engine.session.release("held")
@@ -230,7 +262,9 @@ def test_without_check_values_everything_is_trusted(place: Place) -> None:
     assert all(found(engine, blocks))
     place.stop()
     place.start()
-    assert not any(found(engine, blocks)), "blocks without a check value can't be compared, so they are not served"
+    assert not any(found(engine, blocks)), (
+        "blocks without a check value can't be compared, so they are not served"
+    )
 
 
 @pytest.mark.parametrize("change", ["arena", "slab", "state", "format", "table", "no state"])
@@ -275,14 +309,34 @@ def test_nothing_is_left_where_that_is_asked_for(place: Place) -> None:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_one_arena_has_one_server(place: Place, *, hangs: bool) -> None:
-    """Also where the runtime directories differ, and while the one that has it hangs; the refusal names the pid."""
+    """Also where the runtime directories differ, and while the one that has it hangs; the refusal
+    names the pid."""
     server = place.start()
     if hangs:
         os.kill(server.pid, signal.SIGSTOP)
-    command = [sys.executable, "-m", "hotkv_server.cli", "run", "--runtime-dir", str(place.folder / "other")]
-    command += ["--arena.dir", str(place.folder / "arena"), "--arena.bytes", "16MiB", "--http.port", "-1", *FLAGS]
+    command = [
+        sys.executable,
+        "-m",
+        "hotkv_server.cli",
+        "run",
+        "--runtime-dir",
+        str(place.folder / "other"),
+    ]
+    command += [
+        "--arena.dir",
+        str(place.folder / "arena"),
+        "--arena.bytes",
+        "16MiB",
+        "--http.port",
+        "-1",
+        *FLAGS,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1 and f"arena.dir: {place.folder / 'arena'} is in use by hotkv-server with pid {server.pid}" in done.stderr
+    assert (
+        done.returncode == 1
+        and f"arena.dir: {place.folder / 'arena'} is in use by hotkv-server with pid {server.pid}"
+        in done.stderr
+    )
     if hangs:
         place.stop()
         place.start()

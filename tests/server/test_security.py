@@ -1,4 +1,5 @@
-"""Who may do what, on a real server with tenants, TLS and admins: what is refused is refused with a canonical code, and logged."""
+"""Who may do what, on a real server with tenants, TLS and admins: what is refused is refused with a
+canonical code, and logged."""
 
 import json
 import os
@@ -17,7 +18,16 @@ import pytest
 from demo.processes import ROOT, ChildError, Server, runtime_folder
 from hotkv.errors import HotKVError, Reason
 from hotkv.results import TransferStatus
-from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, events_pb2, events_pb2_grpc, session_pb2, session_pb2_grpc
+from hotkv.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    events_pb2,
+    events_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+)
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, Session, SessionConfig, _wire, cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
@@ -27,7 +37,19 @@ from hotkv_server.core.catalog import MAX_KEY_SPACES_OF_TENANT
 from hotkv_server.security.tickets import TTL_S
 from tests.server import guarded as support
 from tests.server.certificates import Authority
-from tests.server.guarded import ADMIN_TOKEN, MINE, OTHER_GID, OTHER_UID, STRANGER_UID, TOKEN, Guarded, Make, refused, store, why_absent
+from tests.server.guarded import (
+    ADMIN_TOKEN,
+    MINE,
+    OTHER_GID,
+    OTHER_UID,
+    STRANGER_UID,
+    TOKEN,
+    Guarded,
+    Make,
+    refused,
+    store,
+    why_absent,
+)
 
 guarded, engine = support.guarded, support.engine
 
@@ -45,7 +67,15 @@ def test_a_user_acts_for_its_own_tenants_only(guarded: Guarded, engine: Make) ->
 @pytest.mark.skipif(MINE != 0, reason="only root may become another user")
 def test_other_users(guarded: Guarded) -> None:
     def act(uid: int, groups: str, tenant: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "tests.server.other_user", str(uid), groups, guarded.target, tenant]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.server.other_user",
+            str(uid),
+            groups,
+            guarded.target,
+            tenant,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout)
@@ -58,7 +88,10 @@ def test_other_users(guarded: Guarded) -> None:
     assert act(OTHER_UID, "", "by_group")["why"].startswith("NOT_ALLOWED")
     assert act(OTHER_UID, "", "alpha")["why"].startswith("NOT_ALLOWED")
     stranger = act(STRANGER_UID, "", "alpha")["why"]
-    assert stranger.startswith("UNAUTHENTICATED") and f"user id {STRANGER_UID} may not link" in stranger
+    assert (
+        stranger.startswith("UNAUTHENTICATED")
+        and f"user id {STRANGER_UID} may not link" in stranger
+    )
     assert guarded.logged("refused descriptor socket", f"uid={STRANGER_UID}")
     assert guarded.logged("session admitted", "tenant='beta'", f"uid={OTHER_UID}")
 
@@ -74,21 +107,28 @@ def test_a_ticket_is_good_once_and_not_for_long(guarded: Guarded) -> None:
     old = fetch_ticket(path, 5)
     first = fetch_ticket(path, 5)
     assert why_absent(guarded.target, "beta", ticket=first).startswith("NOT_ALLOWED")
-    assert why_absent(guarded.target, "alpha", ticket=first).startswith("UNAUTHENTICATED"), "it was used"
+    assert why_absent(guarded.target, "alpha", ticket=first).startswith("UNAUTHENTICATED"), (
+        "it was used"
+    )
     time.sleep(TTL_S)
-    assert why_absent(guarded.target, "alpha", ticket=old).startswith("UNAUTHENTICATED"), "it is too old"
+    assert why_absent(guarded.target, "alpha", ticket=old).startswith("UNAUTHENTICATED"), (
+        "it is too old"
+    )
 
 
 def test_a_tenant_has_so_many_sessions(guarded: Guarded, engine: Make) -> None:
     engine("tiny")
-    assert why_absent(guarded.target, "tiny").startswith("OVERLOADED: 1 sessions of this tenant are open")
+    assert why_absent(guarded.target, "tiny").startswith(
+        "OVERLOADED: 1 sessions of this tenant are open"
+    )
 
 
 # Nobody sees another tenant's
 
 
 def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
-    """Neither by calls nor by names of leases, transfers, sequences and key spaces; what exists is refused as what does not."""
+    """Neither by calls nor by names of leases, transfers, sequences and key spaces; what exists is
+    refused as what does not."""
     one, other = engine("alpha", engine_id="shared-name"), engine("blind", engine_id="shared-name")
     blocks = store(one)
     one.session.acquire("lease", [GroupHashes(0, blocks)], 60).result(5)
@@ -101,7 +141,9 @@ def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
     assert theirs[1].replace("lease'", "…") == unknown[1].replace("never'", "…")
     assert guarded.logged("refused", "engine=blind/shared-name", "FOREIGN_LEASE")
     assert not other.session._call(lambda: _wire.release("lease")).result(5)
-    assert one.session.load("t", "lease", [LoadRun(0, at, at)], 5).result(5).num_bytes, "it still has its lease"
+    assert one.session.load("t", "lease", [LoadRun(0, at, at)], 5).result(5).num_bytes, (
+        "it still has its lease"
+    )
     assert not other.session._call(lambda: _wire.cancel("t")).result(5)
 
     mine, its = (e.session._connection for e in (one, other))
@@ -111,13 +153,33 @@ def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
     with grpc.insecure_channel(guarded.target) as channel:
         lookup = cache_pb2_grpc.CacheServiceStub(channel).Lookup
         groups = [cache_pb2.GroupHashes(hashes=b"".join(blocks))]
-        there = refused(lambda: lookup(cache_pb2.LookupRequest(session_id=its.session_id, key_space_id=space, groups=groups)))
-        nowhere = refused(lambda: lookup(cache_pb2.LookupRequest(session_id=its.session_id, key_space_id=3333, groups=groups)))
+        there = refused(
+            lambda: lookup(
+                cache_pb2.LookupRequest(
+                    session_id=its.session_id, key_space_id=space, groups=groups
+                )
+            )
+        )
+        nowhere = refused(
+            lambda: lookup(
+                cache_pb2.LookupRequest(session_id=its.session_id, key_space_id=3333, groups=groups)
+            )
+        )
         assert there[0] is nowhere[0] is Reason.UNKNOWN_KEY_SPACE
         assert there[1].replace(str(space), "…") == nowhere[1].replace("3333", "…")
-        assert refused(lambda: lookup(cache_pb2.LookupRequest(key_space_id=space, groups=groups)))[0] is Reason.UNAUTHENTICATED
-        assert refused(lambda: lookup(cache_pb2.LookupRequest(session_id="guess", groups=groups)))[0] is Reason.UNKNOWN_SESSION
-        assert all(lookup(cache_pb2.LookupRequest(session_id=mine.session_id, groups=groups)).groups[0].flags)
+        assert (
+            refused(lambda: lookup(cache_pb2.LookupRequest(key_space_id=space, groups=groups)))[0]
+            is Reason.UNAUTHENTICATED
+        )
+        assert (
+            refused(lambda: lookup(cache_pb2.LookupRequest(session_id="guess", groups=groups)))[0]
+            is Reason.UNKNOWN_SESSION
+        )
+        assert all(
+            lookup(cache_pb2.LookupRequest(session_id=mine.session_id, groups=groups))
+            .groups[0]
+            .flags
+        )
     assert guarded.logged("refused", "UNKNOWN_KEY_SPACE")
     assert guarded.logged("refused", "UNKNOWN_SESSION")
     one.session.release("lease")
@@ -129,7 +191,11 @@ def test_eviction_notices_go_to_the_tenant_alone(guarded: Guarded, engine: Make)
     blocks = store(one)
     store(other)
     with AdminClient(guarded.target) as admin:
-        space = next(k["key_space_id"] for k in admin.key_spaces() if k["fingerprint"] == one.key_space.fingerprint.hex())
+        space = next(
+            k["key_space_id"]
+            for k in admin.key_spaces()
+            if k["fingerprint"] == one.key_space.fingerprint.hex()
+        )
         admin.evict(space, hashes=b"".join(blocks))
     other.session.ping(5)
     one.session.ping(5)
@@ -140,7 +206,9 @@ def test_no_tenant_is_told_where_blocks_lie(guarded: Guarded, engine: Make) -> N
     one = engine("alpha")
     blocks = store(one)
     assert one.session.arena() is None
-    reason, message = refused(lambda: one.session.acquire("l", [GroupHashes(0, blocks)], wants_offsets=True).result(5))
+    reason, message = refused(
+        lambda: one.session.acquire("l", [GroupHashes(0, blocks)], wants_offsets=True).result(5)
+    )
     assert (reason, "wants_offsets" in message) == (Reason.NOT_ALLOWED, True)
 
 
@@ -152,14 +220,18 @@ def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engi
     own = store(other)
     assert other.session.lookup([GroupHashes(0, own)]).result(5)[0].all(), "it looks up by calls"
     for session, sizes in ((one, (0, 1)), (other, (0, 0))):
-        bare = Session(SessionConfig(guarded.target, "bare", Role.TOOL, session.key_space, use_table=False))
+        bare = Session(
+            SessionConfig(guarded.target, "bare", Role.TOOL, session.key_space, use_table=False)
+        )
         bare.start()
         assert bare.wait_connected(10) and bare._connection is not None
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
             peer.connect(str(descriptor_socket(guarded.target)))
             peer.send(_wire.link_request(bare._connection.session_id, []))
             answer, fds, _, _ = socket.recv_fds(peer, 65536, 4)
-            assert tuple(map(bool, _wire.link_sizes(answer))) == tuple(map(bool, sizes)) and len(fds) == sum(sizes)
+            assert tuple(map(bool, _wire.link_sizes(answer))) == tuple(map(bool, sizes)) and len(
+                fds
+            ) == sum(sizes)
             for fd in fds:
                 with pytest.raises(OSError):
                     os.write(fd, b"x")
@@ -174,23 +246,37 @@ def test_a_link_needs_the_same_proof(guarded: Guarded, engine: Make) -> None:
     assert one.session._connection is not None
     code = (
         "import os, socket, sys; os.setgroups([]); os.setgid(4242); os.setuid(4242)\n"
-        "peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); peer.connect(sys.argv[1]); peer.send(bytes.fromhex(sys.argv[2]))\n"
+        "peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); peer.connect(sys.argv[1]); "
+        "peer.send(bytes.fromhex(sys.argv[2]))\n"
         "answer, fds, _, _ = socket.recv_fds(peer, 65536, 4); print(answer.hex(), len(fds))"
     )
     packet = _wire.link_request(one.session._connection.session_id, []).hex()
     command = [sys.executable, "-c", code, str(descriptor_socket(guarded.target)), packet]
-    answer, num_fds = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert session_pb2.LinkResponse.FromString(bytes.fromhex(answer)).error.reason == Reason.NOT_ALLOWED and num_fds == "0"
+    answer, num_fds = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert (
+        session_pb2.LinkResponse.FromString(bytes.fromhex(answer)).error.reason
+        == Reason.NOT_ALLOWED
+        and num_fds == "0"
+    )
     assert guarded.logged("refused descriptor socket", f"uid={OTHER_UID}", "NOT_ALLOWED")
 
 
 def test_memory_that_is_none_is_refused(guarded: Guarded, engine: Make, tmp_path: Path) -> None:
-    bare = Session(SessionConfig(guarded.target, "bare", Role.TOOL, engine("alpha").key_space, use_table=False))
+    bare = Session(
+        SessionConfig(guarded.target, "bare", Role.TOOL, engine("alpha").key_space, use_table=False)
+    )
     bare.start()
     assert bare.wait_connected(10) and bare._connection is not None
     pipe, (one, other) = os.pipe(), socket.socketpair()
     short = os.memfd_create("short")
-    cases = [(pipe[0], "no file"), (one.fileno(), "no file"), (os.open("/dev/zero", os.O_RDWR), "no file"), (short, "fence")]
+    cases = [
+        (pipe[0], "no file"),
+        (one.fileno(), "no file"),
+        (os.open("/dev/zero", os.O_RDWR), "no file"),
+        (short, "fence"),
+    ]
     cases.append((os.open("/usr/bin/env", os.O_RDONLY), "on a disk"))
     for fd, words in cases:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
@@ -199,7 +285,9 @@ def test_memory_that_is_none_is_refused(guarded: Guarded, engine: Make, tmp_path
             socket.send_fds(peer, [_wire.link_request(bare._connection.session_id, [name])], [fd])
             answer, fds, _, _ = socket.recv_fds(peer, 65536, 4)
         error = session_pb2.LinkResponse.FromString(answer).error
-        assert (error.reason, words in error.message, fds) == (Reason.INVALID_LAYOUT, True, []), error
+        assert (error.reason, words in error.message, fds) == (Reason.INVALID_LAYOUT, True, []), (
+            error
+        )
     for fd in (*pipe, short, cases[2][0], cases[4][0]):
         os.close(fd)
     one.close()
@@ -216,16 +304,35 @@ def test_the_admin_api_is_on_its_own_socket(guarded: Guarded) -> None:
     assert Path(guarded.target.removeprefix("unix:")).stat().st_mode & 0o777 == 0o666
     with grpc.insecure_channel(guarded.target) as channel:
         for call in (
-            lambda: admin_pb2_grpc.AdminServiceStub(channel).ListBlocks(admin_pb2.ListBlocksRequest(), timeout=5),
-            lambda: admin_pb2_grpc.AdminServiceStub(channel).Explain(admin_pb2.ExplainRequest(hashes=bytes(32)), timeout=5),
-            lambda: next(admin_pb2_grpc.AdminServiceStub(channel).WatchRequests(admin_pb2.WatchRequestsRequest(), timeout=5)),
-            lambda: next(events_pb2_grpc.EventServiceStub(channel).Subscribe(events_pb2.SubscribeRequest(), timeout=5)),
+            lambda: admin_pb2_grpc.AdminServiceStub(channel).ListBlocks(
+                admin_pb2.ListBlocksRequest(), timeout=5
+            ),
+            lambda: admin_pb2_grpc.AdminServiceStub(channel).Explain(
+                admin_pb2.ExplainRequest(hashes=bytes(32)), timeout=5
+            ),
+            lambda: next(
+                admin_pb2_grpc.AdminServiceStub(channel).WatchRequests(
+                    admin_pb2.WatchRequestsRequest(), timeout=5
+                )
+            ),
+            lambda: next(
+                events_pb2_grpc.EventServiceStub(channel).Subscribe(
+                    events_pb2.SubscribeRequest(), timeout=5
+                )
+            ),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 call()
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    with grpc.insecure_channel(admin_target(guarded.target)) as channel, pytest.raises(grpc.RpcError) as caught:
-        list(session_pb2_grpc.SessionServiceStub(channel).Connect(iter([session_pb2.ConnectRequest()]), timeout=5))
+    with (
+        grpc.insecure_channel(admin_target(guarded.target)) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        list(
+            session_pb2_grpc.SessionServiceStub(channel).Connect(
+                iter([session_pb2.ConnectRequest()]), timeout=5
+            )
+        )
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert guarded.server.cli("status")
 
@@ -236,14 +343,32 @@ def test_admins_over_tcp_prove_it(guarded: Guarded, capsys: pytest.CaptureFixtur
             assert admin.info()["state"] == "ready"
             next(admin.events(seconds=5))
             next(admin.watch_requests(seconds=5))
-    for proof in (guarded.credentials("nobody"), guarded.credentials("beta"), guarded.credentials("nobody", TOKEN)):
+    for proof in (
+        guarded.credentials("nobody"),
+        guarded.credentials("beta"),
+        guarded.credentials("nobody", TOKEN),
+    ):
         with AdminClient(guarded.tcp, credentials=proof) as admin:
             assert refused(admin.info)[0] is Reason.NOT_ALLOWED
-            assert refused(lambda admin=admin: next(admin.events(seconds=5)))[0] is Reason.NOT_ALLOWED
-            assert refused(lambda admin=admin: next(admin.watch_requests(seconds=5)))[0] is Reason.NOT_ALLOWED
+            assert (
+                refused(lambda admin=admin: next(admin.events(seconds=5)))[0] is Reason.NOT_ALLOWED
+            )
+            assert (
+                refused(lambda admin=admin: next(admin.watch_requests(seconds=5)))[0]
+                is Reason.NOT_ALLOWED
+            )
     assert guarded.logged("refused", "NOT_ALLOWED: this token or certificate is no admin's")
     proof = guarded.credentials("operator")
-    flags = ["--target", guarded.tcp, "--tls-ca", proof.tls_ca, "--tls-certificate", proof.tls_certificate, "--tls-key", proof.tls_key]
+    flags = [
+        "--target",
+        guarded.tcp,
+        "--tls-ca",
+        proof.tls_ca,
+        "--tls-certificate",
+        proof.tls_certificate,
+        "--tls-key",
+        proof.tls_key,
+    ]
     assert cli.main(["status", *flags]) == 0
     assert "hotkv-server" in capsys.readouterr().out
     assert cli.main(["status", *flags[:-1], "/nowhere"]) == 1
@@ -253,7 +378,9 @@ def test_admins_over_tcp_prove_it(guarded: Guarded, capsys: pytest.CaptureFixtur
 # Floods
 
 
-def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(guarded: Guarded, engine: Make) -> None:
+def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(
+    guarded: Guarded, engine: Make
+) -> None:
     one = engine("alpha")
     bomb = session_pb2.ConnectRequest()
     bomb.lookup.groups.extend([cache_pb2.GroupHashes()] * 40_000)
@@ -263,14 +390,20 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(guarded: Gua
         assert refused(lambda: lookup(bomb.lookup))[0] is Reason.TOO_LARGE
     del bomb.lookup.groups[2000:]
     assert refused(lambda: one.session._call(lambda: bomb).result(5))[0] is Reason.TOO_LARGE
-    assert refused(lambda: one.session.lookup([GroupHashes(0, [bytes(32)] * ((1 << 17) + 1))]).result(10))[0] is Reason.TOO_LARGE
+    assert (
+        refused(
+            lambda: one.session.lookup([GroupHashes(0, [bytes(32)] * ((1 << 17) + 1))]).result(10)
+        )[0]
+        is Reason.TOO_LARGE
+    )
     with AdminClient(guarded.target) as admin:
         assert admin.info()["counters"]["refused_total"] > 0
     store(one)
 
 
 def test_a_tenant_has_so_many_key_spaces(guarded: Guarded, engine: Make) -> None:
-    """Those that it has left without a block are forgotten for new ones, and what it has stored or is using is not."""
+    """Those that it has left without a block are forgotten for new ones, and what it has stored or
+    is using is not."""
     used, left = engine("hoarder", model="used"), engine("hoarder", model="left")
     in_use, in_left = store(used), store(left)
     left.session.close()
@@ -279,11 +412,16 @@ def test_a_tenant_has_so_many_key_spaces(guarded: Guarded, engine: Make) -> None
         path = descriptor_socket(guarded.target)
         assert path is not None
         for number in range(MAX_KEY_SPACES_OF_TENANT + 1):
-            request.open_session.key_space.model, request.open_session.ticket = f"model {number}", fetch_ticket(path, 5)
+            request.open_session.key_space.model, request.open_session.ticket = (
+                f"model {number}",
+                fetch_ticket(path, 5),
+            )
             call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter([request]))
             assert next(call).session_opened.session_id
             assert not list(call)
-        mine = [known for known in admin.key_spaces() if known["key_space"].get("tenant") == "hoarder"]
+        mine = [
+            known for known in admin.key_spaces() if known["key_space"].get("tenant") == "hoarder"
+        ]
     assert 2 < len(mine) <= MAX_KEY_SPACES_OF_TENANT
     left = engine("hoarder", model="left")
     for one, blocks in ((used, in_use), (left, in_left)):
@@ -291,12 +429,17 @@ def test_a_tenant_has_so_many_key_spaces(guarded: Guarded, engine: Make) -> None
 
 
 def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Make) -> None:
-    """A flood of stores is shed with a canonical code; the session goes on, and so does its neighbour."""
+    """A flood of stores is shed with a canonical code; the session goes on, and so does its
+    neighbour."""
     one, neighbour = engine("alpha", num_blocks=512, page_bytes=65536), engine("blind")
     blocks = [os.urandom(32) for _ in range(400)]
     futures = []
     for i in range(3000):
-        futures.append(one.session.store(f"f{i}", f"f{i}", [BlockRun(0, blocks, np.arange(400, dtype=np.int32))], 60))
+        futures.append(
+            one.session.store(
+                f"f{i}", f"f{i}", [BlockRun(0, blocks, np.arange(400, dtype=np.int32))], 60
+            )
+        )
     neighbour.session.ping(20)
     reasons = {getattr(future.exception(60), "reason", None) for future in futures}
     assert reasons <= {None, Reason.OVERLOADED}
@@ -308,14 +451,17 @@ def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Mak
 
 
 def test_a_client_that_cuts_its_memory_short_ends_no_server(guarded: Guarded, engine: Make) -> None:
-    """In the middle of copies, at any moment: its transfers fail, nothing of them is kept, and everybody else goes on."""
+    """In the middle of copies, at any moment: its transfers fail, nothing of them is kept, and
+    everybody else goes on."""
     neighbour = engine("blind")
     random = np.random.default_rng(4)
     outcomes = set()
     for i in range(16):
         one = engine("alpha", num_blocks=32, page_bytes=1 << 18, layers=4)
         blocks = [os.urandom(32) for _ in range(32)]
-        future = one.session.store(f"cut{i}", f"cut{i}", [BlockRun(0, blocks, np.arange(32, dtype=np.int32))], 20)
+        future = one.session.store(
+            f"cut{i}", f"cut{i}", [BlockRun(0, blocks, np.arange(32, dtype=np.int32))], 20
+        )
         time.sleep(random.uniform(0, 0.006))
         os.ftruncate(one.fd, 0)
         error = future.exception(20)
@@ -339,7 +485,9 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
                     os.kill(server.pid, signal.SIGBUS)
                 else:
                     os.truncate(folder / "arena" / "arena", 0)
-                    one.session.store("s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))], 5)
+                    one.session.store(
+                        "s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))], 5
+                    )
                 assert server._child.process.wait(20) == -signal.SIGBUS
                 one.close()
 
@@ -378,6 +526,13 @@ def test_a_server_refuses_to_start_where_others_could_interfere() -> None:
         ca = Authority(folder, "ca")
         certificate, key = ca.issue("server")
         key.chmod(0o644)
-        tls = ["--security.tls.certificate", str(certificate), "--security.tls.key", str(key), "--security.tls.client-ca", str(ca.path)]
+        tls = [
+            "--security.tls.certificate",
+            str(certificate),
+            "--security.tls.key",
+            str(key),
+            "--security.tls.client-ca",
+            str(ca.path),
+        ]
         assert f"chmod o-rwx {key}" in start(folder, "--tcp-address", "localhost:0", *tls)
         assert not (folder / "elsewhere").exists()

@@ -1,4 +1,5 @@
-"""What people and machines use to look after a server: health, reflection, channelz, HTTP, systemd, the command line."""
+"""What people and machines use to look after a server: health, reflection, channelz, HTTP, systemd,
+the command line."""
 
 import json
 import mmap
@@ -29,18 +30,45 @@ Make = Callable[..., PagedEngine]
 def test_health_reflection_and_channelz(server: Server) -> None:
     with grpc.insecure_channel(server.target) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for name in ("", "hotkv.v1.CacheService", "hotkv.v1.SessionService", "hotkv.v1.EventService", "hotkv.v1.AdminService"):
-            assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == health_pb2.HealthCheckResponse.SERVING
+        for name in (
+            "",
+            "hotkv.v1.CacheService",
+            "hotkv.v1.SessionService",
+            "hotkv.v1.EventService",
+            "hotkv.v1.AdminService",
+        ):
+            assert (
+                health.Check(health_pb2.HealthCheckRequest(service=name)).status
+                == health_pb2.HealthCheckResponse.SERVING
+            )
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        answer = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request])))
+        answer = next(
+            reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+        )
         names = {service.name for service in answer.list_services_response.service}
-        assert {"hotkv.v1.CacheService", "hotkv.v1.SessionService", "hotkv.v1.SparseService", "grpc.health.v1.Health"} <= names
-        assert not {"hotkv.v1.AdminService", "hotkv.v1.EventService", "grpc.channelz.v1.Channelz"} & names
-        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="hotkv.v1.CacheService")
-        answer = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request])))
+        assert {
+            "hotkv.v1.CacheService",
+            "hotkv.v1.SessionService",
+            "hotkv.v1.SparseService",
+            "grpc.health.v1.Health",
+        } <= names
+        assert (
+            not {"hotkv.v1.AdminService", "hotkv.v1.EventService", "grpc.channelz.v1.Channelz"}
+            & names
+        )
+        request = reflection_pb2.ServerReflectionRequest(
+            file_containing_symbol="hotkv.v1.CacheService"
+        )
+        answer = next(
+            reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+        )
         assert answer.file_descriptor_response.file_descriptor_proto
     with grpc.insecure_channel(admin_target(server.target)) as channel:
-        assert channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest(start_server_id=0)).server
+        assert (
+            channelz_pb2_grpc.ChannelzStub(channel)
+            .GetServers(channelz_pb2.GetServersRequest(start_server_id=0))
+            .server
+        )
 
 
 def http_port(server: Server) -> int:
@@ -56,12 +84,32 @@ def test_http(server: Server) -> None:
             assert answer.read() == b"ok\n"
     with urllib.request.urlopen(base + "/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    names = ["stored_blocks_total", "evicted_blocks_total", "flushed_blocks_total", "arena_used_bytes", "sessions"]
-    names += ["held_bytes", "held_budget_bytes", "held_blocks_total", "reported_requests_total", "reported_hit_tokens_total"]
-    names += ["events_published_total", "events_lost_total", "events_queued_bytes", "event_readers", "request_watchers"]
+    names = [
+        "stored_blocks_total",
+        "evicted_blocks_total",
+        "flushed_blocks_total",
+        "arena_used_bytes",
+        "sessions",
+    ]
+    names += [
+        "held_bytes",
+        "held_budget_bytes",
+        "held_blocks_total",
+        "reported_requests_total",
+        "reported_hit_tokens_total",
+    ]
+    names += [
+        "events_published_total",
+        "events_lost_total",
+        "events_queued_bytes",
+        "event_readers",
+        "request_watchers",
+    ]
     for name in ("process_open_fds", *(f"hotkv_{name}" for name in names)):
         assert re.search(rf"^{name} [0-9.e+]+$", text, re.MULTILINE), name
-    assert re.search(r'^hotkv_refused_by_reason_total{reason="overloaded"} [0-9.e+]+$', text, re.MULTILINE)
+    assert re.search(
+        r'^hotkv_refused_by_reason_total{reason="overloaded"} [0-9.e+]+$', text, re.MULTILINE
+    )
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(base + "/../etc/passwd", timeout=10)
 
@@ -70,14 +118,28 @@ def test_the_command_line(server: Server, engine: Make) -> None:
     one = engine(engine_id="cli-engine", model="cli-model")
     tokens = list(range(16 * 3 + 5))
     hashes = prompt_hashes(one.key_space, tokens)
-    one.session.store("s", "s", [BlockRun(0, hashes[:2], np.arange(2, dtype=np.int32))], 10).result(10)
+    one.session.store("s", "s", [BlockRun(0, hashes[:2], np.arange(2, dtype=np.int32))], 10).result(
+        10
+    )
     assert "cli-model" in server.cli("status")
     assert "cli-engine" in server.cli("sessions")
     assert hashes[0].hex()[:16] in server.cli("blocks", "--limit", "1000")
-    for command in (["status"], ["sessions"], ["blocks"], ["explain", hashes[0].hex()], ["evict", "--key-space", "1", hashes[0].hex()]):
+    for command in (
+        ["status"],
+        ["sessions"],
+        ["blocks"],
+        ["explain", hashes[0].hex()],
+        ["evict", "--key-space", "1", hashes[0].hex()],
+    ):
         assert json.loads(server.cli(*command, "--json"))
-    one.session.store("again", "again", [BlockRun(0, hashes[:2], np.arange(2, dtype=np.int32))], 10).result(10)
-    space = next(k["key_space_id"] for k in server.status()["key_spaces"] if k["key_space"]["model"] == "cli-model")
+    one.session.store(
+        "again", "again", [BlockRun(0, hashes[:2], np.arange(2, dtype=np.int32))], 10
+    ).result(10)
+    space = next(
+        k["key_space_id"]
+        for k in server.status()["key_spaces"]
+        if k["key_space"]["model"] == "cli-model"
+    )
     by_tokens = server.cli("explain", "--key-space", str(space), *map(str, tokens))
     assert f"key space {space}: 32 of 48 tokens hit" in by_tokens
     assert "never stored" in by_tokens
@@ -88,7 +150,9 @@ def test_the_command_line(server: Server, engine: Make) -> None:
 def prompt_hashes(key_space: KeySpace, tokens: list[int]) -> list[bytes]:
     from hotkv.keys import token_block_hashes
 
-    return token_block_hashes(tokens, key_space.hash_block_tokens, key_space.hash_algorithm, key_space.hash_seed)
+    return token_block_hashes(
+        tokens, key_space.hash_block_tokens, key_space.hash_algorithm, key_space.hash_seed
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +166,11 @@ def prompt_hashes(key_space: KeySpace, tokens: list[int]) -> list[bytes]:
     ],
 )
 def test_the_command_line_says_what_is_wrong(
-    server: Server, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, words: str
+    server: Server,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    words: str,
 ) -> None:
     assert cli.main([*arguments, "--target", server.target]) == status
     assert words in capsys.readouterr().err
@@ -116,7 +184,12 @@ def test_no_server_is_said_plainly(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_the_client_is_light() -> None:
     heavy = {"torch", "numba", "pydantic", "vllm", "llvmlite", "prometheus_client"}
     code = f"import sys, hotkv_client; print(sorted({heavy!r} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
@@ -128,9 +201,17 @@ def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
 7f0000003000-7f0000004000 r-xp 00000000 fe:00 2   /x/libc.so
 7f0000004000-7f0000005000 r--p 00000000 00:00 0
 """
-    assert unused_library_pages(maps) == [(0x7F0000000000, 0x7F0000001000), (0x7F0000001000, 0x7F0000002000)]
+    assert unused_library_pages(maps) == [
+        (0x7F0000000000, 0x7F0000001000),
+        (0x7F0000001000, 0x7F0000002000),
+    ]
     with open(__file__, "rb") as file:
-        pages = mmap.mmap(file.fileno(), mmap.PAGESIZE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        pages = mmap.mmap(
+            file.fileno(),
+            mmap.PAGESIZE,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
     view = np.frombuffer(pages, np.uint8)
     address = view.ctypes.data
     assert view[0] and not has_own_pages(address, address + mmap.PAGESIZE)

@@ -1,4 +1,5 @@
-"""A stream that breaks while the server hangs in the middle of a load: the engine's memory is the server's until it lets go, or is dead."""
+"""A stream that breaks while the server hangs in the middle of a load: the engine's memory is the
+server's until it lets go, or is dead."""
 
 import os
 import signal
@@ -38,7 +39,8 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     connection = one.session._connection
     assert connection is not None
     connection.channel.close()
-    # What touches no memory fails at once; by then the load's fate has been decided too, if it did not wait.
+    # What touches no memory fails at once; by then the load's fate has been decided too, if it did
+    # not wait.
     assert isinstance(lookup.exception(20), SessionLostError)
     wait_until(lambda: one.session.state is LinkState.ABSENT)
     with pytest.raises(TimeoutError):

@@ -1,4 +1,5 @@
-"""Long work on the event loop: others are served between its parts, and what they hear is true at each moment."""
+"""Long work on the event loop: others are served between its parts, and what they hear is true at
+each moment."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +14,13 @@ from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, Run
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.runtime import slices
-from hotkv_server.runtime.events import BlocksRemoved, BlocksStored, KeySpaceCleared, RunContent, stored_events
+from hotkv_server.runtime.events import (
+    BlocksRemoved,
+    BlocksStored,
+    KeySpaceCleared,
+    RunContent,
+    stored_events,
+)
 from hotkv_server.runtime.node import Node
 from tests.core.support import make_key_space, words_of
 
@@ -22,14 +29,21 @@ KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
 
 
 @pytest.mark.parametrize("restores", [False, True])
-def test_while_a_key_space_is_flushed_others_store_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, restores: bool) -> None:
-    """A router that believes the events knows exactly what is there; only where nobody stored is the key space told to be clear."""
+def test_while_a_key_space_is_flushed_others_store_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, restores: bool
+) -> None:
+    """A router that believes the events knows exactly what is there; only where nobody stored is
+    the key space told to be clear."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(parts, "BLOCKS", 1)
 
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path, 1 << 20, 1 << 16, 64, 1, prefault=False)
-        node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64, makes_room=False), memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
+        node = Node(
+            CacheCore(CoreConfig(1 << 20, 1 << 16, 64, makes_room=False), memory.table, LRU(64)),
+            memory,
+            None,
+        )  # type: ignore[arg-type]
         session = (await node.open_session("engine", "rank", KEY_SPACE, "test")).record.number
         turns, seen = 0, set[int]()
 
@@ -42,7 +56,9 @@ def test_while_a_key_space_is_flushed_others_store_in_it(tmp_path: Path, monkeyp
                 pass
             node.core.begin_store(session, "t", f"l {number} {turns}", run, 0, 0.0, 1.0)
             results = node.core.end_store(session, "t", True, 1.0)
-            node.events.publish(stored_events(1, KEY_SPACE, run, [RunContent(np.empty(0, np.int32))], results))
+            node.events.publish(
+                stored_events(1, KEY_SPACE, run, [RunContent(np.empty(0, np.int32))], results)
+            )
 
         async def meddle() -> None:
             nonlocal turns

@@ -1,4 +1,5 @@
-"""Bad input to sparse decode, over the wire: a canonical code with a reason, the field named, and nothing changed."""
+"""Bad input to sparse decode, over the wire: a canonical code with a reason, the field named, and
+nothing changed."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +20,17 @@ from hotkv_client._sparse_wire import _select_message
 from hotkv_client.admin import AdminClient
 from hotkv_server.rpc.errors import CODES
 from hotkv_sparse.centre import Centres, LayerCentre
-from tests.server.sparse_support import BLOCK_TOKENS, HEAD_SIZE, KV_HEADS, LAYERS, LOG_MASS, Make, ints, queries, refused
+from tests.server.sparse_support import (
+    BLOCK_TOKENS,
+    HEAD_SIZE,
+    KV_HEADS,
+    LAYERS,
+    LOG_MASS,
+    Make,
+    ints,
+    queries,
+    refused,
+)
 from tests.server.support import hashes
 from tests.server.test_refusals import fill, reason_of
 
@@ -40,15 +51,39 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
         (session.create_sequence("t", 0, [bytes(32)] * 131_073), Reason.TOO_LARGE, "hashes"),
         (session.create_sequence("s", 0, blocks), Reason.DUPLICATE_ID, "sequence_id"),
         (session.create_sequence("s", 0, blocks[:7], good), Reason.DUPLICATE_ID, "sequence_id"),
-        (session.create_sequence("s", 0, blocks, replace(good, hot_blocks=30)), Reason.DUPLICATE_ID, "sequence_id"),
-        (session.append_blocks("none", 0, blocks), Reason.INVALID_FIELD, "sequence_id 'none' is unknown"),
+        (
+            session.create_sequence("s", 0, blocks, replace(good, hot_blocks=30)),
+            Reason.DUPLICATE_ID,
+            "sequence_id",
+        ),
+        (
+            session.append_blocks("none", 0, blocks),
+            Reason.INVALID_FIELD,
+            "sequence_id 'none' is unknown",
+        ),
         (session.append_blocks("s", 9, blocks), Reason.INVALID_FIELD, "first_position is 9"),
         (session.append_blocks("s", -1, blocks), Reason.INVALID_FIELD, "first_position is -1"),
         (session.append_blocks("s", 4, blocks), Reason.INVALID_FIELD, "hashes differ"),
-        (session.delete_sequence("s", [LayerHotSet(256, 0, ints([1]))]), Reason.INVALID_FIELD, "hot_sets.layer_index is 256"),
-        (session.delete_sequence("s", [LayerHotSet(1, 1, ints([1]))]), Reason.INVALID_FIELD, "hot_sets.shard_index is 1"),
-        (session.delete_sequence("s", [LayerHotSet(1, 0, ints([-1]))]), Reason.INVALID_FIELD, "hot_sets.positions has -1"),
-        (session.delete_sequence("s", [LayerHotSet(1, 0, ints([1]))] * 2), Reason.INVALID_FIELD, "hot_sets lists layer 1"),
+        (
+            session.delete_sequence("s", [LayerHotSet(256, 0, ints([1]))]),
+            Reason.INVALID_FIELD,
+            "hot_sets.layer_index is 256",
+        ),
+        (
+            session.delete_sequence("s", [LayerHotSet(1, 1, ints([1]))]),
+            Reason.INVALID_FIELD,
+            "hot_sets.shard_index is 1",
+        ),
+        (
+            session.delete_sequence("s", [LayerHotSet(1, 0, ints([-1]))]),
+            Reason.INVALID_FIELD,
+            "hot_sets.positions has -1",
+        ),
+        (
+            session.delete_sequence("s", [LayerHotSet(1, 0, ints([1]))] * 2),
+            Reason.INVALID_FIELD,
+            "hot_sets lists layer 1",
+        ),
     ]
     for change, field in (
         ({"representation_group": 0}, "select.representation_group_index is 0"),
@@ -60,13 +95,29 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
         ({"layer_indices": (5, 2)}, "select.layer_indices"),
         ({"hot_blocks": 1}, "select.hot_block_count is 1"),
         ({"scale": -3.0}, "select.scale is -3.0"),
-        ({"centres": Centres("m", 5000, {2: LayerCentre(np.zeros((1, HEAD_SIZE), np.float32), {})})}, "select.centres.mu of layer 2"),
+        (
+            {
+                "centres": Centres(
+                    "m", 5000, {2: LayerCentre(np.zeros((1, HEAD_SIZE), np.float32), {})}
+                )
+            },
+            "select.centres.mu of layer 2",
+        ),
     ):
-        wrong.append((session.create_sequence("t", 0, blocks, replace(good, **change)), Reason.INVALID_FIELD, field))
+        wrong.append(
+            (
+                session.create_sequence("t", 0, blocks, replace(good, **change)),
+                Reason.INVALID_FIELD,
+                field,
+            )
+        )
     for future, reason, field in wrong:
         error = refused(lambda future=future: future.result(20))  # type: ignore[misc]
         assert (error.reason, field in error.message) == (reason, True), error
-    assert refused(lambda: session.report_sparse({}, {1: {"luck": 1.0}})).reason is Reason.INVALID_FIELD
+    assert (
+        refused(lambda: session.report_sparse({}, {1: {"luck": 1.0}})).reason
+        is Reason.INVALID_FIELD
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,19 +133,39 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
         ({"sink_token_count": -1}, "select.sink_tokens is -1"),
         ({"recent_token_count": 0}, "select.recent_tokens is 0"),
         ({"max_correction_block_count": -2}, "select.max_correction_blocks is -2"),
-        ({"layer_scorers": [sparse_pb2.LayerScorer(layer_index=2, scorer="mean")] * 2}, "select.layer_scorers lists a layer twice"),
-        ({"layer_scorers": [sparse_pb2.LayerScorer(layer_index=-2, scorer="mean")]}, "select.scorer_of_layer is -2"),
-        ({"fusion": [sparse_pb2.FusedScorer(scorer="mean", exponent=1)] * 2}, "select.fusion lists a scorer twice"),
+        (
+            {"layer_scorers": [sparse_pb2.LayerScorer(layer_index=2, scorer="mean")] * 2},
+            "select.layer_scorers lists a layer twice",
+        ),
+        (
+            {"layer_scorers": [sparse_pb2.LayerScorer(layer_index=-2, scorer="mean")]},
+            "select.scorer_of_layer is -2",
+        ),
+        (
+            {"fusion": [sparse_pb2.FusedScorer(scorer="mean", exponent=1)] * 2},
+            "select.fusion lists a scorer twice",
+        ),
         ({"fusion": [sparse_pb2.FusedScorer(scorer="mean", exponent=-1)]}, "select.fusion"),
         ({"sparse_topk": None}, "select.sparse_topk is missing"),
-        ({"centres": [sparse_pb2.LayerCentre(layer_index=2, mu=ZEROS)] * 2}, "select.centres lists layer 2 twice"),
         (
-            {"centres": [sparse_pb2.LayerCentre(layer_index=2, mu=ZEROS, biases=[sparse_pb2.FormatBias(scorer="rot2u")] * 2)]},
+            {"centres": [sparse_pb2.LayerCentre(layer_index=2, mu=ZEROS)] * 2},
+            "select.centres lists layer 2 twice",
+        ),
+        (
+            {
+                "centres": [
+                    sparse_pb2.LayerCentre(
+                        layer_index=2, mu=ZEROS, biases=[sparse_pb2.FormatBias(scorer="rot2u")] * 2
+                    )
+                ]
+            },
             "select.centres.biases lists a scorer of layer 2 twice",
         ),
     ],
 )
-def test_a_select_config_that_makes_no_sense_is_refused(sparse_engine: Make, fields: dict[str, Any], field: str) -> None:
+def test_a_select_config_that_makes_no_sense_is_refused(
+    sparse_engine: Make, fields: dict[str, Any], field: str
+) -> None:
     engine = sparse_engine()
     message = _select_message(engine.select_config())
     for name, value in fields.items():
@@ -106,17 +177,35 @@ def test_a_select_config_that_makes_no_sense_is_refused(sparse_engine: Make, fie
         else:
             setattr(message, name, value)
     body = sparse_pb2.CreateSequenceRequest(sequence_id="s", select=message)
-    error = refused(lambda: engine.session._call(lambda: session_pb2.ConnectRequest(create_sequence=body)).result(20))
+    error = refused(
+        lambda: engine.session._call(
+            lambda: session_pb2.ConnectRequest(create_sequence=body)
+        ).result(20)
+    )
     assert (error.reason, field in error.message) == (Reason.INVALID_FIELD, True), error
 
 
 @pytest.mark.parametrize(
     ("report", "field"),
     [
-        ({"sequences": [{"sequence_id": "s", "positions": b"123"}]}, "sequences.positions has 3 bytes"),
-        ({"sequences": [{"sequence_id": "s", "positions": b"\xff\xff\xff\xff"}]}, "sequences.positions has -1"),
+        (
+            {"sequences": [{"sequence_id": "s", "positions": b"123"}]},
+            "sequences.positions has 3 bytes",
+        ),
+        (
+            {"sequences": [{"sequence_id": "s", "positions": b"\xff\xff\xff\xff"}]},
+            "sequences.positions has -1",
+        ),
         ({"sequences": [{"sequence_id": "s" * 257}]}, "sequences.sequence_id"),
-        ({"sequences": [{"sequence_id": "s", "positions": bytes(4 << 17)}, {"positions": bytes(4)}]}, "sequences.positions has 1 entries"),
+        (
+            {
+                "sequences": [
+                    {"sequence_id": "s", "positions": bytes(4 << 17)},
+                    {"positions": bytes(4)},
+                ]
+            },
+            "sequences.positions has 1 entries",
+        ),
         ({"layers": [{"layer_index": -1}]}, "layers.layer_index is -1"),
         ({"layers": [{"layer_index": 256}]}, "layers.layer_index is 256"),
         ({"layers": [{"selects": -1.0}]}, "layers.selects is -1.0"),
@@ -124,14 +213,19 @@ def test_a_select_config_that_makes_no_sense_is_refused(sparse_engine: Make, fie
         ({"layers": [{"swap_bytes": 1e300}]}, "layers.swap_bytes is 1e+300"),
     ],
 )
-def test_a_report_that_makes_no_sense_is_refused_whole(sparse_engine: Make, server: Server, report: dict[str, Any], field: str) -> None:
+def test_a_report_that_makes_no_sense_is_refused_whole(
+    sparse_engine: Make, server: Server, report: dict[str, Any], field: str
+) -> None:
     engine = sparse_engine(engine_id="refused-report")
     report = {"layers": [{"layer_index": 3, "selects": 1.0}], **report}
     if "layers" in report and len(report["layers"]) == 1:
         report["layers"] = [{"layer_index": 3, "selects": 1.0}, *report["layers"]]
     request = session_pb2.ConnectRequest(report_sparse=sparse_pb2.ReportSparse(**report))
     error = refused(lambda: engine.session._call(lambda: request).result(20))
-    assert (error.reason in (Reason.INVALID_FIELD, Reason.TOO_LARGE), field in error.message) == (True, True), error
+    assert (error.reason in (Reason.INVALID_FIELD, Reason.TOO_LARGE), field in error.message) == (
+        True,
+        True,
+    ), error
     with AdminClient(server.target) as admin:
         assert not [row for row in admin.sparse_layers() if row["engine_id"] == "refused-report"]
 
@@ -160,13 +254,20 @@ def test_refusals_of_selections_do_not_end_the_stream(sparse_engine: Make) -> No
         (("s", 2, query, -5), {}, "context_token_count is -5"),
         (("s", 2, query, 1 << 62), {}, "context_token_count is 4611686018427387904"),
         (("s", 2, query, 50 * BLOCK_TOKENS), {}, "only 40 leading blocks are covered"),
-        (("s", 2, query, tokens, LOG_MASS[:3]), {}, "always_log_mass has 3 values for 8 query heads"),
+        (
+            ("s", 2, query, tokens, LOG_MASS[:3]),
+            {},
+            "always_log_mass has 3 values for 8 query heads",
+        ),
         (("s", 2, query, tokens, LOG_MASS * np.float32(np.nan)), {}, "always_log_mass has values"),
     ]
     with session.selects() as stream:
         for arguments, named, field in cases:
             error = refused(lambda a=arguments, n=named: stream.select(*a, **n))  # type: ignore[misc]
-            assert field in error.message and error.reason in (Reason.INVALID_FIELD, Reason.TOO_LARGE), error
+            assert field in error.message and error.reason in (
+                Reason.INVALID_FIELD,
+                Reason.TOO_LARGE,
+            ), error
             assert len(stream.select("s", 2, query, tokens).positions) == 8
 
 
@@ -179,30 +280,57 @@ def test_unary_calls_and_their_refusals(sparse_engine: Make, server: Server) -> 
     with grpc.insecure_channel(server.target) as channel:
         stub = sparse_pb2_grpc.SparseServiceStub(channel)
         for call in (
-            lambda: stub.CreateSequence(sparse_pb2.CreateSequenceRequest(session_id="guess", sequence_id="s")),
-            lambda: stub.AppendBlocks(sparse_pb2.AppendBlocksRequest(session_id="", sequence_id="s")),
-            lambda: stub.DeleteSequence(sparse_pb2.DeleteSequenceRequest(session_id="guess", sequence_id="s")),
+            lambda: stub.CreateSequence(
+                sparse_pb2.CreateSequenceRequest(session_id="guess", sequence_id="s")
+            ),
+            lambda: stub.AppendBlocks(
+                sparse_pb2.AppendBlocksRequest(session_id="", sequence_id="s")
+            ),
+            lambda: stub.DeleteSequence(
+                sparse_pb2.DeleteSequenceRequest(session_id="guess", sequence_id="s")
+            ),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 call()
-            assert (caught.value.code(), reason_of(caught.value)) == (CODES[Reason.UNKNOWN_SESSION], Reason.UNKNOWN_SESSION)
-        created = stub.CreateSequence(sparse_pb2.CreateSequenceRequest(session_id=own, sequence_id="u", hashes=packed))
+            assert (caught.value.code(), reason_of(caught.value)) == (
+                CODES[Reason.UNKNOWN_SESSION],
+                Reason.UNKNOWN_SESSION,
+            )
+        created = stub.CreateSequence(
+            sparse_pb2.CreateSequenceRequest(session_id=own, sequence_id="u", hashes=packed)
+        )
         assert created == sparse_pb2.CreateSequenceResponse()
-        again = sparse_pb2.AppendBlocksRequest(session_id=own, sequence_id="u", first_position=10, hashes=packed[320:] + bytes(32))
-        assert stub.AppendBlocks(again) == stub.AppendBlocks(again) == sparse_pb2.AppendBlocksResponse(block_count=13)
-        odd = sparse_pb2.AppendBlocksRequest(session_id=own, sequence_id="u", first_position=13, hashes=b"odd")
+        again = sparse_pb2.AppendBlocksRequest(
+            session_id=own, sequence_id="u", first_position=10, hashes=packed[320:] + bytes(32)
+        )
+        assert (
+            stub.AppendBlocks(again)
+            == stub.AppendBlocks(again)
+            == sparse_pb2.AppendBlocksResponse(block_count=13)
+        )
+        odd = sparse_pb2.AppendBlocksRequest(
+            session_id=own, sequence_id="u", first_position=13, hashes=b"odd"
+        )
         with pytest.raises(grpc.RpcError) as caught:
             stub.AppendBlocks(odd)
         assert reason_of(caught.value) == Reason.INVALID_HASH
-        assert stub.DeleteSequence(sparse_pb2.DeleteSequenceRequest(session_id=own, sequence_id="u")).deleted
+        assert stub.DeleteSequence(
+            sparse_pb2.DeleteSequenceRequest(session_id=own, sequence_id="u")
+        ).deleted
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.binary(max_size=300))
 def test_random_bytes_do_no_harm(server: Server, data: bytes) -> None:
     with grpc.insecure_channel(server.target) as channel:
         for method in ("CreateSequence", "AppendBlocks", "DeleteSequence"):
-            call = channel.unary_unary(f"/hotkv.v1.SparseService/{method}", request_serializer=bytes, response_deserializer=bytes)
+            call = channel.unary_unary(
+                f"/hotkv.v1.SparseService/{method}",
+                request_serializer=bytes,
+                response_deserializer=bytes,
+            )
             with pytest.raises(grpc.RpcError) as caught:
                 call(data, timeout=5)
             assert reason_of(caught.value) != Reason.INTERNAL
@@ -212,7 +340,10 @@ def test_random_bytes_do_no_harm(server: Server, data: bytes) -> None:
             response_deserializer=sparse_pb2.SelectBlocksResponse.FromString,
         )
         first, second = stream(iter([data, data]), timeout=5)
-        assert first == second and first.error.reason in (Reason.INVALID_FIELD, Reason.UNKNOWN_SESSION)
+        assert first == second and first.error.reason in (
+            Reason.INVALID_FIELD,
+            Reason.UNKNOWN_SESSION,
+        )
 
 
 def test_selections_with_random_fields_are_answered(sparse_engine: Make) -> None:

@@ -1,4 +1,5 @@
-"""Sparse decode through a real server: sequences, selections over stored representations, reports, remembered hot sets, figures."""
+"""Sparse decode through a real server: sequences, selections over stored representations, reports,
+remembered hot sets, figures."""
 
 import json
 import re
@@ -50,9 +51,21 @@ def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(sparse_engine: 
                 context_tokens = 100 * BLOCK_TOKENS + 5
                 found = stream.select("s", layer, query, context_tokens, LOG_MASS)
                 rows = np.arange(100, dtype=np.int32)
-                expected = select_layer(CONFIG, layer, query, engine.sources(layer), rows, LOG_MASS, context_tokens, BLOCK_TOKENS)
+                expected = select_layer(
+                    CONFIG,
+                    layer,
+                    query,
+                    engine.sources(layer),
+                    rows,
+                    LOG_MASS,
+                    context_tokens,
+                    BLOCK_TOKENS,
+                )
                 assert found.positions.tolist() == expected.blocks.tolist()
-                assert np.array_equal(found.weights, expected.weights) and found.estimated_mass == expected.mass
+                assert (
+                    np.array_equal(found.weights, expected.weights)
+                    and found.estimated_mass == expected.mass
+                )
                 assert not len(found.hot_positions) and not len(found.load_positions)
         estimated = stream.select("s", 2, queries(1)[0], 100 * BLOCK_TOKENS)
     chosen = estimated.positions
@@ -61,27 +74,49 @@ def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(sparse_engine: 
     assert np.array_equal(other.kv[chosen], engine.kv[chosen])
 
 
-def test_a_selection_takes_the_centre_of_the_representations_into_account(sparse_engine: Make) -> None:
+def test_a_selection_takes_the_centre_of_the_representations_into_account(
+    sparse_engine: Make,
+) -> None:
     mu = 3 * np.random.default_rng(1).standard_normal((KV_HEADS, HEAD_SIZE)).astype(np.float32)
-    known = Centres("some model", 5000, {layer: LayerCentre(mu, {"rot2u": 0.75, "rot3u": 0.1}) for layer in (0, 2)})
+    known = Centres(
+        "some model",
+        5000,
+        {layer: LayerCentre(mu, {"rot2u": 0.75, "rot3u": 0.1}) for layer in (0, 2)},
+    )
     engine, blocks = sparse_engine(centres=known), hashes(100)
     engine.store(blocks)
     engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(20)
-    engine.session.create_sequence("without", 0, blocks, replace(engine.select_config(), centres=None)).result(20)
+    engine.session.create_sequence(
+        "without", 0, blocks, replace(engine.select_config(), centres=None)
+    ).result(20)
     rows, context_tokens, differing = np.arange(100, dtype=np.int32), 100 * BLOCK_TOKENS + 5, 0
     with engine.session.selects() as stream:
         for query in queries(6):
             for layer in LAYERS:
                 found = stream.select("s", layer, query, context_tokens, LOG_MASS)
-                expected = select_layer(CONFIG, layer, query, engine.sources(layer), rows, LOG_MASS, context_tokens, BLOCK_TOKENS)
+                expected = select_layer(
+                    CONFIG,
+                    layer,
+                    query,
+                    engine.sources(layer),
+                    rows,
+                    LOG_MASS,
+                    context_tokens,
+                    BLOCK_TOKENS,
+                )
                 assert found.positions.tolist() == expected.blocks.tolist()
-                assert np.array_equal(found.weights, expected.weights) and found.estimated_mass == expected.mass
+                assert (
+                    np.array_equal(found.weights, expected.weights)
+                    and found.estimated_mass == expected.mass
+                )
                 without = stream.select("without", layer, query, context_tokens, LOG_MASS)
                 differing += not np.array_equal(found.weights, without.weights)
     assert differing == 6
 
 
-def test_what_is_covered_is_pinned_until_the_sequence_ends(sparse_engine: Make, server: Server) -> None:
+def test_what_is_covered_is_pinned_until_the_sequence_ends(
+    sparse_engine: Make, server: Server
+) -> None:
     engine = sparse_engine()
     blocks = hashes(60)
     engine.store(blocks[:30])
@@ -89,13 +124,23 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(sparse_engine: Make, 
     created = engine.session.create_sequence("s", 0, blocks[:50], engine.select_config()).result(20)
     assert created.covered_blocks == 30
     # The same again, then more of it, some of it again.
-    assert engine.session.create_sequence("s", 0, blocks[:50], engine.select_config()).result(20) == created
+    assert (
+        engine.session.create_sequence("s", 0, blocks[:50], engine.select_config()).result(20)
+        == created
+    )
     engine.store(blocks[30:60], first=30)
     state = engine.session.append_blocks("s", 45, blocks[45:60]).result(20)
-    assert (state.num_blocks, state.covered_blocks) == (60, 60) and state.lease_id != created.lease_id
+    assert (state.num_blocks, state.covered_blocks) == (
+        60,
+        60,
+    ) and state.lease_id != created.lease_id
     assert engine.session.append_blocks("s", 60, []).result(20).covered_blocks == 60
     with AdminClient(server.target) as admin:
-        (number,) = (k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == engine.key_space.model)
+        (number,) = (
+            k["key_space_id"]
+            for k in admin.key_spaces()
+            if k["key_space"]["model"] == engine.key_space.model
+        )
         assert admin.evict(number, 0, b"".join(blocks))["evicted_block_count"] == 0
         assert engine.session.delete_sequence("s").result(20) is True
         assert engine.session.delete_sequence("s").result(20) is False
@@ -120,10 +165,18 @@ def test_the_server_keeps_a_hot_set_and_hands_it_on(sparse_engine: Make) -> None
             answer = stream.select("s", 2, query, 100 * BLOCK_TOKENS + 5, LOG_MASS)
             for block in answer.evict_positions.tolist():
                 del held[block]
-            loads = dict(zip(answer.load_positions.tolist(), answer.load_slots.tolist(), strict=True))
-            assert step == 0 or sum(where[0] <= block < where[1] for block in loads) <= CONFIG.max_correction_blocks
+            loads = dict(
+                zip(answer.load_positions.tolist(), answer.load_slots.tolist(), strict=True)
+            )
+            assert (
+                step == 0
+                or sum(where[0] <= block < where[1] for block in loads)
+                <= CONFIG.max_correction_blocks
+            )
             held |= loads
-            mapped = dict(zip(answer.hot_positions.tolist(), answer.hot_slots.tolist(), strict=True))
+            mapped = dict(
+                zip(answer.hot_positions.tolist(), answer.hot_slots.tolist(), strict=True)
+            )
             # The partial block has a slot that the client fills.
             assert mapped == held | {100: mapped[100]} and len(mapped) <= 50
             held = mapped
@@ -168,10 +221,16 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
         # Within the second, the rest of a sequence's use counts when it ends.
         engine.session.report_sparse({"s": ints([6])}, {})
         engine.session.ping(10)
-        (number,) = (k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == engine.key_space.model)
+        (number,) = (
+            k["key_space_id"]
+            for k in admin.key_spaces()
+            if k["key_space"]["model"] == engine.key_space.model
+        )
 
         def touched() -> set[int]:
-            idle_s = {bytes.fromhex(b["block_hash"]): b["idle_s"] for b in admin.blocks(number)["blocks"]}
+            idle_s = {
+                bytes.fromhex(b["block_hash"]): b["idle_s"] for b in admin.blocks(number)["blocks"]
+            }
             return {place for place, block in enumerate(blocks) if idle_s[block] < idle_s[mark[0]]}
 
         assert touched() == {2, 5}
@@ -184,7 +243,14 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
 
 def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Server) -> None:
     one, two = sparse_engine(engine_id="figures-one"), sparse_engine(engine_id="figures-two")
-    first = {"selects": 10, "selected_blocks": 250, "wanted_blocks": 200, "hit_blocks": 190, "estimated_mass": 9.5, "select_s": 0.002}
+    first = {
+        "selects": 10,
+        "selected_blocks": 250,
+        "wanted_blocks": 200,
+        "hit_blocks": 190,
+        "estimated_mass": 9.5,
+        "select_s": 0.002,
+    }
     one.session.report_sparse({}, {2: first, 7: {"selects": 1, "swap_bytes": 4096}})
     one.session.report_sparse({}, {2: {"recall_samples": 2, "recall": 1.5, "swap_bytes": 2048}})
     two.session.report_sparse({}, {2: {"selects": 30, "selected_blocks": 350}})
@@ -192,17 +258,34 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
         engine.session.ping(10)
     with AdminClient(server.target) as admin:
         rows = [row for row in admin.sparse_layers() if row["engine_id"].startswith("figures-")]
-        assert [(row["engine_id"], row["layer_index"]) for row in rows] == [("figures-one", 2), ("figures-one", 7), ("figures-two", 2)]
-        assert (rows[0]["hit_ratio"], rows[0]["recall_ratio"], rows[0]["mean_estimated_mass"]) == (0.95, 0.75, 0.95)
-        assert (rows[0]["mean_selected_blocks"], rows[0]["swap_bytes"], rows[1]["recall_ratio"]) == (25.0, 2048, None)
+        assert [(row["engine_id"], row["layer_index"]) for row in rows] == [
+            ("figures-one", 2),
+            ("figures-one", 7),
+            ("figures-two", 2),
+        ]
+        assert (rows[0]["hit_ratio"], rows[0]["recall_ratio"], rows[0]["mean_estimated_mass"]) == (
+            0.95,
+            0.75,
+            0.95,
+        )
+        assert (
+            rows[0]["mean_selected_blocks"],
+            rows[0]["swap_bytes"],
+            rows[1]["recall_ratio"],
+        ) == (25.0, 2048, None)
     shown = server.cli("sparse")
-    assert re.search(r"figures-one +2 +10 +95.0% +75.0% +95.0% +25.0 +2.0 KiB +200.0 +0", shown) and "total" in shown
+    assert (
+        re.search(r"figures-one +2 +10 +95.0% +75.0% +95.0% +25.0 +2.0 KiB +200.0 +0", shown)
+        and "total" in shown
+    )
     answer = json.loads(server.cli("sparse", "--json"))
     assert set(SPARSE_COUNTERS) <= answer["total"].keys() and answer["total"]["selects"] >= 41
     base = f"http://127.0.0.1:{http_port(server)}"
     with urllib.request.urlopen(base + "/metrics", timeout=10) as response:
         metrics = response.read().decode()
-    (selects,) = re.findall(r'^hotkv_sparse_layer_selects_total\{layer="2"\} ([0-9.]+)$', metrics, re.MULTILINE)
+    (selects,) = re.findall(
+        r'^hotkv_sparse_layer_selects_total\{layer="2"\} ([0-9.]+)$', metrics, re.MULTILINE
+    )
     assert float(selects) >= 40
     assert re.search(r"^hotkv_sparse_select_seconds_count [0-9.]+$", metrics, re.MULTILINE)
     assert re.search(r"^hotkv_sparse_sequences [0-9.]+$", metrics, re.MULTILINE)
@@ -213,7 +296,10 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
 
 
 def test_the_counters_have_the_names_of_the_wire() -> None:
-    assert tuple(f.name for f in sparse_pb2.LayerCounters.DESCRIPTOR.fields if f.name != "layer_index") == SPARSE_COUNTERS
+    assert (
+        tuple(f.name for f in sparse_pb2.LayerCounters.DESCRIPTOR.fields if f.name != "layer_index")
+        == SPARSE_COUNTERS
+    )
 
 
 def test_a_sequence_ends_with_its_session(sparse_engine: Make, server: Server) -> None:
@@ -232,7 +318,10 @@ def test_a_sequence_ends_with_its_session(sparse_engine: Make, server: Server) -
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make) -> None:
     """A second's lease that is used every third of a second, then left alone, then taken anew."""
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", "--leases.ttl-s", "1") as own:
+    with (
+        runtime_folder(64 << 20) as folder,
+        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", "--leases.ttl-s", "1") as own,
+    ):
         own.wait_ready()
         engine, blocks, query = sparse_engine(target=own.target), hashes(30), queries(1)[0]
         engine.store(blocks)
@@ -251,7 +340,11 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make) -> None:
 
 def test_representations_that_changed_over_a_restart_are_never_scored(place: Place) -> None:
     server = place.start("--integrity.check", "full")
-    engine, blocks, query = RepresentationEngine(server.target, "restarted"), hashes(40), queries(1)[0]
+    engine, blocks, query = (
+        RepresentationEngine(server.target, "restarted"),
+        hashes(40),
+        queries(1)[0],
+    )
     try:
         engine.store(blocks)
         place.stop()
@@ -259,7 +352,12 @@ def test_representations_that_changed_over_a_restart_are_never_scored(place: Pla
         spoil(place, engine.pools[2][30])
         place.start("--integrity.check", "full", "--integrity.start-check-s", "0")
         assert engine.session.wait_connected(20)
-        assert engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(20).covered_blocks == 40
+        assert (
+            engine.session.create_sequence("s", 0, blocks, engine.select_config())
+            .result(20)
+            .covered_blocks
+            == 40
+        )
         with engine.session.selects() as stream:
             error = refused(lambda: stream.select("s", 2, query, 40 * BLOCK_TOKENS))
             assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
@@ -286,8 +384,13 @@ def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Serv
 
     for _ in range(3):
         engine = sparse_engine()
-        engine.session.create_sequence("s", 0, blocks, engine.select_config(hot_blocks=40)).result(20)
-        threads = [threading.Thread(target=select, args=(engine.session, layer)) for layer in (*LAYERS, *LAYERS)]
+        engine.session.create_sequence("s", 0, blocks, engine.select_config(hot_blocks=40)).result(
+            20
+        )
+        threads = [
+            threading.Thread(target=select, args=(engine.session, layer))
+            for layer in (*LAYERS, *LAYERS)
+        ]
         for thread in threads:
             thread.start()
         time.sleep(0.05)

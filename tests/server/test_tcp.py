@@ -29,7 +29,11 @@ guarded, engine = support.guarded, support.engine
 def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
     """A session over TCP opens and looks up."""
     engine = PagedEngine(guarded.tcp, tenant=tenant)
-    session = Session(SessionConfig(guarded.tcp, "remote", Role.SCHEDULER, engine.key_space, credentials=credentials))
+    session = Session(
+        SessionConfig(
+            guarded.tcp, "remote", Role.SCHEDULER, engine.key_space, credentials=credentials
+        )
+    )
     session.start()
     assert session.wait_connected(10), session
     assert not session.lookup([GroupHashes(0, [bytes(32)])]).result(5)[0].any()
@@ -56,37 +60,54 @@ def test_who_is_let_in_over_tcp(guarded: Guarded) -> None:
         ("beta", "nobody", TOKEN),
     ],
 )
-def test_a_wrong_proof_over_tcp_is_refused(guarded: Guarded, tenant: str, name: str, token: str) -> None:
-    assert why_absent(guarded.tcp, tenant, guarded.credentials(name, token)).startswith("NOT_ALLOWED")
+def test_a_wrong_proof_over_tcp_is_refused(
+    guarded: Guarded, tenant: str, name: str, token: str
+) -> None:
+    assert why_absent(guarded.tcp, tenant, guarded.credentials(name, token)).startswith(
+        "NOT_ALLOWED"
+    )
     assert guarded.logged("refused", f"tenant={tenant!r}", "NOT_ALLOWED")
 
 
 @pytest.mark.parametrize("name", ["", "intruder", "expired"])
 def test_without_a_good_certificate_there_is_no_connection(guarded: Guarded, name: str) -> None:
-    """None, one of a foreign authority, one that has expired: the handshake fails, whatever the token."""
+    """None, one of a foreign authority, one that has expired: the handshake fails, whatever the
+    token."""
     assert "TLS certificates" in why_absent(guarded.tcp, "gamma", guarded.credentials(name, TOKEN))
     assert guarded.logged("Handshake failed")
 
 
 def test_a_client_refuses_a_server_it_does_not_know(guarded: Guarded) -> None:
-    assert "TLS certificates" in why_absent(guarded.tcp, "beta", guarded.credentials("beta", ca=guarded.foreign_ca))
+    assert "TLS certificates" in why_absent(
+        guarded.tcp, "beta", guarded.credentials("beta", ca=guarded.foreign_ca)
+    )
 
 
 def test_a_token_is_not_sent_in_the_clear(guarded: Guarded) -> None:
     bare = Credentials(token_file=guarded.credentials("", TOKEN).token_file)
     assert "in the clear" in refused(lambda: AdminClient("node7:9000", credentials=bare))[1]
-    assert why_absent("node7:9000", "gamma", bare).startswith("INVALID_FIELD: token_file without tls_ca")
+    assert why_absent("node7:9000", "gamma", bare).startswith(
+        "INVALID_FIELD: token_file without tls_ca"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
 def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
     proof = guarded.credentials("operator")
-    secrets = grpc.ssl_channel_credentials(*(Path(p).read_bytes() for p in (proof.tls_ca, proof.tls_key, proof.tls_certificate)))
+    secrets = grpc.ssl_channel_credentials(
+        *(Path(p).read_bytes() for p in (proof.tls_ca, proof.tls_key, proof.tls_certificate))
+    )
     with grpc.secure_channel(guarded.tcp, secrets) as channel:
-        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+        assert (
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+        )
         with pytest.raises(grpc.RpcError) as caught:
             request = reflection_pb2.ServerReflectionRequest(list_services="")
-            next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request])))
+            next(
+                reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+                    iter([request])
+                )
+            )
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     host, port = guarded.tcp.split(":")
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -107,7 +128,10 @@ def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
 
 def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
     """Bad ones are named once and left alone; good ones count from the next connection on."""
-    kept = {name: (guarded.folder / name).read_bytes() for name in ("server.pem", "server.key", "clients.pem")}
+    kept = {
+        name: (guarded.folder / name).read_bytes()
+        for name in ("server.pem", "server.key", "clients.pem")
+    }
     try:
         (guarded.folder / "server.pem").write_text("no certificate")
         over_tcp(guarded, "beta", guarded.credentials("beta"))
@@ -120,7 +144,9 @@ def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
         shutil.copy(new_ca.path, guarded.folder / "clients.pem")
         over_tcp(guarded, "beta", guarded.credentials("beta-next", ca=new_ca))
         assert guarded.logged("certificates reloaded")
-        assert "TLS certificates" in why_absent(guarded.tcp, "beta", guarded.credentials("beta", ca=new_ca))
+        assert "TLS certificates" in why_absent(
+            guarded.tcp, "beta", guarded.credentials("beta", ca=new_ca)
+        )
     finally:
         for name, content in kept.items():
             (guarded.folder / name).write_bytes(content)
@@ -135,7 +161,14 @@ def test_a_token_proves_a_tenant_without_tls_too() -> None:
     tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
     with runtime_folder(64 << 20) as folder:
         (folder / "token").write_text(TOKEN)
-        flags = ["--tcp-address", "localhost:0", "--security.tcp-insecure", "true", "--security.tenants", tenants]
+        flags = [
+            "--tcp-address",
+            "localhost:0",
+            "--security.tcp-insecure",
+            "true",
+            "--security.tenants",
+            tenants,
+        ]
         with Server(folder, "16MiB", *flags) as server:
             server.wait_ready()
             plain = Guarded(server, folder, None, None)  # type: ignore[arg-type]
@@ -149,7 +182,14 @@ def test_a_token_proves_a_tenant_without_tls_too() -> None:
 def test_the_admin_socket_may_lie_elsewhere() -> None:
     with runtime_folder(64 << 20) as folder:
         elsewhere = folder / "operators" / "admin.sock"
-        with Server(folder, "16MiB", "--security.admin-socket", str(elsewhere), "--security.admin-socket-mode", "0660") as server:
+        with Server(
+            folder,
+            "16MiB",
+            "--security.admin-socket",
+            str(elsewhere),
+            "--security.admin-socket-mode",
+            "0660",
+        ) as server:
             server.wait_ready()
             assert not (server.runtime_folder / "admin.sock").exists()
             assert elsewhere.stat().st_mode & 0o777 == 0o660

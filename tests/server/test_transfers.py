@@ -29,17 +29,29 @@ def ids(*values: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
     return np.array(values, np.int32)
 
 
-def store(engine: PagedEngine, blocks: list[bytes], block_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", name: str = "s") -> list[int]:
-    result = engine.session.store(name, f"lease-{name}", [BlockRun(0, blocks, block_ids)], 20).result(20)
+def store(
+    engine: PagedEngine,
+    blocks: list[bytes],
+    block_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]",
+    name: str = "s",
+) -> list[int]:
+    result = engine.session.store(
+        name, f"lease-{name}", [BlockRun(0, blocks, block_ids)], 20
+    ).result(20)
     return [int(value) for value in result.results[0]]
 
 
 def load(
-    engine: PagedEngine, blocks: list[bytes], block_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", name: str = "l"
+    engine: PagedEngine,
+    blocks: list[bytes],
+    block_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]",
+    name: str = "l",
 ) -> TransferStatus:
     grant = engine.session.acquire(f"lease-{name}", [GroupHashes(0, blocks)]).result(10)
     assert grant.pinned[0].all()
-    result = engine.session.load(name, f"lease-{name}", [LoadRun(0, np.arange(len(blocks), dtype=np.int32), block_ids)], 20).result(20)
+    result = engine.session.load(
+        name, f"lease-{name}", [LoadRun(0, np.arange(len(blocks), dtype=np.int32), block_ids)], 20
+    ).result(20)
     engine.session.release(f"lease-{name}")
     return result.status
 
@@ -48,7 +60,11 @@ def test_bytes_move_between_engines(engine: Make) -> None:
     one, other = engine(), engine()
     one.kv[:] = np.random.default_rng(1).integers(0, 256, one.kv.shape, dtype=np.uint8)
     other.kv[:] = 0
-    blocks, sources, targets = hashes(20), np.random.permutation(64)[:20].astype(np.int32), np.random.permutation(64)[:20].astype(np.int32)
+    blocks, sources, targets = (
+        hashes(20),
+        np.random.permutation(64)[:20].astype(np.int32),
+        np.random.permutation(64)[:20].astype(np.int32),
+    )
     assert store(one, blocks, sources) == [BlockResult.STORED] * 20
     probe = other.session.probe(0, [*blocks, *hashes(5)])
     assert probe is not None
@@ -96,7 +112,8 @@ def test_all_ranks_make_a_block_ready(engine: Make) -> None:
 
 
 def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: Make) -> None:
-    """What is answered `stored` is there afterwards or was named in a notice; the newest survive; the rest is reported."""
+    """What is answered `stored` is there afterwards or was named in a notice; the newest survive;
+    the rest is reported."""
     gone: set[bytes] = set()
 
     def on_evicted(notice: Evicted) -> None:
@@ -104,10 +121,16 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
 
     one = engine(own_server.target, on_evicted=on_evicted, num_blocks=64)
     lists = [hashes(64) for _ in range(200)]  # 100 MiB into 16 MiB
-    futures = [one.session.store(f"b{i}", f"b{i}", [BlockRun(0, h, np.arange(64, dtype=np.int32))], 60) for i, h in enumerate(lists)]
+    futures = [
+        one.session.store(f"b{i}", f"b{i}", [BlockRun(0, h, np.arange(64, dtype=np.int32))], 60)
+        for i, h in enumerate(lists)
+    ]
     answered = [future.result(60).results[0] for future in futures]
     stored = {
-        h for blocks, results in zip(lists, answered, strict=True) for h, r in zip(blocks, results, strict=True) if r == BlockResult.STORED
+        h
+        for blocks, results in zip(lists, answered, strict=True)
+        for h, r in zip(blocks, results, strict=True)
+        if r == BlockResult.STORED
     }
     refused = {
         h
@@ -120,7 +143,13 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
     present = set()
     for start in range(0, len(everything), 8192):
         part = everything[start : start + 8192]
-        present.update(h for h, there in zip(part, one.session.lookup([GroupHashes(0, part)]).result(10)[0], strict=True) if there)
+        present.update(
+            h
+            for h, there in zip(
+                part, one.session.lookup([GroupHashes(0, part)]).result(10)[0], strict=True
+            )
+            if there
+        )
     one.session.ping(5)  # Notices come before the answer to a later call.
     assert stored - gone == present
     newest = {h for h, r in zip(lists[-1], answered[-1], strict=True) if r == BlockResult.STORED}
@@ -129,9 +158,18 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
 
 
 @pytest.mark.parametrize("hears", [True, False])
-def test_who_has_no_use_for_notices_gets_none(own_server: Server, engine: Make, hears: bool) -> None:
-    one, outbox = engine(own_server.target, num_blocks=64), queue.SimpleQueue[_wire.Request | None]()
-    config = replace(one.session.config, engine_id="listener", on_evicted=(lambda notice: None) if hears else None)
+def test_who_has_no_use_for_notices_gets_none(
+    own_server: Server, engine: Make, hears: bool
+) -> None:
+    one, outbox = (
+        engine(own_server.target, num_blocks=64),
+        queue.SimpleQueue[_wire.Request | None](),
+    )
+    config = replace(
+        one.session.config,
+        engine_id="listener",
+        on_evicted=(lambda notice: None) if hears else None,
+    )
     ping = _wire.ping()
     ping.request_id = 7
     with grpc.insecure_channel(own_server.target) as channel:
@@ -141,7 +179,11 @@ def test_who_has_no_use_for_notices_gets_none(own_server: Server, engine: Make, 
         for i in range(40):  # 20 MiB into 16 MiB
             store(one, hashes(64), np.arange(64, dtype=np.int32), f"push-{i}")
         outbox.put(ping)
-        came = list(itertools.takewhile(lambda kind: kind != "pong", (response.WhichOneof("body") for response in call)))
+        came = list(
+            itertools.takewhile(
+                lambda kind: kind != "pong", (response.WhichOneof("body") for response in call)
+            )
+        )
         outbox.put(None)
     assert set(came) == ({"eviction_notice"} if hears else set())
 
@@ -180,7 +222,9 @@ def test_an_expired_lease_is_unknown(engine: Make) -> None:
     deadline_s = time.monotonic() + 5
     while time.monotonic() < deadline_s:
         try:
-            one.session.load(os.urandom(4).hex(), "short", [LoadRun(0, ids(0), ids(5))], 5).result(5)
+            one.session.load(os.urandom(4).hex(), "short", [LoadRun(0, ids(0), ids(5))], 5).result(
+                5
+            )
             time.sleep(0.05)
         except HotKVError as error:
             assert error.reason is Reason.UNKNOWN_LEASE
@@ -219,8 +263,11 @@ def test_admin_sees_and_evicts(own_server: Server, engine: Make) -> None:
         assert admin.evict(everything=True)["evicted_block_count"] == 4
 
 
-def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing that validated can fail so; if it does, the lease is free again and the next transfer works."""
+def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing that validated can fail so; if it does, the lease is free again and the next transfer
+    works."""
     import asyncio
 
     from hotkv.groups import GroupKind, GroupSpec
@@ -238,12 +285,17 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.M
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
         copies = HostCopyEngine(1)
-        node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, copies)
+        node = Node(
+            CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, copies
+        )
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
         session = await node.open_session("e", "worker", space, "test")
         session.receive("kv", os.memfd_create("kv"))
         os.posix_fallocate(session.received_fds["kv"], 0, 4096)
-        await node.register_memory(session, Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)))
+        await node.register_memory(
+            session,
+            Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)),
+        )
         run, block_ids = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
         with monkeypatch.context() as patch:
             patch.setattr(transfers_module, "block_copies", lambda *_, **__: 1 / 0)
@@ -261,7 +313,9 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_a_load_that_cannot_be_verified_fails_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, good: bool) -> None:
+def test_a_load_that_cannot_be_verified_fails_and_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, good: bool
+) -> None:
     """Its session closes meanwhile, and waits for it and no longer."""
     import asyncio
 
@@ -280,14 +334,23 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(monkeypatch: pytest.Monke
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
         copies = HostCopyEngine(1)
-        node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64, check_stride=1), memory.table, LRU(64)), memory, copies)
+        node = Node(
+            CacheCore(CoreConfig(1 << 20, 1 << 16, 64, check_stride=1), memory.table, LRU(64)),
+            memory,
+            copies,
+        )
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
         session = await node.open_session("e", "worker", space, "test")
         session.receive("kv", os.memfd_create("kv"))
         os.posix_fallocate(session.received_fds["kv"], 0, 4096)
-        await node.register_memory(session, Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)))
+        await node.register_memory(
+            session,
+            Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)),
+        )
         block, zeros = hash_words(os.urandom(32), 32), [np.zeros(1, np.int64)]
-        assert (await node.transfers.store(session, "t", "l", [Run(0, block)], zeros, 5.0)).results[0].tolist() == [BlockResult.STORED]
+        assert (await node.transfers.store(session, "t", "l", [Run(0, block)], zeros, 5.0)).results[
+            0
+        ].tolist() == [BlockResult.STORED]
         node.acquire(session, "r", [HashList(0, block)], 60.0)
         node.core.space.index.unverified[:] = True
         if not good:
@@ -295,7 +358,10 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(monkeypatch: pytest.Monke
         load = node.transfers.load(session, "u", "r", [LoadPositions(0, zeros[0])], zeros, 5.0)
         await node.close_session(session)
         end = await load
-        assert end.outcome is (Outcome.CANCELLED if good else Outcome.FAILED) and ("ZeroDivisionError" in end.message) != good
+        assert (
+            end.outcome is (Outcome.CANCELLED if good else Outcome.FAILED)
+            and ("ZeroDivisionError" in end.message) != good
+        )
         node.core.check_invariants()
         assert (len(node.core.leases), len(node.core.transfers), session.jobs) == (0, 0, {})
         await node.close()

@@ -1,4 +1,5 @@
-"""The simulator's twins in plain Python: LRU over dicts, bounds by definition and by trying everything."""
+"""The simulator's twins in plain Python: LRU over dicts, bounds by definition and by trying
+everything."""
 
 from collections.abc import Sequence
 
@@ -21,7 +22,8 @@ class NaiveLRU:
             self.blocks[block] = None
 
     def store(self, ids: Sequence[int]) -> list[int]:
-        """Uses what is present, brings in as much of the rest as fits beside it; returns what went, coldest first."""
+        """Uses what is present, brings in as much of the rest as fits beside it; returns what went,
+        coldest first."""
         present = [block for block in ids if block in self.blocks]
         fresh = [block for block in ids if block not in self.blocks][: self.capacity - len(present)]
         self.use(present)
@@ -53,7 +55,9 @@ def lru_hits(requests: Requests, capacity: int) -> int:
     return hits
 
 
-def two_tier_hits(requests: Requests, capacity: int, second_capacity: int, min_uses: int) -> tuple[int, int, int]:
+def two_tier_hits(
+    requests: Requests, capacity: int, second_capacity: int, min_uses: int
+) -> tuple[int, int, int]:
     """Hits over both tiers, those of the second, and blocks written to it."""
     first, second = NaiveLRU(capacity), NaiveLRU(second_capacity)
     uses: dict[int, int] = {}
@@ -61,12 +65,20 @@ def two_tier_hits(requests: Requests, capacity: int, second_capacity: int, min_u
     for _, listed in sorted(requests, key=lambda request: request[0]):
         hits += prefix_length(listed, first.blocks | second.blocks)
         ids = distinct(listed)
-        loaded = [block for block in ids[: prefix_length(ids, first.blocks | second.blocks)] if block not in first.blocks]
+        loaded = [
+            block
+            for block in ids[: prefix_length(ids, first.blocks | second.blocks)]
+            if block not in first.blocks
+        ]
         lower_hits += len(loaded)
         second.use(loaded)
         for block in ids:
             uses[block] = uses.get(block, 0) + 1
-        wanted = [block for block in reversed(first.store(ids)) if uses[block] >= min_uses and block not in second.blocks]
+        wanted = [
+            block
+            for block in reversed(first.store(ids))
+            if uses[block] >= min_uses and block not in second.blocks
+        ]
         writes += len(wanted[:second_capacity])
         second.store(wanted)
     return hits, lower_hits, writes
@@ -82,7 +94,8 @@ def unbounded_hits(requests: Requests) -> int:
 
 
 def most_hits(requests: Requests, capacity: int) -> int:
-    """The most that any cache can hit, whatever it keeps after each request. For a handful of blocks."""
+    """The most that any cache can hit, whatever it keeps after each request. For a handful of
+    blocks."""
     best = {frozenset[int](): 0}
     for _, ids in sorted(requests, key=lambda request: request[0]):
         after: dict[frozenset[int], int] = {}
@@ -102,7 +115,9 @@ def _subsets(blocks: list[int], capacity: int) -> list[frozenset[int]]:
 
 
 @st.composite
-def chained_requests(draw: st.DrawFn, max_requests: int = 40, max_blocks: int = 6, branches: int = 2) -> Requests:
+def chained_requests(
+    draw: st.DrawFn, max_requests: int = 40, max_blocks: int = 6, branches: int = 2
+) -> Requests:
     """Few branches and short chains, so that prefixes are shared and blocks come back."""
     chains = Chains()
     contents = st.lists(st.integers(0, branches), min_size=1, max_size=max_blocks)
@@ -117,7 +132,12 @@ def chained_requests(draw: st.DrawFn, max_requests: int = 40, max_blocks: int = 
 
 @st.composite
 def any_requests(draw: st.DrawFn) -> Requests:
-    """Requests that break the rules of the format: repeated ids, ids without a chain, times in any order, no blocks at all."""
-    ids = st.lists(st.one_of(st.integers(0, 12), st.sampled_from([-1, (1 << 64) - 1, -(1 << 63)])), max_size=9)
-    requests = draw(st.lists(st.tuples(st.sampled_from([0.0, 1.5, 7.0, 1e9]), ids), min_size=1, max_size=40))
+    """Requests that break the rules of the format: repeated ids, ids without a chain, times in any
+    order, no blocks at all."""
+    ids = st.lists(
+        st.one_of(st.integers(0, 12), st.sampled_from([-1, (1 << 64) - 1, -(1 << 63)])), max_size=9
+    )
+    requests = draw(
+        st.lists(st.tuples(st.sampled_from([0.0, 1.5, 7.0, 1e9]), ids), min_size=1, max_size=40)
+    )
     return [*requests, (3.0, [1, 2, 3])]

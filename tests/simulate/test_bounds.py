@@ -12,7 +12,9 @@ from tests.simulate.naive import any_requests, chained_requests, most_hits, unbo
 from tests.simulate.traces import MAKERS, Requests
 
 
-@given(requests=chained_requests(max_requests=7, max_blocks=3, branches=1), capacity=st.integers(1, 4))
+@given(
+    requests=chained_requests(max_requests=7, max_blocks=3, branches=1), capacity=st.integers(1, 4)
+)
 def test_clairvoyant_is_the_best_there_is(requests: Requests, capacity: int) -> None:
     trace = make_trace("t", requests)
     assert trace.hit_blocks(clairvoyant(trace, capacity)) == most_hits(requests, capacity)
@@ -35,7 +37,11 @@ def test_clairvoyant_with_room_for_all_is_unbounded(requests: Requests) -> None:
 def test_no_policy_beats_the_bounds(policy: str, requests: Requests, capacity: int) -> None:
     trace = make_trace("t", requests)
     best = trace.hit_blocks(clairvoyant(trace, capacity))
-    assert trace.hit_blocks(replay(trace, capacity, POLICIES[policy]).prefix) <= best <= trace.hit_blocks(unbounded(trace))
+    assert (
+        trace.hit_blocks(replay(trace, capacity, POLICIES[policy]).prefix)
+        <= best
+        <= trace.hit_blocks(unbounded(trace))
+    )
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -46,4 +52,7 @@ def test_no_policy_beats_the_bounds_on_traffic(maker: str) -> None:
         best = trace.hit_blocks(clairvoyant(trace, capacity))
         assert best <= trace.hit_blocks(unbounded(trace))
         for policy in POLICIES:
-            assert trace.hit_blocks(replay(trace, capacity, POLICIES[policy]).prefix) <= best, (policy, percent)
+            assert trace.hit_blocks(replay(trace, capacity, POLICIES[policy]).prefix) <= best, (
+                policy,
+                percent,
+            )

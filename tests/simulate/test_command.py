@@ -44,14 +44,35 @@ def results(*arguments: str | Path, **environment: str) -> list[dict[str, Any]]:
 
 def test_json(trace: Path, tmp_path: Path) -> None:
     other = write_trace(tmp_path / "scans.jsonl", scans(1, 60))
-    rows = results("--trace", trace, "--trace", other, "--policy", ",".join(POLICIES), "--capacity-percent", "20,2.5")
+    rows = results(
+        "--trace",
+        trace,
+        "--trace",
+        other,
+        "--policy",
+        ",".join(POLICIES),
+        "--capacity-percent",
+        "20,2.5",
+    )
     seen = {(row["trace"], row["policy"], row["capacity_percent"]) for row in rows}
     names = [*POLICIES, "unbounded", "clairvoyant"]
-    assert seen == {(str(path), name, percent) for path in (trace, other) for name in names for percent in (2.5, 20.0)}
+    assert seen == {
+        (str(path), name, percent)
+        for path in (trace, other)
+        for name in names
+        for percent in (2.5, 20.0)
+    }
     assert len(rows) == len(seen)
     accesses = sum(len(ids) for _, ids in REQUESTS)
     for row in rows:
-        assert {"trace", "policy", "capacity_percent", "hit_rate", "block_accesses", "seconds"} <= set(row)
+        assert {
+            "trace",
+            "policy",
+            "capacity_percent",
+            "hit_rate",
+            "block_accesses",
+            "seconds",
+        } <= set(row)
         assert 0 <= row["hit_rate"] <= 1 and row["seconds"] > 0
         if row["trace"] == str(trace):
             assert row["block_accesses"] == accesses
@@ -59,18 +80,35 @@ def test_json(trace: Path, tmp_path: Path) -> None:
             assert row["hit_rate"] == lru_hits(REQUESTS, row["capacity_blocks"]) / accesses
     rate = {(row["trace"], row["policy"], row["capacity_percent"]): row["hit_rate"] for row in rows}
     for path, name, percent in rate:
-        assert rate[path, name, percent] <= rate[path, "clairvoyant", percent] <= rate[path, "unbounded", percent] or name == "unbounded"
+        assert (
+            rate[path, name, percent]
+            <= rate[path, "clairvoyant", percent]
+            <= rate[path, "unbounded", percent]
+            or name == "unbounded"
+        )
 
 
 def test_second_tier(trace: Path) -> None:
     accesses = sum(len(ids) for _, ids in REQUESTS)
     for flag, min_uses in (("--second-tier-gate", 2), ("--no-second-tier-gate", 1)):
-        rows = results("--trace", trace, "--policy", "lru", "--capacity-percent", "4", "--second-tier-percent", "10", flag)
+        rows = results(
+            "--trace",
+            trace,
+            "--policy",
+            "lru",
+            "--capacity-percent",
+            "4",
+            "--second-tier-percent",
+            "10",
+            flag,
+        )
         row, best, endless = rows
         assert [r["policy"] for r in rows] == ["lru", "clairvoyant", "unbounded"]
         unique = len({block for _, ids in REQUESTS for block in ids})
         second_capacity = max(1, int(unique * 0.1))
-        hits, lower_hits, writes = two_tier_hits(REQUESTS, row["capacity_blocks"], second_capacity, min_uses)
+        hits, lower_hits, writes = two_tier_hits(
+            REQUESTS, row["capacity_blocks"], second_capacity, min_uses
+        )
         assert row["second_tier_percent"] == 10
         assert row["second_tier_hit_rate"] == lower_hits / accesses
         assert row["hit_rate"] == (hits - lower_hits) / accesses
@@ -80,13 +118,17 @@ def test_second_tier(trace: Path) -> None:
 
 
 def test_table(trace: Path) -> None:
-    done = simulate("--trace", trace, "--policy", "lru", "--capacity-percent", "5,10", "--block-mib", "16")
+    done = simulate(
+        "--trace", trace, "--policy", "lru", "--capacity-percent", "5,10", "--block-mib", "16"
+    )
     assert done.returncode == 0 and done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"{trace}: 120 requests over ")
     assert lines[1].split() == ["capacity", "blocks", "GiB", "policy", "hit", "rate", "accesses/s"]
     shown = [line.split() for line in lines[2:] if line]
-    assert [(cells[0], cells[4]) for cells in shown] == [(p, name) for p in ("5", "10") for name in ("lru", "clairvoyant", "unbounded")]
+    assert [(cells[0], cells[4]) for cells in shown] == [
+        (p, name) for p in ("5", "10") for name in ("lru", "clairvoyant", "unbounded")
+    ]
     assert all(float(cells[3].replace(",", "")) > 0 and cells[5].endswith("%") for cells in shown)
 
 
@@ -100,13 +142,27 @@ def test_without_numba(trace: Path) -> None:
     """The numpy twins find the same."""
     arguments = ("--trace", trace, "--capacity-percent", "5")
     compiled, twins = results(*arguments), results(*arguments, HOTKV_DISABLE_NUMBA="1")
-    assert [(row["policy"], row["hit_rate"]) for row in compiled] == [(row["policy"], row["hit_rate"]) for row in twins]
+    assert [(row["policy"], row["hit_rate"]) for row in compiled] == [
+        (row["policy"], row["hit_rate"]) for row in twins
+    ]
 
 
 def test_plot(trace: Path, tmp_path: Path) -> None:
     other = write_trace(tmp_path / "scans.jsonl", scans(1, 60))
     png = tmp_path / "curves.png"
-    done = simulate("--trace", trace, other, "--policy", "lru", "--plot", png, "--second-tier-percent", "30", "--block-mib", "2")
+    done = simulate(
+        "--trace",
+        trace,
+        other,
+        "--policy",
+        "lru",
+        "--plot",
+        png,
+        "--second-tier-percent",
+        "30",
+        "--block-mib",
+        "2",
+    )
     assert done.returncode == 0, done.stderr
     data = png.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR"
@@ -117,16 +173,28 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "lru,mru"], f"--policy: unknown policy mru; allowed are {', '.join(POLICIES)}"),
+        (
+            ["--policy", "lru,mru"],
+            f"--policy: unknown policy mru; allowed are {', '.join(POLICIES)}",
+        ),
         (["--policy", ","], "--policy: unknown policy ','; allowed are"),
-        (["--capacity-percent", "5,0"], "--capacity-percent: '0' is no share; give percents above 0 and up to 100"),
+        (
+            ["--capacity-percent", "5,0"],
+            "--capacity-percent: '0' is no share; give percents above 0 and up to 100",
+        ),
         (["--capacity-percent", "many"], "--capacity-percent: 'many' is no share"),
         (["--capacity-percent", "nan"], "--capacity-percent: 'nan' is no share"),
         (["--second-tier-percent", "101"], "--second-tier-percent: '101' is no share"),
         (["--block-mib", "-1"], "--block-mib: '-1' is no size; give a number of MiB above 0"),
-        (["--plot", "/nowhere/at/all.png"], "--plot: /nowhere/at/all.png can't be written; name a file in a folder that exists"),
+        (
+            ["--plot", "/nowhere/at/all.png"],
+            "--plot: /nowhere/at/all.png can't be written; name a file in a folder that exists",
+        ),
         (["--arena.bytes", "1GiB"], "unknown arguments: --arena.bytes 1GiB"),
-        (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory; name a file that can be read"),
+        (
+            ["--trace", "/nowhere.jsonl"],
+            "/nowhere.jsonl: No such file or directory; name a file that can be read",
+        ),
     ],
 )
 def test_mistakes_are_named(trace: Path, arguments: list[str], message: str) -> None:
@@ -143,7 +211,10 @@ def test_a_bad_line_and_late_requests(tmp_path: Path) -> None:
     path.write_text('{"timestamp": 1, "hash_ids": "x"}\n')
     done = simulate("--trace", path)
     assert done.returncode == 2
-    assert done.stderr == f'hotkv-server: {path}: line 1: hash_ids is "x"; give a list of whole numbers, one a block\n'
+    assert done.stderr == (
+        f'hotkv-server: {path}: line 1: hash_ids is "x"; give a list of whole numbers, one a '
+        "block\n"
+    )
 
 
 def test_plot_without_matplotlib(trace: Path, tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ def test_lru_is_lru_on_traffic(maker: str, percent: float) -> None:
     second_capacity=st.integers(1, 20),
     gated=st.booleans(),
 )
-def test_two_tiers_of_lru(requests: Requests, capacity: int, second_capacity: int, gated: bool) -> None:
+def test_two_tiers_of_lru(
+    requests: Requests, capacity: int, second_capacity: int, gated: bool
+) -> None:
     trace = make_trace("t", requests)
     done = replay_two_tiers(trace, capacity, second_capacity, LRU, gated=gated)
     found = trace.hit_blocks(done.prefix), done.num_second_tier_hits, done.num_second_tier_writes
@@ -45,22 +47,33 @@ def test_two_tiers_of_lru(requests: Requests, capacity: int, second_capacity: in
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(requests=chained_requests(), capacity=st.integers(1, 12))
-def test_an_endless_second_tier_loses_nothing(policy: str, requests: Requests, capacity: int) -> None:
-    """Where all fits in the second tier, and a request in the first, both together are as good as a cache without end."""
+def test_an_endless_second_tier_loses_nothing(
+    policy: str, requests: Requests, capacity: int
+) -> None:
+    """Where all fits in the second tier, and a request in the first, both together are as good as a
+    cache without end."""
     capacity = max(capacity, *(len(ids) for _, ids in requests))
     trace = make_trace("t", requests)
     done = replay_two_tiers(trace, capacity, trace.num_unique_blocks, POLICIES[policy], gated=False)
     assert done.prefix.tolist() == unbounded(trace).tolist()
-    assert done.num_second_tier_writes <= trace.num_unique_blocks, "a block was written twice though it never went"
+    assert done.num_second_tier_writes <= trace.num_unique_blocks, (
+        "a block was written twice though it never went"
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(requests=chained_requests(), capacity=st.integers(1, 12), gated=st.booleans())
 def test_tiers_stay_consistent(policy: str, requests: Requests, capacity: int, gated: bool) -> None:
-    """After every request the core's invariants hold, and all of it that fits is there for the next one."""
+    """After every request the core's invariants hold, and all of it that fits is there for the next
+    one."""
     trace = make_trace("t", requests)
     one = OneTier(Tier(capacity, POLICIES[policy]))
-    two = TwoTiers(Tier(capacity, POLICIES[policy]), Tier(capacity, POLICIES[policy]), trace.num_unique_blocks, gated=gated)
+    two = TwoTiers(
+        Tier(capacity, POLICIES[policy]),
+        Tier(capacity, POLICIES[policy]),
+        trace.num_unique_blocks,
+        gated=gated,
+    )
     for start, end, now_s in zip(trace.starts, trace.starts[1:], trace.times_s, strict=False):
         hashes = trace.hashes[start:end]
         one.serve(hashes, float(now_s))

@@ -33,11 +33,19 @@ def test_gzipped_whatever_its_name(tmp_path: Path) -> None:
 
 def test_damaged_gzip(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
-    whole = gzip.compress("".join(f'{{"timestamp": {i}, "hash_ids": [{i * i}]}}\n' for i in range(2000)).encode())
+    whole = gzip.compress(
+        "".join(f'{{"timestamp": {i}, "hash_ids": [{i * i}]}}\n' for i in range(2000)).encode()
+    )
     middle = len(whole) // 2
-    for damaged in (whole[:-20], whole[:middle] + bytes(64) + whole[middle + 64 :], whole[:-8] + bytes(8)):
+    for damaged in (
+        whole[:-20],
+        whole[:middle] + bytes(64) + whole[middle + 64 :],
+        whole[:-8] + bytes(8),
+    ):
         path.write_bytes(damaged)
-        with pytest.raises(TraceError, match=r"line \d+: the gzip data is damaged|line \d+: not JSON"):
+        with pytest.raises(
+            TraceError, match=r"line \d+: the gzip data is damaged|line \d+: not JSON"
+        ):
             load_trace(path)
 
 
@@ -66,9 +74,15 @@ def test_ids_may_be_any_64_bits() -> None:
         ('{"timestamp": NaN, "hash_ids": [1]}', "line 2: timestamp is NaN; give the time"),
         ('{"timestamp": 1}', "line 2: hash_ids is missing; give a list"),
         ('{"timestamp": 1, "hash_ids": 3}', "line 2: hash_ids is 3; give a list"),
-        ('{"timestamp": 1, "hash_ids": [1, 2.5]}', r"line 2: hash_ids is \[1, 2.5\]; give a list of whole numbers"),
+        (
+            '{"timestamp": 1, "hash_ids": [1, 2.5]}',
+            r"line 2: hash_ids is \[1, 2.5\]; give a list of whole numbers",
+        ),
         ('{"timestamp": 1, "hash_ids": [true]}', "line 2: hash_ids is"),
-        ('{"timestamp": 1, "hash_ids": [18446744073709551616]}', "line 2: hash_ids has a number of more than 64 bits"),
+        (
+            '{"timestamp": 1, "hash_ids": [18446744073709551616]}',
+            "line 2: hash_ids has a number of more than 64 bits",
+        ),
         (b"\xff\xfe", "line 2: not JSON"),
     ],
 )
@@ -94,7 +108,10 @@ def test_prefixes_count_every_access(requests: Requests) -> None:
     trace = make_trace("t", requests)
     in_order = [ids for _, ids in sorted(requests, key=lambda request: request[0]) if ids]
     assert trace.lengths.tolist() == [len(ids) for ids in in_order]
-    numbers = {block: number for number, block in enumerate(distinct([block for ids in in_order for block in ids]))}
+    numbers = {
+        block: number
+        for number, block in enumerate(distinct([block for ids in in_order for block in ids]))
+    }
     assert trace.blocks.tolist() == [numbers[block] for ids in in_order for block in distinct(ids)]
     held = {block for block, number in numbers.items() if number % 3}
     prefix = trace.prefix_lengths(trace.blocks % 3 != 0)
@@ -104,7 +121,8 @@ def test_prefixes_count_every_access(requests: Requests) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_made_up_traffic_is_chained(name: str) -> None:
-    """An id is always behind the same one, comes once in a request, and the same seed gives the same requests."""
+    """An id is always behind the same one, comes once in a request, and the same seed gives the
+    same requests."""
     requests = MAKERS[name](3, 200)
     before: dict[int, int] = {}
     for _, ids in requests:

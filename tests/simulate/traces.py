@@ -1,6 +1,8 @@
-"""Traffic of many kinds, made up: each maker gives requests (time in seconds, block ids) whose ids stand for a block and all before it.
+"""Traffic of many kinds, made up: each maker gives requests (time in seconds, block ids) whose ids
+stand for a block and all before it.
 
-Seeded, so that the same arguments give the same requests. `num_requests` scales a trace without changing its character.
+Seeded, so that the same arguments give the same requests. `num_requests` scales a trace without
+changing its character.
 """
 
 import heapq
@@ -14,7 +16,8 @@ Requests = list[tuple[float, list[int]]]
 
 
 class Chains:
-    """Ids by content: `extend` gives the ids of a chain of contents behind an id, the same ones for the same chain."""
+    """Ids by content: `extend` gives the ids of a chain of contents behind an id, the same ones for
+    the same chain."""
 
     ROOT = -1
 
@@ -50,12 +53,15 @@ def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
     for number in range(num_requests):
         path = _zipf(rng, 60, 1.1, 1) + _zipf(rng, 12, 1.2, int(rng.integers(1, 9)))
         contents = [(branch, part) for branch in path for part in range(3)]
-        requests.append((number * 0.4, chains.chain(contents + chains.fresh(int(rng.integers(0, 6))))))
+        requests.append(
+            (number * 0.4, chains.chain(contents + chains.fresh(int(rng.integers(0, 6)))))
+        )
     return requests
 
 
 def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.0) -> Requests:
-    """Agents whose context grows with every call of a tool, with pauses of very different lengths; many at once, each ends one day."""
+    """Agents whose context grows with every call of a tool, with pauses of very different lengths;
+    many at once, each ends one day."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     events: list[tuple[float, int]] = []
@@ -65,7 +71,9 @@ def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.
     next_agent = 40
     while len(requests) < num_requests:
         now_s, agent = heapq.heappop(events)
-        context = contexts.setdefault(agent, [("system prompt", agent % 4, part) for part in range(12)])
+        context = contexts.setdefault(
+            agent, [("system prompt", agent % 4, part) for part in range(12)]
+        )
         context += chains.fresh(int(rng.integers(1, 6)))
         requests.append((now_s, chains.chain(context)))
         if len(context) > 90 or rng.random() < 0.03:
@@ -84,13 +92,18 @@ def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
     popular = _zipf(rng, 30, 0.8, num_requests)
     for number in range(num_requests):
         scanning = (number // 300) % 2 == 1 and rng.random() < 0.7
-        contents = chains.fresh(40) if scanning else [("popular", popular[number], part) for part in range(15)] + chains.fresh(2)
+        contents = (
+            chains.fresh(40)
+            if scanning
+            else [("popular", popular[number], part) for part in range(15)] + chains.fresh(2)
+        )
         requests.append((number * 0.5, chains.chain(contents)))
     return requests
 
 
 def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> Requests:
-    """The same documents over and over in the same order, more than fit; behind each a question of its own."""
+    """The same documents over and over in the same order, more than fit; behind each a question of
+    its own."""
     chains = Chains()
     requests: Requests = []
     for number in range(num_requests):
@@ -100,7 +113,8 @@ def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> 
 
 
 def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Short bursts of requests with one long system prompt and tails of their own, some at once; prompts come back after long silences."""
+    """Short bursts of requests with one long system prompt and tails of their own, some at once;
+    prompts come back after long silences."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0
@@ -109,14 +123,17 @@ def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
         now_s = start_s
         for _ in range(int(rng.integers(2, 12))):
             contents = [("prompt", prompt, part) for part in range(30)]
-            requests.append((now_s, chains.chain(contents + chains.fresh(int(rng.integers(1, 12))))))
+            requests.append(
+                (now_s, chains.chain(contents + chains.fresh(int(rng.integers(1, 12)))))
+            )
             now_s += float(rng.exponential(2.0))
         start_s += float(rng.exponential(6.0))
     return sorted(requests, key=lambda request: request[0])[:num_requests]
 
 
 def drift(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Popularity by Zipf's law over documents that grow old: every few minutes the whole ranking moves on."""
+    """Popularity by Zipf's law over documents that grow old: every few minutes the whole ranking
+    moves on."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     ranks = _zipf(rng, 80, 1.0, num_requests)
@@ -134,7 +151,10 @@ def mixture(seed: int = 0, num_requests: int = 3000) -> Requests:
     merged: Requests = []
     for part, requests in enumerate(parts):
         length_s = requests[-1][0] or 1.0
-        merged += [(time_s / length_s * 1200.0, [block * len(parts) + part for block in ids]) for time_s, ids in requests]
+        merged += [
+            (time_s / length_s * 1200.0, [block * len(parts) + part for block in ids])
+            for time_s, ids in requests
+        ]
     return sorted(merged, key=lambda request: request[0])
 
 
@@ -152,7 +172,14 @@ MAKERS: dict[str, Callable[[int, int], Requests]] = {
 def write_trace(path: Path, requests: Requests) -> Path:
     """A file in Mooncake's format."""
     lines = (
-        json.dumps({"timestamp": round(time_s * 1000), "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids})
+        json.dumps(
+            {
+                "timestamp": round(time_s * 1000),
+                "input_length": 512 * len(ids),
+                "output_length": 1,
+                "hash_ids": ids,
+            }
+        )
         for time_s, ids in requests
     )
     path.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,5 @@
-"""The kernels of sparse decode on the CPU: a `Device` over `tests.device.cuda_on_cpu`, whose memory is numpy's."""
+"""The kernels of sparse decode on the CPU: a `Device` over `tests.device.cuda_on_cpu`, whose memory
+is numpy's."""
 
 import functools
 from collections.abc import Sequence
@@ -14,29 +15,44 @@ needs_compiler = cuda_on_cpu.needs_compiler
 
 @functools.cache
 def module(source: str) -> cuda_on_cpu.Module:
-    return cuda_on_cpu.compile(FOLDER / source, names=[name for name in SOURCES[source] if "<" in name])
+    return cuda_on_cpu.compile(
+        FOLDER / source, names=[name for name in SOURCES[source] if "<" in name]
+    )
 
 
 class CpuDevice:
-    """`seed`: the order in which threads run; another one for each launch. What is new holds `poison` where the device promises nothing."""
+    """`seed`: the order in which threads run; another one for each launch. What is new holds
+    `poison` where the device promises nothing."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
-        """16 bytes further than a multiple of 4096: vectors that ask for more than 16 would be wrong on a device, too."""
+        """16 bytes further than a multiple of 4096: vectors that ask for more than 16 would be
+        wrong on a device, too."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 32
         return memory[start : start + size].view(dtype).reshape(tuple(shape))
 
     def write(self, target: np.ndarray, start: Sequence[int], values: Host) -> None:
-        target[tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))] = values
+        target[
+            tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
+        ] = values
 
     def read(self, source: np.ndarray) -> Host:
         return source.copy()
 
-    def launch(self, kernel: str, grid: Sequence[int], threads: int, args: Sequence[Argument], shared_bytes: int = 0) -> None:
+    def launch(
+        self,
+        kernel: str,
+        grid: Sequence[int],
+        threads: int,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
         self.seed += self.seed > 0
         values = [np.uint64(0) if arg is None else arg for arg in args]
-        module(source_of(kernel)).launch(kernel, tuple(grid), threads, values, shared_bytes, self.seed)
+        module(source_of(kernel)).launch(
+            kernel, tuple(grid), threads, values, shared_bytes, self.seed
+        )

@@ -1,4 +1,5 @@
-"""The hot set said plainly: sets and dicts, one block at a time. Slots are not modelled; what they hold is."""
+"""The hot set said plainly: sets and dicts, one block at a time. Slots are not modelled; what they
+hold is."""
 
 from dataclasses import dataclass, field
 
@@ -32,7 +33,11 @@ class NaiveHotSet:
         return block < self.first or block >= self.last or block not in self.has_copy
 
     def victims(self, count: int, protected: bool) -> list[int]:
-        able = [b for b, at in self.used_at.items() if not self.pinned(b) and not (protected and at >= self.clock)]
+        able = [
+            b
+            for b, at in self.used_at.items()
+            if not self.pinned(b) and not (protected and at >= self.clock)
+        ]
         return sorted(able, key=lambda b: (self.used_at[b], b))[: max(count, 0)]
 
     def room(self, count: int, protected: bool) -> tuple[int, list[int]]:
@@ -41,7 +46,9 @@ class NaiveHotSet:
         victims = self.victims(count - num_free + max(-growth, 0), protected)
         return min(num_free + len(victims), count), victims
 
-    def extend(self, first: int, last: int, count: int, num_complete: int, num_host: int) -> tuple[list[int], list[int], list[int]] | None:
+    def extend(
+        self, first: int, last: int, count: int, num_complete: int, num_host: int
+    ) -> tuple[list[int], list[int], list[int]] | None:
         """(new blocks, victims, swap out), or None where there is no room."""
         fresh = list(range(max(self.count, num_host), count))
         before = (self.first, self.last)
@@ -66,7 +73,11 @@ class NaiveHotSet:
         for block in fresh:
             self.used_at[block] = self.clock
         self.has_copy -= {b for b in self.used_at if b >= num_complete}
-        out = sorted(b for b in self.used_at if b < num_complete and b not in self.has_copy and b not in self.swapping)
+        out = sorted(
+            b
+            for b in self.used_at
+            if b < num_complete and b not in self.has_copy and b not in self.swapping
+        )
         self.swapping |= set(out)
         return fresh, victims, out
 
@@ -93,7 +104,9 @@ class NaiveHotSet:
             taken.append(block)
         return taken
 
-    def step(self, weights: dict[int, float], max_loads: int) -> tuple[list[int], list[int], list[int]]:
+    def step(
+        self, weights: dict[int, float], max_loads: int
+    ) -> tuple[list[int], list[int], list[int]]:
         """(loaded, prefetch, victims); weights are inf where always kept."""
         self.clock += 1
         victims = []
@@ -116,7 +129,11 @@ class NaiveHotSet:
         return loaded, [b for b in missing[able:] if b not in self.pending()], victims + more
 
     def begin_prefetch(self, blocks: list[int]) -> list[int]:
-        able = [b for b in dict.fromkeys(blocks) if b not in self.used_at and b not in self.pending() and b in self.has_copy]
+        able = [
+            b
+            for b in dict.fromkeys(blocks)
+            if b not in self.used_at and b not in self.pending() and b in self.has_copy
+        ]
         return able[: self.free()]
 
     def finish_prefetch(self, slot: int, success: bool) -> None:

@@ -28,7 +28,9 @@ class Case:
         """q . k / sqrt(D), [Q, B, T], -inf where there is no token."""
         num_blocks, block_tokens, kv_heads, head_size = self.keys.shape
         grouped = self.query.reshape(kv_heads, len(self.query) // kv_heads, head_size)
-        exact = np.einsum("bthd,hgd->hgbt", self.keys, grouped).reshape(len(self.query), num_blocks, block_tokens) / np.sqrt(head_size)
+        exact = np.einsum("bthd,hgd->hgbt", self.keys, grouped).reshape(
+            len(self.query), num_blocks, block_tokens
+        ) / np.sqrt(head_size)
         return np.where(np.arange(block_tokens) < self.num_tokens[:, None], exact, -np.inf)
 
     def log_mass(self) -> F32:
@@ -38,16 +40,32 @@ class Case:
 
 
 def make_case(
-    seed: int, num_blocks: int, block_tokens: int, kv_heads: int, group: int, head_size: int, ragged: bool, centred: bool
+    seed: int,
+    num_blocks: int,
+    block_tokens: int,
+    kv_heads: int,
+    group: int,
+    head_size: int,
+    ragged: bool,
+    centred: bool,
 ) -> Case:
     rng = np.random.default_rng(seed)
     centre = rng.standard_normal((kv_heads, head_size)).astype(np.float32) * rng.choice([0.0, 1.0])
-    keys = centre + rng.standard_normal((num_blocks, block_tokens, kv_heads, head_size)).astype(np.float32) * np.float32(
-        rng.choice([0.05, 1.0, 20.0])
+    keys = centre + rng.standard_normal((num_blocks, block_tokens, kv_heads, head_size)).astype(
+        np.float32
+    ) * np.float32(rng.choice([0.05, 1.0, 20.0]))
+    counts = (
+        rng.integers(0, block_tokens + 1, num_blocks)
+        if ragged
+        else np.full(num_blocks, block_tokens)
     )
-    counts = rng.integers(0, block_tokens + 1, num_blocks) if ragged else np.full(num_blocks, block_tokens)
     query = rng.standard_normal((kv_heads * group, head_size)).astype(np.float32)
-    return Case(keys.astype(np.float32), counts.astype(np.int32), query, centre.astype(np.float32) if centred else None)
+    return Case(
+        keys.astype(np.float32),
+        counts.astype(np.int32),
+        query,
+        centre.astype(np.float32) if centred else None,
+    )
 
 
 cases = st.builds(

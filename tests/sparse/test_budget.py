@@ -7,7 +7,9 @@ from hotkv_sparse.budget import MAX_SETS, AdaptiveCapacity
 
 
 @given(
-    budget=st.integers(1, 1000), always=st.integers(0, 20), steps=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 50)), max_size=80)
+    budget=st.integers(1, 1000),
+    always=st.integers(0, 20),
+    steps=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 50)), max_size=80),
 )
 def test_capacity_stays_in_bounds(budget: int, always: int, steps: list[tuple[int, int]]) -> None:
     capacity = AdaptiveCapacity(budget, always)
@@ -15,7 +17,10 @@ def test_capacity_stays_in_bounds(budget: int, always: int, steps: list[tuple[in
     for selected, left in steps:
         blocks = capacity.observe(selected, left)
         assert blocks == capacity.capacity_blocks
-        assert max(2 * min(selected, budget), 2 * always) <= blocks + 1 and blocks <= max(MAX_SETS * budget, 2 * always) + 1
+        assert (
+            max(2 * min(selected, budget), 2 * always) <= blocks + 1
+            and blocks <= max(MAX_SETS * budget, 2 * always) + 1
+        )
 
 
 def test_up_at_once_down_slowly() -> None:

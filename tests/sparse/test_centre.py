@@ -29,18 +29,34 @@ def test_other_shapes_are_refused() -> None:
         CentreEstimate(2, 16).add(np.zeros((4, 16, 2), np.float32))
 
 
-@pytest.mark.parametrize(("kv_heads", "group", "head_size", "num_tokens", "scale"), [(2, 3, 16, 400, None), (1, 1, 48, 333, 0.3)])
-def test_bias_is_the_mean_error_weighted_by_mass(kv_heads: int, group: int, head_size: int, num_tokens: int, scale: float | None) -> None:
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_size", "num_tokens", "scale"),
+    [(2, 3, 16, 400, None), (1, 1, 48, 333, 0.3)],
+)
+def test_bias_is_the_mean_error_weighted_by_mass(
+    kv_heads: int, group: int, head_size: int, num_tokens: int, scale: float | None
+) -> None:
     dice = np.random.default_rng(1)
-    keys = (dice.standard_normal((num_tokens, kv_heads, head_size)) + 2 * dice.standard_normal((kv_heads, head_size))).astype(np.float32)
+    keys = (
+        dice.standard_normal((num_tokens, kv_heads, head_size))
+        + 2 * dice.standard_normal((kv_heads, head_size))
+    ).astype(np.float32)
     positions = [30, 120, 250, num_tokens - 1]
-    queries = (2 * dice.standard_normal((len(positions), kv_heads * group, head_size))).astype(np.float32)
+    queries = (2 * dice.standard_normal((len(positions), kv_heads * group, head_size))).astype(
+        np.float32
+    )
     for mu in (None, keys.mean(axis=0)):
         found = [measured_bias(name, mu, keys, queries, positions, scale) for name in TOKEN_FORMATS]
-        np.testing.assert_allclose(found, [_naive_bias(name, mu, keys, queries, positions, scale) for name in TOKEN_FORMATS], atol=1e-3)
+        np.testing.assert_allclose(
+            found,
+            [_naive_bias(name, mu, keys, queries, positions, scale) for name in TOKEN_FORMATS],
+            atol=1e-3,
+        )
 
 
-def _naive_bias(name: str, mu: Any, keys: Any, queries: Any, positions: list[int], scale: float | None) -> float:
+def _naive_bias(
+    name: str, mu: Any, keys: Any, queries: Any, positions: list[int], scale: float | None
+) -> float:
     """One block at a time; only those between 32 sinks and 64 recent tokens."""
     errors, masses = [], []
     for query, position in zip(queries, positions, strict=True):
@@ -48,7 +64,11 @@ def _naive_bias(name: str, mu: Any, keys: Any, queries: Any, positions: list[int
         for first in range(32, position + 1 - 64 - 15, 16):
             block = keys[first : first + 16]
             exact = exact_log_mass(query, block, scale)
-            estimated = score(prepare(name, query, mu, scale, bias=0.0), build(name, block[None], mu), np.zeros(1, np.int32))[:, 0]
+            estimated = score(
+                prepare(name, query, mu, scale, bias=0.0),
+                build(name, block[None], mu),
+                np.zeros(1, np.int32),
+            )[:, 0]
             errors.append(estimated - exact)
             masses.append(np.exp(exact - total))
     return float(np.average(np.stack(errors), weights=np.stack(masses)))

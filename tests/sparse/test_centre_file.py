@@ -1,4 +1,5 @@
-"""Files of centres: what is written comes back, and whatever else a file holds is refused by name."""
+"""Files of centres: what is written comes back, and whatever else a file holds is refused by
+name."""
 
 import io
 import os
@@ -28,18 +29,27 @@ def centres_of(draw: st.DrawFn) -> Centres:
         shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 40)))
         layers[index] = LayerCentre(dice.standard_normal(shape).astype(np.float32), draw(BIAS))
     return Centres(
-        draw(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))), draw(st.integers(MIN_TOKENS, 1 << 40)), layers
+        draw(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))),
+        draw(st.integers(MIN_TOKENS, 1 << 40)),
+        layers,
     )
 
 
 def example() -> Centres:
     dice = np.random.default_rng(0)
     return Centres(
-        "some-model", 4000, {index: LayerCentre(dice.standard_normal((2, 8)).astype(np.float32), {"rot2u": 0.25}) for index in (2, 5)}
+        "some-model",
+        4000,
+        {
+            index: LayerCentre(dice.standard_normal((2, 8)).astype(np.float32), {"rot2u": 0.25})
+            for index in (2, 5)
+        },
     )
 
 
-def written(arrays: Arrays, path: Path, compression: int = zipfile.ZIP_STORED, allow_pickle: bool = False) -> Path:
+def written(
+    arrays: Arrays, path: Path, compression: int = zipfile.ZIP_STORED, allow_pickle: bool = False
+) -> Path:
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, array in arrays.items():
             data = io.BytesIO()
@@ -55,11 +65,17 @@ def arrays_of(path: Path) -> Arrays:
 
 @given(centres_of())
 @settings(max_examples=60, deadline=None)
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, centres: Centres) -> None:
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, centres: Centres
+) -> None:
     path = tmp_path_factory.mktemp("centres") / "a.npz"
     write_centres(path, centres)
     found = read_centres(path)
-    assert (found.model, found.num_tokens, set(found.layers)) == (centres.model, centres.num_tokens, set(centres.layers))
+    assert (found.model, found.num_tokens, set(found.layers)) == (
+        centres.model,
+        centres.num_tokens,
+        set(centres.layers),
+    )
     for index, layer in centres.layers.items():
         mu = found.mu(index)
         assert mu is not None and mu.dtype == np.float32
@@ -78,7 +94,16 @@ def test_equal_centres_are_equal_files_which_replace_others_whole(tmp_path: Path
     write_centres(tmp_path / "a", Centres("another", 5000, example().layers))
     assert read_centres(str(tmp_path / "a")).model == "another"
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
-    assert set(arrays_of(tmp_path / "b")) == {"format_version", "model", "num_tokens", "layers", "formats", "bias", "mu_2", "mu_5"}
+    assert set(arrays_of(tmp_path / "b")) == {
+        "format_version",
+        "model",
+        "num_tokens",
+        "layers",
+        "formats",
+        "bias",
+        "mu_2",
+        "mu_5",
+    }
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -92,8 +117,11 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_damaged_files_are_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Bytes that are cut off, flipped, put in between, or any bytes at all: the same centres, or a refusal that names the file."""
+def test_damaged_files_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Bytes that are cut off, flipped, put in between, or any bytes at all: the same centres, or a
+    refusal that names the file."""
     path = tmp_path_factory.mktemp("centres") / "a.npz"
     write_centres(path, example())
     whole = path.read_bytes()
@@ -140,12 +168,21 @@ def _without(name: str) -> Callable[[Arrays], None]:
         (_with("num_tokens", 3), "num_tokens is 3; a centre takes 1024 tokens or more"),
         (_with("num_tokens", 3000.0), "its array 'num_tokens' is float64 []"),
         (_with("model", 7), "its array 'model' is int64 []"),
-        (_with("mu_2", np.zeros((2, 8))), "mu of layer 2 is float64 [2, 8], not float32 [kv_heads, head_size]"),
+        (
+            _with("mu_2", np.zeros((2, 8))),
+            "mu of layer 2 is float64 [2, 8], not float32 [kv_heads, head_size]",
+        ),
         (_with("mu_2", np.zeros((2, 8), ">f4")), "mu of layer 2 is >f4 [2, 8]"),
         (_with("mu_2", np.zeros(8, np.float32)), "mu of layer 2 is float32 [8]"),
         (_with("mu_2", np.zeros((0, 8), np.float32)), "mu of layer 2 is float32 [0, 8]"),
-        (_with("mu_2", np.full((2, 8), np.nan, np.float32)), "mu of layer 2 has values that are not finite"),
-        (_with("mu_2", np.full((2, 8), np.inf, np.float32)), "mu of layer 2 has values that are not finite"),
+        (
+            _with("mu_2", np.full((2, 8), np.nan, np.float32)),
+            "mu of layer 2 has values that are not finite",
+        ),
+        (
+            _with("mu_2", np.full((2, 8), np.inf, np.float32)),
+            "mu of layer 2 has values that are not finite",
+        ),
         (_with("bias", [[0.1, 0.2, 0.3]]), "its bias is [1, 3]"),
         (_with("bias", np.full((2, 3), np.inf)), "its bias has values that are not finite"),
         (
@@ -158,7 +195,9 @@ def _without(name: str) -> Callable[[Arrays], None]:
         (_with("layers", [[2, 5]]), "its array 'layers' is int64 [1, 2]"),
     ],
 )
-def test_files_that_say_other_things_are_refused(tmp_path: Path, change: Callable[[Arrays], None], problem: str) -> None:
+def test_files_that_say_other_things_are_refused(
+    tmp_path: Path, change: Callable[[Arrays], None], problem: str
+) -> None:
     path = tmp_path / "a.npz"
     write_centres(path, example())
     arrays = arrays_of(path)
@@ -183,7 +222,9 @@ def test_pickles_compression_and_absent_files_are_refused(tmp_path: Path) -> Non
     with pytest.raises(HotKVError, match="its arrays are compressed"):
         read_centres(written(arrays, tmp_path / "a", zipfile.ZIP_DEFLATED))
     with pytest.raises(HotKVError, match="is no file of centres"):
-        read_centres(written(arrays | {"model": np.array([{}], object)}, tmp_path / "a", allow_pickle=True))
+        read_centres(
+            written(arrays | {"model": np.array([{}], object)}, tmp_path / "a", allow_pickle=True)
+        )
     with pytest.raises(HotKVError, match="cannot be read: No such file"):
         read_centres(tmp_path / "absent")
     with pytest.raises(HotKVError, match="cannot be read: Is a directory"):
@@ -196,9 +237,18 @@ def test_pickles_compression_and_absent_files_are_refused(tmp_path: Path) -> Non
         ({"model": None}, "model is NoneType"),
         ({"num_tokens": MIN_TOKENS - 1}, "num_tokens is 1023"),
         ({"layers": {}}, "layers is empty"),
-        ({"layers": {-1: LayerCentre(np.zeros((1, 4), np.float32), {})}}, "layers has the number -1"),
-        ({"layers": {3: LayerCentre(np.zeros((1, 4), np.float32), {"rot2u": float("nan")})}}, "bias of layer 3 is nan for rot2u"),
-        ({"layers": {3: LayerCentre(np.zeros((1, 4), np.float32), {"mean": 0.1})}}, "bias of layer 3 is for 'mean'"),
+        (
+            {"layers": {-1: LayerCentre(np.zeros((1, 4), np.float32), {})}},
+            "layers has the number -1",
+        ),
+        (
+            {"layers": {3: LayerCentre(np.zeros((1, 4), np.float32), {"rot2u": float("nan")})}},
+            "bias of layer 3 is nan for rot2u",
+        ),
+        (
+            {"layers": {3: LayerCentre(np.zeros((1, 4), np.float32), {"mean": 0.1})}},
+            "bias of layer 3 is for 'mean'",
+        ),
     ],
 )
 def test_centres_that_make_no_sense_cannot_be_made(change: dict[str, Any], problem: str) -> None:

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS, READ_ONLY_REGISTER, REGISTER_FLAGS, SAME_ADDRESS, Access, MappedArena
+from hotkv_sparse.cuda.arena import (
+    PAGEABLE_ACCESS,
+    READ_ONLY_REGISTER,
+    REGISTER_FLAGS,
+    SAME_ADDRESS,
+    Access,
+    MappedArena,
+)
 
 PAGE = mmap.PAGESIZE
 
@@ -22,8 +29,8 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Cuda:
-    """Notes what is asked of CuPy. Refuses what CUDA does: to register a place twice, to unregister what is not, or anything `beyond` a
-    number of bytes.
+    """Notes what is asked of CuPy. Refuses what CUDA does: to register a place twice, to unregister
+    what is not, or anything `beyond` a number of bytes.
     """
 
     def __init__(self, *attributes: int, beyond: int = 1 << 60) -> None:
@@ -56,8 +63,15 @@ class Cuda:
         return int(attribute in self.attributes)
 
     def hostRegister(self, address: int, num_bytes: int, flags: int) -> None:
-        assert address % PAGE == num_bytes % PAGE == 0 and num_bytes > 0 and flags == REGISTER_FLAGS == 11 and self.current == 1
-        if any(address < at + size and at < address + num_bytes for at, size in self.registered.items()):
+        assert (
+            address % PAGE == num_bytes % PAGE == 0
+            and num_bytes > 0
+            and flags == REGISTER_FLAGS == 11
+            and self.current == 1
+        )
+        if any(
+            address < at + size and at < address + num_bytes for at, size in self.registered.items()
+        ):
             raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
         if sum(self.registered.values()) + num_bytes > self.beyond:
             raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
@@ -76,18 +90,29 @@ def mapped(num_bytes: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ), np.uint8)
 
 
-def made(patch: pytest.MonkeyPatch, cuda: Cuda, num_bytes: int, piece_bytes: int = PAGE) -> MappedArena:
+def made(
+    patch: pytest.MonkeyPatch, cuda: Cuda, num_bytes: int, piece_bytes: int = PAGE
+) -> MappedArena:
     patch.setitem(sys.modules, "cupy", cuda.module)
     return MappedArena(mapped(num_bytes), 1, piece_bytes)
 
 
-@given(num_pages=st.integers(1, 9), piece_pages=st.integers(1, 4), tail=st.integers(0, PAGE - 1), fits=st.integers(0, 10))
-def test_what_is_readable_is_registered_until_it_is_closed(num_pages: int, piece_pages: int, tail: int, fits: int) -> None:
+@given(
+    num_pages=st.integers(1, 9),
+    piece_pages=st.integers(1, 4),
+    tail=st.integers(0, PAGE - 1),
+    fits=st.integers(0, 10),
+)
+def test_what_is_readable_is_registered_until_it_is_closed(
+    num_pages: int, piece_pages: int, tail: int, fits: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS, beyond=fits * PAGE)
         arena = made(patch, cuda, num_pages * PAGE - tail, piece_pages * PAGE)
         assert (arena.access, arena.readable_bytes) == (Access.REGISTERED, 0)
-        assert not arena.addresses(np.zeros(1, np.int64), 1).any(), "nothing is registered before the start"
+        assert not arena.addresses(np.zeros(1, np.int64), 1).any(), (
+            "nothing is registered before the start"
+        )
         arena.start()
         is_whole = arena.wait()
         pieces = -(-num_pages // piece_pages)
@@ -100,8 +125,16 @@ def test_what_is_readable_is_registered_until_it_is_closed(num_pages: int, piece
         slots = slots[slots + 100 <= arena.num_bytes]
         known = arena.addresses(slots, 100)
         for offset, address in zip(slots.tolist(), known.tolist(), strict=True):
-            lies_in = [at for at, size in cuda.registered.items() if at <= arena.address + offset < at + size]
-            assert address == (arena.address + offset if offset >= 0 and offset + 100 <= arena.readable_bytes else 0)
+            lies_in = [
+                at
+                for at, size in cuda.registered.items()
+                if at <= arena.address + offset < at + size
+            ]
+            assert address == (
+                arena.address + offset
+                if offset >= 0 and offset + 100 <= arena.readable_bytes
+                else 0
+            )
             assert not address or lies_in
         arena.close()
         arena.close()
@@ -135,13 +168,19 @@ def test_pageable_memory_needs_no_registration(monkeypatch: pytest.MonkeyPatch) 
     arena = made(monkeypatch, cuda, 4 * PAGE)
     arena.start()
     assert arena.wait() and arena.access is Access.PAGEABLE
-    assert arena.addresses(np.array([-1, 0, 3 * PAGE]), PAGE).tolist() == [0, arena.address, arena.address + 3 * PAGE]
+    assert arena.addresses(np.array([-1, 0, 3 * PAGE]), PAGE).tolist() == [
+        0,
+        arena.address,
+        arena.address + 3 * PAGE,
+    ]
     arena.close()
     assert cuda.calls == [("synchronize", 1)] and arena.readable_bytes == 0
 
 
 @pytest.mark.parametrize("attributes", [(), (READ_ONLY_REGISTER,), (SAME_ADDRESS,)])
-def test_says_what_to_do_where_a_device_can_not(monkeypatch: pytest.MonkeyPatch, attributes: tuple[int, ...]) -> None:
+def test_says_what_to_do_where_a_device_can_not(
+    monkeypatch: pytest.MonkeyPatch, attributes: tuple[int, ...]
+) -> None:
     with pytest.raises(HotKVError, match=r"Session\.load.*HMM") as caught:
         made(monkeypatch, Cuda(*attributes), 4 * PAGE)
     assert caught.value.reason is Reason.NOT_ALLOWED

@@ -1,4 +1,5 @@
-"""CUDA's kernels that plan, weigh and choose, and the hot set's step, on the CPU, against the numpy twins."""
+"""CUDA's kernels that plan, weigh and choose, and the hot set's step, on the CPU, against the numpy
+twins."""
 
 import numpy as np
 import pytest
@@ -9,7 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from hotkv.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
-from hotkv_sparse.cuda.selector import LOADED, PREFETCH, RESIDENT, SELECTED, VICTIMS, CudaSelector, StepShape, Workspace
+from hotkv_sparse.cuda.selector import (
+    LOADED,
+    PREFETCH,
+    RESIDENT,
+    SELECTED,
+    VICTIMS,
+    CudaSelector,
+    StepShape,
+    Workspace,
+)
 from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.topk import Span, floor_blocks, select, span
 from hotkv_sparse.weights import aggregate
@@ -22,7 +32,13 @@ NOWHERE = Pages(np.zeros(1, np.float32), "float32", 0, 0, 0)
 
 
 def layer(
-    config: SparseConfig, num_sequences: int, max_blocks: int, num_heads: int = 2, num_slots: int = 8, seed: int = 0, **sizes: int
+    config: SparseConfig,
+    num_sequences: int,
+    max_blocks: int,
+    num_heads: int = 2,
+    num_slots: int = 8,
+    seed: int = 0,
+    **sizes: int,
 ) -> CudaSelector:
     shape = StepShape(num_sequences, max_blocks, BLOCK, num_heads, 1, 16, num_slots, **sizes)
     work = Workspace(CpuDevice(seed), config, shape)
@@ -43,8 +59,17 @@ def test_plans_as_the_twin_does(tokens: list[int], sinks: int, recent: int, topk
     selector._workspace.begin(np.array(tokens, np.int32))
     for row, count in zip(selector._workspace.plan, tokens, strict=True):
         where = span(config, count, BLOCK)
-        room = min(max(config.budget_blocks(count, BLOCK) - where.num_always, 0), where.last - where.first)
-        assert row[:6].tolist() == [where.first, where.last, where.count, room, floor_blocks(BLOCK), count]
+        room = min(
+            max(config.budget_blocks(count, BLOCK) - where.num_always, 0), where.last - where.first
+        )
+        assert row[:6].tolist() == [
+            where.first,
+            where.last,
+            where.count,
+            room,
+            floor_blocks(BLOCK),
+            count,
+        ]
 
 
 @given(
@@ -58,15 +83,25 @@ def test_plans_as_the_twin_does(tokens: list[int], sinks: int, recent: int, topk
 )
 @settings(max_examples=30, deadline=None)
 def test_chooses_what_the_twin_chooses(
-    seed: int, num_tokens: int, num_heads: int, adaptive_p: float | None, policy: str, grain: float, spread: float
+    seed: int,
+    num_tokens: int,
+    num_heads: int,
+    adaptive_p: float | None,
+    policy: str,
+    grain: float,
+    spread: float,
 ) -> None:
     rng = np.random.default_rng(seed)
     scorer = "mean" if adaptive_p is None else "rot2u"
-    config = SparseConfig(sparse_topk=0.1, adaptive_p=adaptive_p, cache_policy=policy, scorer=scorer)
+    config = SparseConfig(
+        sparse_topk=0.1, adaptive_p=adaptive_p, cache_policy=policy, scorer=scorer
+    )
     max_blocks = -(-num_tokens // BLOCK) + 3
     shape = StepShape(2, max_blocks, BLOCK, num_heads, 1, 16, max_blocks)
     work = Workspace(CpuDevice(seed % 5), config, shape)
-    selector = CudaSelector(work, 5, Index(work.device, IndexShape(scorer, 1, 16, BLOCK), 1), NOWHERE, NOWHERE, (), 0)
+    selector = CudaSelector(
+        work, 5, Index(work.device, IndexShape(scorer, 1, 16, BLOCK), 1), NOWHERE, NOWHERE, (), 0
+    )
     work.begin(np.array([num_tokens, 0], np.int32))
     where = span(config, num_tokens, BLOCK)
     scores = (rng.standard_normal((num_heads, max_blocks)) * spread).astype(np.float32)
@@ -85,7 +120,8 @@ def test_chooses_what_the_twin_chooses(
     # The choice is exact in the weights that the device has.
     resident = (selector.slot_of[0] >= 0)[middle] if policy == "lru_prior" else None
     want = select(
-        work.weights[0, middle].copy(), float(work.always_mass[0]), where, config.budget_blocks(num_tokens, BLOCK), adaptive_p=adaptive_p,
+        work.weights[0, middle].copy(), float(work.always_mass[0]), where,
+        config.budget_blocks(num_tokens, BLOCK), adaptive_p=adaptive_p,
         floor_blocks=floor_blocks(BLOCK), resident_S=resident, prior=config.residency_prior,
     )  # fmt: skip
     number = int(selector.numbers[0])
@@ -96,10 +132,14 @@ def test_chooses_what_the_twin_chooses(
 
 
 def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
-    config = SparseConfig(sparse_topk=0.5, adaptive_p=0.99, scorer="rot2u", sink_tokens=16, recent_tokens=16)
+    config = SparseConfig(
+        sparse_topk=0.5, adaptive_p=0.99, scorer="rot2u", sink_tokens=16, recent_tokens=16
+    )
     shape = StepShape(1, 100, BLOCK, 1, 1, 16, 100)
     work = Workspace(CpuDevice(), config, shape)
-    selector = CudaSelector(work, 5, Index(work.device, IndexShape("rot2u", 1, 16, BLOCK), 1), NOWHERE, NOWHERE, (), 0)
+    selector = CudaSelector(
+        work, 5, Index(work.device, IndexShape("rot2u", 1, 16, BLOCK), 1), NOWHERE, NOWHERE, (), 0
+    )
     work.begin(np.array([1600], np.int32))
     work.scores[:] = 0.0
     work.always_log_mass[:] = -np.inf
@@ -108,17 +148,37 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """The device's step against the hot set's, from the same tables; what else changes a hot set happens to the twin."""
+    """The device's step against the hot set's, from the same tables; what else changes a hot set
+    happens to the twin."""
 
     @initialize(
-        capacity=st.integers(4, 40), spare=st.integers(0, 4), policy=st.sampled_from(["lru", "lru_prior", "none"]),
-        count=st.integers(4, 60), corrections=st.integers(0, 4), seed=st.integers(0, 3), max_prefetch=st.integers(1, 5),
+        capacity=st.integers(4, 40), spare=st.integers(0, 4),
+        policy=st.sampled_from(["lru", "lru_prior", "none"]),
+        count=st.integers(4, 60), corrections=st.integers(0, 4), seed=st.integers(0, 3),
+        max_prefetch=st.integers(1, 5),
     )  # fmt: skip
-    def begin(self, capacity: int, spare: int, policy: str, count: int, corrections: int, seed: int, max_prefetch: int) -> None:
+    def begin(
+        self,
+        capacity: int,
+        spare: int,
+        policy: str,
+        count: int,
+        corrections: int,
+        seed: int,
+        max_prefetch: int,
+    ) -> None:
         self.hot = HotSet(capacity, spare, policy)
-        config = SparseConfig(cache_policy=policy, max_correction_blocks=corrections, scorer="mean", sink_tokens=16, recent_tokens=32)
+        config = SparseConfig(
+            cache_policy=policy,
+            max_correction_blocks=corrections,
+            scorer="mean",
+            sink_tokens=16,
+            recent_tokens=32,
+        )
         self.num_slots = capacity + spare
-        self.selector = layer(config, 2, 200, num_slots=self.num_slots, seed=seed, max_prefetch=max_prefetch)
+        self.selector = layer(
+            config, 2, 200, num_slots=self.num_slots, seed=seed, max_prefetch=max_prefetch
+        )
         self.loading: list[int] = []
         self.wanted: np.ndarray = np.empty(0, np.int32)
         self.reach(count)
@@ -129,9 +189,16 @@ class StepMachine(RuleBasedStateMachine):
 
     def upload(self) -> None:
         selector, hot, count = self.selector, self.hot, self.hot.span.count
-        selector.state[1], selector.block_of[1], selector.used_at[1] = hot._state, hot._block_of, hot._used_at
+        selector.state[1], selector.block_of[1], selector.used_at[1] = (
+            hot._state,
+            hot._block_of,
+            hot._used_at,
+        )
         selector.slot_of[1], selector._workspace.has_copy[1] = -1, 0
-        selector.slot_of[1, :count], selector._workspace.has_copy[1, :count] = hot._slot_of[:count], hot._has_copy[:count]
+        selector.slot_of[1, :count], selector._workspace.has_copy[1, :count] = (
+            hot._slot_of[:count],
+            hot._has_copy[:count],
+        )
         selector.capacities[1], selector.clocks[1] = hot.capacity_blocks, hot._clock
         selector._workspace.plan[1, :3] = self.hot.span.first, self.hot.span.last, count
 
@@ -139,27 +206,49 @@ class StepMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         where, selector = self.hot.span, self.selector
         config = selector._workspace.config
-        chosen = data.draw(st.lists(st.integers(0, where.count - 1), max_size=min(12, selector._workspace.max_selected - 4)))
+        chosen = data.draw(
+            st.lists(
+                st.integers(0, where.count - 1),
+                max_size=min(12, selector._workspace.max_selected - 4),
+            )
+        )
         weights = {b: float(data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0]))) for b in chosen}
         weights |= {int(b): np.inf for b in where.always}
         selection = selection_of(weights)
         self.upload()
         number = len(selection.blocks)
         selector.numbers[:] = [0, number]
-        selector.blocks[1, :number], selector.chosen[1, :number] = selection.blocks, selection.weights
+        selector.blocks[1, :number], selector.chosen[1, :number] = (
+            selection.blocks,
+            selection.weights,
+        )
         selector._correct()
         expected = self.hot.step(selection, config.max_correction_blocks)
         counts = selector.counts[1]
         loaded, count = int(counts[LOADED]), where.count
         assert selector.loads[1, 0, :loaded].tolist() == expected.load.blocks.tolist()
         assert selector.loads[1, 1, :loaded].tolist() == expected.load.slots.tolist()
-        assert sorted(selector.victims[1, : counts[VICTIMS]].tolist()) == sorted(expected.load.victims.tolist())
-        assert selector.prefetch[1, : counts[PREFETCH]].tolist() == expected.prefetch.tolist()[: selector.prefetch.shape[1]]
-        assert (counts[SELECTED], counts[RESIDENT]) == (expected.num_selected, expected.num_resident)
-        assert selector.state[1].tolist() == self.hot._state.tolist() and selector.block_of[1].tolist() == self.hot._block_of.tolist()
+        assert sorted(selector.victims[1, : counts[VICTIMS]].tolist()) == sorted(
+            expected.load.victims.tolist()
+        )
+        assert (
+            selector.prefetch[1, : counts[PREFETCH]].tolist()
+            == expected.prefetch.tolist()[: selector.prefetch.shape[1]]
+        )
+        assert (counts[SELECTED], counts[RESIDENT]) == (
+            expected.num_selected,
+            expected.num_resident,
+        )
+        assert (
+            selector.state[1].tolist() == self.hot._state.tolist()
+            and selector.block_of[1].tolist() == self.hot._block_of.tolist()
+        )
         assert selector.slot_of[1, :count].tolist() == self.hot._slot_of[:count].tolist()
         mapped = self.hot._state == 1
-        assert selector.used_at[1][mapped].tolist() == self.hot._used_at[mapped].tolist() and selector.clocks[1] == self.hot._clock
+        assert (
+            selector.used_at[1][mapped].tolist() == self.hot._used_at[mapped].tolist()
+            and selector.clocks[1] == self.hot._clock
+        )
         self.wanted = expected.prefetch
 
     @rule(count=st.integers(0, 4))
@@ -189,7 +278,10 @@ TestStepMachine = StepMachine.TestCase
 TestStepMachine.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
 
 
-@pytest.mark.parametrize("config", [SparseConfig(cache_policy="clock", scorer="mean"), SparseConfig(fusion={"mean": 1.0})])
+@pytest.mark.parametrize(
+    "config",
+    [SparseConfig(cache_policy="clock", scorer="mean"), SparseConfig(fusion={"mean": 1.0})],
+)
 def test_refuses_what_the_device_cannot(config: SparseConfig) -> None:
     with pytest.raises(HotKVError, match="on CUDA"):
         layer(config, 1, 10)

@@ -27,7 +27,12 @@ class CupyArray:
 
 
 def test_addresses_of_arrays() -> None:
-    assert [address_of(value) for value in (Tensor(), CupyArray(), 4096, None)] == [0x7F0000001000, 0x7F0000002000, 4096, 0]
+    assert [address_of(value) for value in (Tensor(), CupyArray(), 4096, None)] == [
+        0x7F0000001000,
+        0x7F0000002000,
+        4096,
+        0,
+    ]
     with pytest.raises(HotKVError, match="ndarray is no device memory") as caught:
         address_of(np.zeros(1))
     assert caught.value.reason is Reason.INVALID_FIELD
@@ -37,8 +42,13 @@ def test_every_kernel_of_a_source_is_named() -> None:
     assert {path.name for path in FOLDER.glob("*.cu")} == set(SOURCES)
     for source, kernels in SOURCES.items():
         text = (FOLDER / source).read_text()
-        plain = set(re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(', text))
-        instances = {f"score_tokens<{bits}, {groups}>" for bits, groups in re.findall(r"^INSTANCE\((\d), (\d)\)", text, re.MULTILINE)}
+        plain = set(
+            re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(', text)
+        )
+        instances = {
+            f"score_tokens<{bits}, {groups}>"
+            for bits, groups in re.findall(r"^INSTANCE\((\d), (\d)\)", text, re.MULTILINE)
+        }
         assert plain | instances == set(kernels)
 
 

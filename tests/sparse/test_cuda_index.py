@@ -20,8 +20,11 @@ quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCh
 LAYOUTS = ("NHD", "HND", "pairs")
 
 
-def paged(keys_BTHD: np.ndarray, layout: str, dtype: str, order: np.ndarray) -> tuple[Pages, np.ndarray]:
-    """The keys in an engine's cache, at the pages `order`, beside values of NaN; and the keys as the cache holds them, float32."""
+def paged(
+    keys_BTHD: np.ndarray, layout: str, dtype: str, order: np.ndarray
+) -> tuple[Pages, np.ndarray]:
+    """The keys in an engine's cache, at the pages `order`, beside values of NaN; and the keys as
+    the cache holds them, float32."""
     block_tokens, kv_heads, head_size = keys_BTHD.shape[1:]
     kind = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}[dtype]
     held = keys_BTHD.astype(kind)
@@ -39,11 +42,15 @@ def paged(keys_BTHD: np.ndarray, layout: str, dtype: str, order: np.ndarray) -> 
     return Pages(data, dtype, page, token, head), held.astype(np.float32)
 
 
-def built(case: Case, name: str, dtype: str, layout: str, seed: int) -> tuple[Index, np.ndarray, np.ndarray]:
+def built(
+    case: Case, name: str, dtype: str, layout: str, seed: int
+) -> tuple[Index, np.ndarray, np.ndarray]:
     """(index, rows, the keys as they were read)"""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     device, rng = CpuDevice(seed), np.random.default_rng(seed)
-    index = Index(device, IndexShape(name, kv_heads, head_size, block_tokens), num_blocks + 3, case.mu)
+    index = Index(
+        device, IndexShape(name, kv_heads, head_size, block_tokens), num_blocks + 3, case.mu
+    )
     index.pool[:] = 0xA5
     order = rng.permutation(num_blocks + 2)[:num_blocks].astype(np.int32)
     rows = rng.permutation(num_blocks + 3)[:num_blocks].astype(np.int32)
@@ -54,7 +61,9 @@ def built(case: Case, name: str, dtype: str, layout: str, seed: int) -> tuple[In
 
 def heads_of(index: Index) -> np.ndarray:
     shape = index.shape
-    return index.pool[:, : shape.kv_heads * shape.head_bytes].reshape(index.num_rows, shape.kv_heads, shape.head_bytes)
+    return index.pool[:, : shape.kv_heads * shape.head_bytes].reshape(
+        index.num_rows, shape.kv_heads, shape.head_bytes
+    )
 
 
 small = st.builds(
@@ -71,10 +80,16 @@ small = st.builds(
 
 
 @given(
-    small, st.sampled_from(TOKEN_FORMATS), st.sampled_from(["float32", "float16", "bfloat16"]), st.sampled_from(LAYOUTS), st.integers(0, 9)
+    small,
+    st.sampled_from(TOKEN_FORMATS),
+    st.sampled_from(["float32", "float16", "bfloat16"]),
+    st.sampled_from(LAYOUTS),
+    st.integers(0, 9),
 )
 @quick
-def test_builds_what_the_twin_builds(case: Case, name: str, dtype: str, layout: str, seed: int) -> None:
+def test_builds_what_the_twin_builds(
+    case: Case, name: str, dtype: str, layout: str, seed: int
+) -> None:
     index, rows, held = built(case, name, dtype, layout, seed)
     expected, found = build(name, held, case.mu, case.num_tokens), heads_of(index)[rows]
     want, have = (unpack_tokens(name, packed, case.keys.shape[3]) for packed in (expected, found))
@@ -86,7 +101,10 @@ def test_builds_what_the_twin_builds(case: Case, name: str, dtype: str, layout: 
     assert same.mean() > 0.999 or (~same).sum() <= 2
     np.testing.assert_allclose(have.sigma[whole], want.sigma[whole], rtol=2**-9, atol=2**-23)
     np.testing.assert_allclose(
-        approximate_keys(name, found, size), approximate_keys(name, expected, size), rtol=0.01, atol=0.8 * np.abs(held).max()
+        approximate_keys(name, found, size),
+        approximate_keys(name, expected, size),
+        rtol=0.01,
+        atol=0.8 * np.abs(held).max(),
     )
     untouched = np.setdiff1d(np.arange(index.num_rows), rows)
     assert (index.pool[untouched] == 0xA5).all()
@@ -102,19 +120,27 @@ def test_rows_below_0_are_left_out() -> None:
     assert (heads_of(index)[[2, 0]] == whole[[0, 2]]).mean() > 0.99 and not heads_of(index)[1].any()
 
 
-def selector_of(case: Case, name: str, rows: np.ndarray, packed: np.ndarray, seed: int) -> CudaSelector:
+def selector_of(
+    case: Case, name: str, rows: np.ndarray, packed: np.ndarray, seed: int
+) -> CudaSelector:
     """A layer over the given representations; every block but the last is a candidate."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     device = CpuDevice(seed)
     config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())
-    shape = StepShape(2, num_blocks + 2, block_tokens, len(case.query), kv_heads, head_size, num_blocks + 2)
+    shape = StepShape(
+        2, num_blocks + 2, block_tokens, len(case.query), kv_heads, head_size, num_blocks + 2
+    )
     work = Workspace(device, config, shape)
     index = Index(device, IndexShape(name, kv_heads, head_size, block_tokens), len(packed), case.mu)
     heads_of(index)[:] = packed
     pages = Pages(np.zeros(1, np.float32), "float32", 0, 0, 0)
     selector = CudaSelector(work, 0, index, pages, pages, (), 0)
     work.set_blocks(1, 0, rows, np.zeros(num_blocks, np.int64))
-    work.begin(np.array([0, (num_blocks - 1) * block_tokens + 1 if block_tokens > 1 else num_blocks], np.int32))
+    work.begin(
+        np.array(
+            [0, (num_blocks - 1) * block_tokens + 1 if block_tokens > 1 else num_blocks], np.int32
+        )
+    )
     work.scores[:] = np.nan
     return selector
 
@@ -125,7 +151,10 @@ def test_scores_what_the_twin_scores(case: Case, name: str, seed: int) -> None:
     num_blocks, _, _, head_size = case.keys.shape
     rng = np.random.default_rng(seed)
     rows = rng.permutation(num_blocks + 2)[:num_blocks].astype(np.int32)
-    packed = np.zeros((num_blocks + 2, case.kv_heads, formats.head_bytes(name, case.keys.shape[1], head_size)), np.uint8)
+    packed = np.zeros(
+        (num_blocks + 2, case.kv_heads, formats.head_bytes(name, case.keys.shape[1], head_size)),
+        np.uint8,
+    )
     packed[rows] = build(name, case.keys, case.mu, case.num_tokens)
     selector = selector_of(case, name, rows, packed, seed)
     scale = 1.0 / np.sqrt(head_size)

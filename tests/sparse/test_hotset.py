@@ -25,7 +25,8 @@ def full_set(capacity: int, num_blocks: int, policy: str = "lru", spare: int = 4
 
 
 class Machine(RuleBasedStateMachine):
-    """`content` is what slots hold; the engine and the prefetcher write it when they are told to."""
+    """`content` is what slots hold; the engine and the prefetcher write it when they are told
+    to."""
 
     compiled = True
 
@@ -51,22 +52,40 @@ class Machine(RuleBasedStateMachine):
 
     def grow(self, count: int, complete: int, num_host: int) -> None:
         first, last = self.span(count)
-        before = (self.hot.map().blocks.tolist(), self.hot.span, self.hot._hand, self.hot._referenced.tolist())
+        before = (
+            self.hot.map().blocks.tolist(),
+            self.hot.span,
+            self.hot._hand,
+            self.hot._referenced.tolist(),
+        )
         expected = self.model.extend(first, last, count, complete, num_host) if self.exact else None
         try:
             growth = self.hot.extend(Span(first, last, count), complete, num_host)
         except HotKVError as error:
             assert error.reason is Reason.OVERLOADED and expected is None
-            assert before == (self.hot.map().blocks.tolist(), self.hot.span, self.hot._hand, self.hot._referenced.tolist())
+            assert before == (
+                self.hot.map().blocks.tolist(),
+                self.hot.span,
+                self.hot._hand,
+                self.hot._referenced.tolist(),
+            )
             return
         if self.exact:
-            assert expected == (growth.new.blocks.tolist(), growth.new.victims.tolist(), growth.swap_out.tolist())
+            assert expected == (
+                growth.new.blocks.tolist(),
+                growth.new.victims.tolist(),
+                growth.swap_out.tolist(),
+            )
         self.write(growth.new.slots, growth.new.blocks)
         self.out = sorted((set(self.out) | set(growth.swap_out.tolist())) & set(range(complete)))
         self.wanted = [b for b in self.wanted if b < count]
 
     def write(self, slots: np.ndarray, blocks: np.ndarray) -> None:
-        assert not {s for s in slots.tolist() if self.hot._state[s] in (SlotState.LOADING, SlotState.CANCELLED)}
+        assert not {
+            s
+            for s in slots.tolist()
+            if self.hot._state[s] in (SlotState.LOADING, SlotState.CANCELLED)
+        }
         self.content.update(zip(slots.tolist(), blocks.tolist(), strict=True))
 
     @rule(more=st.integers(0, 2), partial=st.booleans())
@@ -93,7 +112,11 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), max_loads=st.integers(0, 4))
     def step(self, data: st.DataObject, max_loads: int) -> None:
         span = self.hot.span
-        chosen = data.draw(st.lists(st.integers(0, max(span.count - 1, 0)), max_size=8)) if span.count else []
+        chosen = (
+            data.draw(st.lists(st.integers(0, max(span.count - 1, 0)), max_size=8))
+            if span.count
+            else []
+        )
         weights = {b: float(data.draw(st.integers(0, 5))) for b in chosen}
         weights |= {b: np.inf for b in range(span.count) if b < span.first or b >= span.last}
         before = set(self.hot.map().blocks.tolist())
@@ -102,8 +125,12 @@ class Machine(RuleBasedStateMachine):
         loaded = result.load.blocks.tolist()
         kept_missing = [b for b in weights if weights[b] == np.inf and b not in before]
         assert len(loaded) <= max(max_loads, len(kept_missing))
-        assert (before & set(weights)) <= after and not set(result.load.victims.tolist()) & set(weights)
-        assert result.num_resident == len([b for b in weights if weights[b] < np.inf and b in before])
+        assert (before & set(weights)) <= after and not set(result.load.victims.tolist()) & set(
+            weights
+        )
+        assert result.num_resident == len(
+            [b for b in weights if weights[b] < np.inf and b in before]
+        )
         if self.exact:
             expected_load, expected_prefetch, victims = self.model.step(weights, max_loads)
             assert (loaded, result.prefetch.tolist()) == (expected_load, expected_prefetch)
@@ -175,16 +202,27 @@ TestHotSetTwin = TwinMachine.TestCase
 @pytest.mark.parametrize("policy", ["lru", "clock", "none"])
 @pytest.mark.parametrize("num_blocks", [5, 90, 1000])
 def test_kernels_do_what_their_twins_do(policy: str, num_blocks: int) -> None:
-    """Large sets, ties, selections larger than the set, prefetches that fail: all that a caller sees, and all tables."""
+    """Large sets, ties, selections larger than the set, prefetches that fail: all that a caller
+    sees, and all tables."""
     rng = np.random.default_rng(num_blocks)
     capacity = max(4, num_blocks // 5)
     one, twin = (full_set(capacity, num_blocks, policy, spare=6) for _ in range(2))
     twin._kernels = None
     arriving = np.empty(0, np.int32)
     for number in range(60):
-        chosen = rng.choice(num_blocks, rng.integers(1, min(num_blocks, 2 * capacity)), replace=False)
-        weights = dict(zip(chosen.tolist(), rng.choice([-1.0, -0.0, 0.0, 0.25, 0.5, 0.75], len(chosen)).tolist(), strict=True))
-        selection = selection_of(weights | dict.fromkeys((0, num_blocks - 2, num_blocks - 1), np.inf))
+        chosen = rng.choice(
+            num_blocks, rng.integers(1, min(num_blocks, 2 * capacity)), replace=False
+        )
+        weights = dict(
+            zip(
+                chosen.tolist(),
+                rng.choice([-1.0, -0.0, 0.0, 0.25, 0.5, 0.75], len(chosen)).tolist(),
+                strict=True,
+            )
+        )
+        selection = selection_of(
+            weights | dict.fromkeys((0, num_blocks - 2, num_blocks - 1), np.inf)
+        )
         most = int(rng.choice([0, 2, 4, num_blocks]))
         found = []
         for hot in (one, twin):
@@ -193,8 +231,26 @@ def test_kernels_do_what_their_twins_do(policy: str, num_blocks: int) -> None:
             step = hot.step(selection, most)
             started = hot.begin_prefetch(step.prefetch)
             counts = [[step.num_selected, step.num_resident, hot._hand, hot._clock]]
-            parts = (*(getattr(moves, name) for moves in (adopted, step.load, started) for name in ("blocks", "slots", "victims")),)
-            found.append([part.tolist() for part in (*parts, step.prefetch, step.map.blocks, step.map.slots, *hot._tables())] + counts)
+            parts = (
+                *(
+                    getattr(moves, name)
+                    for moves in (adopted, step.load, started)
+                    for name in ("blocks", "slots", "victims")
+                ),
+            )
+            found.append(
+                [
+                    part.tolist()
+                    for part in (
+                        *parts,
+                        step.prefetch,
+                        step.map.blocks,
+                        step.map.slots,
+                        *hot._tables(),
+                    )
+                ]
+                + counts
+            )
             hot.check_invariants()
         assert found[0] == found[1]
         arriving = started.slots
@@ -209,7 +265,10 @@ def test_keeps_twice_the_budget_and_moves_at_most_c(policy: str) -> None:
         weights = {int(b): 0.1 for b in chosen} | {0: np.inf, 198: np.inf, 199: np.inf}
         step = hot.step(selection_of(weights), 2)
         assert len(step.load.blocks) <= 2 and {0, 198, 199} <= set(step.map.blocks.tolist())
-        assert step.num_selected == 20 and step.num_resident + len(step.load.blocks) + len(step.prefetch) == 20
+        assert (
+            step.num_selected == 20
+            and step.num_resident + len(step.load.blocks) + len(step.prefetch) == 20
+        )
         moves = hot.begin_prefetch(step.prefetch)
         assert len(moves.blocks) == min(len(step.prefetch), hot.num_slots - len(hot.map().blocks))
         hot.finish_prefetch(moves.slots, True)
@@ -238,7 +297,10 @@ def test_a_remembered_hot_set_starts_the_next_sequence() -> None:
         (lambda: HotSet(0), "use 1 and 0 or more"),
         (lambda: HotSet(4, policy="mru"), "cache_policy is 'mru'"),
         (lambda: full_set(10, 20).step(selection_of({20: 1.0}), 1), "from 0 to 19"),
-        (lambda: full_set(10, 20).finish_prefetch(np.array([0], np.int32), True), "no prefetch is writing"),
+        (
+            lambda: full_set(10, 20).finish_prefetch(np.array([0], np.int32), True),
+            "no prefetch is writing",
+        ),
         (lambda: full_set(10, 20).resize(0), "use 1 or more"),
         (lambda: full_set(10, 20).extend(Span(1, 18, 20), 21), "21 blocks complete"),
     ],

@@ -14,8 +14,12 @@ from hotkv_sparse.representations import build
 from hotkv_sparse.scores import prepare, score
 from tests.sparse.support import make_case
 
-pytestmark = pytest.mark.skipif(config.CPU_FEATURES is not None, reason="the processor is chosen already")
-PLAIN_X86 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+cx16"
+pytestmark = pytest.mark.skipif(
+    config.CPU_FEATURES is not None, reason="the processor is chosen already"
+)
+PLAIN_X86 = (
+    "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+cx16"
+)
 GROUPS = (1, 3, 4, 7)
 
 
@@ -34,13 +38,23 @@ def results() -> dict[str, np.ndarray]:
 @pytest.mark.slow
 def test_without_byte_products_the_scores_are_the_same(tmp_path: Path) -> None:
     target = tmp_path / "scores.npz"
-    features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": PLAIN_X86, "NUMBA_CACHE_DIR": str(tmp_path)}
+    features = {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": PLAIN_X86,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
     code = (
-        "import sys, numpy as np; from hotkv_sparse import vectors; from tests.sparse.test_other_machines import results;"
+        "import sys, numpy as np; from hotkv_sparse import vectors; from "
+        "tests.sparse.test_other_machines import results;"
         "assert not vectors.VNNI; np.savez(sys.argv[1], **results())"
     )
     path = os.pathsep.join(filter(None, sys.path))
-    subprocess.run([sys.executable, "-c", code, str(target)], env={**os.environ, **features, "PYTHONPATH": path}, check=True, timeout=200)
+    subprocess.run(
+        [sys.executable, "-c", code, str(target)],
+        env={**os.environ, **features, "PYTHONPATH": path},
+        check=True,
+        timeout=200,
+    )
     with np.load(target) as there:
         for name, here in results().items():
             if name.endswith("bytes"):

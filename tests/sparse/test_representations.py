@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from hotkv.errors import HotKVError
 from hotkv_sparse import formats
-from hotkv_sparse.representations import approximate_keys, build, build_twin, unpack_parts, unpack_tokens
+from hotkv_sparse.representations import (
+    approximate_keys,
+    build,
+    build_twin,
+    unpack_parts,
+    unpack_tokens,
+)
 from hotkv_sparse.rotation import passes, rotate, signs
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, cases, make_case
 
@@ -37,7 +43,15 @@ def test_rotation_keeps_products_and_mixes_every_channel(head_size: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "num_bytes"), [("rot1u", 18), ("rot2u", 34), ("rot3u", 50), ("quest", 16.5), ("cuboid", 16.5), ("mean", 8.25)]
+    ("name", "num_bytes"),
+    [
+        ("rot1u", 18),
+        ("rot2u", 34),
+        ("rot3u", 50),
+        ("quest", 16.5),
+        ("cuboid", 16.5),
+        ("mean", 8.25),
+    ],
 )
 def test_bytes_per_token(name: str, num_bytes: float) -> None:
     assert formats.bytes_per_block(name, 16, 8, 128) == num_bytes * 16 * 8
@@ -47,11 +61,18 @@ def test_bytes_per_token(name: str, num_bytes: float) -> None:
 def test_kernel_builds_what_the_twin_builds(case: Case, name: str) -> None:
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     built, expected = build(name, case.keys, case.mu, case.num_tokens), twin(name, case)
-    assert built.shape == (num_blocks, kv_heads, formats.head_bytes(name, block_tokens, head_size)) and built.dtype == np.uint8
+    assert (
+        built.shape == (num_blocks, kv_heads, formats.head_bytes(name, block_tokens, head_size))
+        and built.dtype == np.uint8
+    )
     # A channel between two levels may fall to either side by rounding.
     assert np.count_nonzero(built != expected) <= 1e-3 * built.size + 2
     if name in TOKEN_FORMATS:
-        np.testing.assert_allclose(unpack_tokens(name, built, head_size).sigma, unpack_tokens(name, expected, head_size).sigma, rtol=2e-2)
+        np.testing.assert_allclose(
+            unpack_tokens(name, built, head_size).sigma,
+            unpack_tokens(name, expected, head_size).sigma,
+            rtol=2e-2,
+        )
 
 
 @given(case=cases, name=st.sampled_from(TOKEN_FORMATS))
@@ -82,7 +103,9 @@ def test_summaries_keep_their_meaning(case: Case) -> None:
     head_size = case.keys.shape[3]
     x = case.keys if case.mu is None else case.keys - case.mu
     for name in SUMMARIES:
-        parts, some = unpack_parts(name, build(name, case.keys, case.mu, case.num_tokens), head_size)
+        parts, some = unpack_parts(
+            name, build(name, case.keys, case.mu, case.num_tokens), head_size
+        )
         assert (some == (case.num_tokens > 0)[:, None]).all()
         for block, count in enumerate(case.num_tokens):
             if not count:
@@ -101,7 +124,9 @@ def test_summaries_keep_their_meaning(case: Case) -> None:
             else:
                 centre = (valid.min(axis=0) + valid.max(axis=0)) / 2
                 assert (np.abs(parts[block, :, 0] - centre) <= step).all()
-                assert (np.abs(parts[block, :, 1] - np.abs(valid - centre).mean(axis=0)) <= step).all()
+                assert (
+                    np.abs(parts[block, :, 1] - np.abs(valid - centre).mean(axis=0)) <= step
+                ).all()
 
 
 def test_a_block_that_fills_changes_only_its_own_runs() -> None:
@@ -117,13 +142,21 @@ def test_built_in_place_in_a_strided_pool() -> None:
     pool = np.zeros((6, 3, formats.head_bytes("rot2u", 16, 64) + 5), np.uint8)
     view = pool[::2, :2, :-5]
     build("rot2u", case.keys, None, case.num_tokens, out=view)
-    assert (view == build("rot2u", case.keys, None, case.num_tokens)).all() and not pool[1::2].any() and not pool[:, 2].any()
+    assert (
+        (view == build("rot2u", case.keys, None, case.num_tokens)).all()
+        and not pool[1::2].any()
+        and not pool[:, 2].any()
+    )
 
 
 def test_versions_differ_when_signs_centre_or_bits_differ() -> None:
     mu = np.zeros((2, 64), np.float32)
     ids = [formats.version(name, 64, None) for name in formats.FORMATS]
-    ids += [formats.version("rot2u", 128, None), formats.version("rot2u", 64, mu + 0.1), formats.version("rot2u", 64, mu + 0.2)]
+    ids += [
+        formats.version("rot2u", 128, None),
+        formats.version("rot2u", 64, mu + 0.1),
+        formats.version("rot2u", 64, mu + 0.2),
+    ]
     assert len(set(ids)) == len(ids) and all(0 <= value < 2**63 for value in ids)
     assert formats.version("rot2u", 64, mu) == formats.version("rot2u", 64, None)
 
@@ -139,9 +172,15 @@ def test_a_version_covers_the_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda keys: build("rot9", keys), "'rot9' is unknown; use one of rot1u"),
         (lambda keys: build("rot2u", keys.astype(np.float64)), "pass float32 \\[blocks, tokens"),
-        (lambda keys: build("rot2u", keys, np.zeros((1, 64), np.float32)), "mu is \\[1, 64\\]; the keys need \\[2, 64\\]"),
+        (
+            lambda keys: build("rot2u", keys, np.zeros((1, 64), np.float32)),
+            "mu is \\[1, 64\\]; the keys need \\[2, 64\\]",
+        ),
         (lambda keys: build("rot2u", keys, None, np.array([17], np.int32)), "counts from 0 to 16"),
-        (lambda keys: build("rot2u", keys, out=np.zeros((1, 2, 3), np.uint8)), "out is uint8 \\[1, 2, 3\\]"),
+        (
+            lambda keys: build("rot2u", keys, out=np.zeros((1, 2, 3), np.uint8)),
+            "out is uint8 \\[1, 2, 3\\]",
+        ),
     ],
 )
 def test_refusals(call: object, words: str) -> None:

@@ -23,7 +23,10 @@ def test_token_kernels_equal_their_twin(case: Case, name: str, data: st.DataObje
     num_blocks, head_size = len(case.keys), case.keys.shape[3]
     packed = build(name, case.keys, case.mu, case.num_tokens)
     query = prepare(name, case.query, case.mu)
-    rows = np.array(data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [], np.int32)
+    rows = np.array(
+        data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [],
+        np.int32,
+    )
     expected = score_tokens_twin(query, unpack_tokens(name, packed[rows], head_size))
     close(score(query, packed, rows), expected)
     assert (np.isneginf(expected) == (case.num_tokens[rows] == 0)).all()
@@ -34,7 +37,10 @@ def test_summary_kernels_equal_their_twin(case: Case, name: str, data: st.DataOb
     num_blocks = len(case.keys)
     packed = build(name, case.keys, case.mu, case.num_tokens)
     query = prepare(name, case.query, case.mu)
-    rows = np.array(data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [], np.int32)
+    rows = np.array(
+        data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [],
+        np.int32,
+    )
     expected = score_parts_twin(query, packed[rows])
     close(score(query, packed, rows), expected)
     assert (np.isneginf(expected) == (case.num_tokens[rows] == 0)).all()
@@ -65,8 +71,13 @@ def test_torch_gives_the_same(case: Case, name: str) -> None:
 
 @given(case=cases, name=st.sampled_from(TOKEN_FORMATS))
 def test_torch_builds_the_same(case: Case, name: str) -> None:
-    built = torch_ops.build_token_format(name, torch.from_numpy(case.keys), None if case.mu is None else torch.from_numpy(case.mu))
-    assert np.count_nonzero(built.numpy() != build(name, case.keys, case.mu)) <= 1e-2 * built.numel() + 2
+    built = torch_ops.build_token_format(
+        name, torch.from_numpy(case.keys), None if case.mu is None else torch.from_numpy(case.mu)
+    )
+    assert (
+        np.count_nonzero(built.numpy() != build(name, case.keys, case.mu))
+        <= 1e-2 * built.numel() + 2
+    )
 
 
 @pytest.mark.parametrize(("name", "error"), [("rot1u", 0.45), ("rot2u", 0.20), ("rot3u", 0.10)])
@@ -74,12 +85,24 @@ def test_torch_builds_the_same(case: Case, name: str) -> None:
 def test_token_scores_approach_exact_mass(name: str, error: float, head_size: int) -> None:
     rng = np.random.default_rng(5)
     keys = rng.standard_normal((300, 16, 2, head_size)).astype(np.float32)
-    case = Case(keys, np.full(300, 16, np.int32), rng.standard_normal((8, head_size)).astype(np.float32), None)
+    case = Case(
+        keys,
+        np.full(300, 16, np.int32),
+        rng.standard_normal((8, head_size)).astype(np.float32),
+        None,
+    )
     estimate = score(prepare(name, case.query), build(name, case.keys)) + formats.FORMATS[name].bias
     difference = estimate - case.log_mass()
-    # These keys lose half as much as a model's do where attention is sharp: the estimate is high by less than the format's bias.
-    assert -0.05 <= difference.mean() <= formats.FORMATS[name].bias and np.abs(difference).mean() <= error
-    assert np.corrcoef(estimate.ravel(), case.log_mass().ravel())[0, 1] > {"rot1u": 0.7, "rot2u": 0.9, "rot3u": 0.97}[name]
+    # These keys lose half as much as a model's do where attention is sharp: the estimate is high by
+    # less than the format's bias.
+    assert (
+        -0.05 <= difference.mean() <= formats.FORMATS[name].bias
+        and np.abs(difference).mean() <= error
+    )
+    assert (
+        np.corrcoef(estimate.ravel(), case.log_mass().ravel())[0, 1]
+        > {"rot1u": 0.7, "rot2u": 0.9, "rot3u": 0.97}[name]
+    )
 
 
 def test_more_bits_find_more_of_the_mass() -> None:
@@ -87,16 +110,29 @@ def test_more_bits_find_more_of_the_mass() -> None:
     exact = np.exp(case.log_mass() - case.log_mass().max(axis=1, keepdims=True))
     found = []
     for name in TOKEN_FORMATS:
-        order = np.argsort(-score(prepare(name, case.query), build(name, case.keys)), axis=1)[:, :40]
-        found.append(np.take_along_axis(exact, order, axis=1).sum() / np.sort(exact, axis=1)[:, -40:].sum())
+        order = np.argsort(-score(prepare(name, case.query), build(name, case.keys)), axis=1)[
+            :, :40
+        ]
+        found.append(
+            np.take_along_axis(exact, order, axis=1).sum() / np.sort(exact, axis=1)[:, -40:].sum()
+        )
     assert found == sorted(found) and found[1] > 0.8
 
 
 @given(case=cases)
 def test_quest_is_an_upper_bound(case: Case) -> None:
-    bound = score(prepare("quest", case.query, case.mu), build("quest", case.keys, case.mu, case.num_tokens))
+    bound = score(
+        prepare("quest", case.query, case.mu), build("quest", case.keys, case.mu, case.num_tokens)
+    )
     # int8 queries move a score by at most half a step per channel.
-    slack = np.abs(case.query).max() / 254 * np.abs(case.keys).max(initial=0) * 3 * np.sqrt(case.keys.shape[3]) + 1e-3
+    slack = (
+        np.abs(case.query).max()
+        / 254
+        * np.abs(case.keys).max(initial=0)
+        * 3
+        * np.sqrt(case.keys.shape[3])
+        + 1e-3
+    )
     assert (bound + slack >= case.token_scores().max(axis=-1, initial=-np.inf)).all()
 
 
@@ -104,8 +140,13 @@ def test_a_centre_that_keys_share_helps() -> None:
     rng = np.random.default_rng(7)
     mu = rng.standard_normal((2, 64)).astype(np.float32) * 5
     keys = (mu + rng.standard_normal((100, 16, 2, 64))).astype(np.float32)
-    case = Case(keys, np.full(100, 16, np.int32), rng.standard_normal((4, 64)).astype(np.float32), mu)
-    errors = [score(prepare("rot2u", case.query, centre), build("rot2u", keys, centre)) - case.log_mass() for centre in (None, mu)]
+    case = Case(
+        keys, np.full(100, 16, np.int32), rng.standard_normal((4, 64)).astype(np.float32), mu
+    )
+    errors = [
+        score(prepare("rot2u", case.query, centre), build("rot2u", keys, centre)) - case.log_mass()
+        for centre in (None, mu)
+    ]
     assert errors[1].std() < 0.5 * errors[0].std()
 
 
@@ -122,7 +163,11 @@ def test_a_pool_may_be_any_view() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "shape", "words"),
-    [([3], (3, 2, 288), "rows must be from 0 to 2"), ([0], (3, 5, 288), "kv_heads a divisor of 4"), ([0], (3, 2, 300), "300 bytes a head")],
+    [
+        ([3], (3, 2, 288), "rows must be from 0 to 2"),
+        ([0], (3, 5, 288), "kv_heads a divisor of 4"),
+        ([0], (3, 2, 300), "300 bytes a head"),
+    ],
 )
 def test_refusals(rows: list[int], shape: tuple[int, ...], words: str) -> None:
     query = prepare("rot2u", np.ones((4, 64), np.float32))
@@ -138,7 +183,12 @@ def test_a_centre_of_other_shape_is_refused() -> None:
 def test_a_calibrated_bias_takes_the_place_of_the_formats() -> None:
     case = make_case(9, 5, 16, 2, 3, 64, False, False)
     packed = build("rot2u", case.keys)
-    usual, own = score(prepare("rot2u", case.query), packed), score(prepare("rot2u", case.query, bias=0.1), packed)
+    usual, own = (
+        score(prepare("rot2u", case.query), packed),
+        score(prepare("rot2u", case.query, bias=0.1), packed),
+    )
     np.testing.assert_allclose(own - usual, formats.FORMATS["rot2u"].bias - 0.1, atol=1e-4)
-    in_torch = torch_ops.score("rot2u", torch.from_numpy(case.query), torch.from_numpy(packed), bias=0.1)
+    in_torch = torch_ops.score(
+        "rot2u", torch.from_numpy(case.query), torch.from_numpy(packed), bias=0.1
+    )
     np.testing.assert_allclose(in_torch.numpy(), own, atol=0.05)

@@ -1,4 +1,5 @@
-"""Weights, fusion, top-k, spans, super-blocks: kernels against twins, and what a selection promises."""
+"""Weights, fusion, top-k, spans, super-blocks: kernels against twins, and what a selection
+promises."""
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from hotkv_sparse.weights import aggregate, aggregate_twin, fuse
 from tests.sparse.support import SUMMARIES, make_case
 
 
-def scores_of(seed: int, num_heads: int, num_blocks: int, spread: float, empty: float) -> tuple[np.ndarray, np.ndarray]:
+def scores_of(
+    seed: int, num_heads: int, num_blocks: int, spread: float, empty: float
+) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     scores = (rng.standard_normal((num_heads, num_blocks)) * spread).astype(np.float32)
     scores[rng.random(scores.shape) < empty] = -np.inf
@@ -28,8 +31,10 @@ def scores_of(seed: int, num_heads: int, num_blocks: int, spread: float, empty: 
 
 
 score_sets = st.builds(
-    lambda seed, kv_heads, group, blocks, spread, empty: (kv_heads, *scores_of(seed, kv_heads * group, blocks, spread, empty)),
-    st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 5), st.integers(0, 90), st.sampled_from([0.0, 1.0, 10.0, 200.0]),
+    lambda seed, kv_heads, group, blocks, spread,
+    empty: (kv_heads, *scores_of(seed, kv_heads * group, blocks, spread, empty)),
+    st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 5), st.integers(0, 90),
+    st.sampled_from([0.0, 1.0, 10.0, 200.0]),
     st.sampled_from([0.0, 0.3, 1.0]),
 )  # fmt: skip
 
@@ -40,7 +45,9 @@ def test_weights_equal_their_twins_and_sum_to_one(case: tuple[int, np.ndarray, n
     actual, expected = aggregate(scores, always, kv_heads), aggregate_twin(scores, always, kv_heads)
     in_torch = torch_ops.aggregate(torch.from_numpy(scores), torch.from_numpy(always), kv_heads)
     for name, other in zip(("per_head", "shared", "always"), in_torch, strict=True):
-        np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-6
+        )
         np.testing.assert_allclose(other.numpy(), getattr(expected, name), rtol=1e-4, atol=1e-6)
     some = np.isfinite(np.concatenate([scores, always[:, None]], axis=1)).any(axis=1)
     total = actual.per_head.sum(axis=1) + actual.always
@@ -48,18 +55,24 @@ def test_weights_equal_their_twins_and_sum_to_one(case: tuple[int, np.ndarray, n
 
 
 @given(case=score_sets, exponent=st.floats(0.1, 5))
-def test_fusion_of_equal_scorers_changes_nothing(case: tuple[int, np.ndarray, np.ndarray], exponent: float) -> None:
+def test_fusion_of_equal_scorers_changes_nothing(
+    case: tuple[int, np.ndarray, np.ndarray], exponent: float
+) -> None:
     kv_heads, scores, always = case
     with np.errstate(invalid="ignore"):
         fused = fuse([scores, scores], [1.0, exponent], always)
     np.testing.assert_allclose(
-        aggregate(*fused, kv_heads).per_head, aggregate(scores, always, kv_heads).per_head, rtol=2e-3, atol=1e-5
+        aggregate(*fused, kv_heads).per_head, aggregate(scores, always, kv_heads).per_head,
+        rtol=2e-3, atol=1e-5
     )  # fmt: skip
 
 
 def test_fusion_is_the_weighted_geometric_mean_of_shares() -> None:
     always = np.array([0.0], np.float32)
-    one, two = np.log(np.array([[1.0, 2.0]], np.float32)), np.log(np.array([[4.0, 1.0]], np.float32))
+    one, two = (
+        np.log(np.array([[1.0, 2.0]], np.float32)),
+        np.log(np.array([[4.0, 1.0]], np.float32)),
+    )
     fused, kept = fuse([one, two], [3.0, 1.0], always)
     first, second = np.array([1, 1, 2]) / 4, np.array([1, 4, 1]) / 6
     expected = first**0.75 * second**0.25
@@ -69,7 +82,9 @@ def test_fusion_is_the_weighted_geometric_mean_of_shares() -> None:
 
 
 weight_lists = st.lists(
-    st.floats(0, 1, width=32) | st.sampled_from([0.0, 0.25, 0.5, float(np.float32(1e-40)), float("nan"), -1.0]), max_size=60
+    st.floats(0, 1, width=32)
+    | st.sampled_from([0.0, 0.25, 0.5, float(np.float32(1e-40)), float("nan"), -1.0]),
+    max_size=60,
 )
 
 
@@ -89,10 +104,13 @@ def test_top_of_many() -> None:
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1), num=st.integers(0, 60), first=st.integers(0, 3), recent=st.integers(0, 4), budget=st.integers(0, 80),
+    seed=st.integers(0, 2**32 - 1), num=st.integers(0, 60), first=st.integers(0, 3),
+    recent=st.integers(0, 4), budget=st.integers(0, 80),
     p=st.none() | st.floats(0.05, 0.99), prior=st.sampled_from([0.0, 0.5]),
 )  # fmt: skip
-def test_what_a_selection_promises(seed: int, num: int, first: int, recent: int, budget: int, p: float | None, prior: float) -> None:
+def test_what_a_selection_promises(
+    seed: int, num: int, first: int, recent: int, budget: int, p: float | None, prior: float
+) -> None:
     rng = np.random.default_rng(seed)
     shares = rng.dirichlet(np.full(num + 1, 0.2)).astype(np.float32)
     weights, always_mass = shares[1:], float(shares[0])
@@ -107,7 +125,9 @@ def test_what_a_selection_promises(seed: int, num: int, first: int, recent: int,
     assert more.mass >= chosen.mass and blocks <= set(more.blocks.tolist())
     assert (np.isinf(chosen.weights) == np.isin(chosen.blocks, where.always)).all()
     picked = np.setdiff1d(chosen.blocks, where.always) - first
-    assert np.isclose(chosen.mass, min(always_mass + weights[picked].sum(dtype=np.float64), 1.0), atol=1e-5)
+    assert np.isclose(
+        chosen.mass, min(always_mass + weights[picked].sum(dtype=np.float64), 1.0), atol=1e-5
+    )
     if p is None:
         assert len(blocks) == max(min(budget, where.count), where.num_always)
         if budget >= where.count:
@@ -122,16 +142,29 @@ def test_what_a_selection_promises(seed: int, num: int, first: int, recent: int,
 def test_prior_keeps_a_resident_block_that_is_nearly_as_heavy() -> None:
     weights, where = np.array([0.2, 0.15, 0.12], np.float32), Span(0, 3, 3)
     assert select(weights, 0.0, where, 1).blocks.tolist() == [0]
-    assert select(weights, 0.0, where, 1, resident_S=np.array([False, True, True]), prior=0.5).blocks.tolist() == [1]
+    assert select(
+        weights, 0.0, where, 1, resident_S=np.array([False, True, True]), prior=0.5
+    ).blocks.tolist() == [1]
     with pytest.raises(HotKVError, match="the span has 2 candidates"):
         select(weights, 0.0, Span(0, 2, 3), 1)
 
 
-@given(context=st.integers(0, 2000), block_tokens=st.sampled_from([1, 16, 32, 128]), sinks=st.integers(0, 100), recent=st.integers(1, 200))
-def test_a_span_keeps_sinks_recent_and_the_partial_block(context: int, block_tokens: int, sinks: int, recent: int) -> None:
+@given(
+    context=st.integers(0, 2000),
+    block_tokens=st.sampled_from([1, 16, 32, 128]),
+    sinks=st.integers(0, 100),
+    recent=st.integers(1, 200),
+)
+def test_a_span_keeps_sinks_recent_and_the_partial_block(
+    context: int, block_tokens: int, sinks: int, recent: int
+) -> None:
     config = SparseConfig(sparse_topk=1000, sink_tokens=sinks, recent_tokens=recent)
     where = span(config, context, block_tokens)
-    kept = {token for block in where.always.tolist() for token in range(block * block_tokens, (block + 1) * block_tokens)}
+    kept = {
+        token
+        for block in where.always.tolist()
+        for token in range(block * block_tokens, (block + 1) * block_tokens)
+    }
     assert set(range(min(sinks, context))) | set(range(max(context - recent, 0), context)) <= kept
     assert set(range(context // block_tokens * block_tokens, context)) <= kept
     assert where.count * block_tokens >= context and 0 <= where.first <= where.last <= where.count
@@ -143,8 +176,15 @@ def test_floor() -> None:
     assert [floor_blocks(size) for size in (16, 48, 128, 256)] == [8, 3, 1, 1]
 
 
-@given(seed=st.integers(0, 1000), num_blocks=st.integers(0, 40), name=st.sampled_from(SUMMARIES), ragged=st.booleans())
-def test_super_blocks_cover_their_blocks(seed: int, num_blocks: int, name: str, ragged: bool) -> None:
+@given(
+    seed=st.integers(0, 1000),
+    num_blocks=st.integers(0, 40),
+    name=st.sampled_from(SUMMARIES),
+    ragged=st.booleans(),
+)
+def test_super_blocks_cover_their_blocks(
+    seed: int, num_blocks: int, name: str, ragged: bool
+) -> None:
     case = make_case(seed, num_blocks, 16, 2, 2, 64, ragged, False)
     packed = build(name, case.keys, None, case.num_tokens)
     supers = merge(name, packed, 64)
@@ -157,7 +197,9 @@ def test_super_blocks_cover_their_blocks(seed: int, num_blocks: int, name: str, 
         assert (any_of[index] == (len(members) > 0)).all()
         if len(members):
             step = np.abs(members).max(axis=(0, 2, 3))[:, None] / 50 + 1e-6
-            target = members[:, :, 0].max(axis=0) if name == "quest" else members[:, :, 0].mean(axis=0)
+            target = (
+                members[:, :, 0].max(axis=0) if name == "quest" else members[:, :, 0].mean(axis=0)
+            )
             assert (np.abs(merged[index, :, 0] - target) <= step).all()
 
 
@@ -167,7 +209,10 @@ def test_pruning_scores_the_best_quarter(name: str) -> None:
     packed, query = build(name, case.keys), prepare(name, case.query)
     pruned, whole = score_pruned(query, packed, merge(name, packed, 64)), score(query, packed)
     scored = np.isfinite(pruned).all(axis=0)
-    assert scored.sum() in range(4 * SUPER_BLOCKS - 7, 4 * SUPER_BLOCKS + 1) and (scored == np.isfinite(pruned).any(axis=0)).all()
+    assert (
+        scored.sum() in range(4 * SUPER_BLOCKS - 7, 4 * SUPER_BLOCKS + 1)
+        and (scored == np.isfinite(pruned).any(axis=0)).all()
+    )
     assert (pruned[:, scored] == whole[:, scored]).all()
     rows = np.arange(100, dtype=np.int32)[::-1].copy()
     elsewhere = score_pruned(query, packed[rows].copy(), merge(name, packed, 64), rows)
@@ -188,5 +233,7 @@ def test_without_numba_the_twins_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, always = scores_of(1, 6, 50, 3.0, 0.1)
     expected = aggregate(scores, always, 2)
     monkeypatch.setattr(native, "load", lambda module: None)
-    np.testing.assert_allclose(aggregate(scores, always, 2).per_head, expected.per_head, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(
+        aggregate(scores, always, 2).per_head, expected.per_head, rtol=1e-4, atol=1e-7
+    )
     assert top(expected.shared, 7).tolist() == top_twin(expected.shared, 7).tolist()

@@ -31,17 +31,26 @@ class Context:
 
     def query(self, strength: float = 2.0) -> np.ndarray:
         around = self.keys[self.rng.integers(0, self.num_tokens, 6)].sum(axis=0)
-        query = np.repeat(around, GROUP, axis=0) * strength + self.rng.standard_normal((HEADS * GROUP, SIZE))
+        query = np.repeat(around, GROUP, axis=0) * strength + self.rng.standard_normal(
+            (HEADS * GROUP, SIZE)
+        )
         return query.astype(np.float32)
 
     def always(self, config: SparseConfig, query: np.ndarray) -> np.ndarray:
         where = span(config, self.num_tokens, BLOCK)
-        tokens = [t for b in where.always.tolist() for t in range(b * BLOCK, (b + 1) * BLOCK) if t < self.num_tokens]
+        tokens = [
+            t
+            for b in where.always.tolist()
+            for t in range(b * BLOCK, (b + 1) * BLOCK)
+            if t < self.num_tokens
+        ]
         return exact_log_mass(query, self.keys[tokens])
 
     def sources(self, *names: str, mu: np.ndarray | None = None) -> dict[str, Source]:
         blocks = self.keys.reshape(self.num_blocks, BLOCK, HEADS, SIZE)
-        counts = np.minimum(BLOCK, self.num_tokens - BLOCK * np.arange(self.num_blocks)).astype(np.int32)
+        counts = np.minimum(BLOCK, self.num_tokens - BLOCK * np.arange(self.num_blocks)).astype(
+            np.int32
+        )
         return {name: Source(build(name, blocks, mu, counts), mu) for name in names}
 
     def mass(self, query: np.ndarray, blocks: np.ndarray) -> float:
@@ -53,10 +62,22 @@ class Context:
         return float(shares[:, :, tokens].sum(axis=-1).mean())
 
 
-def choose(context: Context, config: SparseConfig, query: np.ndarray, *names: str, **options: object):  # type: ignore[no-untyped-def]
+def choose(
+    context: Context, config: SparseConfig, query: np.ndarray, *names: str, **options: object
+):  # type: ignore[no-untyped-def]
     rows = np.arange(context.num_blocks, dtype=np.int32)
     always = context.always(config, query)
-    return select_layer(config, 5, query, context.sources(*names), rows, always, context.num_tokens, BLOCK, **options)  # type: ignore[arg-type]
+    return select_layer(
+        config,
+        5,
+        query,
+        context.sources(*names),
+        rows,
+        always,
+        context.num_tokens,
+        BLOCK,
+        **options,
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("scorer", "least"), [("rot3u", 0.97), ("rot2u", 0.94), ("rot1u", 0.75)])
@@ -67,7 +88,9 @@ def test_selections_hold_most_of_what_the_best_blocks_hold(scorer: str, least: f
         query = context.query()
         selection = choose(context, config, query, scorer)
         assert len(selection.blocks) == config.budget_blocks(4090, BLOCK) == 26
-        masses = np.array([context.mass(query, np.array([block])) for block in range(context.num_blocks)])
+        masses = np.array(
+            [context.mass(query, np.array([block])) for block in range(context.num_blocks)]
+        )
         where = span(config, 4090, BLOCK)
         middle = np.sort(masses[where.first : where.last])[::-1][: 26 - where.num_always]
         best += masses[where.always].sum() + middle.sum()
@@ -77,12 +100,18 @@ def test_selections_hold_most_of_what_the_best_blocks_hold(scorer: str, least: f
 
 def test_a_budget_that_covers_the_context_selects_everything() -> None:
     context = Context(1000)
-    for config in (SparseConfig(sparse_topk=1.0), SparseConfig(sparse_topk=5000), SparseConfig(sparse_topk=1.0, scorer="mean")):
+    for config in (
+        SparseConfig(sparse_topk=1.0),
+        SparseConfig(sparse_topk=5000),
+        SparseConfig(sparse_topk=1.0, scorer="mean"),
+    ):
         selection = choose(context, config, context.query(), config.scorer)
-        assert selection.blocks.tolist() == list(range(63)) and selection.mass == pytest.approx(1.0, abs=1e-5)
+        assert selection.blocks.tolist() == list(range(63)) and selection.mass == pytest.approx(
+            1.0, abs=1e-5
+        )
 
 
-def test_adaptive_selections_are_small_where_attention_is_sharp_and_keep_their_promise_roughly() -> None:
+def test_adaptive_selections_are_small_for_sharp_attention_and_roughly_keep_their_promise() -> None:
     context, config = Context(4090), SparseConfig(sparse_topk=0.5, adaptive_p=0.9)
     sharp, flat = context.query(4.0), context.query(0.0)
     few, many = choose(context, config, sharp, "rot2u"), choose(context, config, flat, "rot2u")
@@ -94,7 +123,9 @@ def test_fusion_uses_every_scorer() -> None:
     context = Context(4090)
     query = context.query()
     single = choose(context, SparseConfig(), query, "rot2u")
-    fused = choose(context, SparseConfig(fusion={"rot2u": 0.3, "cuboid": 0.7}), query, "rot2u", "cuboid")
+    fused = choose(
+        context, SparseConfig(fusion={"rot2u": 0.3, "cuboid": 0.7}), query, "rot2u", "cuboid"
+    )
     assert len(fused.blocks) == len(single.blocks) and set(fused.blocks) != set(single.blocks)
     assert context.mass(query, fused.blocks) > 0.5 * context.mass(query, single.blocks)
 
@@ -135,8 +166,13 @@ def test_the_prior_lowers_misses_in_a_drifting_decode() -> None:
         query, missed = context.query(1.0), 0
         for _ in range(40):
             query = (0.97 * query + 0.25 * context.query(1.0)).astype(np.float32)
-            step = hot.step(choose(context, config, query, "rot2u", resident_C=hot.resident(0, where.count)), config.max_correction_blocks)
-            assert len(step.load.blocks) <= config.max_correction_blocks and set(where.always.tolist()) <= set(step.map.blocks.tolist())
+            step = hot.step(
+                choose(context, config, query, "rot2u", resident_C=hot.resident(0, where.count)),
+                config.max_correction_blocks,
+            )
+            assert len(step.load.blocks) <= config.max_correction_blocks and set(
+                where.always.tolist()
+            ) <= set(step.map.blocks.tolist())
             missed += step.num_selected - step.num_resident
         misses[policy] = missed
     assert misses["lru_prior"] < misses["lru"]
@@ -146,23 +182,55 @@ def test_refusals() -> None:
     context = Context(500)
     rows, query = np.arange(32, dtype=np.int32), context.query()
     with pytest.raises(HotKVError, match="layer 0 is dense"):
-        select_layer(SparseConfig(), 0, query, context.sources("rot2u"), rows, np.zeros(6, np.float32), 500, BLOCK)
+        select_layer(
+            SparseConfig(),
+            0,
+            query,
+            context.sources("rot2u"),
+            rows,
+            np.zeros(6, np.float32),
+            500,
+            BLOCK,
+        )
     with pytest.raises(HotKVError, match="layer 5 has no source for rot2u"):
-        select_layer(SparseConfig(), 5, query, context.sources("mean"), rows, np.zeros(6, np.float32), 500, BLOCK)
+        select_layer(
+            SparseConfig(),
+            5,
+            query,
+            context.sources("mean"),
+            rows,
+            np.zeros(6, np.float32),
+            500,
+            BLOCK,
+        )
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1), num=st.integers(0, 300), heads=st.integers(1, 9), first=st.integers(0, 3), recent=st.integers(0, 4),
-    budget=st.integers(0, 320), spread=st.sampled_from([0.0, 1.0, 30.0]), empty=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 2**32 - 1), num=st.integers(0, 300), heads=st.integers(1, 9),
+    first=st.integers(0, 3), recent=st.integers(0, 4),
+    budget=st.integers(0, 320), spread=st.sampled_from([0.0, 1.0, 30.0]),
+    empty=st.sampled_from([0.0, 0.3, 1.0]),
     p=st.none() | st.floats(0.05, 0.99), prior=st.sampled_from([0.0, 0.5]),
 )  # fmt: skip
 def test_choosing_in_one_kernel_equals_its_twin(
-    seed: int, num: int, heads: int, first: int, recent: int, budget: int, spread: float, empty: float, p: float | None, prior: float
+    seed: int,
+    num: int,
+    heads: int,
+    first: int,
+    recent: int,
+    budget: int,
+    spread: float,
+    empty: float,
+    p: float | None,
+    prior: float,
 ) -> None:
     rng = np.random.default_rng(seed)
     scores = (rng.standard_normal((heads, num)) * spread).astype(np.float32)
     scores[rng.random(scores.shape) < empty] = -np.inf
-    always, where = rng.standard_normal(heads).astype(np.float32), Span(first, first + num, first + num + recent)
+    always, where = (
+        rng.standard_normal(heads).astype(np.float32),
+        Span(first, first + num, first + num + recent),
+    )
     resident = rng.random(num) < 0.3
     options = {"adaptive_p": p, "floor_blocks": 2, "resident_S": resident, "prior": prior}
     found = selector.choose(scores, always, where, budget, **options)  # type: ignore[arg-type]
@@ -172,12 +240,18 @@ def test_choosing_in_one_kernel_equals_its_twin(
         shares = aggregate(scores, always, 1)
     assert abs(len(found.blocks) - len(expected.blocks)) <= (p is not None)
     assert found.mass == pytest.approx(expected.mass, abs=1e-4 if p is None else 0.05)
-    assert (np.diff(found.blocks) > 0).all() and (np.isinf(found.weights) == np.isin(found.blocks, where.always)).all()
+    assert (np.diff(found.blocks) > 0).all() and (
+        np.isinf(found.weights) == np.isin(found.blocks, where.always)
+    ).all()
     middle = ~np.isinf(found.weights)
-    np.testing.assert_allclose(found.weights[middle], shares.shared[found.blocks[middle] - first], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        found.weights[middle], shares.shared[found.blocks[middle] - first], rtol=1e-4, atol=1e-6
+    )
     if len(found.blocks) == len(expected.blocks) and prior == 0.0:
         # Where blocks weigh the same but for rounding, either may be chosen.
-        np.testing.assert_allclose(np.sort(found.weights), np.sort(expected.weights), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            np.sort(found.weights), np.sort(expected.weights), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_choosing_refuses_what_does_not_fit() -> None:
@@ -188,4 +262,6 @@ def test_choosing_refuses_what_does_not_fit() -> None:
 
 
 def test_exact_mass_of_nothing() -> None:
-    assert np.isneginf(exact_log_mass(np.ones((4, 8), np.float32), np.empty((0, 2, 8), np.float32))).all()
+    assert np.isneginf(
+        exact_log_mass(np.ones((4, 8), np.float32), np.empty((0, 2, 8), np.float32))
+    ).all()

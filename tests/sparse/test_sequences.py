@@ -11,7 +11,12 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.table import Words, hash_words
 from hotkv_server.core.bounds import FLOOR_SHARE, FairBound
 from hotkv_server.sparse.selection import PackedCentre, SelectSpec
-from hotkv_server.sparse.sequences import SEQUENCE_BLOCKS, TOUCH_INTERVAL_S, LiveSequence, SequenceBook
+from hotkv_server.sparse.sequences import (
+    SEQUENCE_BLOCKS,
+    TOUCH_INTERVAL_S,
+    LiveSequence,
+    SequenceBook,
+)
 from hotkv_sparse.config import SparseConfig
 
 SESSIONS = st.sampled_from([1, 2])
@@ -25,7 +30,8 @@ def words(blocks: list[int]) -> Words:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Two sessions with at most three sequences of at most nine blocks each; of what all may have, one may have as much as is left."""
+    """Two sessions with at most three sequences of at most nine blocks each; of what all may have,
+    one may have as much as is left."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +43,11 @@ class BookMachine(RuleBasedStateMachine):
         return sum(len(blocks) for _, blocks, _ in self.model.values())
 
     def weight(self, session: int) -> int:
-        return sum(SEQUENCE_BLOCKS + len(blocks) for (other, _), (_, blocks, _) in self.model.items() if other == session)
+        return sum(
+            SEQUENCE_BLOCKS + len(blocks)
+            for (other, _), (_, blocks, _) in self.model.items()
+            if other == session
+        )
 
     def refused(self, session: int, more: int, length: int) -> Reason | None:
         if length > 9:
@@ -51,7 +61,9 @@ class BookMachine(RuleBasedStateMachine):
         existing = self.model.get((session, name))
         reason = None
         if existing is not None:
-            if (existing[0], existing[2]) != (group, len(blocks)) or existing[1][: len(blocks)] != blocks:
+            if (existing[0], existing[2]) != (group, len(blocks)) or existing[1][
+                : len(blocks)
+            ] != blocks:
                 reason = Reason.DUPLICATE_ID
         elif sum(key[0] == session for key in self.model) >= 3:
             reason = Reason.OVERLOADED
@@ -62,7 +74,9 @@ class BookMachine(RuleBasedStateMachine):
                 self.book.create(session, name, group, words(blocks), None, self.owner_of[session])
             assert caught.value.reason is reason
             return
-        sequence, is_new = self.book.create(session, name, group, words(blocks), None, self.owner_of[session])
+        sequence, is_new = self.book.create(
+            session, name, group, words(blocks), None, self.owner_of[session]
+        )
         assert is_new == (existing is None) and sequence is self.book.get(session, name)
         if is_new:
             self.model[session, name] = (group, blocks, len(blocks))
@@ -88,7 +102,9 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(session=SESSIONS, name=IDS)
     def pop(self, session: int, name: str) -> None:
-        assert (self.book.pop(session, name) is None) == (self.model.pop((session, name), None) is None)
+        assert (self.book.pop(session, name) is None) == (
+            self.model.pop((session, name), None) is None
+        )
 
     @rule(session=SESSIONS)
     def drop_session(self, session: int) -> None:
@@ -113,14 +129,21 @@ def test_centres_and_hot_sets_weigh_as_blocks_of_as_many_bytes() -> None:
     centred = replace(plain, centres={2: PackedCentre(bytes(4 * 32 * 4), {})})
     hot = replace(plain, hot_blocks=800)
     book = SequenceBook(9, 100, FairBound(100_000))
-    cases = [(None, 0), (plain, 9), (centred, 16 + 9), (hot, (13 * 20 + 2 * 4 * (14 * 800 + 6 * 20)) // 32 + 1)]
+    cases = [
+        (None, 0),
+        (plain, 9),
+        (centred, 16 + 9),
+        (hot, (13 * 20 + 2 * 4 * (14 * 800 + 6 * 20)) // 32 + 1),
+    ]
     for count, (spec, more) in enumerate(cases, 1):
         held = book.bound.held("one")
         book.create(1, str(count), 0, words([1] * 20), spec, "one")
         assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 20 + more
         book.append(1, str(count), 20, words([1] * 5))
         book.check_invariants()
-    assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 25 - (-(13 * 25 + 2 * 4 * (14 * 800 + 6 * 25)) // 32)
+    assert book.bound.held("one") == held + SEQUENCE_BLOCKS + 25 - (
+        -(13 * 25 + 2 * 4 * (14 * 800 + 6 * 25)) // 32
+    )
     with pytest.raises(HotKVError, match="blocks' worth of memory more"):
         book.create(1, "large", 0, words([1]), replace(plain, hot_blocks=20_000), "one")
     book.drop_session(1)

@@ -1,4 +1,5 @@
-"""Selections straight from slots of an arena against the same functions on copies, and what is refused."""
+"""Selections straight from slots of an arena against the same functions on copies, and what is
+refused."""
 
 import re
 from dataclasses import replace
@@ -13,7 +14,14 @@ from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.sparse.figures import LATENCY_BOUNDS_S, Latency, LayerFigures, LayerGrowth
-from hotkv_server.sparse.selection import KeptHotSet, PackedCentre, SelectRequest, SelectSpec, check_request, select
+from hotkv_server.sparse.selection import (
+    KeptHotSet,
+    PackedCentre,
+    SelectRequest,
+    SelectSpec,
+    check_request,
+    select,
+)
 from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.formats import FORMATS
 from hotkv_sparse.selector import Source, select_layer
@@ -35,7 +43,9 @@ class Slots:
             at = shard * spec.shard_bytes
             for layer in spec.layer_indices:
                 for name in spec.config.scorers_of(layer):
-                    keys = random.standard_normal((num_blocks, spec.block_tokens, spec.kv_heads, spec.head_size), np.float32)
+                    keys = random.standard_normal(
+                        (num_blocks, spec.block_tokens, spec.kv_heads, spec.head_size), np.float32
+                    )
                     pool = sparse.build(name, keys, self.mu(spec, layer, shard, name))
                     for slot, block in zip(self.slots, pool, strict=True):
                         self.arena[slot + at : slot + at + block.size] = block.ravel()
@@ -60,10 +70,17 @@ class Slots:
         }
 
 
-def centres(layers: list[int], num_heads: int, head_size: int, bias: dict[str, float], seed: int) -> dict[int, PackedCentre]:
+def centres(
+    layers: list[int], num_heads: int, head_size: int, bias: dict[str, float], seed: int
+) -> dict[int, PackedCentre]:
     """For each layer, one centre as long as keys are."""
     random = np.random.default_rng(seed)
-    return {layer: PackedCentre(random.standard_normal((num_heads, head_size)).astype("<f4").tobytes(), bias) for layer in layers}
+    return {
+        layer: PackedCentre(
+            random.standard_normal((num_heads, head_size)).astype("<f4").tobytes(), bias
+        )
+        for layer in layers
+    }
 
 
 @given(
@@ -83,15 +100,25 @@ def centres(layers: list[int], num_heads: int, head_size: int, bias: dict[str, f
 )
 @settings(deadline=None, max_examples=60)
 def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
-    scorer: str, other: str, fusion: bool, layers: list[int], kv_heads: int, head_size: int, block_tokens: int, num_shards: int,
+    scorer: str, other: str, fusion: bool, layers: list[int], kv_heads: int, head_size: int,
+    block_tokens: int, num_shards: int,
     num_blocks: int, seed: int, centred: bool, bias: dict[str, float], data: st.DataObject,
 ) -> None:  # fmt: skip
-    config = replace(CONFIG, scorer=scorer, scorer_of_layer={layers[0]: other}, fusion={scorer: 1.0, other: 0.5} if fusion else {})
+    config = replace(
+        CONFIG,
+        scorer=scorer,
+        scorer_of_layer={layers[0]: other},
+        fusion={scorer: 1.0, other: 0.5} if fusion else {},
+    )
     known = centres(layers[: 2 * centred], num_shards * kv_heads, head_size, bias, seed)
-    spec = SelectSpec(config, 256, tuple(layers), kv_heads, head_size, block_tokens, num_shards, centres=known)
+    spec = SelectSpec(
+        config, 256, tuple(layers), kv_heads, head_size, block_tokens, num_shards, centres=known
+    )
     slots = Slots(spec, num_blocks, seed)
     layer, shard = data.draw(st.sampled_from(layers)), data.draw(st.integers(0, num_shards - 1))
-    query: F32 = np.random.default_rng(seed).standard_normal((kv_heads * data.draw(st.integers(1, 4)), head_size), np.float32)
+    query: F32 = np.random.default_rng(seed).standard_normal(
+        (kv_heads * data.draw(st.integers(1, 4)), head_size), np.float32
+    )
     context_tokens = data.draw(st.integers(1, num_blocks * block_tokens + block_tokens - 1))
     log_mass = np.full(len(query), data.draw(st.sampled_from([-np.inf, 0.0, 3.0])), np.float32)
     request = SelectRequest(layer, shard, query, context_tokens, log_mass)
@@ -99,23 +126,39 @@ def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     found = select(spec, slots.arena, slots.slots, request, where, None).selection
     rows = np.arange(num_blocks, dtype=np.int32)
     sources = slots.sources(spec, layer, shard)
-    expected = select_layer(config, layer, query, sources, rows, log_mass, context_tokens, block_tokens)
+    expected = select_layer(
+        config, layer, query, sources, rows, log_mass, context_tokens, block_tokens
+    )
     assert found.blocks.tolist() == expected.blocks.tolist()
     assert np.array_equal(found.weights, expected.weights) and found.mass == expected.mass
     # Without exact mass, it is estimated from what of the always kept blocks is there.
     always = where.always[where.always < num_blocks]
     name = next(iter(sources))
     first = sources[name]
-    estimated = sparse.score(sparse.prepare(name, query, first.mu, None, first.bias), first.pool, always)
+    estimated = sparse.score(
+        sparse.prepare(name, query, first.mu, None, first.bias), first.pool, always
+    )
     log_mass = np.logaddexp.reduce(estimated, axis=1, initial=-np.inf).astype(np.float32)
-    found = select(spec, slots.arena, slots.slots, replace(request, always_log_mass=None), where, None).selection
-    expected = select_layer(config, layer, query, sources, rows, log_mass, context_tokens, block_tokens)
-    assert found.blocks.tolist() == expected.blocks.tolist() and np.array_equal(found.weights, expected.weights)
+    found = select(
+        spec, slots.arena, slots.slots, replace(request, always_log_mass=None), where, None
+    ).selection
+    expected = select_layer(
+        config, layer, query, sources, rows, log_mass, context_tokens, block_tokens
+    )
+    assert found.blocks.tolist() == expected.blocks.tolist() and np.array_equal(
+        found.weights, expected.weights
+    )
 
 
-@given(seed=st.integers(0, 1 << 30), policy=st.sampled_from(["lru", "clock", "lru_prior", "none"]), corrections=st.integers(0, 5))
+@given(
+    seed=st.integers(0, 1 << 30),
+    policy=st.sampled_from(["lru", "clock", "lru_prior", "none"]),
+    corrections=st.integers(0, 5),
+)
 @settings(deadline=None, max_examples=30)
-def test_a_client_that_follows_its_moves_holds_the_hot_set(seed: int, policy: str, corrections: int) -> None:
+def test_a_client_that_follows_its_moves_holds_the_hot_set(
+    seed: int, policy: str, corrections: int
+) -> None:
     random = np.random.default_rng(seed)
     config = replace(CONFIG, cache_policy=policy, max_correction_blocks=corrections)
     spec = SelectSpec(config, 256, (0,), 1, 32, 16, 1, hot_blocks=24)
@@ -140,7 +183,11 @@ def test_a_client_that_follows_its_moves_holds_the_hot_set(seed: int, policy: st
         fresh = mapped.keys() - held.keys()
         assert fresh <= {where.count - 1} and held.items() <= mapped.items()
         held = mapped
-        assert len(held) <= spec.hot_blocks and set(where.always.tolist()) <= held.keys() and max(held.values()) < spec.hot_blocks
+        assert (
+            len(held) <= spec.hot_blocks
+            and set(where.always.tolist()) <= held.keys()
+            and max(held.values()) < spec.hot_blocks
+        )
         context_tokens = int(np.clip(context_tokens + random.integers(0, 40), 1, 60 * 16))
 
 
@@ -160,21 +207,49 @@ def test_a_client_that_follows_its_moves_holds_the_hot_set(seed: int, policy: st
         ({"hot_blocks": -1}, "select.hot_block_count is -1"),
         ({"hot_blocks": 1 << 30}, "select.hot_block_count is 1073741824; allowed are 0 to"),
         ({"centres": {2: PackedCentre(bytes(512), {})}}, "select.centres.layer_index is 2"),
-        ({"centres": {1: PackedCentre(bytes(508), {})}}, "select.centres.mu of layer 1 has 508 bytes; float32 [2, 64] takes 512"),
-        ({"centres": {1: PackedCentre(b"\0\0\x80\x7f" * 128, {})}}, "select.centres.mu of layer 1 has values that are not finite"),
-        ({"centres": {1: PackedCentre(bytes(512), {"mean": 1.0})}}, "select.centres.biases of layer 1 name 'mean'; token formats are"),
-        ({"centres": {1: PackedCentre(bytes(512), {"rot2u": float("inf")})}}, "select.centres.biases of layer 1 has inf for rot2u"),
         (
-            {"kv_heads": 4096, "head_size": 257, "centres": {1: PackedCentre(bytes(4 * 4096 * 257), {})}},
+            {"centres": {1: PackedCentre(bytes(508), {})}},
+            "select.centres.mu of layer 1 has 508 bytes; float32 [2, 64] takes 512",
+        ),
+        (
+            {"centres": {1: PackedCentre(b"\0\0\x80\x7f" * 128, {})}},
+            "select.centres.mu of layer 1 has values that are not finite",
+        ),
+        (
+            {"centres": {1: PackedCentre(bytes(512), {"mean": 1.0})}},
+            "select.centres.biases of layer 1 name 'mean'; token formats are",
+        ),
+        (
+            {"centres": {1: PackedCentre(bytes(512), {"rot2u": float("inf")})}},
+            "select.centres.biases of layer 1 has inf for rot2u",
+        ),
+        (
+            {
+                "kv_heads": 4096,
+                "head_size": 257,
+                "centres": {1: PackedCentre(bytes(4 * 4096 * 257), {})},
+            },
             "select.centres have 4210688 bytes",
         ),
     ],
 )
-def test_a_spec_that_makes_no_sense_is_refused_with_its_field(fields: dict[str, object], words: str) -> None:
+def test_a_spec_that_makes_no_sense_is_refused_with_its_field(
+    fields: dict[str, object], words: str
+) -> None:
     good = {"layer_indices": (0, 1), "kv_heads": 2, "head_size": 64, "hot_blocks": 0, "scale": None}
     with pytest.raises(HotKVError, match=re.escape(words)):
-        SelectSpec(config=CONFIG, representation_group=256, block_tokens=16, num_shards=1, **{**good, **fields})  # type: ignore[arg-type]
-    with pytest.raises(HotKVError, match="make 2 × 100 bytes".replace("2 × 100", "[0-9]+") + r" a shard; the representation is .*\[7\]"):
+        SelectSpec(
+            config=CONFIG,
+            representation_group=256,
+            block_tokens=16,
+            num_shards=1,
+            **{**good, **fields},
+        )  # type: ignore[arg-type]
+    with pytest.raises(
+        HotKVError,
+        match="make 2 × 100 bytes".replace("2 × 100", "[0-9]+")
+        + r" a shard; the representation is .*\[7\]",
+    ):
         SelectSpec(CONFIG, 256, (0,), 1, 64, 16, 1).check_slots((7,))
 
 
@@ -183,7 +258,9 @@ def test_the_work_of_a_selection_is_bounded() -> None:
     many = np.broadcast_to(np.zeros((1, 32), np.float32), (1 << 23, 32))
     with pytest.raises(HotKVError, match="query has 8388608 heads for 50 blocks"):
         check_request(spec, SelectRequest(0, 0, many, 800), 50)
-    with pytest.raises(HotKVError, match="context_token_count is 4194305; allowed are 1 to 4194304"):
+    with pytest.raises(
+        HotKVError, match="context_token_count is 4194305; allowed are 1 to 4194304"
+    ):
         check_request(spec, SelectRequest(0, 0, many[:1], (1 << 22) + 1), 50)
 
 
@@ -191,7 +268,11 @@ def test_figures_are_per_engine_and_totals_never_fall() -> None:
     figures, size = LayerFigures(), len(SPARSE_COUNTERS)
     for engine, layer, amount in (("a", 3, 1.0), ("b", 3, 2.0), ("a", 0, 4.0), ("a", 3, 8.0)):
         figures.add(engine, LayerGrowth(layer, np.full(size, amount)))
-    assert [(engine, row.layer_index, row.values[0]) for engine, row in figures.rows()] == [("a", 0, 4.0), ("a", 3, 9.0), ("b", 3, 2.0)]
+    assert [(engine, row.layer_index, row.values[0]) for engine, row in figures.rows()] == [
+        ("a", 0, 4.0),
+        ("a", 3, 9.0),
+        ("b", 3, 2.0),
+    ]
     figures.drop("a")
     assert [engine for engine, _ in figures.rows()] == ["b"]
     assert [(row.layer_index, row.values[-1]) for row in figures.totals()] == [(0, 4.0), (3, 11.0)]
@@ -201,4 +282,7 @@ def test_latencies_fall_into_buckets() -> None:
     latency = Latency()
     for seconds in (*LATENCY_BOUNDS_S, 5.0, 0.0):
         latency.add(seconds)
-    assert latency.counts == [2, *[1] * (len(LATENCY_BOUNDS_S) - 1), 1] and latency.count == len(LATENCY_BOUNDS_S) + 2
+    assert (
+        latency.counts == [2, *[1] * (len(LATENCY_BOUNDS_S) - 1), 1]
+        and latency.count == len(LATENCY_BOUNDS_S) + 2
+    )

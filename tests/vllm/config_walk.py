@@ -1,6 +1,8 @@
-"""vLLM's config classes as this version has them: every field of every object below `VllmConfig`, and other values for it.
+"""vLLM's config classes as this version has them: every field of every object below `VllmConfig`,
+and other values for it.
 
-Tests and the campaign of restarts walk what is there, so a field that is new in another vLLM version is tested unasked.
+Tests and the campaign of restarts walk what is there, so a field that is new in another vLLM
+version is tested unasked.
 """
 
 import dataclasses
@@ -37,12 +39,17 @@ def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     yield path, config
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to_dict"):
+        if (
+            dataclasses.is_dataclass(value)
+            and not isinstance(value, type)
+            and not hasattr(value, "to_dict")
+        ):
             yield from config_objects(value, f"{path}{field.name}.")
 
 
 def other_values(kind: type, name: str, value: Any) -> list[Any]:
-    """Values that a field of this declared type may have instead; nothing where none can be made up."""
+    """Values that a field of this declared type may have instead; nothing where none can be made
+    up."""
     found = []
     for hint in _choices(typing.get_type_hints(kind).get(name, Any)):
         if hint is bool:
@@ -63,4 +70,8 @@ def _choices(hint: Any) -> Iterator[Any]:
     for part in typing.get_args(hint) if is_union else (hint,):
         if part is not type(None):
             # An annotated type's first argument is the type.
-            yield from _choices(typing.get_args(part)[0]) if typing.get_origin(part) is typing.Annotated else (part,)
+            yield from (
+                _choices(typing.get_args(part)[0])
+                if typing.get_origin(part) is typing.Annotated
+                else (part,)
+            )

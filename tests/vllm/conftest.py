@@ -34,7 +34,8 @@ def daemon() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Any]:
-    """The running hotkv-server of a file's tests, each of which takes a key space of its own (`weights_identity`)."""
+    """The running hotkv-server of a file's tests, each of which takes a key space of its own
+    (`weights_identity`)."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:
@@ -43,7 +44,8 @@ def shared_daemon() -> Iterator[Any]:
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Any]:
-    """Starts vLLM engines in processes of their own (`processes.Engines`); stops them at the end."""
+    """Starts vLLM engines in processes of their own (`processes.Engines`); stops them at the
+    end."""
     from tests.vllm.processes import Engines
 
     made = Engines(tmp_path)
@@ -60,7 +62,9 @@ def server() -> Any:
 
 
 @pytest.fixture
-def engine(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def engine(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
     """Makes engines of the harness that share `server`; shuts them down."""
     from tests.vllm.harness import Engine
 

@@ -1,4 +1,5 @@
-"""A device that works when it is told to: kernels, events and words in one queue, run by the test."""
+"""A device that works when it is told to: kernels, events and words in one queue, run by the
+test."""
 
 import ctypes
 import mmap
@@ -46,7 +47,8 @@ class ToldWords:
 
 
 class ToldDevice:
-    """Stands for `CudaDevice`. `given`, `done`: pieces of work. `on_record`: sees an event before it is recorded."""
+    """Stands for `CudaDevice`. `given`, `done`: pieces of work. `on_record`: sees an event before
+    it is recorded."""
 
     uuid = bytes(range(16))
     stream = 7

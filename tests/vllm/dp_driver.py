@@ -1,4 +1,5 @@
-"""Two data-parallel engines behind one front end, driven as `engine_driver`: `generate` names the engine (`rank`) that answers.
+"""Two data-parallel engines behind one front end, driven as `engine_driver`: `generate` names the
+engine (`rank`) that answers.
 
 Engines and their ranks are forked, and nothing is compiled, as in `parallel_driver`.
 """
@@ -44,20 +45,32 @@ async def serve(arguments: dict[str, Any], answers: Any) -> None:
     llm.shutdown()
 
 
-async def generate(llm: Any, prompts: list[list[int]], max_tokens: int, rank: int) -> dict[str, Any]:
+async def generate(
+    llm: Any, prompts: list[list[int]], max_tokens: int, rank: int
+) -> dict[str, Any]:
     from vllm import SamplingParams
 
     async def one(number: int, prompt: list[int]) -> Any:
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1
+        )
         name = f"{rank}-{number}-{os.urandom(4).hex()}"
-        async for output in llm.generate({"prompt_token_ids": prompt}, parameters, name, data_parallel_rank=rank):
+        async for output in llm.generate(
+            {"prompt_token_ids": prompt}, parameters, name, data_parallel_rank=rank
+        ):
             last = output
         return last
 
     outputs = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
     return {
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-        "logprobs": [[p[t].logprob for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)] for o in outputs],
+        "logprobs": [
+            [
+                p[t].logprob
+                for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)
+            ]
+            for o in outputs
+        ],
         "cached": [o.num_cached_tokens for o in outputs],
     }
 

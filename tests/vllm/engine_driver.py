@@ -1,10 +1,12 @@
-"""A vLLM engine in a process of its own, driven by JSON lines: commands on stdin, one answer each on stdout.
+"""A vLLM engine in a process of its own, driven by JSON lines: commands on stdin, one answer each
+on stdout.
 
-First line: arguments of `LLM`, and `config_overrides`: values by path in vLLM's config, set when it is complete. Commands: `generate`
-(prompts, max_tokens, transfer: their `kv_transfer_params`, salt: their `cache_salt`, adapter: fields of their `LoRARequest`),
-`add_adapter` (the same), `reload` (path: weights to load in place, as vLLM's RPC does), `reset` (connector: its cache too), `stats`,
-`wait` (connected, timeout_s), `freeze` (stop the process `pid` just after the connector's next `call`, load or store, was sent), `stop`.
-Logs go to stderr.
+First line: arguments of `LLM`, and `config_overrides`: values by path in vLLM's config, set when it
+is complete. Commands: `generate` (prompts, max_tokens, transfer: their `kv_transfer_params`, salt:
+their `cache_salt`, adapter: fields of their `LoRARequest`), `add_adapter` (the same), `reload`
+(path: weights to load in place, as vLLM's RPC does), `reset` (connector: its cache too), `stats`,
+`wait` (connected, timeout_s), `freeze` (stop the process `pid` just after the connector's next
+`call`, load or store, was sent), `stop`. Logs go to stderr.
 """
 
 import enum
@@ -48,7 +50,8 @@ def main() -> None:
 
 
 def override(values: dict[str, Any]) -> None:
-    """Sets fields of vLLM's config, whatever vLLM's own arguments would allow. A member of an enumeration is given by its name."""
+    """Sets fields of vLLM's config, whatever vLLM's own arguments would allow. A member of an
+    enumeration is given by its name."""
     if not values:
         return
     from vllm.engine.arg_utils import EngineArgs
@@ -78,15 +81,28 @@ def generate(
     from vllm import SamplingParams
 
     extra = None if transfer is None else {"kv_transfer_params": transfer}
-    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, extra_args=extra)
+    parameters = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, extra_args=extra
+    )
     salted = {} if salt is None else {"cache_salt": salt}
     began_s = time.monotonic()
     lora = None if adapter is None else lora_request(adapter)
-    outputs = llm.generate([{"prompt_token_ids": p} | salted for p in prompts], parameters, use_tqdm=False, lora_request=lora)
+    outputs = llm.generate(
+        [{"prompt_token_ids": p} | salted for p in prompts],
+        parameters,
+        use_tqdm=False,
+        lora_request=lora,
+    )
     return {
         "seconds": time.monotonic() - began_s,
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-        "logprobs": [[p[t].logprob for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)] for o in outputs],
+        "logprobs": [
+            [
+                p[t].logprob
+                for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)
+            ]
+            for o in outputs
+        ],
         "cached": [o.num_cached_tokens for o in outputs],
         "ended": [str(o.outputs[0].finish_reason) for o in outputs],
     }
@@ -113,7 +129,11 @@ def reset(llm: Any, connector: bool = False) -> dict[str, Any]:
 
 def _ours(connector: Any) -> Any:
     """hotkv's connector, which may be one of several in a MultiConnector."""
-    return next(one for one in getattr(connector, "sub_connectors", [connector]) if type(one).__name__ == "HotKVConnector")
+    return next(
+        one
+        for one in getattr(connector, "sub_connectors", [connector])
+        if type(one).__name__ == "HotKVConnector"
+    )
 
 
 def _scheduler_side(llm: Any) -> Any:

@@ -1,6 +1,7 @@
 """Faults put into any function of hotkv's, and the list of functions that a connector's hooks call.
 
-A function breaks by its code being replaced, so that it breaks for all who call it, however they came by it.
+A function breaks by its code being replaced, so that it breaks for all who call it, however they
+came by it.
 """
 
 import contextlib
@@ -16,7 +17,14 @@ import hotkv_vllm
 from hotkv_client.testing import fake
 from hotkv_vllm import connector, hooks
 
-EDGE = {"HotKVConnector.hook_broke", "HookClock.add", "HookClock.begin_step", "_answer", "HotKVWorker.count", "HotKVStats.add"}
+EDGE = {
+    "HotKVConnector.hook_broke",
+    "HookClock.add",
+    "HookClock.begin_step",
+    "_answer",
+    "HotKVWorker.count",
+    "HotKVStats.add",
+}
 """What the edge itself consists of, beside the fallbacks: it counts, and reads clocks."""
 
 
@@ -66,12 +74,24 @@ def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Faul
 
 
 def functions() -> dict[CodeType, FunctionType]:
-    """The connector's functions and methods, and those of the cache's double that a session has, by their code."""
+    """The connector's functions and methods, and those of the cache's double that a session has, by
+    their code."""
     found: dict[CodeType, FunctionType] = {}
     names = [module.name for module in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm.")]
-    modules = [sys.modules.get(name) or importlib.import_module(name) for name in names if "plugin" not in name]
+    modules = [
+        sys.modules.get(name) or importlib.import_module(name)
+        for name in names
+        if "plugin" not in name
+    ]
     for module in modules:
-        owners = [module, *(one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__)]
+        owners = [
+            module,
+            *(
+                one
+                for one in vars(module).values()
+                if inspect.isclass(one) and one.__module__ == module.__name__
+            ),
+        ]
         for owner in owners:
             for one in list(vars(owner).values()):
                 _add(found, one, module.__name__)
@@ -87,14 +107,21 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
     one = inspect.unwrap(one) if callable(one) else one
     if not isinstance(one, FunctionType) or one.__module__ != module or one.__code__.co_freevars:
         return
-    if not one.__code__.co_filename.startswith("<") and one.__qualname__ not in EDGE and not one.__name__.startswith("__"):
+    if (
+        not one.__code__.co_filename.startswith("<")
+        and one.__qualname__ not in EDGE
+        and not one.__name__.startswith("__")
+    ):
         found[one.__code__] = one
 
 
 def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
     """By hook: the functions that it has called in `run`, itself among them."""
     known, stack = functions(), list[str]()
-    guarded = {inspect.unwrap(getattr(connector.HotKVConnector, name)).__code__: name for name in hooks.FALLBACKS}
+    guarded = {
+        inspect.unwrap(getattr(connector.HotKVConnector, name)).__code__: name
+        for name in hooks.FALLBACKS
+    }
     calls: dict[str, set[FunctionType]] = {name: set() for name in hooks.FALLBACKS}
 
     def profile(frame: Any, event: str, _: Any) -> None:

@@ -1,10 +1,12 @@
-"""vLLM's real scheduler, KV cache manager and allocator round a model that is only arithmetic, so that a step takes microseconds.
+"""vLLM's real scheduler, KV cache manager and allocator round a model that is only arithmetic, so
+that a step takes microseconds.
 
-The "model" writes for each token a value that depends on all tokens before it, and before each step checks every value that attention
-would read. KV that is wrong, late or overwritten fails at once, wherever it came from. `Engine(pipelined=True)` schedules a step before
-the one before it has run, as asynchronous scheduling does. Hooks are called as vLLM's V1 runner does, with `v2=True` by what its V2 runner
-calls them through. With a
-`device`, a step's reads and writes of KV wait in its queue, at the latest until the step's output is looked at.
+The "model" writes for each token a value that depends on all tokens before it, and before each step
+checks every value that attention would read. KV that is wrong, late or overwritten fails at once,
+wherever it came from. `Engine(pipelined=True)` schedules a step before the one before it has run,
+as asynchronous scheduling does. Hooks are called as vLLM's V1 runner does, with `v2=True` by what
+its V2 runner calls them through. With a `device`, a step's reads and writes of KV wait in its
+queue, at the latest until the step's output is looked at.
 """
 
 import functools
@@ -35,7 +37,12 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -58,11 +65,19 @@ _TRANSFER_GROUP: list[Any] = []
 
 
 def full_spec() -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    return FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
+    )
 
 
 def window_spec() -> SlidingWindowSpec:
-    return SlidingWindowSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=WINDOW)
+    return SlidingWindowSpec(
+        block_size=BLOCK_TOKENS,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.bfloat16,
+        sliding_window=WINDOW,
+    )
 
 
 def full_model() -> dict[str, KVCacheSpec]:
@@ -77,21 +92,37 @@ def hybrid_model() -> dict[str, KVCacheSpec]:
 def mixed_model() -> dict[str, KVCacheSpec]:
     """As the hybrid model, in two precisions, so that vLLM zeroes new blocks."""
     specs = hybrid_model()
-    return {name: replace(spec, dtype=torch.float16) if isinstance(spec, SlidingWindowSpec) else spec for name, spec in specs.items()}
+    return {
+        name: replace(spec, dtype=torch.float16) if isinstance(spec, SlidingWindowSpec) else spec
+        for name, spec in specs.items()
+    }
 
 
 def chunked_model() -> dict[str, KVCacheSpec]:
     """One full layer and three that see their chunk of 96 tokens only."""
     chunked = ChunkedLocalAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, attention_chunk_size=CHUNK
+        block_size=BLOCK_TOKENS,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.bfloat16,
+        attention_chunk_size=CHUNK,
     )
     return {f"layer.{i}": (full_spec() if i == 0 else chunked) for i in range(4)}
 
 
 def uneven_model() -> dict[str, KVCacheSpec]:
-    """Full blocks of 64 tokens, window blocks of 32, so hits end at every other window block; the window is within one block."""
-    full = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
-    window = SlidingWindowSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=20)
+    """Full blocks of 64 tokens, window blocks of 32, so hits end at every other window block; the
+    window is within one block."""
+    full = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
+    )
+    window = SlidingWindowSpec(
+        block_size=BLOCK_TOKENS,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.bfloat16,
+        sliding_window=20,
+    )
     return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
 
 
@@ -136,18 +167,29 @@ class Engine:
         within: Callable[[dict[str, Any]], dict[str, Any]] = lambda ours: ours,
         **more: Any,
     ) -> None:
-        """`within`: makes the engine's `kv_transfer_config` out of the connector's, for engines with several."""
+        """`within`: makes the engine's `kv_transfer_config` out of the connector's, for engines
+        with several."""
         monkeypatch.setattr(link, "open_session", server.open)
-        self.server, self.pipelined, self.v2, self.device, self.layout = server, pipelined, v2, device, layout
+        self.server, self.pipelined, self.v2, self.device, self.layout = (
+            server,
+            pipelined,
+            v2,
+            device,
+            layout,
+        )
         self.model = torch.nn.Linear(2, 2)
         monkeypatch.setattr(worker, "marks_for", lambda _, wanted: Marks(device, wanted))
-        arguments = engine_args(write_model(folder), blocks=blocks, max_num_batched_tokens=max_tokens_per_step, **more)
+        arguments = engine_args(
+            write_model(folder), blocks=blocks, max_num_batched_tokens=max_tokens_per_step, **more
+        )
         longest = more.get("max_model_len", 512)
         fitting = min(longest, (blocks - 2) * BLOCK_TOKENS)
         arguments |= {"max_model_len": fitting, "num_gpu_blocks_override": blocks}
         arguments.pop("disable_log_stats")
         extra = {"flush_timeout_s": 0.02, **(extra or {})}
-        self.vllm_config = EngineArgs(**arguments, kv_transfer_config=within(transfer_config(**extra))).create_engine_config()
+        self.vllm_config = EngineArgs(
+            **arguments, kv_transfer_config=within(transfer_config(**extra))
+        ).create_engine_config()
         if v2:
             self.vllm_config.__class__ = V2Config
         self.vllm_config.cache_config.kv_cache_layout = layout.name
@@ -159,21 +201,33 @@ class Engine:
         for config in (kv, worker_kv):
             config.num_blocks = worker_kv.num_blocks
             config.hash_block_size = hash_block_size
-            config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(kv, self.vllm_config, block_size, hash_block_size)
+            config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+                kv, self.vllm_config, block_size, hash_block_size
+            )
         self.vllm_config.cache_config.num_gpu_blocks = kv.num_blocks
         self.kv_config = worker_kv
-        self.worker: Any = KVConnectorFactory.create_connector(self.vllm_config, KVConnectorRole.WORKER, worker_kv)
+        self.worker: Any = KVConnectorFactory.create_connector(
+            self.vllm_config, KVConnectorRole.WORKER, worker_kv
+        )
         self.tensors = allocate_kv_cache(worker_kv, torch.device("cpu"), layout)
-        # The key space is that of engines with the same settings and more blocks; vLLM itself wants one request to fit.
+        # The key space is that of engines with the same settings and more blocks; vLLM itself wants
+        # one request to fit.
         self.vllm_config.model_config.max_model_len = longest
-        monkeypatch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0])
+        monkeypatch.setattr(
+            kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0]
+        )
         self.active = self._active(monkeypatch) if v2 else None
         if self.active is None:
             self.worker.register_kv_caches(self.tensors)
         self.vllm_config.model_config.max_model_len = fitting
         scheduler_class = AsyncScheduler if pipelined else Scheduler
         self.scheduler = scheduler_class(
-            self.vllm_config, kv, StructuredOutputManager(self.vllm_config), block_size, hash_block_size, log_stats=True
+            self.vllm_config,
+            kv,
+            StructuredOutputManager(self.vllm_config),
+            block_size,
+            hash_block_size,
+            log_stats=True,
         )
         self.connector: Any = self.scheduler.connector
         self.salt = 0
@@ -196,7 +250,8 @@ class Engine:
         self.metas: list[Any] = []
         self.before_forward: Callable[[], None] | None = None
         self.after_zeroing: Callable[[], None] | None = None
-        # Bytes of an adapter, as a number, that the model uses in this step; a request keeps those of its first step.
+        # Bytes of an adapter, as a number, that the model uses in this step; a request keeps those
+        # of its first step.
         self.content_of: Callable[[Any], int] = lambda lora: int(lora.lora_int_id)
         self.contents: dict[str, int] = {}
 
@@ -205,7 +260,8 @@ class Engine:
         return self.model
 
     def _handshakes(self, monkeypatch: Any) -> dict[tuple[int, int], Any]:
-        """Of all ranks, by pipeline stage and tensor-parallel rank, as vLLM's `EngineCore` collects them."""
+        """Of all ranks, by pipeline stage and tensor-parallel rank, as vLLM's `EngineCore` collects
+        them."""
         handshake = self.worker.get_handshake_metadata()
         return {} if handshake is None else {(0, 0): handshake}
 
@@ -215,7 +271,8 @@ class Engine:
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
-        """The hasher, which also writes down into `named` of which request's first tokens each hash is."""
+        """The hasher, which also writes down into `named` of which request's first tokens each hash
+        is."""
 
         def hashes_of(request: Request) -> list[Any]:
             known, new = len(request.block_hashes), hasher(request)
@@ -233,12 +290,22 @@ class Engine:
         monkeypatch.setattr(kv_connector, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0])
         return kv_connector.ActiveKVConnector(self.vllm_config, self.tensors)
 
-    # ------------------------------------------------------------------------------------------------------------ driving
+    # -------------------------------------------------------------------------------------- driving
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1, *, transfer: Any = None, **more: Any) -> Request:
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        *,
+        transfer: Any = None,
+        **more: Any,
+    ) -> Request:
         """`transfer`: the request's `kv_transfer_params`."""
         extra = None if transfer is None else {"kv_transfer_params": transfer}
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
+        )
         request = Request(name, list(prompt), parameters, None, block_hasher=self.hasher, **more)
         self.requests[name], self.outputs[name] = request, []
         self.tokens.pop(name, None)
@@ -252,7 +319,9 @@ class Engine:
     def step(self) -> None:
         scheduled = self.scheduler.schedule()
         self.queue.append((scheduled, *self._execute(scheduled)))
-        while len(self.queue) > (1 if self.pipelined and scheduled.total_num_scheduled_tokens else 0):
+        while len(self.queue) > (
+            1 if self.pipelined and scheduled.total_num_scheduled_tokens else 0
+        ):
             self._collect()
 
     def _collect(self) -> None:
@@ -260,7 +329,11 @@ class Engine:
         if self.device is not None:
             self.device.run_to(point)
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
-            stats = outputs.scheduler_stats.kv_connector_stats if outputs.scheduler_stats is not None else None
+            stats = (
+                outputs.scheduler_stats.kv_connector_stats
+                if outputs.scheduler_stats is not None
+                else None
+            )
             for counter, growth in (stats or {}).get("HotKVConnector", stats or {}).items():
                 self.counters[counter] = self.counters.get(counter, 0) + growth
             for one in outputs.outputs:
@@ -279,7 +352,9 @@ class Engine:
             self.step()
         raise AssertionError(f"not finished after {max_steps} steps: {self.scheduler.requests}")
 
-    def generate(self, name: str, prompt: Sequence[int], max_tokens: int = 1) -> tuple[list[int], int]:
+    def generate(
+        self, name: str, prompt: Sequence[int], max_tokens: int = 1
+    ) -> tuple[list[int], int]:
         """Output tokens, and tokens that came from hotkv."""
         self.add(name, prompt, max_tokens)
         self.run()
@@ -295,7 +370,7 @@ class Engine:
         if not self.scheduler.requests:
             self.drop_local()
 
-    # -------------------------------------------------------------------------------------------------------------- model
+    # ---------------------------------------------------------------------------------------- model
 
     def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
         """The step's output, and when the device has come so far that it can be looked at."""
@@ -303,10 +378,14 @@ class Engine:
         return self._run(pickle.loads(pickle.dumps(scheduled)))
 
     def _run(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
-        output, sampled, point = self._run_v1(scheduled) if self.active is None else self._run_v2(scheduled)
+        output, sampled, point = (
+            self._run_v1(scheduled) if self.active is None else self._run_v2(scheduled)
+        )
         names = list(scheduled.num_scheduled_tokens)
         index = {name: i for i, name in enumerate(names)}
-        return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=output), point
+        return ModelRunnerOutput(
+            names, index, [sampled[n] for n in names], kv_connector_output=output
+        ), point
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
         """The step's samples, and where it ends in the device's queue."""
@@ -314,10 +393,16 @@ class Engine:
             self.before_forward()
         self._take_tokens(scheduled)
         sampled = self._forward(scheduled)
-        return sampled, self.device.given if self.device is not None and scheduled.total_num_scheduled_tokens else 0
+        return (
+            sampled,
+            self.device.given
+            if self.device is not None and scheduled.total_num_scheduled_tokens
+            else 0,
+        )
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """vLLM's own mixin calls the hooks; `GPUModelRunner.execute_model` of the V1 runner calls the first one before it."""
+        """vLLM's own mixin calls the hooks; `GPUModelRunner.execute_model` of the V1 runner calls
+        the first one before it."""
         _TRANSFER_GROUP[:] = [self.worker]
         self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)
@@ -326,7 +411,9 @@ class Engine:
             KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as output,
         ):
             sampled, point = self._computed(scheduled)
-        output.kv_connector_worker_meta = pickle.loads(pickle.dumps(output.kv_connector_worker_meta))
+        output.kv_connector_worker_meta = pickle.loads(
+            pickle.dumps(output.kv_connector_worker_meta)
+        )
         return output, sampled, point
 
     def _run_v2(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
@@ -335,18 +422,29 @@ class Engine:
         self._zero_blocks(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             sampled, point = self._computed(scheduled)
-            return self.active.no_forward(scheduled).kv_connector_output or KVConnectorOutput(), sampled, point
+            return (
+                self.active.no_forward(scheduled).kv_connector_output or KVConnectorOutput(),
+                sampled,
+                point,
+            )
         names = list(scheduled.num_scheduled_tokens)
-        batch = SimpleNamespace(idx_mapping=torch.arange(len(names)), req_ids=names, num_tokens=scheduled.total_num_scheduled_tokens)
+        batch = SimpleNamespace(
+            idx_mapping=torch.arange(len(names)),
+            req_ids=names,
+            num_tokens=scheduled.total_num_scheduled_tokens,
+        )
         self.active.pre_forward(scheduled, batch, attn_metadata={})
         sampled, point = self._computed(scheduled)
         self.active.finish_forward()
         return self.active.post_forward(scheduled.finished_req_ids), sampled, point
 
     def _take_tokens(self, scheduled: Any) -> None:
-        """Tokens of requests that the step before did not run are the scheduler's, as in vLLM's V1 runner; V2 gets them as new requests."""
+        """Tokens of requests that the step before did not run are the scheduler's, as in vLLM's V1
+        runner; V2 gets them as new requests."""
         cached = scheduled.scheduled_cached_reqs
-        assert self.v2 or cached.resumed_req_ids <= cached.all_token_ids.keys(), "a resumed request comes without its tokens"
+        assert self.v2 or cached.resumed_req_ids <= cached.all_token_ids.keys(), (
+            "a resumed request comes without its tokens"
+        )
         for name, tokens in cached.all_token_ids.items():
             self.tokens[name] = list(tokens)
 
@@ -358,7 +456,9 @@ class Engine:
             self.tables[new.req_id] = tuple(list(ids) for ids in new.block_ids)
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
-        for name, ids, done in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        for name, ids, done in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             computed[name] = done
             if name in cached.resumed_req_ids:
                 self.preemptions += 1
@@ -371,7 +471,8 @@ class Engine:
             lora = self.requests[name].lora_request
             if lora is not None:
                 self.contents.setdefault(name, self.content_of(lora))
-        # As in a model, all KV of a layer is written before attention reads it: a request may hit blocks that another fills in this step.
+        # As in a model, all KV of a layer is written before attention reads it: a request may hit
+        # blocks that another fills in this step.
         for name, count in scheduled.num_scheduled_tokens.items():
             self._write(name, computed[name], count)
         for name, count in scheduled.num_scheduled_tokens.items():
@@ -397,25 +498,57 @@ class Engine:
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             window = getattr(group.kv_cache_spec, "sliding_window", None)
             chunk = getattr(group.kv_cache_spec, "attention_chunk_size", None)
-            first = max(0, computed - (window - 1)) if window else computed // chunk * chunk if chunk else 0
+            first = (
+                max(0, computed - (window - 1))
+                if window
+                else computed // chunk * chunk
+                if chunk
+                else 0
+            )
             blocks, offsets, values = self._places(name, group_id, first, computed)
             assert (blocks != 0).all(), f"{name}: attention would read the null block"
             for layer in group.layer_names:
-                self._give(functools.partial(self._check_layer, f"{name} of {computed}", first, layer, blocks, offsets, values))
+                self._give(
+                    functools.partial(
+                        self._check_layer,
+                        f"{name} of {computed}",
+                        first,
+                        layer,
+                        blocks,
+                        offsets,
+                        values,
+                    )
+                )
 
-    def _check_layer(self, name: str, first: int, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
+    def _check_layer(
+        self, name: str, first: int, layer: str, blocks: Any, offsets: Any, values: Any
+    ) -> None:
         rows = self._cells(layer)[blocks, :, offsets, :]
-        wrong = np.flatnonzero((rows != (values ^ _layer(layer) ^ self.salt)[:, None, None]).any(axis=(1, 2)))
-        assert not len(wrong), f"{name}: wrong KV at token {first + wrong[0]}, {layer}, blocks {np.unique(blocks)}"
+        wrong = np.flatnonzero(
+            (rows != (values ^ _layer(layer) ^ self.salt)[:, None, None]).any(axis=(1, 2))
+        )
+        assert not len(wrong), (
+            f"{name}: wrong KV at token {first + wrong[0]}, {layer}, blocks {np.unique(blocks)}"
+        )
 
     def _write(self, name: str, computed: int, count: int) -> None:
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             blocks, offsets, values = self._places(name, group_id, computed, computed + count)
             for layer in group.layer_names:
-                self._give(functools.partial(self._write_layer, layer, blocks[: len(values)], offsets[: len(values)], values))
+                self._give(
+                    functools.partial(
+                        self._write_layer,
+                        layer,
+                        blocks[: len(values)],
+                        offsets[: len(values)],
+                        values,
+                    )
+                )
 
     def _write_layer(self, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
-        self._cells(layer)[blocks, :, offsets, :] = (values ^ _layer(layer) ^ self.salt)[:, None, None]
+        self._cells(layer)[blocks, :, offsets, :] = (values ^ _layer(layer) ^ self.salt)[
+            :, None, None
+        ]
 
     def _give(self, work: Callable[[], None]) -> None:
         if self.device is None:
@@ -428,7 +561,8 @@ class Engine:
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
-        """Block and offset of each token, and the value that belongs there (fewer where tokens are not known yet)."""
+        """Block and offset of each token, and the value that belongs there (fewer where tokens are
+        not known yet)."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
         values = np.array(self._values(name)[first:end], np.int16)
@@ -438,7 +572,11 @@ class Engine:
     def _values(self, name: str) -> list[int]:
         """What belongs to each of a request's tokens."""
         content = self.contents.get(name)
-        return _value(self.tokens[name]) if content is None else _value([content, *self.tokens[name]])[1:]
+        return (
+            _value(self.tokens[name])
+            if content is None
+            else _value([content, *self.tokens[name]])[1:]
+        )
 
 
 def _layer(name: str) -> int:

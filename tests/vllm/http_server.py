@@ -1,4 +1,5 @@
-"""vLLM's HTTP server as a child process: with the command that README gives, or forked (`module_driver`), which takes a second."""
+"""vLLM's HTTP server as a child process: with the command that README gives, or forked
+(`module_driver`), which takes a second."""
 
 import contextlib
 import functools
@@ -24,22 +25,51 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def readme_command(model: Path, target: str) -> list[str]:
-    """The command of README's chapter on vLLM, in the form for vLLM's CPU package: what stands behind `python -m`, module first."""
+    """The command of README's chapter on vLLM, in the form for vLLM's CPU package: what stands
+    behind `python -m`, module first."""
     chapter = README.read_text().partition("## Give it to vLLM")[2].partition("\n## ")[0]
-    command = next(block for block in chapter.split("\n\n") if block.startswith("    vllm serve MODEL"))
+    command = next(
+        block for block in chapter.split("\n\n") if block.startswith("    vllm serve MODEL")
+    )
     module = re.search(r"`python -m (\S+ --model MODEL)`", chapter)
     assert module is not None, "README does not say how to start vLLM's CPU package"
     words = [*module[1].split(), *shlex.split(command)[3:]]
-    words = [str(model) if word == "MODEL" else word.replace("unix:/run/hotkv/grpc.sock", target) for word in words]
+    words = [
+        str(model) if word == "MODEL" else word.replace("unix:/run/hotkv/grpc.sock", target)
+        for word in words
+    ]
     assert any(target in word for word in words)
-    words += ["--served-model-name", "tiny", "--enable-prompt-tokens-details", "--dtype", "float32", "--block-size", str(BLOCK_TOKENS)]
-    return [*words, "--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20)]
+    words += [
+        "--served-model-name",
+        "tiny",
+        "--enable-prompt-tokens-details",
+        "--dtype",
+        "float32",
+        "--block-size",
+        str(BLOCK_TOKENS),
+    ]
+    return [
+        *words,
+        "--max-model-len",
+        "2048",
+        "--enforce-eager",
+        "--kv-cache-memory-bytes",
+        str(32 << 20),
+    ]
 
 
 class HttpServer:
-    """`python -m` and `command`, on a free port of this machine. `is_forked`: not a Python of its own, which imports vLLM three times."""
+    """`python -m` and `command`, on a free port of this machine. `is_forked`: not a Python of its
+    own, which imports vLLM three times."""
 
-    def __init__(self, command: Sequence[str], log: Path, *, is_forked: bool, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        is_forked: bool,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -50,7 +80,12 @@ class HttpServer:
         if is_forked:
             self.process = nursery().fork_module(module, arguments, self._log, environment)
         else:
-            variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
+            variables = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_LOGGING_LEVEL": "INFO",
+            }
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 env=variables | dict(environment or {}),
@@ -92,8 +127,13 @@ class HttpServer:
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The events of a streamed answer; the last one holds the usage."""
-        text = self._post(path, {"model": "tiny", **body, "stream": True, "stream_options": {"include_usage": True}})
-        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        text = self._post(
+            path,
+            {"model": "tiny", **body, "stream": True, "stream_options": {"include_usage": True}},
+        )
+        lines = [
+            line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")
+        ]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
@@ -116,7 +156,8 @@ class HttpServer:
         return text
 
     def kill(self) -> None:
-        """kill -9 of all of vLLM, as a service manager does: vLLM's engine process outlives a server that is killed alone."""
+        """kill -9 of all of vLLM, as a service manager does: vLLM's engine process outlives a
+        server that is killed alone."""
         for pid in _family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -134,11 +175,16 @@ class HttpServer:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and its descendants, but for Python's resource trackers: they unlink the shared memory of those that were killed."""
+    """A process and its descendants, but for Python's resource trackers: they unlink the shared
+    memory of those that were killed."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         is_tracker = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        children = [
+            int(child) for task in tasks for child in (task / "children").read_text().split()
+        ]
     except OSError:
         return []
-    return ([] if is_tracker else [pid]) + [member for child in children for member in _family(child)]
+    return ([] if is_tracker else [pid]) + [
+        member for child in children for member in _family(child)
+    ]

@@ -1,8 +1,9 @@
 """Runs a module as `python -m` would, in a process that has imported vLLM already.
 
-First line of standard input: `module`, `arguments`, `environment` (variables to set). What the module prints goes to the log; when it has
-ended, one line of standard output says its exit status (`status`). Processes that vLLM starts for its engines are forked, where its CPU
-platform would start them anew, and nothing is compiled: as in `parallel_driver`.
+First line of standard input: `module`, `arguments`, `environment` (variables to set). What the
+module prints goes to the log; when it has ended, one line of standard output says its exit status
+(`status`). Processes that vLLM starts for its engines are forked, where its CPU platform would
+start them anew, and nothing is compiled: as in `parallel_driver`.
 """
 
 import json
@@ -19,7 +20,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     order = json.loads(sys.stdin.readline())
-    # vLLM's engine process outlives a server that is killed, and goes with one that is asked to stop.
+    # vLLM's engine process outlives a server that is killed, and goes with one that is asked to
+    # stop.
     end_with_the_parent(signal.SIGTERM)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | order["environment"]
     import torch

@@ -1,10 +1,13 @@
-"""Engines that start in a second: a process that has imported vLLM once and forks one child for each.
+"""Engines that start in a second: a process that has imported vLLM once and forks one child for
+each.
 
-Importing vLLM takes as long as all that most tests do with an engine. `nursery()` starts one such process for the whole run; `Child` is to
-a test what `subprocess.Popen` would be. Children die with the nursery, and the nursery with the tests.
+Importing vLLM takes as long as all that most tests do with an engine. `nursery()` starts one such
+process for the whole run; `Child` is to a test what `subprocess.Popen` would be. Children die with
+the nursery, and the nursery with the tests.
 
-Children share what was imported: it is frozen for the garbage collector, also where vLLM would thaw it. A collection would otherwise walk
-700,000 objects for a third of a second, and vLLM asks for several in each start and each stop.
+Children share what was imported: it is frozen for the garbage collector, also where vLLM would thaw
+it. A collection would otherwise walk 700,000 objects for a third of a second, and vLLM asks for
+several in each start and each stop.
 """
 
 import contextlib
@@ -68,26 +71,47 @@ class Nursery:
 
     def __init__(self) -> None:
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "INFO",
+        }
         command = [sys.executable, str(Path(__file__)), str(far.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[far.fileno()], env=environment)
         far.close()
 
     def fork(self, driver: str, log: IO[bytes]) -> Child:
-        """An engine that runs `driver`'s main, with pipes for standard input and output and `log` for errors."""
+        """An engine that runs `driver`'s main, with pipes for standard input and output and `log`
+        for errors."""
         to_child, stdin = os.pipe()
         stdout, from_child = os.pipe()
-        socket.send_fds(self._socket, [json.dumps({"driver": driver}).encode()], [to_child, from_child, log.fileno()])
+        socket.send_fds(
+            self._socket,
+            [json.dumps({"driver": driver}).encode()],
+            [to_child, from_child, log.fileno()],
+        )
         os.close(to_child)
         os.close(from_child)
         answer = self._socket.recv(MAX_ORDER_BYTES)
         assert answer, "the process that forks engines has ended"
         return Child(json.loads(answer)["pid"], os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
 
-    def fork_module(self, module: str, arguments: Sequence[str], log: IO[bytes], environment: Mapping[str, str] | None = None) -> Child:
-        """Runs a module as `python -m` would. What it prints goes to `log`; at its end standard output says its exit status as JSON."""
+    def fork_module(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: IO[bytes],
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Runs a module as `python -m` would. What it prints goes to `log`; at its end standard
+        output says its exit status as JSON."""
         child = self.fork("module_driver.py", log)
-        order = {"module": module, "arguments": list(arguments), "environment": dict(environment or {})}
+        order = {
+            "module": module,
+            "arguments": list(arguments),
+            "environment": dict(environment or {}),
+        }
         child.stdin.write(json.dumps(order).encode() + b"\n")
         child.stdin.flush()
         return child
@@ -113,19 +137,22 @@ def _become(driver: str, fds: list[int], link: socket.socket) -> None:
 
 
 def end_with_the_parent(number: int) -> None:
-    """The calling process gets this signal when its parent ends. A fork or another program must ask for it anew."""
+    """The calling process gets this signal when its parent ends. A fork or another program must ask
+    for it anew."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def inspect_models_here() -> None:
-    """From now on vLLM looks at model classes in this process. It would start Python anew for each and import itself there."""
+    """From now on vLLM looks at model classes in this process. It would start Python anew for each
+    and import itself there."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def _register_kernels() -> None:
-    """Puts vLLM's CPU kernels in the place of Triton's, once for all children: vLLM looks through every module for each of them."""
+    """Puts vLLM's CPU kernels in the place of Triton's, once for all children: vLLM looks through
+    every module for each of them."""
     from vllm.platforms import current_platform
 
     with warnings.catch_warnings():

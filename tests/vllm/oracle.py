@@ -1,8 +1,10 @@
-"""An oracle over both caches: whatever has happened, each block that can be found holds what the model computes for the tokens of its hash.
+"""An oracle over both caches: whatever has happened, each block that can be found holds what the
+model computes for the tokens of its hash.
 
-It looks at all blocks of the `FakeServer`, and at all blocks that vLLM's own prefix cache offers in each engine. It knows tokens by hash
-from the engines' hashers, so it needs no books of what was stored, loaded, aborted or evicted. Not for engines with LoRA, whose values
-depend on more than tokens.
+It looks at all blocks of the `FakeServer`, and at all blocks that vLLM's own prefix cache offers in
+each engine. It knows tokens by hash from the engines' hashers, so it needs no books of what was
+stored, loaded, aborted or evicted. Not for engines with LoRA, whose values depend on more than
+tokens.
 """
 
 import itertools
@@ -28,16 +30,25 @@ class Audit:
 
 
 def audit(server: FakeServer, engines: Sequence[Engine]) -> Audit:
-    """Compares all of them; AssertionError names the first wrong one. Nothing may be left to run."""
+    """Compares all of them; AssertionError names the first wrong one. Nothing may be left to
+    run."""
     named = {block_hash: place for one in engines for block_hash, place in one.named.items()}
-    return Audit(check_stored(server, engines, named), sum(check_cached(one, named) for one in engines))
+    return Audit(
+        check_stored(server, engines, named), sum(check_cached(one, named) for one in engines)
+    )
 
 
 def check_stored(server: FakeServer, engines: Sequence[Engine], named: dict[bytes, Any]) -> int:
     """The server's blocks; representations are not looked at."""
-    spaces = {session.config.key_space.fingerprint: session.config.key_space for session in server.sessions}
+    spaces = {
+        session.config.key_space.fingerprint: session.config.key_space
+        for session in server.sessions
+    }
     num_heads = {
-        name: group.kv_cache_spec.num_kv_heads for one in engines for group in one.kv_config.kv_cache_groups for name in group.layer_names
+        name: group.kv_cache_spec.num_kv_heads
+        for one in engines
+        for group in one.kv_config.kv_cache_groups
+        for name in group.layer_names
     }
     salts = [salt for _, salt in engines[0].memories]
     num_compared = 0
@@ -47,13 +58,22 @@ def check_stored(server: FakeServer, engines: Sequence[Engine], named: dict[byte
             continue
         group = space.groups[group_index]
         expected = _expected(named, block_hash, group.block_tokens)
-        assert len(expected) == group.block_tokens, f"the server has a part of a block in group {group_index}"
-        assert sorted(shards) == list(range(len(salts))), f"shards {sorted(shards)} are no whole block"
+        assert len(expected) == group.block_tokens, (
+            f"the server has a part of a block in group {group_index}"
+        )
+        assert sorted(shards) == list(range(len(salts))), (
+            f"shards {sorted(shards)} are no whole block"
+        )
         for shard, salt in enumerate(salts):
             pages = np.split(np.frombuffer(shards[shard], np.int16), len(group.layer_names))
             for layer, page in zip(group.layer_names, pages, strict=True):
                 rows = page.reshape(num_heads[layer], group.block_tokens, -1)
-                _compare(rows, expected ^ salt, layer, f"the server's block of group {group_index}, shard {shard}")
+                _compare(
+                    rows,
+                    expected ^ salt,
+                    layer,
+                    f"the server's block of group {group_index}, shard {shard}",
+                )
         num_compared += 1
     return num_compared
 
@@ -62,20 +82,28 @@ def check_cached(one: Engine, named: dict[bytes, Any]) -> int:
     """The blocks that vLLM's own prefix cache of an engine offers."""
     assert not one.queue and not one.scheduler.requests, "the oracle compares what is at rest"
     num_compared = 0
-    for key, found in one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.items():
+    for (
+        key,
+        found,
+    ) in one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.items():
         group = one.kv_config.kv_cache_groups[get_group_id(key)]
         expected = _expected(named, get_block_hash(key), group.kv_cache_spec.block_size)
         for block in [found] if isinstance(found, KVCacheBlock) else found.values():
             for layer, (tensors, salt) in itertools.product(group.layer_names, one.memories):
                 rows = tensors[layer].view(torch.int16).numpy()[block.block_id][:, : len(expected)]
-                _compare(rows, expected ^ salt, layer, f"vLLM's block {block.block_id} of group {get_group_id(key)}")
+                _compare(
+                    rows,
+                    expected ^ salt,
+                    layer,
+                    f"vLLM's block {block.block_id} of group {get_group_id(key)}",
+                )
             num_compared += 1
     return num_compared
 
 
 def _expected(named: dict[bytes, Any], block_hash: bytes, block_tokens: int) -> Any:
-    """Values int16 [tokens] that belong under a hash, before each layer changes them: a block's, or of its first tokens, as vLLM offers
-    blocks in part where its hashes are over fewer tokens.
+    """Values int16 [tokens] that belong under a hash, before each layer changes them: a block's, or
+    of its first tokens, as vLLM offers blocks in part where its hashes are over fewer tokens.
     """
     assert block_hash in named, "a block can be found under a hash that no request has"
     request, num_tokens = named[block_hash]

@@ -1,7 +1,8 @@
 """Connectors that tests put beside hotkv in vLLM's MultiConnector.
 
-`CheckingConnector` has a handshake of its own and refuses all others, as NIXL's does, and asks for NIXL's layout. `LoadingConnector` offers
-what `PLAN` says, within the process of the harness, and writes what `PLAN.fill` writes.
+`CheckingConnector` has a handshake of its own and refuses all others, as NIXL's does, and asks for
+NIXL's layout. `LoadingConnector` offers what `PLAN` says, within the process of the harness, and
+writes what `PLAN.fill` writes.
 """
 
 from collections.abc import Callable
@@ -33,17 +34,25 @@ class _Connector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
     def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
     def wait_for_save(self) -> None: ...
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None: ...
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, False
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return Metadata()
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
 
@@ -55,10 +64,14 @@ class CheckingConnector(_Connector):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return CheckedHandshake(self._vllm_config.parallel_config.rank)
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         for one in metadata.values():
             if not isinstance(one, CheckedHandshake):
-                raise ValueError("CheckingConnector expects CheckedHandshake for handshake metadata.")
+                raise ValueError(
+                    "CheckingConnector expects CheckedHandshake for handshake metadata."
+                )
         self.seen = dict(metadata)
 
     @classmethod
@@ -68,7 +81,8 @@ class CheckingConnector(_Connector):
 
 @dataclass
 class Plan:
-    """What `LoadingConnector` offers each request, and how its loads end. `fill`: (request id, block ids, tokens), the load itself."""
+    """What `LoadingConnector` offers each request, and how its loads end. `fill`: (request id,
+    block ids, tokens), the load itself."""
 
     tokens: dict[str, int] = field(default_factory=dict)
     is_async: bool = False
@@ -85,13 +99,18 @@ PLAN = Plan()
 class LoadingConnector(_Connector):
     """Loads by `PLAN`; both sides live in one process."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         tokens = PLAN.tokens.get(request.request_id, 0) - num_computed_tokens
         return (tokens, PLAN.is_async) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
-            PLAN.loading[request.request_id] = blocks.get_block_ids()[0], PLAN.tokens.pop(request.request_id)
+            PLAN.loading[request.request_id] = (
+                blocks.get_block_ids()[0],
+                PLAN.tokens.pop(request.request_id),
+            )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if PLAN.is_async or PLAN.holds:
@@ -111,7 +130,9 @@ class LoadingConnector(_Connector):
             if not PLAN.fails:
                 PLAN.fill(request_id, ids, tokens)
         PLAN.loading.clear()
-        return KVConnectorTransferResults(finished_recving=done, failed_recving=done if PLAN.fails else set())
+        return KVConnectorTransferResults(
+            finished_recving=done, failed_recving=done if PLAN.fails else set()
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, PLAN.invalid = PLAN.invalid, set()

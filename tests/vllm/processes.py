@@ -28,7 +28,9 @@ class Daemon:
         self.target = f"unix:{folder}/grpc.sock"
         self._arena = arena
         shm = Path("/dev/shm")
-        self._arena_folder = (shm if os.access(shm, os.W_OK) else folder) / f"hotkv-test-{uuid.uuid4().hex[:8]}"
+        self._arena_folder = (
+            shm if os.access(shm, os.W_OK) else folder
+        ) / f"hotkv-test-{uuid.uuid4().hex[:8]}"
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -37,7 +39,13 @@ class Daemon:
         return self.process.pid
 
     def start(self, timeout_s: float = 60.0) -> "Daemon":
-        arguments = ["run", "--runtime-dir", str(self.folder), "--arena.dir", str(self._arena_folder)]
+        arguments = [
+            "run",
+            "--runtime-dir",
+            str(self.folder),
+            "--arena.dir",
+            str(self._arena_folder),
+        ]
         arguments += ["--arena.bytes", self._arena, "--http.port", "0"]
         self.process = subprocess.Popen([sys.executable, "-m", "hotkv_server", *arguments])
         until_s = time.monotonic() + timeout_s
@@ -74,7 +82,8 @@ class Daemon:
 
 @contextlib.contextmanager
 def own_daemon() -> Iterator[Daemon]:
-    """A daemon that is not started yet, in a folder that goes with it. The path is short: a Unix socket's name has at most 107 bytes."""
+    """A daemon that is not started yet, in a folder that goes with it. The path is short: a Unix
+    socket's name has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
     one = Daemon(folder / "run")
     try:
@@ -100,7 +109,9 @@ class EngineProcess:
         settings = engine_args(model, **arguments)
         if target is not None:
             # Test machines are slow and shared; how long a lookup may take is not what is tested.
-            settings["kv_transfer_config"] = transfer_config(target=target, **{"lookup_timeout_s": 3.0, **(connector or {})})
+            settings["kv_transfer_config"] = transfer_config(
+                target=target, **{"lookup_timeout_s": 3.0, **(connector or {})}
+            )
         self.log_path = log
         self._log = log.open("wb")
         self.process = nursery().fork(driver, self._log)
@@ -159,7 +170,8 @@ class EngineProcess:
 
 
 class Engines:
-    """The engines of one test or of one file. Those that are started before the first one is asked come up together; all stop together."""
+    """The engines of one test or of one file. Those that are started before the first one is asked
+    come up together; all stop together."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -170,7 +182,9 @@ class Engines:
 
     def start(self, model: Path, target: str | None, **settings: Any) -> EngineProcess:
         """Starts one with the settings of `EngineProcess`; logs lie in the folder."""
-        self._made.append(EngineProcess(model, self._folder / f"engine{len(self._made)}.log", target, **settings))
+        self._made.append(
+            EngineProcess(model, self._folder / f"engine{len(self._made)}.log", target, **settings)
+        )
         return self._made[-1]
 
     def stop(self) -> None:

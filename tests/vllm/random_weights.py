@@ -1,6 +1,8 @@
-"""vLLM load format "random": seeded weights so large that every token of the context shows in the logprobs.
+"""vLLM load format "random": seeded weights so large that every token of the context shows in the
+logprobs.
 
-vLLM's own "dummy" weights are so small that attention hardly moves the output: a cache that gave back wrong KV would go unseen.
+vLLM's own "dummy" weights are so small that attention hardly moves the output: a cache that gave
+back wrong KV would go unseen.
 """
 
 import torch
@@ -12,7 +14,8 @@ LOAD_FORMAT = "random"
 
 @register_model_loader(LOAD_FORMAT)
 class RandomModelLoader(BaseModelLoader):
-    """Matrices keep the size of what they multiply, norms stay near one; equal seeds give equal weights."""
+    """Matrices keep the size of what they multiply, norms stay near one; equal seeds give equal
+    weights."""
 
     def download_model(self, model_config: object) -> None:
         """There is nothing to download."""

@@ -1,7 +1,9 @@
-"""The harness with several ranks: a worker connector and KV memory for each, their outputs joined by vLLM's `KVOutputAggregator`.
+"""The harness with several ranks: a worker connector and KV memory for each, their outputs joined
+by vLLM's `KVOutputAggregator`.
 
-Each rank runs every step, one after the other, over KV values of its own, so that a shard in another rank's place is seen. They agree as if
-all had posted the same notes; how ranks that differ come to terms is the matter of `test_ranks`.
+Each rank runs every step, one after the other, over KV values of its own, so that a shard in
+another rank's place is seen. They agree as if all had posted the same notes; how ranks that differ
+come to terms is the matter of `test_ranks`.
 """
 
 import copy
@@ -34,20 +36,39 @@ class Rank:
 
 
 class RankedEngine(Engine):
-    """Of `num_ranks`, in tensor parallel or, with `stages`, a pipeline. `worker` and `tensors` are those of the first between steps."""
+    """Of `num_ranks`, in tensor parallel or, with `stages`, a pipeline. `worker` and `tensors` are
+    those of the first between steps."""
 
-    def __init__(self, server: FakeServer, *arguments: Any, num_ranks: int = 2, stages: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        server: FakeServer,
+        *arguments: Any,
+        num_ranks: int = 2,
+        stages: bool = False,
+        **settings: Any,
+    ) -> None:
         self.num_ranks, self.stages, self.ranks = num_ranks, stages, list[Rank]()
         monkeypatch = arguments[1]
-        monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: 0 if stages else len(self.ranks))
-        monkeypatch.setattr(vllm.distributed, "get_pp_group", lambda: SimpleNamespace(rank_in_group=len(self.ranks) if stages else 0))
+        monkeypatch.setattr(
+            vllm.distributed,
+            "get_tensor_model_parallel_rank",
+            lambda: 0 if stages else len(self.ranks),
+        )
+        monkeypatch.setattr(
+            vllm.distributed,
+            "get_pp_group",
+            lambda: SimpleNamespace(rank_in_group=len(self.ranks) if stages else 0),
+        )
         monkeypatch.setattr(ranks, "agree", self._agree)
         name = "pipeline_parallel_size" if stages else "tensor_parallel_size"
         super().__init__(server, *arguments, **settings, **{name: num_ranks})
         self.aggregator = KVOutputAggregator.from_connector(self.connector, num_ranks)
 
     def _agree(self, note: RankNote, num_ranks: int, engine_id: str) -> Any:
-        places = [replace(note.place, rank=rank, stage=rank if self.stages else 0) for rank in range(num_ranks)]
+        places = [
+            replace(note.place, rank=rank, stage=rank if self.stages else 0)
+            for rank in range(num_ranks)
+        ]
         return ranks.decide([replace(note, place=place) for place in places], note.place.rank)
 
     def _handshakes(self, monkeypatch: Any) -> dict[tuple[int, int], Any]:
@@ -56,19 +77,27 @@ class RankedEngine(Engine):
             config = copy.copy(self.vllm_config)
             config.parallel_config = copy.copy(config.parallel_config)
             config.parallel_config.rank = len(self.ranks)
-            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.kv_config)
+            worker = KVConnectorFactory.create_connector(
+                config, KVConnectorRole.WORKER, self.kv_config
+            )
             tensors = allocate_kv_cache(self.kv_config, torch.device("cpu"), self.layout)
             worker.register_kv_caches(tensors)
             self.ranks.append(Rank(worker, tensors, len(self.ranks) << 10))
         places = [(rank, 0) if self.stages else (0, rank) for rank in range(self.num_ranks)]
-        return {place: rank.worker.get_handshake_metadata() for place, rank in zip(places, self.ranks, strict=True)}
+        return {
+            place: rank.worker.get_handshake_metadata()
+            for place, rank in zip(places, self.ranks, strict=True)
+        }
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
         return [(rank.tensors, rank.salt) for rank in self.ranks]
 
     def _run(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
-        before, plan = pickle.dumps((self.tokens, self.tables, self.preemptions)), pickle.dumps(scheduled)
+        before, plan = (
+            pickle.dumps((self.tokens, self.tables, self.preemptions)),
+            pickle.dumps(scheduled),
+        )
         outputs: list[ModelRunnerOutput | None] = []
         for rank in reversed(self.ranks):
             # The first one comes last, and leaves behind what it knows.

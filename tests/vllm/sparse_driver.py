@@ -1,10 +1,11 @@
 """`engine_driver` with commands for sparse decode.
 
-`sparse`: whether it is on, its layers, sequences that are tracked, requests that were preempted. `rewrite_always`: rows are rewritten also
-where nothing is left out. `break_after` (calls): the selection raises from then on. `pool`: built blocks of each layer, and how many of
-them hold another representation than their page gives. `come_alone`: blocks are loaded without representations from then on. `in_flight`:
-stores that were begun and not reported. `pace` (seconds): how long a step takes at least, from then on.
-Of several connectors in one engine, the first is meant.
+`sparse`: whether it is on, its layers, sequences that are tracked, requests that were preempted.
+`rewrite_always`: rows are rewritten also where nothing is left out. `break_after` (calls): the
+selection raises from then on. `pool`: built blocks of each layer, and how many of them hold another
+representation than their page gives. `come_alone`: blocks are loaded without representations from
+then on. `in_flight`: stores that were begun and not reported. `pace` (seconds): how long a step
+takes at least, from then on. Of several connectors in one engine, the first is meant.
 """
 
 from typing import Any
@@ -31,7 +32,9 @@ engine_driver._scheduler_side = _scheduler_side
 
 def sparse(llm: Any) -> dict[str, Any]:
     worker = _worker()
-    preempted = sum(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    preempted = sum(
+        int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
+    )
     if worker is None:
         return {"on": False, "preemptions": preempted}
     return {

@@ -1,7 +1,9 @@
-"""The harness with drafts and asynchronous scheduling: each decode step computes drafts too, and some of them are rejected.
+"""The harness with drafts and asynchronous scheduling: each decode step computes drafts too, and
+some of them are rejected.
 
-As in vLLM, the scheduler plans a step as if all drafts of the step before were accepted, and the worker, which knows better, starts it
-where the accepted tokens end. KV of rejected drafts stays in the blocks until the right tokens overwrite it.
+As in vLLM, the scheduler plans a step as if all drafts of the step before were accepted, and the
+worker, which knows better, starts it where the accepted tokens end. KV of rejected drafts stays in
+the blocks until the right tokens overwrite it.
 """
 
 import random
@@ -36,7 +38,9 @@ class SpeculatingEngine(Engine):
                 tokens += self._drafts(tokens, scheduled.num_scheduled_tokens[name] - 1)
         sampled = super()._forward(scheduled)
         for name, tokens in known.items():
-            drafts = self.tokens[name][len(tokens) : len(tokens) + scheduled.num_scheduled_tokens[name] - 1]
+            drafts = self.tokens[name][
+                len(tokens) : len(tokens) + scheduled.num_scheduled_tokens[name] - 1
+            ]
             sampled[name] = [next_token(tokens)]
             for draft in drafts:
                 if draft != sampled[name][-1]:

@@ -1,4 +1,5 @@
-"""LoRA adapters by content: who may share, what workers say of their bytes, and what happens to plans that rest on other bytes."""
+"""LoRA adapters by content: who may share, what workers say of their bytes, and what happens to
+plans that rest on other bytes."""
 
 import functools
 import hashlib
@@ -18,7 +19,17 @@ from vllm.lora.request import LoRARequest
 
 from hotkv.retention import NO_RETENTION
 from hotkv_vllm.adapter_watch import AdapterWatch, watch_adapters
-from hotkv_vllm.adapters import LATER, MAX_ADAPTERS, NO_WORK, UNKNOWN, WAIT_S, AdapterReport, Adapters, AdapterWork, Standing
+from hotkv_vllm.adapters import (
+    LATER,
+    MAX_ADAPTERS,
+    NO_WORK,
+    UNKNOWN,
+    WAIT_S,
+    AdapterReport,
+    Adapters,
+    AdapterWork,
+    Standing,
+)
 from hotkv_vllm.metadata import HotKVWorkerMetadata
 from tests.vllm.harness import prompt
 from tests.vllm.tiny import BLOCK_TOKENS
@@ -32,7 +43,8 @@ def lora(number: int = 1, name: str = "a", path: str = "/a", **more: Any) -> LoR
 
 
 class Manager:
-    """As vLLM's LoRA manager of a worker: reads "files" when an adapter is needed, and keeps `capacity` of them."""
+    """As vLLM's LoRA manager of a worker: reads "files" when an adapter is needed, and keeps
+    `capacity` of them."""
 
     def __init__(self, files: dict[str, int], capacity: int = 2) -> None:
         self.files = files
@@ -42,7 +54,11 @@ class Manager:
 
     def _load_adapter(self, request: LoRARequest) -> Any:
         self.num_reads += 1
-        weights = {"q": SimpleNamespace(lora_a=torch.full((2, 2), float(self.files[request.lora_path])), scaling=2.0)}
+        weights = {
+            "q": SimpleNamespace(
+                lora_a=torch.full((2, 2), float(self.files[request.lora_path])), scaling=2.0
+            )
+        }
         return SimpleNamespace(id=request.lora_int_id, rank=8, loras=weights)
 
     def list_adapters(self) -> set[int]:
@@ -58,7 +74,7 @@ class Manager:
         return int(self.loaded[request.lora_int_id].loras["q"].lora_a[0, 0])
 
 
-# ----------------------------------------------------------------------------------------------------------- the worker
+# --------------------------------------------------------------------------------------- the worker
 
 
 def ask(watch: AdapterWatch, request: LoRARequest, number: int = 1) -> str:
@@ -70,7 +86,10 @@ def ask(watch: AdapterWatch, request: LoRARequest, number: int = 1) -> str:
 
 def test_an_identity_is_of_the_bytes_and_of_nothing_else() -> None:
     files = {"/a": 1, "/b": 1, "/c": 2}
-    names = [ask(AdapterWatch(Manager(files)), lora(number, path[1:], path)) for number, path in enumerate(files, 1)]
+    names = [
+        ask(AdapterWatch(Manager(files)), lora(number, path[1:], path))
+        for number, path in enumerate(files, 1)
+    ]
     assert names[0] == names[1] != names[2] != UNKNOWN
     assert ask(AdapterWatch(Manager(files), settings="other"), lora()) != names[0]
 
@@ -86,10 +105,14 @@ def test_whatever_a_read_gives_counts(place: str) -> None:
                 model.loras["k"] = model.loras["q"]
             else:
                 weights = model.loras["q"]
-                setattr(weights, place, 1.0 if place == "scaling" else weights.lora_a.to(torch.bfloat16))
+                setattr(
+                    weights, place, 1.0 if place == "scaling" else weights.lora_a.to(torch.bfloat16)
+                )
             return model
 
-    assert ask(AdapterWatch(Other({"/a": 1})), lora()) != ask(AdapterWatch(Manager({"/a": 1})), lora())
+    assert ask(AdapterWatch(Other({"/a": 1})), lora()) != ask(
+        AdapterWatch(Manager({"/a": 1})), lora()
+    )
 
 
 def test_what_was_named_is_what_is_used_although_the_files_change() -> None:
@@ -151,14 +174,24 @@ def test_few_adapters_are_read_ahead_and_the_rest_are_named_as_places_come_free(
     watch.before_step(AdapterWork(asked=tuple(enumerate(requests, 1))))
     report = watch.take_report()
     assert report is not None
-    assert [number for number, answer in report.answers.items() if answer[0] == LATER] == [3, 4, 5, 6, 7]
+    assert [number for number, answer in report.answers.items() if answer[0] == LATER] == [
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
     watch.before_step(NO_WORK)
     assert watch.take_report() is None and manager.num_reads == 2
     manager.add_adapter(requests[0])
     manager.add_adapter(requests[5])
     watch.before_step(AdapterWork(released=(4,)))
     report = watch.take_report()
-    assert report is not None and set(report.answers) == {3, 6} and LATER not in (report.answers[3][0], report.answers[6][0])
+    assert (
+        report is not None
+        and set(report.answers) == {3, 6}
+        and LATER not in (report.answers[3][0], report.answers[6][0])
+    )
     watch.before_step(AdapterWork(released=(2, 3)))
     report = watch.take_report()
     assert report is not None and set(report.answers) == {5, 7}
@@ -176,7 +209,9 @@ def test_what_cant_be_read_or_found_is_unknown(caplog: Any) -> None:
 
 def test_the_manager_of_the_worker_that_registers_its_caches_is_found() -> None:
     class Runner:
-        vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=3), lora_config=SimpleNamespace(max_loras=1))
+        vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(rank=3), lora_config=SimpleNamespace(max_loras=1)
+        )
         lora_manager: Any = Manager({"/a": 1})
 
         def get_model(self) -> None: ...
@@ -193,7 +228,7 @@ def test_the_manager_of_the_worker_that_registers_its_caches_is_found() -> None:
     assert not watch_adapters(Runner.vllm_config).is_watching
 
 
-# -------------------------------------------------------------------------------------------------------- the scheduler
+# ------------------------------------------------------------------------------------ the scheduler
 
 
 _names = itertools.count()
@@ -307,7 +342,8 @@ def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once
         answer(one, UNKNOWN)
     else:
         other = arrive(one, lora(2))
-        # While it is not known what the new id holds, the old one's requests wait too: vLLM's cache names both alike.
+        # While it is not known what the new id holds, the old one's requests wait too: vLLM's cache
+        # names both alike.
         assert one.standing(request, 0.0) is Standing.WAIT and not one.keys(request)
         if how == "other id first":
             one.ended(other.request_id)
@@ -317,7 +353,9 @@ def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once
     assert one.standing(request, 0.0) is Standing.NEVER and not one.keys(request)
     for number in (1, 3):
         assert one.standing(arrive(one, lora(number)), 0.0) is Standing.NEVER
-    assert len(said) == 1 and said[0].startswith("requests of LoRA adapter 'a' (/a) do not use the shared cache in this engine: ")
+    assert len(said) == 1 and said[0].startswith(
+        "requests of LoRA adapter 'a' (/a) do not use the shared cache in this engine: "
+    )
 
 
 def test_an_id_that_changed_is_not_trusted_under_another_name_either() -> None:
@@ -330,7 +368,11 @@ def test_more_adapters_than_are_remembered_are_left_out() -> None:
     one, said = adapters()
     requests = [arrive(one, lora(number, str(number))) for number in range(1, MAX_ADAPTERS + 3)]
     answer(one, "x")
-    assert [one.standing(request, 0.0) for request in requests[-3:]] == [Standing.KNOWN, Standing.NEVER, Standing.NEVER]
+    assert [one.standing(request, 0.0) for request in requests[-3:]] == [
+        Standing.KNOWN,
+        Standing.NEVER,
+        Standing.NEVER,
+    ]
     assert not one.keys(requests[-1]) and len(said) == 1
     one.ended(requests[-1].request_id)
 
@@ -338,12 +380,19 @@ def test_more_adapters_than_are_remembered_are_left_out() -> None:
 def test_what_ranks_report_is_joined() -> None:
     one = HotKVWorkerMetadata(adapters=AdapterReport({1: {0: "x"}}, frozenset({5})))
     two = HotKVWorkerMetadata(adapters=AdapterReport({1: {1: "y"}, 2: {1: "z"}}, frozenset({6})))
-    assert one.aggregate(two).adapters == AdapterReport({1: {0: "x", 1: "y"}, 2: {1: "z"}}, frozenset({5, 6}))
-    assert one.aggregate(HotKVWorkerMetadata()).adapters == HotKVWorkerMetadata().aggregate(one).adapters == one.adapters
+    assert one.aggregate(two).adapters == AdapterReport(
+        {1: {0: "x", 1: "y"}, 2: {1: "z"}}, frozenset({5, 6})
+    )
+    assert (
+        one.aggregate(HotKVWorkerMetadata()).adapters
+        == HotKVWorkerMetadata().aggregate(one).adapters
+        == one.adapters
+    )
     assert not one.is_empty() and HotKVWorkerMetadata().is_empty()
 
 
-# Two adapters of two ids each; what happens is a list of these. Files are rewritten, adapters evicted, requests come, run and end.
+# Two adapters of two ids each; what happens is a list of these. Files are rewritten, adapters
+# evicted, requests come, run and end.
 ADAPTERS = [("a", "/a"), ("b", "/b")]
 EVENTS = st.lists(
     st.one_of(
@@ -361,9 +410,11 @@ EVENTS = st.lists(
 
 
 class Pair:
-    """Both sides of an engine, with reports that come a step late, beside what is true: the contents that each (name, path) has run on.
+    """Both sides of an engine, with reports that come a step late, beside what is true: the
+    contents that each (name, path) has run on.
 
-    A request that has run holds KV of all contents that its name has run on so far: vLLM's own cache may have given it any of them.
+    A request that has run holds KV of all contents that its name has run on so far: vLLM's own
+    cache may have given it any of them.
     """
 
     def __init__(self) -> None:
@@ -379,7 +430,8 @@ class Pair:
         self.live.append(arrive(self.all, lora(number, *ADAPTERS[place])))
 
     def run(self, place: int) -> None:
-        """A request's step: planned, then computed on what the manager holds, then stored unless the worker refuses it."""
+        """A request's step: planned, then computed on what the manager holds, then stored unless
+        the worker refuses it."""
         if not self.live:
             return
         request = self.live[place % len(self.live)]
@@ -438,7 +490,7 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
     assert pair.all.standing(untouched, 0.0) is Standing.KNOWN and pair.watch.is_trusted
 
 
-# ------------------------------------------------------------------------------------------------- in vLLM's scheduler
+# ------------------------------------------------------------------------------ in vLLM's scheduler
 
 
 def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
@@ -449,7 +501,13 @@ def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager
     return manager
 
 
-def generate(one: Any, name: str, adapter: LoRARequest | None, tokens: list[int] = PROMPT, max_tokens: int = 2) -> int:
+def generate(
+    one: Any,
+    name: str,
+    adapter: LoRARequest | None,
+    tokens: list[int] = PROMPT,
+    max_tokens: int = 2,
+) -> int:
     """Tokens that came from hotkv; the harness has checked each value that was read."""
     one.add(name, tokens, max_tokens, lora_request=adapter)
     one.run()
@@ -468,18 +526,39 @@ def test_engines_share_an_adapter_by_its_content(engine: Any, server: Any, pipel
     for number, (adapter, expected) in enumerate(cases):
         assert generate(other, f"warm{number}", adapter) == expected
     # Reports name blocks as stores did, and no call for plain requests has changed.
-    stored = {bytes(h) for kind, runs in server.calls if kind == "store" for run in runs for h in run.hashes}
-    reported = [report for kind, batch in server.calls if kind == "report_requests" for report in batch]
+    stored = {
+        bytes(h)
+        for kind, runs in server.calls
+        if kind == "store"
+        for run in runs
+        for h in run.hashes
+    }
+    reported = [
+        report for kind, batch in server.calls if kind == "report_requests" for report in batch
+    ]
     assert len(reported) == 7 and all(set(report.hashes) <= stored for report in reported)
     assert set(one.requests["cold0"].block_hashes[: HIT // BLOCK_TOKENS]) <= stored
 
 
-def test_without_a_manager_adapters_bypass_and_it_is_said_once(engine: Any, server: Any, caplog: Any) -> None:
+def test_without_a_manager_adapters_bypass_and_it_is_said_once(
+    engine: Any, server: Any, caplog: Any
+) -> None:
     one, other = engine(), engine()
     with caplog.at_level(logging.WARNING):
-        assert generate(one, "a", lora()) == generate(one, "b", lora()) == generate(other, "a", lora()) == 0
+        assert (
+            generate(one, "a", lora())
+            == generate(one, "b", lora())
+            == generate(other, "a", lora())
+            == 0
+        )
     assert server.count("store") == 0 and one.counters.keys() <= {"reported_requests"}
-    assert caplog.text.count("requests of LoRA adapter 'a' (/a) do not use the shared cache in this engine: the workers can't tell") == 2
+    assert (
+        caplog.text.count(
+            "requests of LoRA adapter 'a' (/a) do not use the shared cache in this engine: the "
+            "workers can't tell"
+        )
+        == 2
+    )
 
 
 def test_files_that_change_between_match_and_first_step_change_nothing(engine: Any) -> None:
@@ -508,11 +587,16 @@ def test_a_worker_that_is_not_trusted_loads_and_stores_nothing(engine: Any, serv
     num_stores, num_loads = server.count("store"), server.count("load")
     other.generate("warm", PROMPT + prompt(2, 50), 2)
     other.generate("stores would end", prompt(8, 40))
-    assert other.counters["failed_loads"] == 1 and (server.count("store"), server.count("load")) == (num_stores, num_loads)
+    assert other.counters["failed_loads"] == 1 and (
+        server.count("store"),
+        server.count("load"),
+    ) == (num_stores, num_loads)
     assert one.generate("again", PROMPT, 2)[0] == answer
 
 
-def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(engine: Any, server: Any) -> None:
+def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
+    engine: Any, server: Any
+) -> None:
     one, other = engine(), engine()
     for each in (one, other):
         with_adapters(each, {"/a": 1})
@@ -542,8 +626,11 @@ def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
 
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("length", [64, 70, 200])
-def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(engine: Any, pipelined: bool, length: int) -> None:
-    """One request lives, so nobody is asked; a step loads the rewritten files. Fresh engines with either content see no wrong KV."""
+def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
+    engine: Any, pipelined: bool, length: int
+) -> None:
+    """One request lives, so nobody is asked; a step loads the rewritten files. Fresh engines with
+    either content see no wrong KV."""
     settings = {"pipelined": pipelined, "blocks": 96}
     fresh = [engine(**settings) for _ in range(2)]
     for content, one in enumerate(fresh, 1):

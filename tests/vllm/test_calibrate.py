@@ -1,4 +1,5 @@
-"""Calibration as a user runs it, on tiny models in real vLLM, against the keys that transformers computes for the same tokens."""
+"""Calibration as a user runs it, on tiny models in real vLLM, against the keys that transformers
+computes for the same tokens."""
 
 import json
 import subprocess
@@ -38,9 +39,13 @@ def tokenizer() -> Any:
 
     special = ["<unk>", "<s>", "</s>"]
     names = [*special, *(f"w{index}" for index in range(len(special), VOCAB))]
-    words = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def text(seed: int, num_tokens: int) -> str:
@@ -55,9 +60,12 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def run(log: Path, *arguments: str) -> tuple[int, str]:
-    """Runs the command, forked from a process that has imported vLLM. Returns its status and what it printed."""
+    """Runs the command, forked from a process that has imported vLLM. Returns its status and what
+    it printed."""
     with log.open("wb") as output:
-        child = nursery().fork_module("hotkv_vllm.sparse.calibrate", arguments, output, {"VLLM_CPU_KVCACHE_SPACE": "1"})
+        child = nursery().fork_module(
+            "hotkv_vllm.sparse.calibrate", arguments, output, {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        )
         status = json.loads(child.stdout.read())["status"]
     return status, log.read_text(errors="replace")
 
@@ -65,7 +73,8 @@ def run(log: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
-    """Two texts of unequal length; a key projection with a bias, so that there is something in common."""
+    """Two texts of unequal length; a key projection with a bias, so that there is something in
+    common."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -77,7 +86,16 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
         files.append(tmp_path / f"{seed}.txt")
         files[-1].write_text(text(seed, length))
     output = tmp_path / "centres.npz"
-    arguments = ["--model", str(saved(model, tmp_path / "tiny")), "--output", str(output), "--dtype", "float32", "--tokens", "1800"]
+    arguments = [
+        "--model",
+        str(saved(model, tmp_path / "tiny")),
+        "--output",
+        str(output),
+        "--dtype",
+        "float32",
+        "--tokens",
+        "1800",
+    ]
     status, printed = run(tmp_path / "log", *arguments, "--texts", *map(str, files))
     assert status == 0, printed
     found = read_centres(output)
@@ -89,7 +107,9 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
         for layer, cached in enumerate(model(tokens, use_cache=True).past_key_values.layers):
             keys[layer].append(cached.keys[0, :, FIRST_TOKENS:])
     for layer in range(3):
-        np.testing.assert_allclose(found.mu(layer), torch.cat(keys[layer], dim=1).mean(dim=1), atol=2e-3)
+        np.testing.assert_allclose(
+            found.mu(layer), torch.cat(keys[layer], dim=1).mean(dim=1), atol=2e-3
+        )
         assert set(found.layers[layer].bias) == set(TOKEN_FORMATS)
 
 
@@ -97,9 +117,18 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
 def test_models_without_full_attention_are_refused(tmp_path: Path) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
-    folder = saved(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=96)), tmp_path / "windows")
+    folder = saved(
+        MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=96)), tmp_path / "windows"
+    )
     (tmp_path / "a.txt").write_text(text(0, NUM_TOKENS))
-    given = ["--model", str(folder), "--output", str(tmp_path / "a.npz"), "--texts", str(tmp_path / "a.txt")]
+    given = [
+        "--model",
+        str(folder),
+        "--output",
+        str(tmp_path / "a.npz"),
+        "--texts",
+        str(tmp_path / "a.txt"),
+    ]
     status, printed = run(tmp_path / "log", *given)
     assert status == 2 and "has no layer of plain full attention" in printed
     assert not (tmp_path / "a.npz").exists()
@@ -132,8 +161,14 @@ def test_recorders_keep_a_context_that_comes_in_chunks() -> None:
 def test_texts_that_are_too_short_are_refused() -> None:
     words = tokenizer()
     long = text(0, 4000)
-    assert [len(context) for context in contexts_of({"a": long, "b": long}, words, 3000)] == [3000, 3000]
-    with pytest.raises(ValueError, match=rf"--texts: b has 900 tokens; pass files of {MIN_TOKENS + FIRST_TOKENS} or more"):
+    assert [len(context) for context in contexts_of({"a": long, "b": long}, words, 3000)] == [
+        3000,
+        3000,
+    ]
+    with pytest.raises(
+        ValueError,
+        match=rf"--texts: b has 900 tokens; pass files of {MIN_TOKENS + FIRST_TOKENS} or more",
+    ):
         contexts_of({"a": long, "b": text(1, 900)}, words, 3000)
 
 
@@ -148,7 +183,9 @@ def test_python_brings_a_long_text() -> None:
         (["--output", "a", "--texts", "/nonexistent"], "No such file"),
     ],
 )
-def test_bad_arguments_are_refused_before_an_engine_starts(arguments: list[str], message: str) -> None:
+def test_bad_arguments_are_refused_before_an_engine_starts(
+    arguments: list[str], message: str
+) -> None:
     command = [sys.executable, "-m", "hotkv_vllm.sparse.calibrate", "--model", "m", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and message in done.stderr

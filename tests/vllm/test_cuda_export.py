@@ -1,4 +1,5 @@
-"""What the connector reads out of torch's CUDA calls, with made-up answers in the shapes that torch gives; there is no device here."""
+"""What the connector reads out of torch's CUDA calls, with made-up answers in the shapes that torch
+gives; there is no device here."""
 
 import sys
 from types import SimpleNamespace
@@ -33,19 +34,35 @@ def released(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Counters that were given back; the device answers."""
     found: list[Any] = []
     uuid = SimpleNamespace(bytes=list(UUID))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: found.append(counter), raising=False)
+    monkeypatch.setattr(
+        torch.UntypedStorage,
+        "_release_ipc_counter_cuda",
+        lambda *counter: found.append(counter),
+        raising=False,
+    )
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     return found
 
 
-@pytest.mark.parametrize("handle", [HANDLE, b"\x01c" + HANDLE, b"\x02c" + HANDLE, bytearray(b"\x02c" + HANDLE)])
+@pytest.mark.parametrize(
+    "handle", [HANDLE, b"\x01c" + HANDLE, b"\x02c" + HANDLE, bytearray(b"\x02c" + HANDLE)]
+)
 @pytest.mark.parametrize("rest", [(), (b"/torch_1", 3, b"e" * 64, True), (None, 0, None, None)])
-def test_handles_of_all_versions_of_torch(released: list[Any], handle: Any, rest: tuple[Any, ...]) -> None:
+def test_handles_of_all_versions_of_torch(
+    released: list[Any], handle: Any, rest: tuple[Any, ...]
+) -> None:
     found = layout.cuda_handle("kv0", Storage((1, handle, 4096, 512, *rest)))
-    assert (found.cuda_handle, found.num_bytes, found.base_offset_bytes, found.device_uuid) == (HANDLE, 4096, 512, UUID)
+    assert (found.cuda_handle, found.num_bytes, found.base_offset_bytes, found.device_uuid) == (
+        HANDLE,
+        4096,
+        512,
+        UUID,
+    )
     assert found.is_cuda and type(found.device_uuid) is bytes
     assert released == ([(b"/torch_1", 3)] if rest and rest[0] else [])
 
@@ -58,12 +75,22 @@ def test_handles_of_all_versions_of_torch(released: list[Any], handle: Any, rest
         ((1, b"\x02x" + HANDLE, 4096, 0), "", "", "not known"),
         ((1, b"", 4096, 0), "", "", "not known"),
         (RuntimeError("CUDA error: invalid argument\nmore"), "", "", "enable_sleep_mode"),
-        (RuntimeError("CUDA error: invalid argument"), "max_split_size_mb:64,expandable_segments:True", "", "unset expandable_segments"),
+        (
+            RuntimeError("CUDA error: invalid argument"),
+            "max_split_size_mb:64,expandable_segments:True",
+            "",
+            "unset expandable_segments",
+        ),
         (RuntimeError("CUDA error: invalid argument"), "", "NVIDIA H200 MIG 1g.18gb", "MIG"),
     ],
 )
 def test_memory_that_can_not_be_shared_says_why(
-    released: list[Any], monkeypatch: pytest.MonkeyPatch, answer: Any, setting: str, name: str, why: str
+    released: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    setting: str,
+    name: str,
+    why: str,
 ) -> None:
     if setting:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
@@ -75,7 +102,8 @@ def test_memory_that_can_not_be_shared_says_why(
 
 
 def test_several_allocations_and_storages_in_one(released: list[Any]) -> None:
-    """One handle a storage: two of them in the same allocation have the same CUDA handle and other offsets."""
+    """One handle a storage: two of them in the same allocation have the same CUDA handle and other
+    offsets."""
     found = layout.EngineMemoryMap(
         storages={
             "kv0": Storage((1, b"\x02c" + HANDLE, 4096, 0)),  # type: ignore[dict-item]
@@ -110,8 +138,16 @@ class Cuda:
                 return HANDLE
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=40 + device.index))
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.calls.append(("synchronize", device.index)))
+        monkeypatch.setattr(
+            torch.cuda,
+            "current_stream",
+            lambda device: SimpleNamespace(cuda_stream=40 + device.index),
+        )
+        monkeypatch.setattr(
+            torch.cuda,
+            "synchronize",
+            lambda device: self.calls.append(("synchronize", device.index)),
+        )
 
 
 def test_marks_of_a_cuda_device(released: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +160,26 @@ def test_marks_of_a_cuda_device(released: list[Any], monkeypatch: pytest.MonkeyP
         return made[-1]
 
     monkeypatch.setattr(torch, "zeros", on_host)
-    monkeypatch.setattr(device_order, "cuda_handle", lambda handle_id, storage: layout.MemoryHandle(handle_id, 16, 512, HANDLE, UUID))
+    monkeypatch.setattr(
+        device_order,
+        "cuda_handle",
+        lambda handle_id, storage: layout.MemoryHandle(handle_id, 16, 512, HANDLE, UUID),
+    )
     marks = device_order.marks_for(device, "auto")
-    assert marks.order.device_uuid == UUID and marks.order.event_handles == (HANDLE,) * device_order.NUM_EVENTS
+    assert (
+        marks.order.device_uuid == UUID
+        and marks.order.event_handles == (HANDLE,) * device_order.NUM_EVENTS
+    )
     assert (marks.order.flags_handle_id, marks.order.num_flags) == (device_order.WORDS_HANDLE, 4)
     assert ("synchronize", 1) in cuda.calls
     cuda.calls.clear()
     mark = marks.make(device_order.OrderKind.EVENTS)
-    assert cuda.calls == [("record", True, 41)] and mark.after is not None and not mark.passed() and mark.lets_send()
+    assert (
+        cuda.calls == [("record", True, 41)]
+        and mark.after is not None
+        and not mark.passed()
+        and mark.lets_send()
+    )
     with torch.inference_mode():
         for value in (1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 0):
             marks._values[0] = value - 1
@@ -141,7 +189,9 @@ def test_marks_of_a_cuda_device(released: list[Any], monkeypatch: pytest.MonkeyP
     assert not marks.make(device_order.OrderKind.HOST).lets_send()
 
 
-def test_streams_beyond_the_words_are_waited_for(released: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_beyond_the_words_are_waited_for(
+    released: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.vllm.device import ToldDevice
 
     told = ToldDevice()
@@ -154,7 +204,9 @@ def test_streams_beyond_the_words_are_waited_for(released: list[Any], monkeypatc
     assert found == [0, 1, 2, 3, None, None]
 
 
-def test_a_device_that_refuses_everything_offers_nothing(released: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_refuses_everything_offers_nothing(
+    released: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     Cuda(monkeypatch)
 
     def refuse(*_: Any, **__: Any) -> Any:

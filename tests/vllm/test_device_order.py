@@ -1,4 +1,5 @@
-"""Transfers behind marks in the device's queue, with a device that works when told: whatever it does late, no KV is wrong."""
+"""Transfers behind marks in the device's queue, with a device that works when told: whatever it
+does late, no KV is wrong."""
 
 import random
 import time
@@ -18,13 +19,20 @@ KINDS = (OrderKind.EVENTS, OrderKind.FLAGS, OrderKind.HOST)
 
 @pytest.fixture
 def device(server: Any) -> ToldDevice:
-    """A device whose marks the cache's double sees; no event is recorded while a transfer that was sent waits for it."""
+    """A device whose marks the cache's double sees; no event is recorded while a transfer that was
+    sent waits for it."""
     device = ToldDevice()
 
     def on_record(event: Any) -> None:
         names = {name for _, name, _, _ in server.held if name in server.afters}
-        in_use = {server.afters[name].mark.index for name in names if server.afters[name].kind is OrderKind.EVENTS}
-        assert event.number not in in_use, f"event {event.number} is recorded again while {names} wait"
+        in_use = {
+            server.afters[name].mark.index
+            for name in names
+            if server.afters[name].kind is OrderKind.EVENTS
+        }
+        assert event.number not in in_use, (
+            f"event {event.number} is recorded again while {names} wait"
+        )
 
     device.on_record = on_record
     server.has_passed = device.has_passed
@@ -58,7 +66,9 @@ def assert_nothing_is_kept(engine: Any, device: ToldDevice) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_store_is_sent_at_once_and_read_when_the_device_is_there(engine: Any, server: Any, device: ToldDevice, kind: OrderKind) -> None:
+def test_a_store_is_sent_at_once_and_read_when_the_device_is_there(
+    engine: Any, server: Any, device: ToldDevice, kind: OrderKind
+) -> None:
     server.order_kind = kind
     one = engine(device=device)
     one.add("a", PROMPT, 1)
@@ -97,13 +107,21 @@ def test_random_lag(
     num_events: int,
     pipelined: bool,
 ) -> None:
-    """Little memory, so that blocks change hands while they are stored; the device, the server and the kind of marks change at random."""
+    """Little memory, so that blocks change hands while they are stored; the device, the server and
+    the kind of marks change at random."""
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
     chance = random.Random(f"{kind}{model}{num_events}{pipelined}")
     prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
     server.order_kind, server.hold = kind, {"load", "store"}
     num_blocks = 22 if model is full_model else 44
-    one = engine(device=device, pipelined=pipelined, v2=True, blocks=num_blocks, specs=model(), max_tokens_per_step=128)
+    one = engine(
+        device=device,
+        pipelined=pipelined,
+        v2=True,
+        blocks=num_blocks,
+        specs=model(),
+        max_tokens_per_step=128,
+    )
     for number in range(60):
         one.add(f"r{number}", chance.choice(prompts), chance.choice((1, 3, 20)))
         while len(one.scheduler.requests) > chance.choice((0, 1, 3)):
@@ -122,7 +140,9 @@ def test_random_lag(
     assert_nothing_is_kept(one, device)
 
 
-def test_all_events_in_use_is_no_fault(engine: Any, server: Any, device: ToldDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_events_in_use_is_no_fault(
+    engine: Any, server: Any, device: ToldDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device_order, "NUM_EVENTS", 1)
     server.order_kind, server.hold = OrderKind.EVENTS, {"store"}
     one = engine(device=device)
@@ -137,7 +157,9 @@ def test_all_events_in_use_is_no_fault(engine: Any, server: Any, device: ToldDev
     assert_nothing_is_kept(one, device)
 
 
-def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(engine: Any, server: Any, device: ToldDevice) -> None:
+def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
+    engine: Any, server: Any, device: ToldDevice
+) -> None:
     one = engine(device=device)
     seen = []
     for kind in (OrderKind.EVENTS, OrderKind.HOST, OrderKind.FLAGS, OrderKind.EVENTS):
@@ -149,13 +171,20 @@ def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(engi
         seen.append({after.kind for after in server.afters.values()})
     assert seen == [{OrderKind.EVENTS}, set(), {OrderKind.FLAGS}, {OrderKind.EVENTS}]
     offers = [session.order for session in server.sessions if session.layout is not None]
-    assert all(len(offer.event_handles) == device_order.NUM_EVENTS and offer.num_flags == device_order.NUM_WORDS for offer in offers)
+    assert all(
+        len(offer.event_handles) == device_order.NUM_EVENTS
+        and offer.num_flags == device_order.NUM_WORDS
+        for offer in offers
+    )
 
 
 @pytest.mark.parametrize(
-    ("wanted", "events", "flags"), [("auto", True, True), ("events", True, False), ("flags", False, True), ("host", False, False)]
+    ("wanted", "events", "flags"),
+    [("auto", True, True), ("events", True, False), ("flags", False, True), ("host", False, False)],
 )
-def test_only_what_is_wanted_is_offered(engine: Any, server: Any, device: ToldDevice, wanted: str, events: bool, flags: bool) -> None:
+def test_only_what_is_wanted_is_offered(
+    engine: Any, server: Any, device: ToldDevice, wanted: str, events: bool, flags: bool
+) -> None:
     one = engine(device=device, extra={"device_order": wanted})
     offer = next(session.order for session in server.sessions if session.layout is not None)
     assert (bool(offer.event_handles), bool(offer.num_flags)) == (events, flags)
@@ -163,7 +192,9 @@ def test_only_what_is_wanted_is_offered(engine: Any, server: Any, device: ToldDe
     assert one.generate("a", PROMPT, 2)[0]
 
 
-def test_a_device_that_can_share_nothing_is_waited_for_by_the_worker(engine: Any, server: Any) -> None:
+def test_a_device_that_can_share_nothing_is_waited_for_by_the_worker(
+    engine: Any, server: Any
+) -> None:
     device = ToldDevice(has_events=False, has_words=False)
     one = engine(device=device)
     assert worker_of(one)._marks.order == NO_ORDER
@@ -172,14 +203,18 @@ def test_a_device_that_can_share_nothing_is_waited_for_by_the_worker(engine: Any
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_deadlines_of_loads_run_from_the_mark(engine: Any, server: Any, device: ToldDevice, kind: OrderKind) -> None:
-    """A load behind a long queue of the engine's own is not late; one that the server does not end is."""
+def test_deadlines_of_loads_run_from_the_mark(
+    engine: Any, server: Any, device: ToldDevice, kind: OrderKind
+) -> None:
+    """A load behind a long queue of the engine's own is not late; one that the server does not end
+    is."""
     engine().generate("a", PROMPT, 1)
     server.order_kind, server.hold = kind, {"load"}
     one = engine(device=device, extra={"load_timeout_s": 0.03})
     device.give(lambda: None)
     one.add("b", PROMPT, 2)
-    # However long a step takes, there are some behind the deadline that a load without a mark would have.
+    # However long a step takes, there are some behind the deadline that a load without a mark would
+    # have.
     until_s = time.monotonic() + 0.12
     while time.monotonic() < until_s:
         one.step()
@@ -195,8 +230,11 @@ def test_deadlines_of_loads_run_from_the_mark(engine: Any, server: Any, device: 
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_step_does_not_wait_for_the_device_to_take_blocks_back(engine: Any, server: Any, device: ToldDevice, kind: OrderKind) -> None:
-    """The store's mark has not passed when its blocks are given to others: it ends at once, and nothing of it is kept."""
+def test_a_step_does_not_wait_for_the_device_to_take_blocks_back(
+    engine: Any, server: Any, device: ToldDevice, kind: OrderKind
+) -> None:
+    """The store's mark has not passed when its blocks are given to others: it ends at once, and
+    nothing of it is kept."""
     server.order_kind = kind
     one = engine(device=device, extra={"flush_timeout_s": 60.0, "store_timeout_s": 60.0})
     one.add("a", PROMPT, 1)
@@ -213,7 +251,9 @@ def test_a_step_does_not_wait_for_the_device_to_take_blocks_back(engine: Any, se
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_load_that_is_cancelled_while_it_waits_ends(engine: Any, server: Any, device: ToldDevice, kind: OrderKind) -> None:
+def test_a_load_that_is_cancelled_while_it_waits_ends(
+    engine: Any, server: Any, device: ToldDevice, kind: OrderKind
+) -> None:
     engine().generate("a", PROMPT, 1)
     server.order_kind = kind
     one = engine(device=device)
@@ -242,8 +282,11 @@ def test_a_word_counts_past_32_bits(engine: Any, server: Any, device: ToldDevice
     assert len(server.blocks) == 4
 
 
-def test_dummy_runs_and_graph_capture_reach_no_hook(engine: Any, server: Any, device: ToldDevice) -> None:
-    """Runner V2 switches the connector off meanwhile; a hook that comes without metadata does nothing."""
+def test_dummy_runs_and_graph_capture_reach_no_hook(
+    engine: Any, server: Any, device: ToldDevice
+) -> None:
+    """Runner V2 switches the connector off meanwhile; a hook that comes without metadata does
+    nothing."""
     one = engine(device=device, v2=True)
     one.active.set_disabled(True)
     one.active.pre_forward(None)
@@ -253,7 +296,11 @@ def test_dummy_runs_and_graph_capture_reach_no_hook(engine: Any, server: Any, de
     one.active.set_disabled(False)
     one.worker.start_load_kv(None)
     one.worker.wait_for_save()
-    assert not device.given and not one.worker._broken and {kind for kind, _ in server.calls} <= {"probe"}
+    assert (
+        not device.given
+        and not one.worker._broken
+        and {kind for kind, _ in server.calls} <= {"probe"}
+    )
     answer = one.generate("a", PROMPT, 2)
     finish(one, server, device)
     assert answer[0] and not one.worker._broken

@@ -1,4 +1,5 @@
-"""Transfers behind marks through a real server: words in a file stand for device memory, and a device that works when told writes them."""
+"""Transfers behind marks through a real server: words in a file stand for device memory, and a
+device that works when told writes them."""
 
 import random
 import time
@@ -32,9 +33,22 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     made: list[Engine] = []
 
     def start(**settings: Any) -> Engine:
-        extra = {"target": shared_daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
+        extra = {
+            "target": shared_daemon.target,
+            "weights_identity": tmp_path.name,
+            "lookup_timeout_s": 5.0,
+            "startup_wait_s": 20.0,
+        }
         server: Any = RealServer(shared_daemon.target)
-        made.append(Engine(server, tmp_path / "model", monkeypatch, extra=extra | settings.pop("extra", {}), **settings))
+        made.append(
+            Engine(
+                server,
+                tmp_path / "model",
+                monkeypatch,
+                extra=extra | settings.pop("extra", {}),
+                **settings,
+            )
+        )
         return made[-1]
 
     yield start
@@ -64,7 +78,10 @@ def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
     one = make(device=ToldDevice())
     session = one.worker._worker.session
     assert session.order_kind is OrderKind.FLAGS and session.order_message == ""
-    assert make(device=ToldDevice(), extra={"device_order": "host"}).worker._worker.session.order_kind is OrderKind.HOST
+    assert (
+        make(device=ToldDevice(), extra={"device_order": "host"}).worker._worker.session.order_kind
+        is OrderKind.HOST
+    )
     only_events = make(device=ToldDevice(), extra={"device_order": "events"}).worker._worker.session
     assert only_events.order_kind is OrderKind.HOST and "events" in only_events.order_message
     assert make().worker._worker.session.order_message == ""
@@ -89,13 +106,27 @@ def test_nothing_is_read_before_the_device_is_there(make: Make) -> None:
 @pytest.mark.parametrize(
     ("order", "model", "layout"),
     [("host", full_model, KVCacheLayout.BLHNC)]
-    + [("flags", model, layout) for model in (full_model, hybrid_model) for layout in KVCacheLayout],
+    + [
+        ("flags", model, layout) for model in (full_model, hybrid_model) for layout in KVCacheLayout
+    ],
 )
 def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -> None:
-    """Blocks change hands while they are stored and loaded, in every layout; the harness checks each value that attention would read."""
+    """Blocks change hands while they are stored and loaded, in every layout; the harness checks
+    each value that attention would read."""
     chance, device = random.Random(f"{order}{model}{layout.name}"), ToldDevice()
-    settings: dict[str, Any] = {"specs": model(), "layout": layout, "pipelined": True, "v2": True, "max_tokens_per_step": 128}
-    one = make(device=device, blocks=22 if model is full_model else 44, extra={"device_order": order}, **settings)
+    settings: dict[str, Any] = {
+        "specs": model(),
+        "layout": layout,
+        "pipelined": True,
+        "v2": True,
+        "max_tokens_per_step": 128,
+    }
+    one = make(
+        device=device,
+        blocks=22 if model is full_model else 44,
+        extra={"device_order": order},
+        **settings,
+    )
     prompts = [prompt(seed, length) for seed in range(5) for length in (40, 150, 230)]
     for number in range(25):
         one.add(f"r{number}", chance.choice(prompts), chance.choice((1, 3, 20)))
@@ -109,4 +140,8 @@ def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -
     for number, seed in enumerate(range(5)):
         one.add(f"again {number}", prompt(seed, 150), 2)
     finish(one)
-    assert one.counters["loads"] and one.counters["stores"] and not {"hook_errors", "failed_loads"} & one.counters.keys()
+    assert (
+        one.counters["loads"]
+        and one.counters["stores"]
+        and not {"hook_errors", "failed_loads"} & one.counters.keys()
+    )

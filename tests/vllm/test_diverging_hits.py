@@ -1,7 +1,9 @@
-"""Hits where the device's cache and the host's hold different blocks of different groups, in random mixtures.
+"""Hits where the device's cache and the host's hold different blocks of different groups, in random
+mixtures.
 
-Blocks are deleted from either cache, group by group, behind the back of both. A hit may be no longer than what can be read from the two
-together, and no shorter than what either gives alone. The harness compares each value that attention reads, the oracle what is left behind.
+Blocks are deleted from either cache, group by group, behind the back of both. A hit may be no
+longer than what can be read from the two together, and no shorter than what either gives alone. The
+harness compares each value that attention reads, the oracle what is left behind.
 """
 
 import random
@@ -25,7 +27,10 @@ MODELS = pytest.mark.parametrize("model", [full_model, mixed_model, *HYBRIDS])
 def on_device(one: Engine) -> Readable:
     pool = one.scheduler.kv_cache_manager.block_pool
     return lambda group, block_hash: (
-        pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(block_hash, group)) is not None  # type: ignore[arg-type]
+        pool.cached_block_hash_to_block.get_one_block(
+            make_block_hash_with_group_id(block_hash, group)
+        )
+        is not None  # type: ignore[arg-type]
     )
 
 
@@ -37,7 +42,8 @@ def on_host(one: Engine, server: FakeServer) -> Readable:
 
 
 def longest(one: Engine, request: Request, is_readable: Readable) -> int:
-    """Tokens of the longest hit of which attention could read all: tried one by one, without hotkv's rule or vLLM's."""
+    """Tokens of the longest hit of which attention could read all: tried one by one, without
+    hotkv's rule or vLLM's."""
     alignment = one.connector._scheduler.finder.alignment_tokens
     for end in range((request.num_tokens - 1) // alignment * alignment, 0, -alignment):
         if all(is_readable(group, block_hash) for group, block_hash in read_at(one, request, end)):
@@ -46,11 +52,15 @@ def longest(one: Engine, request: Request, is_readable: Readable) -> int:
 
 
 def read_at(one: Engine, request: Request, end: int) -> list[tuple[int, bytes]]:
-    """Blocks, each by group and hash, that attention of token `end` and those behind it reads before it."""
+    """Blocks, each by group and hash, that attention of token `end` and those behind it reads
+    before it."""
     found = []
     for index, group in enumerate(one.kv_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec
-        window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
+        window, chunk = (
+            getattr(spec, "sliding_window", None),
+            getattr(spec, "attention_chunk_size", None),
+        )
         first = max(0, end - (window - 1)) if window else end // chunk * chunk if chunk else 0
         scale = spec.block_size // one.hash_block_tokens
         for block in range(first // spec.block_size, -(-end // spec.block_size)):
@@ -64,13 +74,23 @@ def chosen(dice: random.Random, keys: list[Any]) -> list[Any]:
     return dice.choice([[], [], keys, keys[:cut], keys[cut:], dice.sample(keys, cut)])
 
 
-def forget(dice: random.Random, one: Engine, server: FakeServer, *, device: bool, host: bool) -> None:
-    """Deletes blocks of some groups from the two caches, of those that the host keeps in the order in which they came."""
+def forget(
+    dice: random.Random, one: Engine, server: FakeServer, *, device: bool, host: bool
+) -> None:
+    """Deletes blocks of some groups from the two caches, of those that the host keeps in the order
+    in which they came."""
     pool = one.scheduler.kv_cache_manager.block_pool
     for group in range(len(one.kv_config.kv_cache_groups)):
         if device:
-            mine = [found for key, found in pool.cached_block_hash_to_block._cache.items() if get_group_id(key) == group]
-            ids = [[found.block_id] if isinstance(found, KVCacheBlock) else list(found) for found in chosen(dice, mine)]
+            mine = [
+                found
+                for key, found in pool.cached_block_hash_to_block._cache.items()
+                if get_group_id(key) == group
+            ]
+            ids = [
+                [found.block_id] if isinstance(found, KVCacheBlock) else list(found)
+                for found in chosen(dice, mine)
+            ]
             pool.evict_blocks({block_id for some in ids for block_id in some})
         if host:
             for key in chosen(dice, [key for key in server.blocks if key[1] == group]):
@@ -79,13 +99,17 @@ def forget(dice: random.Random, one: Engine, server: FakeServer, *, device: bool
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @MODELS
-def test_hits_are_what_both_caches_give_together(engine: Any, server: FakeServer, model: Any, pipelined: bool) -> None:
+def test_hits_are_what_both_caches_give_together(
+    engine: Any, server: FakeServer, model: Any, pipelined: bool
+) -> None:
     dice = random.Random(f"{model.__name__}{pipelined}")
     one = engine(specs=model(), pipelined=pipelined, blocks=128, max_tokens_per_step=192)
     num_joined = num_external = 0
     for turn in range(40):
         family, name = dice.randrange(2), f"r{turn}"
-        tokens = prompt(family, dice.randrange(40, LENGTH)) + [dice.randrange(3, 9)] * dice.randrange(3)
+        tokens = prompt(family, dice.randrange(40, LENGTH)) + [
+            dice.randrange(3, 9)
+        ] * dice.randrange(3)
         if turn % 4 == 3:
             # The device has the beginning only, so that its hit ends within the host's.
             one.drop_local()
@@ -93,13 +117,19 @@ def test_hits_are_what_both_caches_give_together(engine: Any, server: FakeServer
         one.add(name, tokens, dice.choice((1, 1, 30)))
         request, count = one.requests[name], one.requests[name].max_tokens
         device, host = on_device(one), on_host(one, server)
-        most = longest(one, request, lambda group, h, device=device, host=host: device(group, h) or host(group, h))  # type: ignore[misc]
+        most = longest(
+            one,
+            request,
+            lambda group, h, device=device, host=host: device(group, h) or host(group, h),
+        )  # type: ignore[misc]
         least = longest(one, request, host)
         one.run()
         local, external = one.local[name], one.external[name]
         assert one.outputs[name] == answer_of(tokens, count)
         assert local + external <= most, f"{name}: {local} + {external} tokens, {most} can be read"
-        assert local + external >= least, f"{name}: {local} + {external} tokens, the host alone has {least}"
+        assert local + external >= least, (
+            f"{name}: {local} + {external} tokens, the host alone has {least}"
+        )
         num_external += external > 0
         num_joined += local > 0 and external > 0
         one.generate(f"end{turn}", prompt(9, 10), 1)
@@ -111,10 +141,16 @@ def test_hits_are_what_both_caches_give_together(engine: Any, server: FakeServer
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @MODELS
-def test_many_requests_over_caches_that_diverge_while_they_run(engine: Any, server: FakeServer, model: Any, pipelined: bool) -> None:
-    """Blocks of a lease may be gone when they are loaded, and loads fail with rubbish left in the blocks."""
+def test_many_requests_over_caches_that_diverge_while_they_run(
+    engine: Any, server: FakeServer, model: Any, pipelined: bool
+) -> None:
+    """Blocks of a lease may be gone when they are loaded, and loads fail with rubbish left in the
+    blocks."""
     dice = random.Random(f"{model.__name__}{pipelined}")
-    engines = [engine(specs=model(), pipelined=pipelined, blocks=96, max_tokens_per_step=192) for _ in range(2)]
+    engines = [
+        engine(specs=model(), pipelined=pipelined, blocks=96, max_tokens_per_step=192)
+        for _ in range(2)
+    ]
     server.spoil_loads = True
     asked: list[tuple[Engine, str, list[int]]] = []
     for turn in range(30):
@@ -133,32 +169,49 @@ def test_many_requests_over_caches_that_diverge_while_they_run(engine: Any, serv
         one.run()
         one.generate("end", prompt(9, 10), 2)
     for one, name, tokens in asked:
-        assert one.finished[name] == "length" and one.outputs[name] == answer_of(tokens, one.requests[name].max_tokens)
+        assert one.finished[name] == "length" and one.outputs[name] == answer_of(
+            tokens, one.requests[name].max_tokens
+        )
     audit(server, engines)
     counters = [one.counters for one in engines]
-    assert sum(one.get("loads", 0) for one in counters) > sum(one.get("failed_loads", 0) for one in counters) > 0
+    assert (
+        sum(one.get("loads", 0) for one in counters)
+        > sum(one.get("failed_loads", 0) for one in counters)
+        > 0
+    )
     assert not any("hook_errors" in one for one in counters) and not server.leases
 
 
 @pytest.mark.parametrize("group", range(3))
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_one_group_is_missing_in_one_cache(engine: Any, server: FakeServer, where: str, group: int) -> None:
-    """Two full and four window layers in three groups: the other cache makes up for it, whichever it is."""
+def test_one_group_is_missing_in_one_cache(
+    engine: Any, server: FakeServer, where: str, group: int
+) -> None:
+    """Two full and four window layers in three groups: the other cache makes up for it, whichever
+    it is."""
     one = engine(specs=hybrid_model(), blocks=96)
     one.generate("a", prompt(1, LENGTH))
     one.generate("end", prompt(9, 10), 2)
     pool = one.scheduler.kv_cache_manager.block_pool
     cached = pool.cached_block_hash_to_block._cache
     if where == "device":
-        pool.evict_blocks({found.block_id for key, found in cached.items() if get_group_id(key) == group})
+        pool.evict_blocks(
+            {found.block_id for key, found in cached.items() if get_group_id(key) == group}
+        )
     else:
         server.blocks = {key: shards for key, shards in server.blocks.items() if key[1] != group}
     before = len(server.blocks)
     one.generate("b", prompt(1, LENGTH))
-    usable = (LENGTH - 1) // one.connector._scheduler.finder.alignment_tokens * one.connector._scheduler.finder.alignment_tokens
+    usable = (
+        (LENGTH - 1)
+        // one.connector._scheduler.finder.alignment_tokens
+        * one.connector._scheduler.finder.alignment_tokens
+    )
     assert one.local["b"] + one.external["b"] == usable
     assert (one.external["b"] > 0) == (where == "device")
     one.drop_local()
     # What the host lacked has been stored once more.
-    assert one.generate("c", prompt(1, LENGTH))[1] == usable and (len(server.blocks) > before) == (where == "host")
+    assert one.generate("c", prompt(1, LENGTH))[1] == usable and (len(server.blocks) > before) == (
+        where == "host"
+    )
     audit(server, [one])

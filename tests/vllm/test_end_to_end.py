@@ -16,7 +16,28 @@ from tests.vllm.tiny import BLOCK_TOKENS, VOCAB, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-LENGTHS = (1, 31, 33, 47, 64, 65, 95, 100, 127, 129, 200, 255, 257, 300, 333, 411, 500, 641, 777, 901)
+LENGTHS = (
+    1,
+    31,
+    33,
+    47,
+    64,
+    65,
+    95,
+    100,
+    127,
+    129,
+    200,
+    255,
+    257,
+    300,
+    333,
+    411,
+    500,
+    641,
+    777,
+    901,
+)
 
 
 def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
@@ -32,9 +53,16 @@ def usable(prompt: list[int]) -> int:
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Largest difference of a chosen token's log probability, up to where the texts part."""
     worst = 0.0
-    for tokens, others, mine, theirs in zip(one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
-        worst = max([worst] + [abs(a - b) for a, b in zip(mine[: same + 1], theirs[: same + 1], strict=True)])
+    for tokens, others, mine, theirs in zip(
+        one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True
+    ):
+        same = next(
+            (i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens)
+        )
+        worst = max(
+            [worst]
+            + [abs(a - b) for a, b in zip(mine[: same + 1], theirs[: same + 1], strict=True)]
+        )
     return worst
 
 
@@ -57,8 +85,11 @@ def settled(engine: EngineProcess) -> dict[str, float]:
     return totals
 
 
-def test_parity_and_sharing_between_processes(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
-    """Cold, warm from vLLM's own prefix cache, warm from hotkv in the same and in another engine."""
+def test_parity_and_sharing_between_processes(
+    daemon: Daemon, start: Callable[..., EngineProcess]
+) -> None:
+    """Cold, warm from vLLM's own prefix cache, warm from hotkv in the same and in another
+    engine."""
     daemon.start()
     first, second = start(daemon.target), start(daemon.target)
     batch = prompts(1)
@@ -70,20 +101,27 @@ def test_parity_and_sharing_between_processes(daemon: Daemon, start: Callable[..
     other = second.ask("generate", prompts=batch, max_tokens=40)
     assert cold["cached"] == [0] * len(batch)
     expected = [usable(p) for p in batch]
-    assert local["cached"] == expected and warm["cached"] == expected and other["cached"] == expected
+    assert (
+        local["cached"] == expected and warm["cached"] == expected and other["cached"] == expected
+    )
     allowed = difference(cold, local)
     assert difference(cold, warm) <= allowed and difference(cold, other) <= allowed
     assert warm["tokens"] == local["tokens"] and other["tokens"] == local["tokens"]
-    # Blocks that filled while decoding were stored as well: one engine's answer is the other's prompt.
+    # Blocks that filled while decoding were stored as well: one engine's answer is the other's
+    # prompt.
     longer = [p + t[:-1] for p, t in zip(batch, cold["tokens"], strict=True)]
     answer = second.ask("generate", prompts=longer, max_tokens=1)
     assert answer["cached"] == [usable(p) for p in longer]
     totals = second.ask("stats")["totals"]
-    assert totals["hit_requests"] > 0 and "failed_loads" not in totals and "hook_errors" not in totals
+    assert (
+        totals["hit_requests"] > 0 and "failed_loads" not in totals and "hook_errors" not in totals
+    )
 
 
 @pytest.mark.parametrize("call", ["load", "store"])
-def test_server_killed_in_the_middle(daemon: Daemon, start: Callable[..., EngineProcess], call: str) -> None:
+def test_server_killed_in_the_middle(
+    daemon: Daemon, start: Callable[..., EngineProcess], call: str
+) -> None:
     daemon.start()
     engine = start(daemon.target)
     batch = prompts(2, (300, 333))
@@ -117,7 +155,9 @@ def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_killed_engine_leaves_nothing_behind(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
+def test_killed_engine_leaves_nothing_behind(
+    daemon: Daemon, start: Callable[..., EngineProcess]
+) -> None:
     daemon.start()
     engine = start(daemon.target)
     batch = prompts(4, (300, 333, 400))
@@ -137,7 +177,9 @@ def test_killed_engine_leaves_nothing_behind(daemon: Daemon, start: Callable[...
     assert answer["tokens"] == cold["tokens"] and answer["cached"] == [usable(p) for p in batch]
 
 
-def test_server_absent_at_the_start_then_there(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
+def test_server_absent_at_the_start_then_there(
+    daemon: Daemon, start: Callable[..., EngineProcess]
+) -> None:
     engine = start(daemon.target)
     batch = prompts(5, (300, 333))
     cold = engine.ask("generate", prompts=batch, max_tokens=8)
@@ -155,9 +197,13 @@ def test_server_absent_at_the_start_then_there(daemon: Daemon, start: Callable[.
     assert len(lines) == 2, lines
 
 
-def test_hung_server_does_not_hang_the_engine(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
+def test_hung_server_does_not_hang_the_engine(
+    daemon: Daemon, start: Callable[..., EngineProcess]
+) -> None:
     daemon.start()
-    engine = start(daemon.target, blocks=80, connector={"lookup_timeout_s": 0.2}, max_model_len=1024)
+    engine = start(
+        daemon.target, blocks=80, connector={"lookup_timeout_s": 0.2}, max_model_len=1024
+    )
     batch = prompts(7, (300, 333, 400, 411, 500, 511))
     os.kill(daemon.pid, signal.SIGSTOP)
     cold = engine.ask("generate", prompts=batch, max_tokens=8)
@@ -187,22 +233,41 @@ def test_preemption_with_real_stores(daemon: Daemon, start: Callable[..., Engine
     assert "hook_errors" not in tight.ask("stats")["totals"]
 
 
-def test_hints_and_resets_reach_the_server(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
+def test_hints_and_resets_reach_the_server(
+    daemon: Daemon, start: Callable[..., EngineProcess]
+) -> None:
     daemon.start()
     engine = start(daemon.target)
     batch = prompts(9, (300, 333))
-    hints = {"hotkv.pin": True, "hotkv.ttl_s": 600, "hotkv.priority": "high", "remote_engine_id": "another connector's"}
+    hints = {
+        "hotkv.pin": True,
+        "hotkv.ttl_s": 600,
+        "hotkv.priority": "high",
+        "remote_engine_id": "another connector's",
+    }
     cold = engine.ask("generate", prompts=batch, max_tokens=8, transfer=hints)
     counted = settled(engine)
-    assert counted["wrong_hints"] == 2 and counted["reported_requests"] == 5 and "hotkv.priority = 'high'" in engine.log()
+    assert (
+        counted["wrong_hints"] == 2
+        and counted["reported_requests"] == 5
+        and "hotkv.priority = 'high'" in engine.log()
+    )
     block_bytes = 2 * 2 * 2 * 32 * BLOCK_TOKENS * 2
-    assert daemon.admin("tiers")[0]["pinned_byte_count"] == sum(usable(p) for p in batch) // BLOCK_TOKENS * block_bytes
+    assert (
+        daemon.admin("tiers")[0]["pinned_byte_count"]
+        == sum(usable(p) for p in batch) // BLOCK_TOKENS * block_bytes
+    )
     assert engine.ask("reset", connector=True)["done"]
-    assert daemon.admin("blocks")["blocks"] == [] and daemon.admin("tiers")[0]["pinned_byte_count"] == 0
+    assert (
+        daemon.admin("blocks")["blocks"] == []
+        and daemon.admin("tiers")[0]["pinned_byte_count"] == 0
+    )
     again = engine.ask("generate", prompts=batch, max_tokens=8)
     assert again["tokens"] == cold["tokens"] and again["cached"] == [0, 0]
     settled(engine)
     engine.ask("reset")
-    assert engine.ask("generate", prompts=batch, max_tokens=8)["cached"] == [usable(p) for p in batch]
+    assert engine.ask("generate", prompts=batch, max_tokens=8)["cached"] == [
+        usable(p) for p in batch
+    ]
     totals = engine.ask("stats")["totals"]
     assert totals["resets"] == 1 and not {"failed_loads", "hook_errors"} & totals.keys()

@@ -1,7 +1,9 @@
-"""KV that is not what its key promises never leaves the engine: sparse decode's, and what is computed from it.
+"""KV that is not what its key promises never leaves the engine: sparse decode's, and what is
+computed from it.
 
-`Approximate` is the harness's engine with a model that knows what it does: a row that decodes sparsely, and whatever reads inexact KV,
-writes other values than the exact ones. Every other engine fails at the first of them that it reads.
+`Approximate` is the harness's engine with a model that knows what it does: a row that decodes
+sparsely, and whatever reads inexact KV, writes other values than the exact ones. Every other engine
+fails at the first of them that it reads.
 """
 
 import functools
@@ -23,7 +25,8 @@ INEXACT = 0x2A5A
 
 
 class Approximate(Engine):
-    """Writes `INEXACT` values where its metadata says that a row is sparse, and behind such tokens."""
+    """Writes `INEXACT` values where its metadata says that a row is sparse, and behind such
+    tokens."""
 
     def _forward(self, scheduled: Any) -> dict[str, list[int]]:
         rows = scheduled.kv_connector_metadata.sparse_rows
@@ -35,17 +38,26 @@ class Approximate(Engine):
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             blocks, offsets, values = self._places(name, group_id, computed, computed + count)
             for layer in group.layer_names:
-                self._write_layer(layer, blocks[: len(values)], offsets[: len(values)], values ^ flip)
+                self._write_layer(
+                    layer, blocks[: len(values)], offsets[: len(values)], values ^ flip
+                )
 
     def _reads_inexact(self, name: str, computed: int) -> bool:
         found = False
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             window = getattr(group.kv_cache_spec, "sliding_window", None)
-            blocks, offsets, values = self._places(name, group_id, max(0, computed - (window - 1)) if window else 0, computed)
+            blocks, offsets, values = self._places(
+                name, group_id, max(0, computed - (window - 1)) if window else 0, computed
+            )
             kept = blocks != 0
             for layer in group.layer_names:
-                rows = self._cells(layer)[blocks[kept], :, offsets[kept], :] ^ (values[kept] ^ _layer_of(layer))[:, None, None]
-                assert np.isin(rows, (0, INEXACT)).all(), f"{name}: neither exact nor our own approximation"
+                rows = (
+                    self._cells(layer)[blocks[kept], :, offsets[kept], :]
+                    ^ (values[kept] ^ _layer_of(layer))[:, None, None]
+                )
+                assert np.isin(rows, (0, INEXACT)).all(), (
+                    f"{name}: neither exact nor our own approximation"
+                )
                 found |= bool(rows.any())
         return found
 
@@ -62,7 +74,10 @@ def approximate(server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
     made = []
 
     def install(*_: Any) -> Any:
-        raise compat.Unsupported("the harness has no layers that could decode sparsely; its engines only say that they do")
+        raise compat.Unsupported(
+            "the harness has no layers that could decode sparsely; its engines only say that "
+            "they do"
+        )
 
     monkeypatch.setattr(connector, "install", install)
 
@@ -77,7 +92,9 @@ def approximate(server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("model", [full_model, *HYBRIDS])
-def test_what_was_decoded_sparsely_is_not_found_by_dense_engines(approximate: Any, engine: Any, model: Any) -> None:
+def test_what_was_decoded_sparsely_is_not_found_by_dense_engines(
+    approximate: Any, engine: Any, model: Any
+) -> None:
     sparse, first = approximate(specs=model()), prompt(1, 200)
     answer, _ = sparse.generate("a", first, 150)
     sparse.generate("stores end", prompt(9, 40))
@@ -90,19 +107,25 @@ def test_what_was_decoded_sparsely_is_not_found_by_dense_engines(approximate: An
     assert dense.generate("d", first, 150)[0] == answer
 
 
-def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_context_too(approximate: Any, engine: Any) -> None:
+def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_context_too(
+    approximate: Any, engine: Any
+) -> None:
     sparse = approximate()
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     sparse.generate("b", prompt(2, 330), 1)
     sparse.generate("stores end", prompt(9, 40))
     dense = engine()
-    # Rows are sparse from 96 tokens of context on: the token at position 95 is the first that is not exact.
+    # Rows are sparse from 96 tokens of context on: the token at position 95 is the first that is
+    # not exact.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 95 // BLOCK_TOKENS * BLOCK_TOKENS
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
 
-def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(server: Any, engine: Any) -> None:
-    """Both are of one engine, as in vLLM's MultiConnector; the engine decodes sparsely because of the other one."""
+def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
+    server: Any, engine: Any
+) -> None:
+    """Both are of one engine, as in vLLM's MultiConnector; the engine decodes sparsely because of
+    the other one."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
     announce(one.connector._engine_id, names)
@@ -111,14 +134,19 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(server: Any
     one.run()
     one.generate("stores end", prompt(9, 40))
     stored = {block_hash for _, _, block_hash in server.blocks}
-    assert stored.intersection(request.block_hashes) == set(request.block_hashes[: 150 // BLOCK_TOKENS])
+    assert stored.intersection(request.block_hashes) == set(
+        request.block_hashes[: 150 // BLOCK_TOKENS]
+    )
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model, *HYBRIDS[2:]])
 @pytest.mark.parametrize("seed", range(2))
-def test_conversations_in_any_order(approximate: Any, engine: Any, server: Any, pipelined: bool, model: Any, seed: int) -> None:
-    """Turns build on earlier ones, in an engine with few blocks (preemption, eviction) and in dense ones."""
+def test_conversations_in_any_order(
+    approximate: Any, engine: Any, server: Any, pipelined: bool, model: Any, seed: int
+) -> None:
+    """Turns build on earlier ones, in an engine with few blocks (preemption, eviction) and in dense
+    ones."""
     dice = random.Random(seed)
     sparse = approximate(specs=model(), pipelined=pipelined, blocks=40, max_tokens_per_step=128)
     dense = [engine(specs=model(), pipelined=pipelined) for _ in range(2)]
@@ -133,7 +161,11 @@ def test_conversations_in_any_order(approximate: Any, engine: Any, server: Any, 
             sparse.abort(f"{turn}-{talks[0]}")
         sparse.run()
         for talk in talks:
-            contexts[talk] = contexts[talk] + sparse.outputs[f"{turn}-{talk}"] + prompt(dice.randrange(9), dice.randrange(1, 40))
+            contexts[talk] = (
+                contexts[talk]
+                + sparse.outputs[f"{turn}-{talk}"]
+                + prompt(dice.randrange(9), dice.randrange(1, 40))
+            )
             if len(contexts[talk]) > 400:
                 contexts[talk] = prompt(dice.randrange(3, 9), 50)
         if dice.random() < 0.3:
@@ -148,7 +180,7 @@ def test_conversations_in_any_order(approximate: Any, engine: Any, server: Any, 
     assert sum(one.counters.get("hit_requests", 0) for one in dense) > 3
 
 
-# ---------------------------------------------------------------------------------------------------------------- the class
+# ---------------------------------------------------------------------------------------- the class
 
 
 def test_nothing_is_watched_without_need() -> None:
@@ -159,18 +191,30 @@ def test_nothing_is_watched_without_need() -> None:
     assert one.exact_tokens("any") == EVERYTHING
 
 
-def output(scheduled: dict[str, tuple[int, int]], tables: dict[str, Any], new: Any = (), resumed: Any = (), copies: Any = ()) -> Any:
+def output(
+    scheduled: dict[str, tuple[int, int]],
+    tables: dict[str, Any],
+    new: Any = (),
+    resumed: Any = (),
+    copies: Any = (),
+) -> Any:
     """A step: (computed, scheduled) tokens of each request."""
     kind = functools.partial(type, "Output", ())
     return kind(
         {
             "kv_connector_block_state": kind({"get_block_ids": staticmethod(tables.get)})(),
-            "kv_cache_block_copies": [kind({"src_block_id": a, "dst_block_id": b})() for a, b in copies],
-            "scheduled_new_reqs": [kind({"req_id": name, "num_computed_tokens": scheduled[name][0]})() for name in new],
+            "kv_cache_block_copies": [
+                kind({"src_block_id": a, "dst_block_id": b})() for a, b in copies
+            ],
+            "scheduled_new_reqs": [
+                kind({"req_id": name, "num_computed_tokens": scheduled[name][0]})() for name in new
+            ],
             "scheduled_cached_reqs": kind(
                 {
                     "req_ids": [name for name in scheduled if name not in new],
-                    "num_computed_tokens": [scheduled[name][0] for name in scheduled if name not in new],
+                    "num_computed_tokens": [
+                        scheduled[name][0] for name in scheduled if name not in new
+                    ],
                     "resumed_req_ids": set(resumed),
                 }
             )(),
@@ -187,7 +231,13 @@ def test_marks_follow_hits_copies_and_new_owners() -> None:
     assert one.exact_tokens("a") == 8
     one.ended("a")
     # A hit in the marked block, and one in the block before it.
-    one.step(output({"b": (12, 4), "c": (8, 4)}, {"b": ([1, 2, 3, 4],), "c": ([1, 2, 5],)}, new=["b", "c"]), [4, 5], [])
+    one.step(
+        output(
+            {"b": (12, 4), "c": (8, 4)}, {"b": ([1, 2, 3, 4],), "c": ([1, 2, 5],)}, new=["b", "c"]
+        ),
+        [4, 5],
+        [],
+    )
     assert (one.exact_tokens("b"), one.exact_tokens("c")) == (8, EVERYTHING)
     one.ended("b")
     # Block 4 was computed from block 3; a copy of it into a new block is no better.
@@ -204,7 +254,11 @@ def test_after_distrust_only_new_blocks_are_exact() -> None:
     one.distrust_all()
     one.step(output({"a": (4, 5)}, {"a": ([1, 2, 3],)}), [3], [])
     assert one.exact_tokens("a") == 0
-    one.step(output({"b": (0, 8), "c": (4, 8)}, {"b": ([4, 5],), "c": ([1, 6, 7],)}, new=["b", "c"]), [4, 5, 6, 7], [])
+    one.step(
+        output({"b": (0, 8), "c": (4, 8)}, {"b": ([4, 5],), "c": ([1, 6, 7],)}, new=["b", "c"]),
+        [4, 5, 6, 7],
+        [],
+    )
     assert (one.exact_tokens("b"), one.exact_tokens("c")) == (EVERYTHING, 0)
     # Preempted and computed again, it is exact.
     one.step(output({"a": (0, 12)}, {"a": ([8, 9, 10],)}, resumed=["a"]), [8, 9, 10], [])

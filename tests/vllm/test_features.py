@@ -1,6 +1,8 @@
-"""Features of vLLM beside hotkv, each in a real engine: what an engine that loads answers is what the one that computed answered.
+"""Features of vLLM beside hotkv, each in a real engine: what an engine that loads answers is what
+the one that computed answered.
 
-`plain` computes and stores. `sharing` has vLLM's own prefix cache off, so that whatever it need not compute comes from hotkv.
+`plain` computes and stores. `sharing` has vLLM's own prefix cache off, so that whatever it need not
+compute comes from hotkv.
 """
 
 import json
@@ -23,8 +25,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOLERANCE = 1e-4
 LENGTHS = (100, 257, 500)
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["a"]}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a"],
+}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
 BERT = {
     "architectures": ["BertModel"],
     "model_type": "bert",
@@ -67,10 +78,17 @@ class Starter:
         self._engines = Engines(folder)
 
     def __call__(self, model: Path, **settings: Any) -> EngineProcess:
-        settings = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024} | settings
+        settings = {
+            "load_format": "random",
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 1024,
+        } | settings
         settings |= {"skip_tokenizer_init": not (model / "tokenizer.json").exists()}
         connector = {"weights_identity": str(model), "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
-        return self._engines.start(model, self._daemon.target, connector=connector, driver="feature_driver.py", **settings)
+        return self._engines.start(
+            model, self._daemon.target, connector=connector, driver="feature_driver.py", **settings
+        )
 
     def stop(self) -> None:
         self._engines.stop()
@@ -100,7 +118,10 @@ def pair(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("features")
     starter = Starter(shared_daemon, folder)
     model = write_tokenizer(write_model(folder / "model"))
-    yield Pair(starter(model, enable_prompt_embeds=True), starter(model, enable_prompt_embeds=True, enable_prefix_caching=False))
+    yield Pair(
+        starter(model, enable_prompt_embeds=True),
+        starter(model, enable_prompt_embeds=True, enable_prefix_caching=False),
+    )
     starter.stop()
 
 
@@ -117,7 +138,10 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def clean(engine: EngineProcess) -> bool:
-    return not {"failed_loads", "hook_errors", "refused_blocks", "short_grants"} & engine.ask("stats")["totals"].keys()
+    return (
+        not {"failed_loads", "hook_errors", "refused_blocks", "short_grants"}
+        & engine.ask("stats")["totals"].keys()
+    )
 
 
 def test_prefix_caching_off_still_hits(pair: Pair) -> None:
@@ -129,7 +153,8 @@ def test_prefix_caching_off_still_hits(pair: Pair) -> None:
 
 
 def test_a_request_for_prompt_logprobs_reads_nothing(pair: Pair) -> None:
-    """vLLM computes such prompts whole (`skip_reading_prefix_cache`), as it does with its own cache."""
+    """vLLM computes such prompts whole (`skip_reading_prefix_cache`), as it does with its own
+    cache."""
     batch = requests(32)
     cold, warm = pair.sample(requests=batch, params={"prompt_logprobs": 1})
     assert warm["cached"] == [0, 0, 0] and same(cold, warm)
@@ -161,22 +186,42 @@ def test_several_samples_and_beams(pair: Pair) -> None:
     assert len(cold["tokens"]) == 3 and len({tuple(tokens) for tokens in cold["tokens"]}) == 3
     assert warm["cached"] == [288] and same(cold, warm)
     before = pair.sharing.ask("stats")["totals"]["hit_tokens"]
-    beams = [engine.ask("beam", tokens=batch[0]["tokens"], width=3, max_tokens=4) for engine in (pair.plain, pair.sharing)]
-    assert beams[0]["tokens"] == beams[1]["tokens"] and beams[0]["scores"] == pytest.approx(beams[1]["scores"], abs=TOLERANCE)
+    beams = [
+        engine.ask("beam", tokens=batch[0]["tokens"], width=3, max_tokens=4)
+        for engine in (pair.plain, pair.sharing)
+    ]
+    assert beams[0]["tokens"] == beams[1]["tokens"] and beams[0]["scores"] == pytest.approx(
+        beams[1]["scores"], abs=TOLERANCE
+    )
     assert pair.sharing.ask("stats")["totals"]["hit_tokens"] - before >= 4 * 288
 
 
 def test_structured_answers_and_stop_strings(pair: Pair) -> None:
     batch = requests(35, (200, 300))
-    cold, warm = pair.sample(requests=batch, structured={"json": SCHEMA}, params={"max_tokens": 100})
+    cold, warm = pair.sample(
+        requests=batch, structured={"json": SCHEMA}, params={"max_tokens": 100}
+    )
     assert [json.loads(text).keys() for text in cold["text"]] == [{"a"}, {"a"}]
     assert warm["cached"] == hits(batch) and warm["text"] == cold["text"] and same(cold, warm)
-    chosen = [engine.ask("sample", requests=batch, structured={"choice": ["yes", "no"]}) for engine in (pair.plain, pair.sharing)]
-    assert chosen[0]["text"] == chosen[1]["text"] and set(chosen[0]["text"]) <= {"yes", "no"} and same(*chosen)
+    chosen = [
+        engine.ask("sample", requests=batch, structured={"choice": ["yes", "no"]})
+        for engine in (pair.plain, pair.sharing)
+    ]
+    assert (
+        chosen[0]["text"] == chosen[1]["text"]
+        and set(chosen[0]["text"]) <= {"yes", "no"}
+        and same(*chosen)
+    )
     free = pair.plain.ask("sample", requests=batch, params={"max_tokens": 40})["text"][1]
-    cold, warm = (e.ask("sample", requests=batch[1:], params={"max_tokens": 40, "stop": free[20:23]}) for e in (pair.plain, pair.sharing))
+    cold, warm = (
+        e.ask("sample", requests=batch[1:], params={"max_tokens": 40, "stop": free[20:23]})
+        for e in (pair.plain, pair.sharing)
+    )
     assert warm["cached"] == [288] and same(cold, warm)
-    assert warm["finish"] == cold["finish"] == [["stop", free[20:23]]] and warm["text"][0] == free[: free.index(free[20:23])]
+    assert (
+        warm["finish"] == cold["finish"] == [["stop", free[20:23]]]
+        and warm["text"][0] == free[: free.index(free[20:23])]
+    )
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp"])
@@ -185,7 +230,9 @@ def test_drafters(start: Starter, tmp_path: Path, method: str) -> None:
     model = write_model(tmp_path / "model", "two_windows" if method == "mtp" else "llama")
     if method == "mtp":
         config = model / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1})
+        )
     else:
         speculative["model"] = str(write_model(tmp_path / "drafter", "eagle"))
     engine = start(model, speculative_config=speculative)
@@ -196,20 +243,27 @@ def test_drafters(start: Starter, tmp_path: Path, method: str) -> None:
     engine.ask("reset")
     warm = engine.ask("sample", requests=batch, params={"max_tokens": 40})
     # A drafter's KV of a token depends on the token after it, so the last block is computed again.
-    assert warm["cached"] == [max(0, length // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS) for length in LENGTHS]
+    assert warm["cached"] == [
+        max(0, length // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS) for length in LENGTHS
+    ]
     assert same(cold, warm) and engine.ask("drafted")["tokens"] > 0 and clean(engine)
 
 
 def test_asynchronous_scheduling_in_cpu_engines(tmp_path: Path) -> None:
-    """vLLM itself turns it off there, and refuses it with ngram drafts; drafts with it run in `test_async_drafts`."""
+    """vLLM itself turns it off there, and refuses it with ngram drafts; drafts with it run in
+    `test_async_drafts`."""
     settings = engine_args(write_model(tmp_path / "model"), async_scheduling=True)
     assert EngineArgs(**settings).create_engine_config().scheduler_config.async_scheduling is False
-    with pytest.raises(ValueError, match="async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU"):
+    with pytest.raises(
+        ValueError, match="async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU"
+    ):
         EngineArgs(**settings, speculative_config=NGRAM).create_engine_config()
 
 
 def test_vectors_of_a_decoder_are_equal_after_a_hit(start: Starter, tmp_path: Path) -> None:
-    engine = start(write_tokenizer(write_model(tmp_path / "model")), runner="pooling", convert="embed")
+    engine = start(
+        write_tokenizer(write_model(tmp_path / "model")), runner="pooling", convert="embed"
+    )
     batch = requests(37)
     cold = engine.ask("embed", requests=batch)
     until_s = time.monotonic() + 20
@@ -228,16 +282,29 @@ def test_encoders_have_nothing_to_share(start: Starter, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(BERT))
     engine = start(write_tokenizer(model), runner="pooling", max_model_len=512)
     assert engine.ask("embed", requests=requests(39, (100,)))["cached"] == [0]
-    assert "hotkv is off: the model has no KV cache group that prefix caching could use" in engine.log()
+    assert (
+        "hotkv is off: the model has no KV cache group that prefix caching could use"
+        in engine.log()
+    )
 
 
 def test_vllm_itself_refuses_encoder_decoders(start: Starter, tmp_path: Path) -> None:
     model = write_model(tmp_path / "whisper")
     (model / "config.json").write_text(json.dumps(WHISPER))
-    sound = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 80, "chunk_length": 2, "n_samples": 32000}
-    (model / "preprocessor_config.json").write_text(json.dumps(sound | {"nb_max_frames": 200, "processor_class": "WhisperProcessor"}))
+    sound = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": 80,
+        "chunk_length": 2,
+        "n_samples": 32000,
+    }
+    (model / "preprocessor_config.json").write_text(
+        json.dumps(sound | {"nb_max_frames": 200, "processor_class": "WhisperProcessor"})
+    )
     engine = start(write_tokenizer(model), max_model_len=256)
-    with pytest.raises(AssertionError, match="Encoder-decoder models are not currently supported with KV connectors"):
+    with pytest.raises(
+        AssertionError,
+        match="Encoder-decoder models are not currently supported with KV connectors",
+    ):
         engine.ready()
 
 
@@ -252,20 +319,31 @@ def test_pictures_meet_only_where_they_are_equal(start: Starter, tmp_path: Path)
     batch = [picture(tokens, seed) for seed in (1, 2)]
     cold = [engine.ask("sample", requests=[request]) for request in batch]
     # Before the picture both are the same block.
-    assert [answer["cached"] for answer in cold] == [[0], [32]] and difference(*cold) > 20 * TOLERANCE
+    assert [answer["cached"] for answer in cold] == [[0], [32]] and difference(
+        *cold
+    ) > 20 * TOLERANCE
     settled(engine)
     engine.ask("reset")
     warm = [engine.ask("sample", requests=[request]) for request in batch]
-    assert [answer["cached"] for answer in warm] == [[192], [192]] and all(same(*both) for both in zip(cold, warm, strict=True))
+    assert [answer["cached"] for answer in warm] == [[192], [192]] and all(
+        same(*both) for both in zip(cold, warm, strict=True)
+    )
     assert engine.ask("stats")["totals"]["loads"] == 2 and clean(engine)
 
 
-def test_pictures_that_vllm_names_by_a_counter_are_not_shared(start: Starter, tmp_path: Path) -> None:
+def test_pictures_that_vllm_names_by_a_counter_are_not_shared(
+    start: Starter, tmp_path: Path
+) -> None:
     """Another engine's first picture would bear the same name as this one's."""
-    engine = start(write_vision_model(tmp_path / "model"), mm_processor_cache_gb=0, enable_prefix_caching=False)
+    engine = start(
+        write_vision_model(tmp_path / "model"), mm_processor_cache_gb=0, enable_prefix_caching=False
+    )
     (tokens,) = prompts(40, (200,))
     engine.ask("sample", requests=[picture(tokens, 1)])
-    assert "stored_blocks" not in settled(engine) and "requests with images or other media do not use the shared cache" in engine.log()
+    assert (
+        "stored_blocks" not in settled(engine)
+        and "requests with images or other media do not use the shared cache" in engine.log()
+    )
     text = requests(41, (200,))
     engine.ask("sample", requests=text)
     settled(engine)
@@ -274,7 +352,8 @@ def test_pictures_that_vllm_names_by_a_counter_are_not_shared(start: Starter, tm
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_urgent_requests_preempt_others(engine: Any, server: Any, pipelined: bool) -> None:
-    """Priority scheduling, with the model that checks every value: low ones lose their blocks to urgent ones that hit."""
+    """Priority scheduling, with the model that checks every value: low ones lose their blocks to
+    urgent ones that hit."""
     from tests.vllm.harness import prompt
 
     filled, _ = engine(blocks=64).generate("first", prompt(1, 200), 30)
@@ -286,6 +365,12 @@ def test_urgent_requests_preempt_others(engine: Any, server: Any, pipelined: boo
     one.add("urgent", prompt(1, 200), 30, priority=0)
     one.run()
     assert one.preemptions > 0 and one.outputs["urgent"] == filled and one.external["urgent"] == 192
-    assert all(len(one.outputs[f"low{index}"]) == 140 for index in range(3)) and "hook_errors" not in one.counters
+    assert (
+        all(len(one.outputs[f"low{index}"]) == 140 for index in range(3))
+        and "hook_errors" not in one.counters
+    )
     one.drop_local()
-    assert all(one.generate(f"again{index}", prompt(2 + index, 60), 140)[0] == one.outputs[f"low{index}"] for index in range(3))
+    assert all(
+        one.generate(f"again{index}", prompt(2 + index, 60), 140)[0] == one.outputs[f"low{index}"]
+        for index in range(3)
+    )

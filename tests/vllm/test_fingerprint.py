@@ -1,4 +1,5 @@
-"""Which settings keep engines apart: all of vLLM's but the listed harmless ones, walked as this version's classes have them."""
+"""Which settings keep engines apart: all of vLLM's but the listed harmless ones, walked as this
+version's classes have them."""
 
 import copy
 import dataclasses
@@ -39,13 +40,15 @@ def harmless_fields(value: Any) -> set[str]:
     return {name for kind in type(value).__mro__ for name in HARMLESS.get(kind.__name__, ())}
 
 
-# ------------------------------------------------------------------------------------------------------- the allow-list
+# ----------------------------------------------------------------------------------- the allow-list
 
 
 def test_every_name_of_the_allow_list_is_a_field_of_its_class() -> None:
     specs = {"KVCacheSpec": FullAttentionSpec, "MambaSpec": MambaSpec}
     for name, harmless in HARMLESS.items():
-        kinds = [specs["KVCacheSpec"], specs["MambaSpec"]] if name == "KVCacheSpec" else [CLASSES[name]]
+        kinds = (
+            [specs["KVCacheSpec"], specs["MambaSpec"]] if name == "KVCacheSpec" else [CLASSES[name]]
+        )
         fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
         assert harmless <= fields, (name, sorted(harmless - fields))
 
@@ -74,7 +77,8 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
             at = getattr(at, name)
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
-            # These objects are read to find out which model and which groups there are; values of no type do not fit.
+            # These objects are read to find out which model and which groups there are; values of
+            # no type do not fit.
             if path + field.name in ("model_config", "cache_config", "speculative_config"):
                 continue
             value.__dict__[field.name] = Changed()
@@ -90,7 +94,9 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
 
 def test_a_field_that_a_later_version_adds_is_in_the_key_space(config: Any) -> None:
     kind = type(config.cache_config)
-    later = dataclasses.make_dataclass("CacheConfig", [("kv_rounding", str, "nearest")], bases=(kind,))
+    later = dataclasses.make_dataclass(
+        "CacheConfig", [("kv_rounding", str, "nearest")], bases=(kind,)
+    )
     before = key_space_factors(config, SPEC)
     changed = copy.copy(config)
     for rounding in ("nearest", "stochastic"):
@@ -117,14 +123,24 @@ def test_fields_of_each_kind_of_layer_but_outer_strides_are_in_the_key_space(con
         for field in dataclasses.fields(spec):
             other = copy.copy(spec)
             other.__dict__[field.name] = Changed()
-            equal = key_space_factors(config, {"a": spec}) == key_space_factors(config, {"a": other})
+            equal = key_space_factors(config, {"a": spec}) == key_space_factors(
+                config, {"a": other}
+            )
             assert equal == (field.name in HARMLESS["KVCacheSpec"]), field.name
-    assert key_space_factors(config, {"a": mamba, "b": full_spec()}) != key_space_factors(config, {"b": mamba, "a": full_spec()})
+    assert key_space_factors(config, {"a": mamba, "b": full_spec()}) != key_space_factors(
+        config, {"b": mamba, "a": full_spec()}
+    )
 
 
-def test_variables_that_are_not_known_to_be_harmless_keep_engines_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_are_not_known_to_be_harmless_keep_engines_apart(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = key_space_factors(config, SPEC)
-    for name in HARMLESS_ENVIRONMENT & {"VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_DP_RANK", "VLLM_LOG_BATCHSIZE_INTERVAL"}:
+    for name in HARMLESS_ENVIRONMENT & {
+        "VLLM_ENGINE_READY_TIMEOUT_S",
+        "VLLM_DP_RANK",
+        "VLLM_LOG_BATCHSIZE_INTERVAL",
+    }:
         with monkeypatch.context() as patch:
             patch.setenv(name, "3")
             assert key_space_factors(config, SPEC) == before, name
@@ -132,7 +148,9 @@ def test_variables_that_are_not_known_to_be_harmless_keep_engines_apart(config: 
     assert key_space_factors(config, SPEC) != before
 
 
-def test_the_version_of_vllm_is_in_the_key_space(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_of_vllm_is_in_the_key_space(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = key_space_factors(config, SPEC)
     monkeypatch.setattr("hotkv_vllm.versions.VERSION", "0.33.0")
     assert key_space_factors(config, SPEC) != before
@@ -147,16 +165,23 @@ def test_what_is_canonical_has_no_address_and_no_order() -> None:
     two = Plain(c=object(), b={"y": torch.bfloat16, "x": 1}, a={2, 3, 1})
     assert digest(one) == digest(two) and "0x" not in json.dumps(canonical(one))
     assert digest(Plain(a=torch.float16)) != digest(Plain(a=torch.bfloat16))
-    assert digest({1: 2}) != digest({"1": 2}) and digest(1) != digest("1") and digest([1]) != digest(1) and digest(True) != digest(1)
+    assert (
+        digest({1: 2}) != digest({"1": 2})
+        and digest(1) != digest("1")
+        and digest([1]) != digest(1)
+        and digest(True) != digest(1)
+    )
     loop = Plain()
     loop.itself = loop  # type: ignore[attr-defined]
     assert digest(loop) == digest(loop)
 
 
-# --------------------------------------------------------------------------------------------- what was found to be missing
+# --------------------------------------------------------------------- what was found to be missing
 
 
-def spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *settings: dict[str, Any]) -> list[bytes]:
+def spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *settings: dict[str, Any]
+) -> list[bytes]:
     """Fingerprints of engines with these settings."""
     engines = [Engine(FakeServer(), tmp_path / "model", monkeypatch, **more) for more in settings]
     found = [one.connector._scheduler.session.config.key_space.fingerprint for one in engines]
@@ -172,19 +197,36 @@ def spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *settings: dict[str,
         {"mamba_cache_dtype": "float16"},
         {"kv_cache_dtype_skip_layers": ["1"]},
         {"max_model_len": 256},
-        {"specs": {f"layer.{i}": replace(full_spec(), dtype=torch.bfloat16 if i == 1 else torch.float16) for i in range(2)}},
+        {
+            "specs": {
+                f"layer.{i}": replace(
+                    full_spec(), dtype=torch.bfloat16 if i == 1 else torch.float16
+                )
+                for i in range(2)
+            }
+        },
         {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}},
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_settings_that_change_kv_change_the_key_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+def test_settings_that_change_kv_change_the_key_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
     one, two, again = spaces(tmp_path, monkeypatch, {}, settings, settings)
     assert one != two and two == again
 
 
-def test_layers_that_change_places_change_the_key_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_change_places_change_the_key_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Page formats and sizes are equal: only which layer is which differs."""
-    mixed = [{f"layer.{i}": replace(full_spec(), dtype=torch.bfloat16 if i == odd else torch.float16) for i in range(4)} for odd in (1, 2)]
+    mixed = [
+        {
+            f"layer.{i}": replace(full_spec(), dtype=torch.bfloat16 if i == odd else torch.float16)
+            for i in range(4)
+        }
+        for odd in (1, 2)
+    ]
     one, two = spaces(tmp_path, monkeypatch, *({"specs": specs} for specs in mixed))
     assert one != two
 
@@ -202,7 +244,13 @@ def test_layers_that_change_places_change_the_key_space(tmp_path: Path, monkeypa
         {"served_model_name": "other"},
         {"seed": 0, "async_scheduling": False},
         {"extra": {"lookup_timeout_s": 1.0, "max_load_retries": 2}},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 3,
+            }
+        },
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -213,7 +261,9 @@ def test_settings_that_do_not_change_kv_keep_the_key_space(
     assert one == two
 
 
-def test_the_same_weights_in_another_folder_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_weights_in_another_folder_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (one,) = spaces(tmp_path / "here", monkeypatch, {})
     (two,) = spaces(tmp_path / "there" / "under-another-name", monkeypatch, {})
     assert one == two
@@ -224,8 +274,17 @@ def test_longrope_chooses_its_factors_by_max_model_len(tmp_path: Path) -> None:
     folder = tmp_path / "phi"
     folder.mkdir()
     longrope = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
-    described = {**COMMON, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_hidden_layers": 2}
-    described |= {"max_position_embeddings": 1024, "original_max_position_embeddings": 256, "rope_scaling": longrope}
+    described = {
+        **COMMON,
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "num_hidden_layers": 2,
+    }
+    described |= {
+        "max_position_embeddings": 1024,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": longrope,
+    }
     (folder / "config.json").write_text(json.dumps(described))
     configs = [
         EngineArgs(
@@ -246,7 +305,11 @@ def test_what_a_processor_makes_of_an_image_is_in_the_key_space(config: Any) -> 
     changed = [copy.copy(config) for _ in range(3)]
     for one, multimodal in zip(
         changed,
-        (MultiModalConfig(), MultiModalConfig(mm_processor_kwargs={"max_pixels": 100}), MultiModalConfig(mm_processor_cache_gb=1)),
+        (
+            MultiModalConfig(),
+            MultiModalConfig(mm_processor_kwargs={"max_pixels": 100}),
+            MultiModalConfig(mm_processor_cache_gb=1),
+        ),
         strict=True,
     ):
         one.__dict__["model_config"] = copy.copy(config.model_config)
@@ -277,11 +340,16 @@ def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(co
     draft.__dict__["seed"] = 7
     assert key_space_factors(with_draft("ngram", None), SPEC) == key_space_factors(config, SPEC)
     assert key_space_factors(with_draft("eagle", draft), SPEC) != key_space_factors(config, SPEC)
-    identities = [compat.weights_identity(one) for one in (config, with_draft("ngram", None), with_draft("eagle", draft))]
+    identities = [
+        compat.weights_identity(one)
+        for one in (config, with_draft("ngram", None), with_draft("eagle", draft))
+    ]
     assert identities[0] == identities[1] != identities[2]
 
 
-def test_an_engine_that_finds_its_own_scales_runs_without_the_cache(config: Any, tmp_path: Path) -> None:
+def test_an_engine_that_finds_its_own_scales_runs_without_the_cache(
+    config: Any, tmp_path: Path
+) -> None:
     """vLLM 0.32 has no such setting any more; where a version has it, its KV is this run's own."""
     changed = copy.copy(config)
     changed.__dict__["cache_config"] = copy.copy(config.cache_config)

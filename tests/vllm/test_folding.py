@@ -13,12 +13,21 @@ from hotkv_vllm.layout import LayerPages, _folded, _page_tensor
 NUM_BLOCKS = 4
 
 
-def pages(bases: list[int], *, run: int = 8, dims: tuple[tuple[int, int], ...] = (), block_stride: int = 1024) -> list[LayerPages]:
-    return [LayerPages(f"layer{n}", "kv", base, block_stride, run, dims) for n, base in enumerate(bases)]
+def pages(
+    bases: list[int],
+    *,
+    run: int = 8,
+    dims: tuple[tuple[int, int], ...] = (),
+    block_stride: int = 1024,
+) -> list[LayerPages]:
+    return [
+        LayerPages(f"layer{n}", "kv", base, block_stride, run, dims) for n, base in enumerate(bases)
+    ]
 
 
 def check(layers: list[LayerPages], names: list[list[str]]) -> None:
-    """Layers are folded so; what comes of it is a valid layout of the same bytes, in the same order."""
+    """Layers are folded so; what comes of it is a valid layout of the same bytes, in the same
+    order."""
     folded = _folded(layers)
     assert [[layer.name for layer in run] for run in folded] == names
     tensors, offset = [], 0
@@ -28,9 +37,17 @@ def check(layers: list[LayerPages], names: list[list[str]]) -> None:
     num_bytes = max(layer.base for layer in layers) + NUM_BLOCKS * 1024
     layout = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", num_bytes),), tuple(tensors))
     layout.validate((GroupSpec(GroupKind.FULL_ATTENTION, 16, (offset,)),))
-    alone = [PageTensor(0, "kv", layer.base, layer.block_stride, layer.run, 0, layer.dims) for layer in layers]
+    alone = [
+        PageTensor(0, "kv", layer.base, layer.block_stride, layer.run, 0, layer.dims)
+        for layer in layers
+    ]
     expected = np.concatenate([tensor.base_offset_bytes + tensor.run_offsets() for tensor in alone])
-    assert np.concatenate([tensor.base_offset_bytes + tensor.run_offsets() for tensor in tensors]).tolist() == expected.tolist()
+    assert (
+        np.concatenate(
+            [tensor.base_offset_bytes + tensor.run_offsets() for tensor in tensors]
+        ).tolist()
+        == expected.tolist()
+    )
 
 
 def test_layers_at_equal_distances_are_one_tensor() -> None:
@@ -39,7 +56,8 @@ def test_layers_at_equal_distances_are_one_tensor() -> None:
 
 
 def test_interleaved_layers_are_not() -> None:
-    """The runs of each lie between those of the other; a tensor whose layers step over less than a layer would overlap itself."""
+    """The runs of each lie between those of the other; a tensor whose layers step over less than a
+    layer would overlap itself."""
     check(pages([0, 8], dims=((4, 16),)), [["layer0"], ["layer1"]])
     check(pages([0, 8, 16, 24], dims=((2, 32),)), [["layer0"], ["layer1"], ["layer2"], ["layer3"]])
     # Layers 0 and 2 could share a tensor, and don't, as they are no neighbours.
@@ -53,7 +71,9 @@ def test_layers_that_touch_are_folded_and_those_that_overlap_by_a_byte_are_not()
 
 
 @pytest.mark.parametrize(
-    "bases", [[0, 8, 24], [0, 16, 24], [16, 8, 0], [0, 8, 8]], ids=["wider", "narrower", "backwards", "twice the same place"]
+    "bases",
+    [[0, 8, 24], [0, 16, 24], [16, 8, 0], [0, 8, 8]],
+    ids=["wider", "narrower", "backwards", "twice the same place"],
 )
 def test_other_distances_begin_another_tensor(bases: list[int]) -> None:
     layers = pages(bases)

@@ -1,7 +1,8 @@
 """Each hook of the connector, broken in every function that it calls, once and on every call.
 
-Over the harness, which checks each value that attention reads: no fault reaches vLLM, every request is answered and right, no engine is
-served wrong KV, and once the fault is gone nothing is left behind. The hooks come from vLLM's class, so a hook that is added is tested.
+Over the harness, which checks each value that attention reads: no fault reaches vLLM, every request
+is answered and right, no engine is served wrong KV, and once the fault is gone nothing is left
+behind. The hooks come from vLLM's class, so a hook that is added is tested.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from tests.vllm.harness import Engine, prompt
 OVERRIDDEN = [
     name
     for name, member in vars(HotKVConnector).items()
-    if not name.startswith("_") and any(hasattr(base, name) for base in (KVConnectorBase_V1, SupportsHMA))
+    if not name.startswith("_")
+    and any(hasattr(base, name) for base in (KVConnectorBase_V1, SupportsHMA))
 ]
 AT_START = {
     "register_kv_caches",
@@ -41,13 +43,22 @@ OF_METRICS = {"build_kv_connector_stats", "build_prom_metrics"}
 FORWARDS = {"request_finished": {"request_finished_all_groups"}}
 """Hooks that only call another one."""
 DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer", "requires_kv_delivery"}
-IN_STEPS = sorted(set(FALLBACKS) - AT_START - AT_SLEEP - AT_END - OF_METRICS - {"_install_sparse", "_tell_reporter", "_plan_sparse"})
+IN_STEPS = sorted(
+    set(FALLBACKS)
+    - AT_START
+    - AT_SLEEP
+    - AT_END
+    - OF_METRICS
+    - {"_install_sparse", "_tell_reporter", "_plan_sparse"}
+)
 FIRST, SECOND, THIRD = prompt(1, 200), prompt(2, 400), prompt(3, 100)
 
 
 def _code(name: str) -> Any:
     member = vars(HotKVConnector)[name]
-    return (member.fget if isinstance(member, property) else getattr(member, "__func__", member)).__code__
+    return (
+        member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    ).__code__
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -75,7 +86,10 @@ class Bench:
         }
 
     def new(self) -> Engine:
-        return self.make(blocks=22, extra={"store_timeout_s": 0.01, "flush_timeout_s": 0.0, "load_timeout_s": 60.0})
+        return self.make(
+            blocks=22,
+            extra={"store_timeout_s": 0.01, "flush_timeout_s": 0.0, "load_timeout_s": 60.0},
+        )
 
     def renew(self) -> None:
         """After a failure, so that the next fault is judged alone."""
@@ -85,11 +99,13 @@ class Bench:
         self.one = self.new()
 
     def traffic(self) -> None:
-        """Hits, misses, failed and hung loads, aborts, stores that are in flight when their blocks are given away, a reset."""
+        """Hits, misses, failed and hung loads, aborts, stores that are in flight when their blocks
+        are given away, a reset."""
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()
-        # Stores that read blocks of the next requests, and are answered when these have filled them.
+        # Stores that read blocks of the next requests, and are answered when these have filled
+        # them.
         server.hold, server.ack_cancels = {"store"}, True
         one.add(name("a"), FIRST, 2)
         one.run(300)
@@ -102,7 +118,8 @@ class Bench:
         one.run(300)
         server.hold = set()
         server.settle()
-        # A hit, a load that fails, one that is aborted, and one that hangs until its blocks are held back.
+        # A hit, a load that fails, one that is aborted, and one that hangs until its blocks are
+        # held back.
         one.add(name("a2"), FIRST, 2)
         one.run(300)
         self.forget_local()
@@ -145,7 +162,8 @@ class Bench:
         assert len(self.one.outputs[self.name("x")]) == 3
 
     def afterwards(self) -> None:
-        """The fault is gone. The other engine, and this one, hit what was stored; nothing is left of the requests before."""
+        """The fault is gone. The other engine, and this one, hit what was stored; nothing is left
+        of the requests before."""
         one, two = self.one, self.two
         two.drop_local()
         for request, tokens, count in (("a", FIRST, 2), ("b", SECOND, 2), ("c", THIRD, 6)):
@@ -165,7 +183,12 @@ class Bench:
         assert not side._requests and not side._loads and not side._abandoned and not side._cancel
         assert not side.planner._in_flight and not side.planner._reading and not side.planner._bytes
         assert not side.holds.loading and not side.holds._held and side._links.are_complete
-        assert not worker._stores and not len(worker._loads) and not worker._loads._hung and not worker._loads._failed
+        assert (
+            not worker._stores
+            and not len(worker._loads)
+            and not worker._loads._hung
+            and not worker._loads._failed
+        )
         assert not self.server.leases and not self.server.held
 
 
@@ -212,15 +235,26 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
     """Each hook is called, and the paths that matter most are taken."""
     assert not [hook for hook in IN_STEPS if not calls[hook] and hook not in ("_rows_of",)]
     taken = {one.__qualname__ for called in calls.values() for one in called}
-    assert taken >= {"HotKVWorker._take_back", "Loads.give_up", "HeldBlocks.overdue", "HitFinder.load_failed", "CacheReset.begin"}
+    assert taken >= {
+        "HotKVWorker._take_back",
+        "Loads.give_up",
+        "HeldBlocks.overdue",
+        "HitFinder.load_failed",
+        "CacheReset.begin",
+    }
     counted = bench.one.counters
-    assert all(counted.get(name) for name in ("loads", "failed_loads", "hung_loads", "flushes", "stored_blocks", "resets")), counted
+    assert all(
+        counted.get(name)
+        for name in ("loads", "failed_loads", "hung_loads", "flushes", "stored_blocks", "resets")
+    ), counted
     assert not counted.get("hook_errors")
 
 
 @pytest.mark.parametrize("only_once", [True, False], ids=["once", "always"])
 @pytest.mark.parametrize("hook", IN_STEPS)
-def test_a_broken_hook(bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool) -> None:
+def test_a_broken_hook(
+    bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool
+) -> None:
     num_strikes = 0
     for function in calls[hook]:
         bench.count += 1
@@ -233,14 +267,20 @@ def test_a_broken_hook(bench: Bench, calls: dict[str, list[FunctionType]], hook:
                 # Leases that can't be given back run out; the double has no clock.
                 bench.server.leases.clear()
             bench.judge()
-            with lost_reports_are_noticed() if function.__qualname__ == "StorePlanner.account" else contextlib.nullcontext():
+            with (
+                lost_reports_are_noticed()
+                if function.__qualname__ == "StorePlanner.account"
+                else contextlib.nullcontext()
+            ):
                 bench.one.generate(bench.name("begin"), prompt(9, 10), 3)
             bench.afterwards()
             if function.__name__ == hook:
                 assert bench.one.counters["hook_errors"] > num_errors
         except Exception as error:
             bench.renew()
-            raise AssertionError(f"{hook}: {function.__qualname__} broken: {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"{hook}: {function.__qualname__} broken: {type(error).__name__}: {error}"
+            ) from error
     assert num_strikes or not calls[hook]
 
 
@@ -262,7 +302,7 @@ def lost_reports_are_noticed() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------------ start, end, metrics
+# ------------------------------------------------------------------------------ start, end, metrics
 
 
 def starting_functions(make: Callable[[], Engine]) -> dict[str, list[FunctionType]]:
@@ -331,7 +371,10 @@ def test_shutdown_breaks(bench: Bench) -> None:
 def test_hooks_of_the_class_break(bench: Bench) -> None:
     for name in ("get_required_kvcache_layout", "build_kv_connector_stats", "build_prom_metrics"):
         member = inspect.unwrap(getattr(HotKVConnector, name))
-        arguments = {"build_kv_connector_stats": ({"loads": 1},), "build_prom_metrics": (bench.one.vllm_config, METRICS, [], {0: []})}
+        arguments = {
+            "build_kv_connector_stats": ({"loads": 1},),
+            "build_prom_metrics": (bench.one.vllm_config, METRICS, [], {0: []}),
+        }
         with broken(member) as fault:
             answer = getattr(HotKVConnector, name)(*arguments.get(name, (bench.one.vllm_config,)))
         assert fault.strikes == 1

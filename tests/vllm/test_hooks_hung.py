@@ -1,4 +1,5 @@
-"""Servers that hang in the middle of a load, and workers without a session: requests are answered, and no late write reaches anybody."""
+"""Servers that hang in the middle of a load, and workers without a session: requests are answered,
+and no late write reaches anybody."""
 
 import logging
 import os
@@ -37,7 +38,8 @@ def free_blocks(one: Any) -> int:
 
 
 def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
-    """A request whose load the server neither finishes nor ends; returns the load, and how it is finished late."""
+    """A request whose load the server neither finishes nor ends; returns the load, and how it is
+    finished late."""
     server.hold, server.ack_cancels = {"load"}, False
     one.add(name, PROMPT, max_tokens)
     while not server.held:
@@ -50,16 +52,23 @@ def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
-def test_the_request_is_answered_and_late_writes_reach_nobody(engine: Any, server: Any, model: Any, pipelined: bool) -> None:
+def test_the_request_is_answered_and_late_writes_reach_nobody(
+    engine: Any, server: Any, model: Any, pipelined: bool
+) -> None:
     answer = engine(specs=model()).generate("first", PROMPT, 4)[0]
     one = engine(specs=model(), pipelined=pipelined, extra={"load_timeout_s": 0.0})
     before = free_blocks(one)
     future, act = hang(one, server)
     one.run(100)
-    assert one.outputs["a"] == answer and one.counters["hung_loads"] == 1 and one.counters["failed_loads"] == 1
+    assert (
+        one.outputs["a"] == answer
+        and one.counters["hung_loads"] == 1
+        and one.counters["failed_loads"] == 1
+    )
     held = before - free_blocks(one)
     assert held == one.connector._scheduler.holds.num_blocks >= 6
-    # Other requests fill all other blocks while the server goes on after all; the harness checks what they read.
+    # Other requests fill all other blocks while the server goes on after all; the harness checks
+    # what they read.
     for index in range(4):
         one.add(f"b{index}", prompt(20 + index, 400), 20)
     for step in range(60):
@@ -88,7 +97,9 @@ def test_an_aborted_request_does_not_stay_for_a_hung_server(engine: Any, server:
 
 
 @pytest.mark.parametrize("way", ["pause", "sleep"])
-def test_an_engine_pauses_and_sleeps_while_blocks_are_held(engine: Any, server: Any, way: str) -> None:
+def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
+    engine: Any, server: Any, way: str
+) -> None:
     """vLLM resets its prefix cache first, and only if no block is in use."""
     answer = engine().generate("first", PROMPT, 4)[0]
     one = engine(extra={"load_timeout_s": 0.0, "store_timeout_s": 0.0})
@@ -104,7 +115,8 @@ def test_an_engine_pauses_and_sleeps_while_blocks_are_held(engine: Any, server: 
     for step in range(60):
         one.step()
         if step == 10:
-            # Into blocks that nobody has, or, asleep meanwhile, into a mapping that the server keeps.
+            # Into blocks that nobody has, or, asleep meanwhile, into a mapping that the server
+            # keeps.
             future.set_result(act())
     one.run()
     one.generate("end", prompt(9, 10), 2)
@@ -138,7 +150,9 @@ def test_without_vllms_pool_the_request_waits(engine: Any, server: Any) -> None:
     assert one.outputs["a"] == answer
 
 
-def test_a_cancel_that_can_not_be_sent_is_overdue_too(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancel_that_can_not_be_sent_is_overdue_too(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = engine().generate("first", PROMPT, 4)[0]
     one = engine(extra={"load_timeout_s": 0.0})
 
@@ -148,7 +162,11 @@ def test_a_cancel_that_can_not_be_sent_is_overdue_too(engine: Any, server: Any, 
     monkeypatch.setattr(one.worker._worker.session, "cancel", broken)
     future, act = hang(one, server)
     one.run(100)
-    assert one.outputs["a"] == answer and one.counters["hung_loads"] == 1 and one.counters["hook_errors"] == 1
+    assert (
+        one.outputs["a"] == answer
+        and one.counters["hung_loads"] == 1
+        and one.counters["hook_errors"] == 1
+    )
     future.set_result(act())
 
 
@@ -201,7 +219,10 @@ def test_blocks_are_held_until_all_ranks_are_settled() -> None:
     ranks = [Loads(lambda job, _, s=s: s.append(Future()) or s[-1], lambda _: None) for s in sent]
     holds = HeldBlocks(2)
     holds.pool = pool = Pool()
-    holds.begun(job(7), SimpleNamespace(blocks=([SimpleNamespace(block_id=7), SimpleNamespace(block_id=8)],)))
+    holds.begun(
+        job(7),
+        SimpleNamespace(blocks=([SimpleNamespace(block_id=7), SimpleNamespace(block_id=8)],)),
+    )
 
     def step() -> tuple[list[set[str]], HotKVWorkerMetadata]:
         finished, reports = [], []
@@ -210,7 +231,12 @@ def test_blocks_are_held_until_all_ranks_are_settled() -> None:
             finished.append(rank.take()[0])
             rank.watch(time.monotonic())
             settled = rank.settled(holds.held)[0] if holds.held else []
-            reports.append(HotKVWorkerMetadata(overdue_loads=rank.overdue(time.monotonic()), settled_loads=dict.fromkeys(settled, 1)))
+            reports.append(
+                HotKVWorkerMetadata(
+                    overdue_loads=rank.overdue(time.monotonic()),
+                    settled_loads=dict.fromkeys(settled, 1),
+                )
+            )
         joined = reports[0].aggregate(reports[1])
         holds.overdue(joined.overdue_loads)
         holds.settled(joined.settled_loads)
@@ -225,10 +251,17 @@ def test_blocks_are_held_until_all_ranks_are_settled() -> None:
     assert finished == [{"r7"}, set()] and joined.overdue_loads == ("t7",) and pool.users == {7: 1}
     holds.loading.pop("r7")
     finished, joined = step()
-    assert finished == [set(), {"r7"}] and joined.settled_loads == {"t7": 1} and pool.users == {7: 1}
+    assert (
+        finished == [set(), {"r7"}] and joined.settled_loads == {"t7": 1} and pool.users == {7: 1}
+    )
     assert step()[1].settled_loads == {"t7": 1} and pool.users == {7: 1}
     sent[1][0].set_exception(ConnectionError("dead"))
-    assert step()[1].settled_loads == {"t7": 2} and pool.users == {7: 0} and not holds.held and pool.num_gpu_blocks == 10
+    assert (
+        step()[1].settled_loads == {"t7": 2}
+        and pool.users == {7: 0}
+        and not holds.held
+        and pool.num_gpu_blocks == 10
+    )
     assert step() == ([set(), set()], HotKVWorkerMetadata())
 
 
@@ -240,8 +273,11 @@ def test_a_load_that_was_never_sent_is_not_sent_once_its_blocks_are_held() -> No
     assert one.take()[:2] == ({"r1"}, {"r1"})
 
 
-def test_results_that_break_once_are_reported_once(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asserts that it knows a request whose load is reported, so a second report would end the engine."""
+def test_results_that_break_once_are_reported_once(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asserts that it knows a request whose load is reported, so a second report would end the
+    engine."""
     answer = engine().generate("first", PROMPT, 4)[0]
     one = engine()
     original, calls = loads._bytes_loaded, []
@@ -257,7 +293,9 @@ def test_results_that_break_once_are_reported_once(engine: Any, server: Any, mon
     one.before_forward = lambda: None
     results = one.worker.get_transfer_results
     monkeypatch.setattr(
-        one.worker, "get_transfer_results", lambda ids: (found := results(ids), reported.extend(found.finished_recving or ()))[0]
+        one.worker,
+        "get_transfer_results",
+        lambda ids: (found := results(ids), reported.extend(found.finished_recving or ()))[0],
     )
     one.add("a", PROMPT, 4)
     one.add("b", PROMPT + [5] * 40, 4)
@@ -265,7 +303,7 @@ def test_results_that_break_once_are_reported_once(engine: Any, server: Any, mon
     assert one.outputs["a"] == answer and sorted(reported) == ["a", "b"]
 
 
-# ------------------------------------------------------------------------------------------------------------ absent workers
+# ----------------------------------------------------------------------------------- absent workers
 
 
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -275,7 +313,9 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_a_refused_worker_is_said_once_and_nothing_is_offered(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_worker_is_said_once_and_nothing_is_offered(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = engine().generate("first", PROMPT, 2)[0]
     lines = heard(monkeypatch)
     server.refuse_workers = "NO_DEVICE: this server has no CUDA"
@@ -286,7 +326,12 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(engine: Any, serve
         one.drop_local()
     assert not {"acquire", "load", "store", "lookup"} & {kind for kind, _ in server.calls}
     assert one.counters["unserved_requests"] == 3 and "failed_loads" not in one.counters
-    assert len(lines) == 1 and "worker 0 has no session" in lines[0] and server.refuse_workers in lines[0] and "hotkv.target" in lines[0]
+    assert (
+        len(lines) == 1
+        and "worker 0 has no session" in lines[0]
+        and server.refuse_workers in lines[0]
+        and "hotkv.target" in lines[0]
+    )
     # It comes after all.
     server.refuse_workers = ""
     one.generate("step", prompt(9, 10), 2)
@@ -294,7 +339,9 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(engine: Any, serve
     assert one.generate("hit", PROMPT, 2) == (answer, 192)
 
 
-def test_a_worker_that_is_lost_later_is_said_after_a_while(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_lost_later_is_said_after_a_while(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = engine().generate("first", PROMPT, 2)[0]
     lines = heard(monkeypatch)
     one = engine()
@@ -308,16 +355,25 @@ def test_a_worker_that_is_lost_later_is_said_after_a_while(engine: Any, server: 
     assert len(lines) == 1 and server.count("load") == 0
 
 
-# --------------------------------------------------------------------------------------------------------------- for real
+# ----------------------------------------------------------------------------------------- for real
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_stopped_server_does_not_hold_its_requests(daemon: Daemon, engines: Engines, tmp_path: Path) -> None:
-    """A real server is stopped in the middle of a load, and goes on while others use the engine: what they get is right."""
+def test_a_stopped_server_does_not_hold_its_requests(
+    daemon: Daemon, engines: Engines, tmp_path: Path
+) -> None:
+    """A real server is stopped in the middle of a load, and goes on while others use the engine:
+    what they get is right."""
     daemon.start()
     connector = {"load_timeout_s": 0.2, "lookup_timeout_s": 0.3}
-    engine = engines.start(write_model(tmp_path / "model"), daemon.target, connector=connector, blocks=64, max_model_len=1024)
+    engine = engines.start(
+        write_model(tmp_path / "model"),
+        daemon.target,
+        connector=connector,
+        blocks=64,
+        max_model_len=1024,
+    )
     batch, others = prompts(2, (300, 333)), prompts(3, (410, 420, 430))
     cold = engine.ask("generate", prompts=batch, max_tokens=8)
     other = engine.ask("generate", prompts=others, max_tokens=8)
@@ -339,4 +395,6 @@ def test_a_stopped_server_does_not_hold_its_requests(daemon: Daemon, engines: En
     settled(engine)
     engine.ask("reset")
     warm = engine.ask("generate", prompts=batch, max_tokens=8)
-    assert warm["tokens"] == cold["tokens"] and warm["cached"] == [(len(p) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for p in batch]
+    assert warm["tokens"] == cold["tokens"] and warm["cached"] == [
+        (len(p) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for p in batch
+    ]

@@ -1,4 +1,5 @@
-"""Hooks that break in an engine with sparse decode: no row, hot set or representation is used that may be stale."""
+"""Hooks that break in an engine with sparse decode: no row, hot set or representation is used that
+may be stale."""
 
 from types import FunctionType
 from typing import Any
@@ -43,7 +44,11 @@ def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
 
 
 def of_sparse_decode(one: FunctionType) -> bool:
-    return ".sparse." in one.__module__ or one.__module__.endswith(("represented", "allocations")) or one.__name__ in HOOKS
+    return (
+        ".sparse." in one.__module__
+        or one.__module__.endswith(("represented", "allocations"))
+        or one.__name__ in HOOKS
+    )
 
 
 HOOKS = {
@@ -64,9 +69,18 @@ def test_broken_in_each_function_of_sparse_decode(
     monkeypatch.setattr(lookup, "MISS_MEMORY_S", 0.0)
     plain = engine(blocks=64)
     expected = traffic(plain, server, 0)
-    one, two = (sparse_engine(engine, blocks=blocks, extra={"store_timeout_s": 0.01}) for blocks in (16, 64))
-    functions = {f for called in called_by_hooks(lambda: traffic(one, server, 0) and None).values() for f in called if of_sparse_decode(f)}
-    assert {"SparseWorker.begin_step", "SparseWorker.will_write", "RowNames.of_step"} <= {f.__qualname__ for f in functions}
+    one, two = (
+        sparse_engine(engine, blocks=blocks, extra={"store_timeout_s": 0.01}) for blocks in (16, 64)
+    )
+    functions = {
+        f
+        for called in called_by_hooks(lambda: traffic(one, server, 0) and None).values()
+        for f in called
+        if of_sparse_decode(f)
+    }
+    assert {"SparseWorker.begin_step", "SparseWorker.will_write", "RowNames.of_step"} <= {
+        f.__qualname__ for f in functions
+    }
     rows_are_right(one)
     for count, function in enumerate(sorted(functions, key=lambda f: f.__qualname__), 1):
         server.blocks.clear()
@@ -83,7 +97,9 @@ def test_broken_in_each_function_of_sparse_decode(
             rows_are_right(two)
             one.drop_local()
         except Exception as error:
-            raise AssertionError(f"{function.__qualname__} broken: {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"{function.__qualname__} broken: {type(error).__name__}: {error}"
+            ) from error
 
 
 def connector_over(layers: Layers) -> HotKVConnector:
@@ -105,10 +121,15 @@ class Clock:
 
 
 @pytest.mark.parametrize("function", ["begin_step", "will_write"])
-def test_a_step_whose_rows_are_not_known_is_dense(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_rows_are_not_known_is_dense(
+    function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = Layers()
     one = connector_over(layers)
-    batch, query = layers.batch("a"), np.random.default_rng(0).standard_normal((QUERIES, 64)).astype(np.float32) * 2
+    batch, query = (
+        layers.batch("a"),
+        np.random.default_rng(0).standard_normal((QUERIES, 64)).astype(np.float32) * 2,
+    )
     rows = SparseRows((layers.table("a")[-1],), ("a",))
 
     def attend() -> Any:
@@ -119,7 +140,11 @@ def test_a_step_whose_rows_are_not_known_is_dense(function: str, monkeypatch: py
     layers.step("a")
     with broken(getattr(SparseWorker, function), only_once=True):
         one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
-    assert attend() is None and not layers.worker.hot_sets("a") and one._broken == {"handle_preemptions"}
+    assert (
+        attend() is None
+        and not layers.worker.hot_sets("a")
+        and one._broken == {"handle_preemptions"}
+    )
     built = layers.worker.representations.built(7)
     assert not built.any()
     # The next step is as any other.
@@ -132,7 +157,10 @@ def test_a_step_whose_rows_are_not_known_is_dense(function: str, monkeypatch: py
         one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     assert attend() is None and layers.worker.is_off
-    assert one._worker.take_everything_back.call_count == 2 and one._worker.without_representations.call_count == 1
+    assert (
+        one._worker.take_everything_back.call_count == 2
+        and one._worker.without_representations.call_count == 1
+    )
 
 
 def test_a_scheduler_that_lost_track_says_so(engine: Any, server: Any, toy: Any) -> None:
@@ -142,4 +170,6 @@ def test_a_scheduler_that_lost_track_says_so(engine: Any, server: Any, toy: Any)
     sparse = one.worker._sparse
     assert any(sparse.representations.built(layer.index).any() for layer in sparse.layers.values())
     one.worker.handle_preemptions(HotKVMetadata(lost_track=True))
-    assert not any(sparse.representations.built(layer.index).any() for layer in sparse.layers.values())
+    assert not any(
+        sparse.representations.built(layer.index).any() for layer in sparse.layers.values()
+    )

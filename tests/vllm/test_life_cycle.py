@@ -1,4 +1,5 @@
-"""The life of an engine's connector, from its start to after its end: nothing stays behind, and no order of calls breaks the engine.
+"""The life of an engine's connector, from its start to after its end: nothing stays behind, and no
+order of calls breaks the engine.
 
 With a real shared_daemon, as descriptors, threads and mappings are those of the real client.
 """
@@ -42,9 +43,20 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Engines that share a key space of the test's own; the test shuts them down."""
 
     def start(**settings: Any) -> Engine:
-        extra = {"target": shared_daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
+        extra = {
+            "target": shared_daemon.target,
+            "weights_identity": tmp_path.name,
+            "lookup_timeout_s": 5.0,
+            "startup_wait_s": 20.0,
+        }
         server: Any = RealServer(shared_daemon.target)
-        return Engine(server, tmp_path / "model", monkeypatch, extra=extra | settings.pop("extra", {}), **settings)
+        return Engine(
+            server,
+            tmp_path / "model",
+            monkeypatch,
+            extra=extra | settings.pop("extra", {}),
+            **settings,
+        )
 
     return start
 
@@ -55,7 +67,8 @@ def end(one: Engine) -> None:
 
 
 def held(pid: int | str = "self") -> Held:
-    """What a process holds of hotkv's and of engines': descriptors by kind, mappings of shared files, and for this one threads."""
+    """What a process holds of hotkv's and of engines': descriptors by kind, mappings of shared
+    files, and for this one threads."""
     found: Held = Counter()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -67,20 +80,27 @@ def held(pid: int | str = "self") -> Held:
         if match := re.search(r"memfd:(\S+)|/dev/shm/(hotkv|torch)", line):
             found[f"map {match[1] or match[2]}"] += 1
     if pid == "self":
-        found.update(f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("hotkv"))
-        found.update("file" for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_"))
+        found.update(
+            f"thread {thread.name}"
+            for thread in threading.enumerate()
+            if thread.name.startswith("hotkv")
+        )
+        found.update(
+            "file" for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")
+        )
     return found
 
 
 def settled(read: Callable[[], Any], expected: Any, timeout_s: float = 20.0) -> Any:
-    """What `read` says once it is as expected, or at the end of the time: a server lets go of a session a moment later."""
+    """What `read` says once it is as expected, or at the end of the time: a server lets go of a
+    session a moment later."""
     until_s = time.monotonic() + timeout_s
     while (found := read()) != expected and time.monotonic() < until_s:
         time.sleep(0.02)
     return found
 
 
-# --------------------------------------------------------------------------------------------------- nothing stays behind
+# ----------------------------------------------------------------------------- nothing stays behind
 
 
 ENGINES = pytest.mark.parametrize(
@@ -91,7 +111,9 @@ ENGINES = pytest.mark.parametrize(
 
 
 @ENGINES
-def test_engines_one_after_another_leave_nothing_behind(shared_daemon: Daemon, make: Make, model: Any, settings: dict[str, Any]) -> None:
+def test_engines_one_after_another_leave_nothing_behind(
+    shared_daemon: Daemon, make: Make, model: Any, settings: dict[str, Any]
+) -> None:
     """Each is shut down with stores and loads under way, in one process and at one server."""
 
     gc.collect()
@@ -104,7 +126,9 @@ def test_engines_one_after_another_leave_nothing_behind(shared_daemon: Daemon, m
         one.add("under way", [*PROMPT, *prompt(2, 200)], 4)
         for _ in range(3):
             one.step()
-        assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys() and len(shared_daemon.admin("sessions")) == 2
+        assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (
+            held() - others
+        ).keys() and len(shared_daemon.admin("sessions")) == 2
         end(one)
         # At once, while the engine itself is still there.
         left = held() - others
@@ -134,13 +158,17 @@ def test_a_fences_descriptor_is_closed_when_nobody_has_the_fence(kind: Any) -> N
     assert "hotkv-fence" in os.readlink(f"/proc/self/fd/{fd}")
     words[3] = 5
     del page
-    assert not os.path.exists(f"/proc/self/fd/{fd}") or "hotkv-fence" not in os.readlink(f"/proc/self/fd/{fd}")
+    assert not os.path.exists(f"/proc/self/fd/{fd}") or "hotkv-fence" not in os.readlink(
+        f"/proc/self/fd/{fd}"
+    )
     assert words[3] == 5 and (held() - others)["map hotkv-fence"] == 1
     del words
     assert not [what for what in held() - others if "fence" in what]
 
 
-def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     storages = {f"{number}": torch.zeros(1 << 16).untyped_storage() for number in range(3)}
     share, shared = layout._share_cpu, []
 
@@ -158,13 +186,17 @@ def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(monkeypatch: 
             os.fstat(fd)
 
 
-# ----------------------------------------------------------------------------------------------------- the order of calls
+# ------------------------------------------------------------------------------- the order of calls
 
 
 @pytest.mark.parametrize("worker_first", [True, False], ids=["worker first", "scheduler first"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_shutdown_at_any_time_and_twice(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipelined: bool, worker_first: bool
+    server: FakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pipelined: bool,
+    worker_first: bool,
 ) -> None:
     """The engine may go on without the connector's parts, and what it had stored stays."""
     for num_steps in range(6):
@@ -180,14 +212,22 @@ def test_shutdown_at_any_time_and_twice(
         server.hold = set()
         server.settle()
         worker = one.worker._worker
-        assert worker._memory is None and worker.session is None and one.connector._scheduler.session is None
+        assert (
+            worker._memory is None
+            and worker.session is None
+            and one.connector._scheduler.session is None
+        )
         one.run()
-        assert one.outputs["a"] == answer_of([*PROMPT, num_steps], 8) and one.finished["a"] == "length"
+        assert (
+            one.outputs["a"] == answer_of([*PROMPT, num_steps], 8) and one.finished["a"] == "length"
+        )
         one.generate("b", OTHER, 4)
         one.drop_local()
         assert one.generate("c", OTHER, 4) == (answer_of(OTHER, 4), 0)
         audit(server, [one])
-        assert "hook_errors" not in one.counters and all(session.closed for session in server.sessions)
+        assert "hook_errors" not in one.counters and all(
+            session.closed for session in server.sessions
+        )
 
 
 def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
@@ -195,7 +235,8 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
 ) -> None:
     folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
     elsewhere = {"target": f"unix:{folder}/run/grpc.sock", "startup_wait_s": 0.05}
-    # Neither the start nor the end waits for a server that is not there: waits are as short as was set, and ends find the thread ended.
+    # Neither the start nor the end waits for a server that is not there: waits are as short as was
+    # set, and ends find the thread ended.
     waits_s, threads_that_go_on, wait, close = [], [], Session.wait_connected, Session.close
 
     def noted_wait(session: Session, timeout_s: float) -> bool:
@@ -230,28 +271,42 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_worker_without_a_scheduler_and_the_other_way_round(engine: Any, server: FakeServer) -> None:
+def test_a_worker_without_a_scheduler_and_the_other_way_round(
+    engine: Any, server: FakeServer
+) -> None:
     one = engine()
-    scheduler: Any = KVConnectorFactory.create_connector(one.vllm_config, KVConnectorRole.SCHEDULER, one.kv_config)
+    scheduler: Any = KVConnectorFactory.create_connector(
+        one.vllm_config, KVConnectorRole.SCHEDULER, one.kv_config
+    )
     assert scheduler.get_kv_connector_stats() is None and scheduler.reset_cache()
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): one.worker.get_handshake_metadata()})
     scheduler.shutdown()
     scheduler.shutdown()
-    worker: Any = KVConnectorFactory.create_connector(one.vllm_config, KVConnectorRole.WORKER, one.kv_config)
-    assert worker.get_handshake_metadata().why_off and not worker.get_transfer_results(set()).finished_recving
+    worker: Any = KVConnectorFactory.create_connector(
+        one.vllm_config, KVConnectorRole.WORKER, one.kv_config
+    )
+    assert (
+        worker.get_handshake_metadata().why_off
+        and not worker.get_transfer_results(set()).finished_recving
+    )
     worker.shutdown()
     # A scheduler whose worker has gone offers nothing, once it knows.
     one.generate("a", PROMPT, 4)
     one.worker.shutdown()
     for name in "bcd":
         one.drop_local()
-        assert one.generate(name, PROMPT, 4) == (answer_of(PROMPT, 4), 0) and one.finished[name] == "length"
+        assert (
+            one.generate(name, PROMPT, 4) == (answer_of(PROMPT, 4), 0)
+            and one.finished[name] == "length"
+        )
     assert one.counters["unserved_requests"] >= 1 and "hook_errors" not in one.counters
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @ENGINES
-def test_memory_that_is_registered_twice(engine: Any, server: FakeServer, model: Any, settings: dict[str, Any], busy: bool) -> None:
+def test_memory_that_is_registered_twice(
+    engine: Any, server: FakeServer, model: Any, settings: dict[str, Any], busy: bool
+) -> None:
     """The first session ends with its transfers; the second takes its place."""
     one = engine(specs=model(), extra={"store_timeout_s": 0.1}, **settings)
     one.generate("a", PROMPT, 4)
@@ -265,7 +320,10 @@ def test_memory_that_is_registered_twice(engine: Any, server: FakeServer, model:
             one.step()
     before = held()
     one.worker.register_kv_caches(one.tensors)
-    assert [session.closed for session in server.sessions if session.layout is not None] == [True, False]
+    assert [session.closed for session in server.sessions if session.layout is not None] == [
+        True,
+        False,
+    ]
     # The double keeps descriptors of its own, one for each session.
     assert (held() - before).total() <= 2, held() - before
     server.hold = set()

@@ -1,7 +1,8 @@
-"""Real vLLM with LoRA adapters: KV of an adapter is found by what the adapter is, in any engine, and by no other name.
+"""Real vLLM with LoRA adapters: KV of an adapter is found by what the adapter is, in any engine,
+and by no other name.
 
-Weights are random but large, those of adapters too, so that a block of another adapter shows in the logprobs. The engines keep one adapter
-each in memory: another one evicts it.
+Weights are random but large, those of adapters too, so that a block of another adapter shows in the
+logprobs. The engines keep one adapter each in memory: another one evicts it.
 """
 
 import json
@@ -39,17 +40,24 @@ class Three(NamedTuple):
 def three(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
     folder = tmp_path_factory.mktemp("lora")
     made, model = Engines(folder), write_model(folder / "model")
-    settings: dict[str, Any] = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    settings: dict[str, Any] = {
+        "load_format": "random",
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": 1024,
+    }
     connector = {"weights_identity": "test-lora", "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
     one, other, plain = (
-        made.start(model, shared_daemon.target, connector=connector, **settings, **lora) for lora in (LORA, LORA, dict[str, Any]())
+        made.start(model, shared_daemon.target, connector=connector, **settings, **lora)
+        for lora in (LORA, LORA, dict[str, Any]())
     )
     yield Three(one, other, plain, folder)
     made.stop()
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
-    """An adapter of the tiny llama's attention, in PEFT's layout; files are replaced as `save_pretrained` would."""
+    """An adapter of the tiny llama's attention, in PEFT's layout; files are replaced as
+    `save_pretrained` would."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     hidden, kv = COMMON["hidden_size"], COMMON["num_key_value_heads"] * COMMON["head_dim"]
@@ -57,11 +65,22 @@ def write_adapter(folder: Path, seed: int) -> Path:
     for layer in range(2):
         for name, width in {"q_proj": hidden, "k_proj": kv, "v_proj": kv, "o_proj": hidden}.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator) * hidden**-0.5
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(width, RANK, generator=generator) * RANK**-0.5
+            tensors[f"{prefix}.lora_A.weight"] = (
+                torch.randn(RANK, hidden, generator=generator) * hidden**-0.5
+            )
+            tensors[f"{prefix}.lora_B.weight"] = (
+                torch.randn(width, RANK, generator=generator) * RANK**-0.5
+            )
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"bias": "none", "task_type": "CAUSAL_LM"}))
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    }
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"bias": "none", "task_type": "CAUSAL_LM"})
+    )
     return folder
 
 
@@ -70,7 +89,11 @@ _numbers: dict[Path, int] = {}
 
 def adapter(path: Path) -> dict[str, Any]:
     """Fields of the LoRARequest for an adapter's folder."""
-    return {"lora_name": path.name, "lora_int_id": _numbers.setdefault(path, len(_numbers) + 1), "lora_path": str(path)}
+    return {
+        "lora_name": path.name,
+        "lora_int_id": _numbers.setdefault(path, len(_numbers) + 1),
+        "lora_path": str(path),
+    }
 
 
 def prompt(seed: int) -> list[int]:
@@ -80,7 +103,9 @@ def prompt(seed: int) -> list[int]:
 
 def ask(engine: EngineProcess, tokens: list[int], path: Path | None = None) -> dict[str, Any]:
     """An answer to one prompt, with everything that it stored in the server."""
-    answer = engine.ask("generate", prompts=[tokens], max_tokens=8, adapter=None if path is None else adapter(path))
+    answer = engine.ask(
+        "generate", prompts=[tokens], max_tokens=8, adapter=None if path is None else adapter(path)
+    )
     totals = settled(engine)
     assert not {"failed_loads", "hook_errors", "refused_blocks"} & totals.keys()
     return answer
@@ -93,7 +118,10 @@ def test_an_adapter_is_found_in_another_engine_and_nothing_else_is(three: Three)
     other = ask(three.one, prompt(1), b)
     assert cold["cached"] == base["cached"] == other["cached"] == [0]
     # The control: adapters move the logprobs by more than any tolerance here.
-    assert min(difference(cold, base), difference(other, base), difference(cold, other)) > 100 * TOLERANCE
+    assert (
+        min(difference(cold, base), difference(other, base), difference(cold, other))
+        > 100 * TOLERANCE
+    )
     for path, expected in ((a, cold), (b, other), (None, base), (a, cold)):
         three.other.ask("reset")
         warm = ask(three.other, prompt(1), path)
@@ -111,7 +139,9 @@ def test_an_adapter_that_was_added_before_its_first_request_is_found(three: Thre
     assert difference(warm, cold) < TOLERANCE
 
 
-def test_an_adapter_that_was_rewritten_in_place_is_another_adapter_in_the_next_engine(three: Three) -> None:
+def test_an_adapter_that_was_rewritten_in_place_is_another_adapter_in_the_next_engine(
+    three: Three,
+) -> None:
     path = write_adapter(three.folder / "rewritten", 4)
     before = ask(three.one, prompt(4), path)
     write_adapter(path, 5)
@@ -129,7 +159,10 @@ def test_an_adapter_that_is_rewritten_while_an_engine_runs_is_left_out_there(thr
     stored = settled(three.one)["stored_blocks"]
     live = ask(three.one, prompt(8), path)
     assert settled(three.one)["stored_blocks"] == stored
-    assert f"requests of LoRA adapter 'live' ({path}) do not use the shared cache in this engine" in three.one.log()
+    assert (
+        f"requests of LoRA adapter 'live' ({path}) do not use the shared cache in this engine"
+        in three.one.log()
+    )
     new = ask(three.other, prompt(8), path)
     assert new["cached"] == [0] and difference(new, live) < TOLERANCE
     fresh = ask(three.other, prompt(6), path)

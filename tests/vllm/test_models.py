@@ -1,6 +1,8 @@
-"""Real vLLM with tiny models of real architectures: logprobs of an engine that loads from hotkv against those of the one that stored.
+"""Real vLLM with tiny models of real architectures: logprobs of an engine that loads from hotkv
+against those of the one that stored.
 
-Weights are random but large, so that a wrong block shows (`random_weights`); in float32 cold and warm then agree to the last digits.
+Weights are random but large, so that a wrong block shows (`random_weights`); in float32 cold and
+warm then agree to the last digits.
 """
 
 import random
@@ -19,7 +21,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTHS = (31, 33, 100, 257, 500, 701)
 ALIGN = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
 MLA: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": True}
 if torch.cpu._is_amx_tile_supported():
     # vLLM's kernels for AMX know no float32, and want blocks of whole tiles.
@@ -31,11 +38,27 @@ Start = Callable[..., EngineProcess]
 
 @pytest.fixture
 def start(shared_daemon: Daemon, engines: Engines, tmp_path: Path) -> Start:
-    def make(kind: str, *, connector: dict[str, Any] | None = None, **settings: Any) -> EngineProcess:
-        settings = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024} | settings
+    def make(
+        kind: str, *, connector: dict[str, Any] | None = None, **settings: Any
+    ) -> EngineProcess:
+        settings = {
+            "load_format": "random",
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 1024,
+        } | settings
         # A key space of the test's own in the server that all tests share.
-        connector = {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0, "startup_wait_s": 20.0} | (connector or {})
-        return engines.start(write_model(tmp_path / kind, kind), shared_daemon.target, connector=connector, **settings)
+        connector = {
+            "weights_identity": tmp_path.name,
+            "flush_timeout_s": 5.0,
+            "startup_wait_s": 20.0,
+        } | (connector or {})
+        return engines.start(
+            write_model(tmp_path / kind, kind),
+            shared_daemon.target,
+            connector=connector,
+            **settings,
+        )
 
     return make
 
@@ -45,7 +68,8 @@ def clean(totals: dict[str, float]) -> bool:
 
 
 def test_wrong_kv_would_be_seen(start: Start) -> None:
-    """The control of this file: one other token far back moves the logprobs by more than any tolerance here."""
+    """The control of this file: one other token far back moves the logprobs by more than any
+    tolerance here."""
     one = start("gemma3")
     (prompt,) = prompts(9, (500,))
     other = [*prompt[:300], 5, *prompt[301:]]
@@ -58,7 +82,12 @@ def test_wrong_kv_would_be_seen(start: Start) -> None:
     [
         pytest.param("gemma3", {}, 32, id="gemma3"),
         pytest.param("gemma3", {"dtype": "bfloat16"}, 32, id="gemma3-bfloat16"),
-        pytest.param("gemma3", {"max_num_batched_tokens": 96, "max_num_seqs": 4}, 32, id="gemma3-chunked-prefill"),
+        pytest.param(
+            "gemma3",
+            {"max_num_batched_tokens": 96, "max_num_seqs": 4},
+            32,
+            id="gemma3-chunked-prefill",
+        ),
         pytest.param("gemma3", {"speculative_config": NGRAM}, 32, id="gemma3-ngram"),
         pytest.param("gemma4", {}, 64, id="gemma4"),
         pytest.param("gpt_oss", {}, 32, id="gpt_oss"),
@@ -68,14 +97,19 @@ def test_wrong_kv_would_be_seen(start: Start) -> None:
         pytest.param("mistral", {}, 32, id="mistral"),
     ],
 )
-def test_warm_is_as_good_as_cold(start: Start, kind: str, settings: dict[str, Any], alignment: int) -> None:
+def test_warm_is_as_good_as_cold(
+    start: Start, kind: str, settings: dict[str, Any], alignment: int
+) -> None:
     batch = prompts(9, LENGTHS)
     first, second = start(kind, **settings), start(kind, **settings)
     cold = first.ask("generate", prompts=batch, max_tokens=40)
     assert clean(settled(first))
     warm = second.ask("generate", prompts=batch, max_tokens=40)
     assert warm["cached"] == [(len(p) - 1) // alignment * alignment for p in batch]
-    assert warm["tokens"] == cold["tokens"] and difference(cold, warm) < TOLERANCE[settings.get("dtype", "float32")]
+    assert (
+        warm["tokens"] == cold["tokens"]
+        and difference(cold, warm) < TOLERANCE[settings.get("dtype", "float32")]
+    )
     totals = second.ask("stats")["totals"]
     assert totals["loads"] >= 4 and clean(totals)
 
@@ -84,9 +118,17 @@ def test_warm_is_as_good_as_cold(start: Start, kind: str, settings: dict[str, An
     ("kind", "settings", "alignment", "is_exact"),
     [
         pytest.param("lfm2", ALIGN, 32, True, id="lfm2"),
-        # vLLM's own hits end inside a block here; a local hit that does must not upset a longer one from hotkv, which ends with a block.
-        pytest.param("lfm2", {**ALIGN, "block_size": 64, "prefix_match_unit": 32}, 64, True, id="lfm2-partial-tails"),
-        # vLLM's latent attention on CPU answers otherwise after any prefix hit, its own ones too, so those are the measure.
+        # vLLM's own hits end inside a block here; a local hit that does must not upset a longer one
+        # from hotkv, which ends with a block.
+        pytest.param(
+            "lfm2",
+            {**ALIGN, "block_size": 64, "prefix_match_unit": 32},
+            64,
+            True,
+            id="lfm2-partial-tails",
+        ),
+        # vLLM's latent attention on CPU answers otherwise after any prefix hit, its own ones too,
+        # so those are the measure.
         pytest.param("deepseek", MLA, MLA["block_size"], False, id="deepseek"),
     ],
 )
@@ -98,7 +140,10 @@ def test_models_whose_answer_depends_on_the_batch(
 
     def ask(engine: EngineProcess) -> dict[str, list[Any]]:
         answers = [engine.ask("generate", prompts=[prompt], max_tokens=40) for prompt in batch]
-        return {name: [answer[name][0] for answer in answers] for name in ("tokens", "logprobs", "cached")}
+        return {
+            name: [answer[name][0] for answer in answers]
+            for name in ("tokens", "logprobs", "cached")
+        }
 
     first, second = start(kind, **settings), start(kind, **settings)
     cold, local = ask(first), ask(first)
@@ -106,11 +151,17 @@ def test_models_whose_answer_depends_on_the_batch(
     warm = ask(second)
     expected = cold if is_exact else local
     assert warm["cached"] == [(len(p) - 1) // alignment * alignment for p in batch]
-    assert warm["tokens"] == expected["tokens"] and difference(expected, warm) < TOLERANCE[settings.get("dtype", "float32")]
+    assert (
+        warm["tokens"] == expected["tokens"]
+        and difference(expected, warm) < TOLERANCE[settings.get("dtype", "float32")]
+    )
     totals = second.ask("stats")["totals"]
     assert totals["loads"] >= 4 and clean(totals)
     longer = [prompt + [5] * 300 for prompt in batch[2:4]]
-    assert [second.ask("generate", prompts=[prompt], max_tokens=1)["cached"][0] >= 64 for prompt in longer] == [True, True]
+    assert [
+        second.ask("generate", prompts=[prompt], max_tokens=1)["cached"][0] >= 64
+        for prompt in longer
+    ] == [True, True]
 
 
 def test_states_that_take_a_block_of_a_thousand_tokens(start: Start) -> None:
@@ -121,18 +172,29 @@ def test_states_that_take_a_block_of_a_thousand_tokens(start: Start) -> None:
 
     def ask(engine: EngineProcess) -> dict[str, list[Any]]:
         answers = [engine.ask("generate", prompts=[prompt], max_tokens=20) for prompt in batch]
-        return {name: [answer[name][0] for answer in answers] for name in ("tokens", "logprobs", "cached")}
+        return {
+            name: [answer[name][0] for answer in answers]
+            for name in ("tokens", "logprobs", "cached")
+        }
 
     answer = ask(cold)
     settled(cold)
-    # In bfloat16 on AMX a hit, or company, moves logprobs by itself: one prompt at a time, beside vLLM's own hits.
+    # In bfloat16 on AMX a hit, or company, moves logprobs by itself: one prompt at a time, beside
+    # vLLM's own hits.
     local, warm = ask(cold), ask(second)
     assert warm["cached"] == local["cached"] == [1056, 2112]
-    assert warm["tokens"] == answer["tokens"] == local["tokens"] and difference(local, warm) < TOLERANCE["bfloat16"]
+    assert (
+        warm["tokens"] == answer["tokens"] == local["tokens"]
+        and difference(local, warm) < TOLERANCE["bfloat16"]
+    )
 
 
 def test_a_drafter_has_the_last_block_computed_again(start: Start, tmp_path: Path) -> None:
-    drafter = {"method": "eagle", "model": str(write_model(tmp_path / "eagle", "eagle")), "num_speculative_tokens": 2}
+    drafter = {
+        "method": "eagle",
+        "model": str(write_model(tmp_path / "eagle", "eagle")),
+        "num_speculative_tokens": 2,
+    }
     batch = prompts(9, LENGTHS)
     first, second = (start("llama", speculative_config=drafter) for _ in range(2))
     cold = first.ask("generate", prompts=batch, max_tokens=40)
@@ -148,11 +210,21 @@ def test_a_drafter_has_the_last_block_computed_again(start: Start, tmp_path: Pat
 
 
 @pytest.mark.parametrize("interval", [0, 256, 1 << 20])
-def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(start: Start, interval: int) -> None:
-    """A conversation: each prompt is the one before and more. Every turn goes on where the last one ended."""
+def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
+    start: Start, interval: int
+) -> None:
+    """A conversation: each prompt is the one before and more. Every turn goes on where the last one
+    ended."""
     dice = random.Random(4)
-    settings = {**ALIGN, "max_num_batched_tokens": 64, "max_num_seqs": 2, "prefix_cache_retention_interval": 32}
-    one, second = (start("lfm2", connector={"state_interval_tokens": interval}, **settings) for _ in range(2))
+    settings = {
+        **ALIGN,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 2,
+        "prefix_cache_retention_interval": 32,
+    }
+    one, second = (
+        start("lfm2", connector={"state_interval_tokens": interval}, **settings) for _ in range(2)
+    )
     plain: list[dict[str, Any]] = []
     prompt: list[int] = []
     for _ in range(4):
@@ -161,7 +233,8 @@ def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(start: Start, i
         settled(one)
         one.ask("reset")
     assert [answer["cached"] for answer in plain] == [[0], [96], [192], [288]]
-    # 12 blocks of attention, and states: all at which a step of 64 tokens or a prompt ended, those at the interval and the ends, the ends.
+    # 12 blocks of attention, and states: all at which a step of 64 tokens or a prompt ended, those
+    # at the interval and the ends, the ends.
     ends = {96, 192, 288, 384}
     states = {0: {64, 160, 256, 352} | ends, 256: {256} | ends}.get(interval, ends)
     assert settled(one)["stored_blocks"] == 12 + len(states)
@@ -170,11 +243,18 @@ def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(start: Start, i
 
 
 def test_four_requests_on_a_device_too_small_for_the_prefix_in_window_layers(start: Start) -> None:
-    """1) a long prompt is stored, 2) a shorter one hits, 3) another long one flushes the device cache, 4) the first loads again.
+    """1) a long prompt is stored, 2) a shorter one hits, 3) another long one flushes the device
+    cache, 4) the first loads again.
 
-    Source: the hybrid connector's design in vLLM. The first prompt has 22 blocks in each of six groups; the device has 72.
+    Source: the hybrid connector's design in vLLM. The first prompt has 22 blocks in each of six
+    groups; the device has 72.
     """
-    settings = {"num_gpu_blocks_override": 72, "max_model_len": 768, "max_num_batched_tokens": 96, "max_num_seqs": 2}
+    settings = {
+        "num_gpu_blocks_override": 72,
+        "max_model_len": 768,
+        "max_num_batched_tokens": 96,
+        "max_num_seqs": 2,
+    }
     first, other = prompts(3, (720, 730))
     one, fresh = start("gemma3", **settings), start("gemma3", num_gpu_blocks_override=512)
     long = one.ask("generate", prompts=[first], max_tokens=8)
@@ -183,10 +263,18 @@ def test_four_requests_on_a_device_too_small_for_the_prefix_in_window_layers(sta
     another = one.ask("generate", prompts=[other], max_tokens=8)
     before = settled(one)
     again = one.ask("generate", prompts=[first], max_tokens=8)
-    assert (long["cached"], shorter["cached"], another["cached"], again["cached"]) == ([0], [384], [0], [704])
+    assert (long["cached"], shorter["cached"], another["cached"], again["cached"]) == (
+        [0],
+        [384],
+        [0],
+        [704],
+    )
     assert again["tokens"] == long["tokens"] and difference(long, again) < TOLERANCE["float32"]
     totals = one.ask("stats")["totals"]
     assert totals["loads"] == before["loads"] + 1 and clean(totals)
     # 22 blocks of the full layer, three in each of the five windows; a block is 8 KiB a layer.
     assert totals["load_bytes"] - before["load_bytes"] == (22 + 5 * 3) * 2 * 32 * 2 * 32 * 4
-    assert difference(fresh.ask("generate", prompts=[first[:400]], max_tokens=8), shorter) < TOLERANCE["float32"]
+    assert (
+        difference(fresh.ask("generate", prompts=[first[:400]], max_tokens=8), shorter)
+        < TOLERANCE["float32"]
+    )

@@ -1,4 +1,5 @@
-"""hotkv as first and as second child of vLLM's MultiConnector: vLLM's real scheduler and MultiConnector round the model of the harness."""
+"""hotkv as first and as second child of vLLM's MultiConnector: vLLM's real scheduler and
+MultiConnector round the model of the harness."""
 
 import copy
 import importlib.util
@@ -9,7 +10,10 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from hotkv_client.testing import FakeServer
@@ -28,11 +32,19 @@ Within = Callable[[dict[str, Any]], dict[str, Any]]
 
 def beside(name: str, *, ours_first: bool) -> Within:
     """A MultiConnector of hotkv and one of `other_connectors`."""
-    other = {"kv_connector": name, "kv_connector_module_path": "tests.vllm.other_connectors", "kv_role": "kv_both"}
+    other = {
+        "kv_connector": name,
+        "kv_connector_module_path": "tests.vllm.other_connectors",
+        "kv_role": "kv_both",
+    }
 
     def within(ours: dict[str, Any]) -> dict[str, Any]:
         children = [ours, other] if ours_first else [other, ours]
-        return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": children}}
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": children},
+        }
 
     return within
 
@@ -42,7 +54,9 @@ BOTH_ORDERS = pytest.mark.parametrize("ours_first", [True, False], ids=["first",
 
 def children(connector: MultiConnector) -> tuple[HotKVConnector, Any]:
     """hotkv's, and the other."""
-    ours, other = sorted(connector.sub_connectors, key=lambda one: not isinstance(one, HotKVConnector))
+    ours, other = sorted(
+        connector.sub_connectors, key=lambda one: not isinstance(one, HotKVConnector)
+    )
     return ours, other
 
 
@@ -62,15 +76,21 @@ def loads_into(one: Engine) -> Callable[[str, list[int], int], None]:
     return fill
 
 
-# ------------------------------------------------------------------------------------------------- handshakes and policy
+# ---------------------------------------------------------------------------- handshakes and policy
 
 
 @BOTH_ORDERS
 @pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
-def test_beside_one_that_checks_its_handshake(engine: Callable[..., Engine], server: FakeServer, ours_first: bool, pipelined: bool) -> None:
-    """Both get what they need, the very first request stores and hits, and a failed load is computed."""
+def test_beside_one_that_checks_its_handshake(
+    engine: Callable[..., Engine], server: FakeServer, ours_first: bool, pipelined: bool
+) -> None:
+    """Both get what they need, the very first request stores and hits, and a failed load is
+    computed."""
     within = beside("CheckingConnector", ours_first=ours_first)
-    one, other = engine(within=within, pipelined=pipelined), engine(within=within, pipelined=pipelined)
+    one, other = (
+        engine(within=within, pipelined=pipelined),
+        engine(within=within, pipelined=pipelined),
+    )
     assert children(one.connector)[1].seen == {(0, 0): CheckedHandshake(0)}
     cold = one.generate("cold", PROMPT, 4)
     assert cold[1] == 0 and len(server.blocks) >= USABLE // BLOCK_TOKENS
@@ -78,24 +98,37 @@ def test_beside_one_that_checks_its_handshake(engine: Callable[..., Engine], ser
     other.drop_local()
     server.fail_loads = True
     assert other.generate("fails", PROMPT, 4)[0] == cold[0] and other.finished["fails"] == "length"
-    assert other.counters["failed_loads"] == 1 and not {"hook_errors"} & (one.counters.keys() | other.counters.keys())
+    assert other.counters["failed_loads"] == 1 and not {"hook_errors"} & (
+        one.counters.keys() | other.counters.keys()
+    )
 
 
 @BOTH_ORDERS
-def test_ranks_of_later_stages_are_nobody_elses_business(engine: Callable[..., Engine], ours_first: bool) -> None:
-    """vLLM's base class refuses handshakes of pipeline stages, so hotkv must hand none to a child that knows no stages."""
+def test_ranks_of_later_stages_are_nobody_elses_business(
+    engine: Callable[..., Engine], ours_first: bool
+) -> None:
+    """vLLM's base class refuses handshakes of pipeline stages, so hotkv must hand none to a child
+    that knows no stages."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
     assert one.worker.get_handshake_metadata() is None
-    assert one.generate("cold", PROMPT, 4)[0] and children(one.connector)[0]._scheduler.session is not None
+    assert (
+        one.generate("cold", PROMPT, 4)[0]
+        and children(one.connector)[0]._scheduler.session is not None
+    )
 
 
 def test_nested(engine: Callable[..., Engine]) -> None:
     inner = beside("CheckingConnector", ours_first=True)
     one = engine(within=lambda ours: beside("LoadingConnector", ours_first=False)(inner(ours)))
-    assert one.scheduler.recompute_kv_load_failures and one.worker.get_handshake_metadata() == CheckedHandshake(0)
+    assert (
+        one.scheduler.recompute_kv_load_failures
+        and one.worker.get_handshake_metadata() == CheckedHandshake(0)
+    )
 
 
-def test_policy_out_of_reach_is_said(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_out_of_reach_is_said(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(link.logger, "warning", lambda text, *_: said.append(text))
     monkeypatch.setattr("hotkv_vllm.multi._has_children", lambda _: False)
@@ -103,8 +136,11 @@ def test_policy_out_of_reach_is_said(engine: Callable[..., Engine], monkeypatch:
     assert not one.scheduler.recompute_kv_load_failures and "kv_load_failure_policy" in said[0]
 
 
-def test_a_rank_that_never_answers(engine: Callable[..., Engine], server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first requests wait a while, then the engine goes on without hotkv; when the rank answers at last, hotkv begins."""
+def test_a_rank_that_never_answers(
+    engine: Callable[..., Engine], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first requests wait a while, then the engine goes on without hotkv; when the rank answers
+    at last, hotkv begins."""
     one = engine(within=beside("LoadingConnector", ours_first=True))
     answer = children(one.worker)[0]._handshake
     monkeypatch.setattr(children(one.worker)[0], "_handshake", lambda: None)
@@ -122,15 +158,22 @@ def test_a_rank_that_never_answers(engine: Callable[..., Engine], server: FakeSe
     assert len(server.blocks) >= 6
 
 
-def test_without_a_key_space_hotkv_is_off(engine: Callable[..., Engine], server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_space_hotkv_is_off(
+    engine: Callable[..., Engine], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = engine(within=beside("LoadingConnector", ours_first=False))
-    monkeypatch.setattr(children(one.worker)[0], "_handshake", lambda: HotKVHandshake(None, "it says so"))
+    monkeypatch.setattr(
+        children(one.worker)[0], "_handshake", lambda: HotKVHandshake(None, "it says so")
+    )
     assert len(one.generate("cold", PROMPT, 4)[0]) == 4
     assert not server.blocks and children(one.connector)[0]._scheduler._joining is None
 
 
-def test_runner_v2_revokes_in_a_multi_connector(engine: Callable[..., Engine], server: FakeServer) -> None:
-    """The pages of the fences come with the report. Nothing is stored before; blocks that are given away later are taken back."""
+def test_runner_v2_revokes_in_a_multi_connector(
+    engine: Callable[..., Engine], server: FakeServer
+) -> None:
+    """The pages of the fences come with the report. Nothing is stored before; blocks that are given
+    away later are taken back."""
     server.hold = {"store"}
     one = engine(within=beside("LoadingConnector", ours_first=True), specs=mixed_model(), v2=True)
     ours, fence = children(one.connector)[0]._scheduler, children(one.worker)[0]._worker._fence
@@ -149,33 +192,55 @@ def test_runner_v2_revokes_in_a_multi_connector(engine: Callable[..., Engine], s
 
 
 def test_reports_of_two_ranks() -> None:
-    """vLLM's aggregation over ranks, round MultiConnector's: every handshake, summed counters, results of both, whichever come."""
+    """vLLM's aggregation over ranks, round MultiConnector's: every handshake, summed counters,
+    results of both, whichever come."""
     handshakes = [HotKVHandshake(None, "one"), HotKVHandshake(None, "two")]
     ranks = [
-        HotKVWorkerMetadata({1: StoreReport([b"\0"])}, {"load_bytes": 2.0}, None, (handshakes[0],), 3),
-        HotKVWorkerMetadata({1: StoreReport([b"\1"]), 2: StoreReport([b""])}, {"load_bytes": 3.0}, None, (handshakes[1],), 3),
+        HotKVWorkerMetadata(
+            {1: StoreReport([b"\0"])}, {"load_bytes": 2.0}, None, (handshakes[0],), 3
+        ),
+        HotKVWorkerMetadata(
+            {1: StoreReport([b"\1"]), 2: StoreReport([b""])},
+            {"load_bytes": 3.0},
+            None,
+            (handshakes[1],),
+            3,
+        ),
     ]
 
     def output(meta: HotKVWorkerMetadata | None, failed: set[str]) -> ModelRunnerOutput:
         wrapped = None if meta is None else MultiKVConnectorWorkerMetadata((None, meta))
-        one = KVConnectorOutput(finished_recving={"a"}, failed_recving=failed, kv_connector_worker_meta=wrapped)
+        one = KVConnectorOutput(
+            finished_recving={"a"}, failed_recving=failed, kv_connector_worker_meta=wrapped
+        )
         return ModelRunnerOutput([], {}, kv_connector_output=one)
 
     whole = KVOutputAggregator(2).aggregate([output(ranks[0], set()), output(ranks[1], {"a"})])
     assert whole is not None and whole.kv_connector_output is not None
     joined = whole.kv_connector_output.kv_connector_worker_meta.metadata[1]
-    assert joined.handshakes == tuple(handshakes) and joined.counters == {"load_bytes": 5.0} and joined.settled_step == 3
+    assert (
+        joined.handshakes == tuple(handshakes)
+        and joined.counters == {"load_bytes": 5.0}
+        and joined.settled_step == 3
+    )
     assert joined.stores[1].results == [b"\0", b"\1"] and joined.stores[2].results == [b""]
     assert whole.kv_connector_output.failed_recving == {"a"}
-    assert joining.Joining(2).handshakes(joined) == handshakes and joining.Joining(3).handshakes(joined) == []
+    assert (
+        joining.Joining(2).handshakes(joined) == handshakes
+        and joining.Joining(3).handshakes(joined) == []
+    )
     late = KVOutputAggregator(2)
     half = late.aggregate([output(ranks[0], {"a"}), output(None, set())])
     assert half is not None and half.kv_connector_output is not None
-    assert joining.Joining(2).handshakes(half.kv_connector_output.kv_connector_worker_meta.metadata[1]) == []
+    assert (
+        joining.Joining(2).handshakes(half.kv_connector_output.kv_connector_worker_meta.metadata[1])
+        == []
+    )
 
 
 def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MultiConnector looks up statistics' connectors by name, and VLLM_PLUGINS may leave hotkv's plugin out."""
+    """MultiConnector looks up statistics' connectors by name, and VLLM_PLUGINS may leave hotkv's
+    plugin out."""
     monkeypatch.delitem(KVConnectorFactory._registry, "HotKVConnector", raising=False)
     spec = importlib.util.find_spec("hotkv_vllm.connector")
     assert spec is not None and spec.loader is not None
@@ -183,29 +248,38 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
     assert KVConnectorFactory.get_connector_class_by_name("HotKVConnector") is HotKVConnector
 
 
-# ---------------------------------------------------------------------------------------------------------------- layout
+# ------------------------------------------------------------------------------------------- layout
 
 
 @BOTH_ORDERS
-def test_layouts_do_not_conflict(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, ours_first: bool) -> None:
+def test_layouts_do_not_conflict(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, ours_first: bool
+) -> None:
     """The other connector's wish goes first; where it has none, hotkv's stands."""
     monkeypatch.setattr(compat, "preferred_layout", lambda: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
     for name, expected in (("CheckingConnector", "LBHNC"), ("LoadingConnector", "BLHNC")):
-        config.kv_transfer_config = KVTransferConfig(**beside(name, ours_first=ours_first)(transfer_config()))
+        config.kv_transfer_config = KVTransferConfig(
+            **beside(name, ours_first=ours_first)(transfer_config())
+        )
         assert MultiConnector.get_required_kvcache_layout(config) == expected
-        nested = beside("LoadingConnector", ours_first=ours_first)(beside(name, ours_first=ours_first)(transfer_config()))
+        nested = beside("LoadingConnector", ours_first=ours_first)(
+            beside(name, ours_first=ours_first)(transfer_config())
+        )
         config.kv_transfer_config = KVTransferConfig(**nested)
         assert MultiConnector.get_required_kvcache_layout(config) in (None, "LBHNC")
 
 
-# --------------------------------------------------------------------------------------------- what the other one loads
+# ------------------------------------------------------------------------- what the other one loads
 
 
 @BOTH_ORDERS
-def test_hits_are_those_that_were_taken(engine: Callable[..., Engine], server: FakeServer, plan: Plan, ours_first: bool) -> None:
-    """Both offer the prompt; who comes first serves it. What hotkv offered in vain is neither counted as a hit nor kept pinned."""
+def test_hits_are_those_that_were_taken(
+    engine: Callable[..., Engine], server: FakeServer, plan: Plan, ours_first: bool
+) -> None:
+    """Both offer the prompt; who comes first serves it. What hotkv offered in vain is neither
+    counted as a hit nor kept pinned."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
     cold = one.generate("cold", PROMPT, 4)[0]
     one.drop_local()
@@ -220,8 +294,11 @@ def test_hits_are_those_that_were_taken(engine: Callable[..., Engine], server: F
 
 
 @pytest.mark.parametrize("ending", ["aborted", "failed", "well"])
-def test_asynchronous_load_of_another(engine: Callable[..., Engine], server: FakeServer, plan: Plan, ending: str) -> None:
-    """vLLM counts its tokens as computed from its start; hotkv must not store them before they are there, nor count its failures."""
+def test_asynchronous_load_of_another(
+    engine: Callable[..., Engine], server: FakeServer, plan: Plan, ending: str
+) -> None:
+    """vLLM counts its tokens as computed from its start; hotkv must not store them before they are
+    there, nor count its failures."""
     one, other = (engine(within=beside("LoadingConnector", ours_first=False)) for _ in range(2))
     expected = other.generate("alone", PROMPT, 4)[0]
     server.blocks.clear()
@@ -249,10 +326,19 @@ def test_asynchronous_load_of_another(engine: Callable[..., Engine], server: Fak
 @pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 @pytest.mark.parametrize("fails", [True, False], ids=["failed", "well"])
 def test_synchronous_load_of_another(
-    engine: Callable[..., Engine], server: FakeServer, plan: Plan, monkeypatch: pytest.MonkeyPatch, fails: bool, pipelined: bool
+    engine: Callable[..., Engine],
+    server: FakeServer,
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: bool,
+    pipelined: bool,
 ) -> None:
-    """Its failure is known after the step that used it: nothing of that step is stored before, and nothing at all if it failed."""
-    one, other = (engine(within=beside("LoadingConnector", ours_first=False), pipelined=pipelined) for _ in range(2))
+    """Its failure is known after the step that used it: nothing of that step is stored before, and
+    nothing at all if it failed."""
+    one, other = (
+        engine(within=beside("LoadingConnector", ours_first=False), pipelined=pipelined)
+        for _ in range(2)
+    )
     expected = other.generate("alone", PROMPT, 40)[0]
     one.generate("connects", prompt(9, 10), 2)
     server.blocks.clear()

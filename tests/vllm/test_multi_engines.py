@@ -21,11 +21,27 @@ def start(tmp_path: Path, shared_daemon: Daemon, engines: Engines) -> Start:
     """Engines whose MultiConnector holds hotkv (None in `children`) and others."""
     model = write_model(tmp_path / "model")
 
-    def make(children: list[dict[str, Any] | None], role: str = "kv_both", **more: Any) -> EngineProcess:
-        ours = transfer_config(target=shared_daemon.target, weights_identity=tmp_path.name, lookup_timeout_s=3.0, startup_wait_s=10.0)
+    def make(
+        children: list[dict[str, Any] | None], role: str = "kv_both", **more: Any
+    ) -> EngineProcess:
+        ours = transfer_config(
+            target=shared_daemon.target,
+            weights_identity=tmp_path.name,
+            lookup_timeout_s=3.0,
+            startup_wait_s=10.0,
+        )
         all_of_them = [{"kv_role": role, **ours} if child is None else child for child in children]
-        several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": all_of_them}}
-        settings = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **more}
+        several = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": all_of_them},
+        }
+        settings = {
+            "load_format": "random",
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            **more,
+        }
         return engines.start(model, None, kv_transfer_config=several, **settings)
 
     return make
@@ -34,15 +50,24 @@ def start(tmp_path: Path, shared_daemon: Daemon, engines: Engines) -> Start:
 def example(folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     extra = {"shared_storage_path": str(folder)}
-    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
 
 
-CHECKING = {"kv_connector": "CheckingConnector", "kv_connector_module_path": "tests.vllm.other_connectors", "kv_role": "kv_both"}
+CHECKING = {
+    "kv_connector": "CheckingConnector",
+    "kv_connector_module_path": "tests.vllm.other_connectors",
+    "kv_role": "kv_both",
+}
 
 
 @pytest.mark.parametrize("ours_first", [True, False], ids=["first", "second"])
 def test_beside_the_example_connector(start: Start, tmp_path: Path, ours_first: bool) -> None:
-    """The one that comes first serves; the other's answers are the same, and hits are counted only where hotkv served."""
+    """The one that comes first serves; the other's answers are the same, and hits are counted only
+    where hotkv served."""
     other = example(tmp_path / "example")
     engine = start([None, other] if ours_first else [other, None])
     # Of 33 tokens ExampleConnector offers none, hotkv a block.
@@ -55,19 +80,26 @@ def test_beside_the_example_connector(start: Start, tmp_path: Path, ours_first: 
     totals = engine.ask("stats")["totals"]
     assert totals["offered_requests"] == 3 and warm["cached"] == [usable(p) for p in batch]
     assert totals.get("hit_requests", 0) == (3 if ours_first else 1)
-    assert totals["hit_tokens"] == (sum(usable(p) for p in batch) if ours_first else usable(batch[2]))
+    assert totals["hit_tokens"] == (
+        sum(usable(p) for p in batch) if ours_first else usable(batch[2])
+    )
     assert not {"hook_errors", "failed_loads"} & totals.keys()
 
 
 def test_beside_one_that_checks_its_handshake(start: Start, shared_daemon: Daemon) -> None:
-    """The engines start, the first request ever hits, and loads that a killed server leaves behind are computed."""
+    """The engines start, the first request ever hits, and loads that a killed server leaves behind
+    are computed."""
     first = start([None, CHECKING])
     batch = prompts(2, (300, 333, 411))
     cold = first.ask("generate", prompts=batch, max_tokens=8)
     settled(first)
     second = start([CHECKING, None])
     warm = second.ask("generate", prompts=batch, max_tokens=8)
-    assert warm["cached"] == [usable(p) for p in batch] and warm["tokens"] == cold["tokens"] and difference(cold, warm) < 1e-3
+    assert (
+        warm["cached"] == [usable(p) for p in batch]
+        and warm["tokens"] == cold["tokens"]
+        and difference(cold, warm) < 1e-3
+    )
     for engine in (second, first):
         engine.ask("wait", connected=True, timeout_s=20)
         engine.ask("reset")
@@ -78,7 +110,11 @@ def test_beside_one_that_checks_its_handshake(start: Start, shared_daemon: Daemo
             time.sleep(0.01)
         shared_daemon.kill()
         answer = engine.answer()
-        assert answer["ended"] == ["length"] * 3 and answer["tokens"] == cold["tokens"] and difference(cold, answer) < 1e-3
+        assert (
+            answer["ended"] == ["length"] * 3
+            and answer["tokens"] == cold["tokens"]
+            and difference(cold, answer) < 1e-3
+        )
         totals = engine.ask("stats")["totals"]
         assert totals["failed_loads"] >= 1 and "hook_errors" not in totals
         shared_daemon.start()

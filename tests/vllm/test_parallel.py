@@ -1,7 +1,9 @@
-"""Real engines of several ranks: tensor, pipeline and data parallel, each rank a process, over one daemon.
+"""Real engines of several ranks: tensor, pipeline and data parallel, each rank a process, over one
+daemon.
 
-Every engine answers cold, then warm from hotkv, and so does a second engine of the same shape; in float32 the answers agree to the last
-digits. Weights come from a file, so that ranks hold shards of one model and a shard in the wrong place shows.
+Every engine answers cold, then warm from hotkv, and so does a second engine of the same shape; in
+float32 the answers agree to the last digits. Weights come from a file, so that ranks hold shards of
+one model and a shard in the wrong place shows.
 """
 
 import itertools
@@ -35,7 +37,13 @@ Start = Callable[..., EngineProcess]
 def start(shared_daemon: Daemon, engines: Engines, tmp_path: Path) -> Start:
     """Starts engines of one model."""
 
-    def make(kind: str, *, shape: dict[str, Any] | None = None, driver: str = "parallel_driver.py", **settings: Any) -> EngineProcess:
+    def make(
+        kind: str,
+        *,
+        shape: dict[str, Any] | None = None,
+        driver: str = "parallel_driver.py",
+        **settings: Any,
+    ) -> EngineProcess:
         folder = tmp_path / kind
         if not folder.exists():
             write_model(folder, kind)
@@ -47,8 +55,14 @@ def start(shared_daemon: Daemon, engines: Engines, tmp_path: Path) -> Start:
             "kv_cache_memory_bytes": 32 << 20,
             "max_model_len": 1024,
         } | settings
-        connector = {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
-        return engines.start(folder, shared_daemon.target, connector=connector, driver=driver, **settings)
+        connector = {
+            "weights_identity": tmp_path.name,
+            "flush_timeout_s": 5.0,
+            "startup_wait_s": 20.0,
+        }
+        return engines.start(
+            folder, shared_daemon.target, connector=connector, driver=driver, **settings
+        )
 
     return make
 
@@ -66,7 +80,8 @@ def settled(engine: EngineProcess, num_blocks: int) -> dict[str, float]:
 
 
 def stores_again(engine: EngineProcess) -> None:
-    """Asks until something is stored: all ranks and the scheduler have sessions of one key space then."""
+    """Asks until something is stored: all ranks and the scheduler have sessions of one key space
+    then."""
     until_s, seed = time.monotonic() + 60, engine.process.pid
     before = engine.ask("stats")["totals"].get("stored_blocks", 0)
     while engine.ask("stats")["totals"].get("stored_blocks", 0) == before:
@@ -92,8 +107,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> None:
-    """Kills the last rank, of a pipeline when the first stage has stored its shard of the prompt's blocks; then what is left of the engine.
-    Returns when the server has nothing of the engine any more.
+    """Kills the last rank, of a pipeline when the first stage has stored its shard of the prompt's
+    blocks; then what is left of the engine. Returns when the server has nothing of the engine any
+    more.
     """
 
     def counters() -> dict[str, float]:
@@ -105,15 +121,26 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
     if is_pipeline:
         os.kill(pids[-1], signal.SIGSTOP)
         engine.begin("generate", prompts=[prompt], max_tokens=1)
-        wait_until(lambda: counters()["stored_bytes_total"] > before["stored_bytes_total"] and not counters()["transfers_in_flight"])
-        assert counters()["arena_used_bytes"] > before["arena_used_bytes"] and counters()["ready_blocks"] == before["ready_blocks"]
+        wait_until(
+            lambda: (
+                counters()["stored_bytes_total"] > before["stored_bytes_total"]
+                and not counters()["transfers_in_flight"]
+            )
+        )
+        assert (
+            counters()["arena_used_bytes"] > before["arena_used_bytes"]
+            and counters()["ready_blocks"] == before["ready_blocks"]
+        )
     os.kill(pids[-1], signal.SIGKILL)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     engine.kill()
     wait_until(lambda: counters()["sessions"] == before["sessions"] - len(pids) - 1)
     after = counters()
     assert after["leases"] == after["arena_pinned_bytes"] == 0
-    assert (after["arena_used_bytes"], after["ready_blocks"]) == (before["arena_used_bytes"], before["ready_blocks"])
+    assert (after["arena_used_bytes"], after["ready_blocks"]) == (
+        before["arena_used_bytes"],
+        before["ready_blocks"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +151,9 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
         pytest.param("gemma3", PP, id="pp2-hybrid"),
     ],
 )
-def test_warm_is_as_good_as_cold_until_a_rank_is_killed(shared_daemon: Daemon, start: Start, kind: str, settings: dict[str, Any]) -> None:
+def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
+    shared_daemon: Daemon, start: Start, kind: str, settings: dict[str, Any]
+) -> None:
     batch = prompts(9, LENGTHS)
     first, second = start(kind, **settings), start(kind, **settings)
     cold = first.ask("generate", prompts=batch, max_tokens=20)
@@ -142,12 +171,18 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(shared_daemon: Daemon, s
     assert second.ask("generate", prompts=fresh, max_tokens=1)["cached"] == [0]
     second.ask("reset")
     warm = second.ask("generate", prompts=batch, max_tokens=20)
-    assert warm["cached"] == [usable(prompt) for prompt in batch] and difference(cold, warm) < TOLERANCE
+    assert (
+        warm["cached"] == [usable(prompt) for prompt in batch]
+        and difference(cold, warm) < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("settings", [pytest.param(TP, id="tp2"), pytest.param(PP, id="pp2")])
-def test_adapters_and_weights_that_change_on_several_ranks(start: Start, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Each rank holds a part of an adapter and of the weights; only if all have the same do engines share."""
+def test_adapters_and_weights_that_change_on_several_ranks(
+    start: Start, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Each rank holds a part of an adapter and of the weights; only if all have the same do engines
+    share."""
     one, other = start("llama", **settings, **LORA), start("llama", **settings, **LORA)
     (prompt,) = prompts(9, (257,))
     a, b = (write_adapter(tmp_path / name, seed) for seed, name in enumerate("ab"))
@@ -155,8 +190,15 @@ def test_adapters_and_weights_that_change_on_several_ranks(start: Start, tmp_pat
 
     def ask(engine: EngineProcess, path: Path | None) -> dict[str, Any]:
         before = engine.ask("stats")["totals"].get("stored_blocks", 0)
-        answer = engine.ask("generate", prompts=[prompt], max_tokens=8, adapter=None if path is None else adapter(path))
-        totals = settled(engine, before + blocks_of([prompt], 8) if answer["cached"] == [0] else before)
+        answer = engine.ask(
+            "generate",
+            prompts=[prompt],
+            max_tokens=8,
+            adapter=None if path is None else adapter(path),
+        )
+        totals = settled(
+            engine, before + blocks_of([prompt], 8) if answer["cached"] == [0] else before
+        )
         # Stores that were planned on the old weights fail.
         assert "hook_errors" not in totals, totals
         return answer
@@ -176,19 +218,29 @@ def test_adapters_and_weights_that_change_on_several_ranks(start: Start, tmp_pat
 
 
 def test_one_kv_head_on_two_ranks(shared_daemon: Daemon, start: Start) -> None:
-    """vLLM does not say that both hold the same (`kv_tp_replicas` is 1), so each rank stores its own."""
+    """vLLM does not say that both hold the same (`kv_tp_replicas` is 1), so each rank stores its
+    own."""
     batch, one = prompts(9, LENGTHS), start("llama", shape={"num_key_value_heads": 1}, **TP)
     cold = one.ask("generate", prompts=batch, max_tokens=20)
     assert clean(settled(one, blocks_of(batch, 20)))
     one.ask("reset")
     warm = one.ask("generate", prompts=batch, max_tokens=20)
-    assert warm["cached"] == [usable(prompt) for prompt in batch] and difference(cold, warm) < TOLERANCE
+    assert (
+        warm["cached"] == [usable(prompt) for prompt in batch]
+        and difference(cold, warm) < TOLERANCE
+    )
 
 
-def test_of_ranks_with_the_same_kv_the_first_one_writes(shared_daemon: Daemon, start: Start) -> None:
-    """Latent attention: a slot has one shard, and both ranks load it. vLLM's CPU kernels answer otherwise after any hit, their own too."""
+def test_of_ranks_with_the_same_kv_the_first_one_writes(
+    shared_daemon: Daemon, start: Start
+) -> None:
+    """Latent attention: a slot has one shard, and both ranks load it. vLLM's CPU kernels answer
+    otherwise after any hit, their own too."""
     # float32 would not do: where there is AMX its kernels want bfloat16.
-    (prompt,), one = prompts(9, (257,)), start("deepseek", dtype="bfloat16", block_size=None, enable_prefix_caching=True, **TP)
+    (prompt,), one = (
+        prompts(9, (257,)),
+        start("deepseek", dtype="bfloat16", block_size=None, enable_prefix_caching=True, **TP),
+    )
     one.ask("generate", prompts=[prompt], max_tokens=20)
     local = one.ask("generate", prompts=[prompt], max_tokens=20)
     assert clean(settled(one, 256 // 128))
@@ -202,26 +254,44 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(shared_daemon: Daemon, s
 
 
 def test_a_pipeline_whose_steps_overlap_on_a_device_too_small(start: Start) -> None:
-    """Two steps are under way at a time. Blocks are taken back from stores, evicted, loaded again and preempted; nothing is wrong."""
+    """Two steps are under way at a time. Blocks are taken back from stores, evicted, loaded again
+    and preempted; nothing is wrong."""
     shape = {"num_hidden_layers": 3}
-    batch = [prompt[:length] for prompt in prompts(9, (500, 500, 500)) for length in (130, 260, 400, 500)]
+    batch = [
+        prompt[:length] for prompt in prompts(9, (500, 500, 500)) for length in (130, 260, 400, 500)
+    ]
     roomy = start("llama", shape=shape, **PP)
-    tight = start("llama", shape=shape, **PP, num_gpu_blocks_override=44, max_num_batched_tokens=96, max_num_seqs=6)
-    cold = {tuple(prompt): roomy.ask("generate", prompts=[prompt], max_tokens=16) for prompt in batch}
-    # How much is loaded depends on what was stored in time: three turns at least, more until enough was.
+    tight = start(
+        "llama",
+        shape=shape,
+        **PP,
+        num_gpu_blocks_override=44,
+        max_num_batched_tokens=96,
+        max_num_seqs=6,
+    )
+    cold = {
+        tuple(prompt): roomy.ask("generate", prompts=[prompt], max_tokens=16) for prompt in batch
+    }
+    # How much is loaded depends on what was stored in time: three turns at least, more until enough
+    # was.
     for turn in range(len(batch)):
         asked = batch[turn:] + batch[:turn]
         answers = tight.ask("generate", prompts=asked, max_tokens=16)
         for index, prompt in enumerate(asked):
             one = {name: [answers[name][index]] for name in ("tokens", "logprobs")}
-            assert one["tokens"] == cold[tuple(prompt)]["tokens"] and difference(cold[tuple(prompt)], one) < TOLERANCE
+            assert (
+                one["tokens"] == cold[tuple(prompt)]["tokens"]
+                and difference(cold[tuple(prompt)], one) < TOLERANCE
+            )
         totals = tight.ask("stats")["totals"]
         if turn >= 2 and totals["loads"] > 10:
             break
     assert totals["loads"] > 10 and not {"failed_loads", "hook_errors"} & totals.keys()
 
 
-def test_a_data_parallel_engine_hits_what_its_sibling_stored(shared_daemon: Daemon, start: Start) -> None:
+def test_a_data_parallel_engine_hits_what_its_sibling_stored(
+    shared_daemon: Daemon, start: Start
+) -> None:
     """Two engines, each with an id and sessions of its own, in one key space."""
     batch, both = prompts(9, LENGTHS), start("llama", driver="dp_driver.py", data_parallel_size=2)
     cold = both.ask("generate", prompts=batch, max_tokens=20, rank=0)
@@ -234,6 +304,8 @@ def test_a_data_parallel_engine_hits_what_its_sibling_stored(shared_daemon: Daem
     warm = both.ask("generate", prompts=batch, max_tokens=20, rank=1)
     assert warm["cached"] == [usable(prompt) for prompt in batch]
     assert warm["tokens"] == cold["tokens"] and difference(cold, warm) < TOLERANCE
-    workers = [session for session in shared_daemon.admin("sessions") if session["role"] == "worker"]
+    workers = [
+        session for session in shared_daemon.admin("sessions") if session["role"] == "worker"
+    ]
     assert sorted(session["engine_id"][-4:] for session in workers) == ["_dp0", "_dp1"]
     assert len({session["key_space_id"] for session in workers}) == 1

@@ -1,4 +1,5 @@
-"""Ranks of one engine agree: in whatever order they come and whichever of them fails, all decide the same."""
+"""Ranks of one engine agree: in whatever order they come and whichever of them fails, all decide
+the same."""
 
 import threading
 from collections.abc import Callable
@@ -24,15 +25,30 @@ PROMPT = prompt(1, 200)
 
 
 def space(sizes: list[int], names: list[tuple[str, ...]], stage: int) -> KeySpace:
-    groups = tuple(GroupSpec(GroupKind.FULL_ATTENTION, 16, (size or 1,), 0, name) for size, name in zip(sizes, names, strict=True))
-    return KeySpace("model", "weights", "bfloat16", groups, 16, page_format=f"format {stage // 2}", extra=("all", f"layers of {stage}"))
+    groups = tuple(
+        GroupSpec(GroupKind.FULL_ATTENTION, 16, (size or 1,), 0, name)
+        for size, name in zip(sizes, names, strict=True)
+    )
+    return KeySpace(
+        "model",
+        "weights",
+        "bfloat16",
+        groups,
+        16,
+        page_format=f"format {stage // 2}",
+        extra=("all", f"layers of {stage}"),
+    )
 
 
 def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankNote]:
-    """A note of every rank. `stages`: layers of each group in each stage; a layer has 8 bytes in each rank."""
+    """A note of every rank. `stages`: layers of each group in each stage; a layer has 8 bytes in
+    each rank."""
     notes = []
     for stage, layers in enumerate(stages):
-        names = [tuple(f"layer.{stage}.{group}.{i}" for i in range(count)) for group, count in enumerate(layers)]
+        names = [
+            tuple(f"layer.{stage}.{group}.{i}" for i in range(count))
+            for group, count in enumerate(layers)
+        ]
         for rank in range(tp_size):
             place = RankPlace(stage * tp_size + rank, 0, 0, rank % replicas == 0, stage)
             sizes = [8 * count for count in layers]
@@ -42,29 +58,45 @@ def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankN
 
 SHAPES = st.tuples(
     st.integers(1, 3).flatmap(
-        lambda groups: st.lists(st.lists(st.integers(0, 3), min_size=groups, max_size=groups), min_size=1, max_size=3)
+        lambda groups: st.lists(
+            st.lists(st.integers(0, 3), min_size=groups, max_size=groups), min_size=1, max_size=3
+        )
     ),
     st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (8, 1)]),
 )
 DAMAGES: list[Callable[[RankNote], RankNote]] = [
     lambda note: replace(note, space=None, why_off=f"trouble of {note.place.rank}"),
     lambda note: replace(note, host="elsewhere"),
-    lambda note: note if note.space is None else replace(note, space=replace(note.space, weights_identity="others")),
-    lambda note: note if note.space is None else replace(note, space=replace(note.space, extra=("else",))),
     lambda note: (
         note
         if note.space is None
-        else replace(note, space=replace(note.space, groups=note.space.groups[:1] * 4), shard_bytes=note.shard_bytes[:1] * 4)
+        else replace(note, space=replace(note.space, weights_identity="others"))
+    ),
+    lambda note: (
+        note if note.space is None else replace(note, space=replace(note.space, extra=("else",)))
+    ),
+    lambda note: (
+        note
+        if note.space is None
+        else replace(
+            note,
+            space=replace(note.space, groups=note.space.groups[:1] * 4),
+            shard_bytes=note.shard_bytes[:1] * 4,
+        )
     ),
 ]
 
 
 @settings(max_examples=150, deadline=None)
 @given(shape=SHAPES, data=st.data())
-def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(shape: Any, data: st.DataObject) -> None:
+def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
+    shape: Any, data: st.DataObject
+) -> None:
     stages, (tp_size, replicas) = shape
     notes = notes_of(stages, tp_size, replicas)
-    damaged = data.draw(st.lists(st.tuples(st.integers(0, len(notes) - 1), st.sampled_from(DAMAGES)), max_size=2))
+    damaged = data.draw(
+        st.lists(st.tuples(st.integers(0, len(notes) - 1), st.sampled_from(DAMAGES)), max_size=2)
+    )
     for rank, damage in damaged:
         notes[rank] = damage(notes[rank])
     decided, places = [], {}
@@ -84,7 +116,8 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(shape: A
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Each shard has one writer and its size; a rank that writes nothing has the shard of the writer before it."""
+    """Each shard has one writer and its size; a rank that writes nothing has the shard of the
+    writer before it."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers)
     shard = -1
@@ -94,25 +127,36 @@ def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPla
         for group, size in zip(found.groups, note.shard_bytes, strict=True):
             assert group.shard_bytes[shard] == size
     for index, group in enumerate(found.groups):
-        assert group.layer_names == tuple(dict.fromkeys(n for note in notes for n in note.space.groups[index].layer_names))
+        assert group.layer_names == tuple(
+            dict.fromkeys(n for note in notes for n in note.space.groups[index].layer_names)
+        )
 
 
 def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None:
-    even, uneven = (ranks.decide(notes_of(stages, 1, 1), 0)[0] for stages in ([[2], [2]], [[1], [3]]))
+    even, uneven = (
+        ranks.decide(notes_of(stages, 1, 1), 0)[0] for stages in ([[2], [2]], [[1], [3]])
+    )
     other = notes_of([[2], [2]], 1, 1)
     other[1] = replace(other[1], space=replace(other[1].space, page_format="packed"))
     assert len({one.fingerprint for one in (even, uneven, ranks.decide(other, 0)[0])}) == 3
     # As a single rank says it, where all stages say the same.
-    assert even.page_format == "format 0" and even.extra == ("all", "stage 0: layers of 0", "stage 1: layers of 1")
+    assert even.page_format == "format 0" and even.extra == (
+        "all",
+        "stage 0: layers of 0",
+        "stage 1: layers of 1",
+    )
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
-    """What each of these ranks comes to, all at once over one store; others of the `num_ranks` never come."""
+    """What each of these ranks comes to, all at once over one store; others of the `num_ranks`
+    never come."""
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:
         try:
-            found, _ = ranks.decide(ranks.exchange(store, "engine", note, num_ranks, timeout_s), note.place.rank)
+            found, _ = ranks.decide(
+                ranks.exchange(store, "engine", note, num_ranks, timeout_s), note.place.rank
+            )
             came_to[note.place.rank] = found.fingerprint.hex()
         except Unsupported as error:
             came_to[note.place.rank] = str(error)
@@ -134,10 +178,14 @@ def test_notes_reach_all_ranks() -> None:
 
 def test_a_rank_that_never_comes_is_named_and_not_waited_for() -> None:
     came_to = exchanged(notes_of([[2], [1]], 1, 1)[:1], 2, 0.1)
-    assert list(came_to) == [0] and came_to[0].startswith("rank 1 has not said within 0 s what it found")
+    assert list(came_to) == [0] and came_to[0].startswith(
+        "rank 1 has not said within 0 s what it found"
+    )
 
 
-def test_a_rank_tells_the_others_whatever_breaks_in_it(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_tells_the_others_whatever_breaks_in_it(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[RankNote] = []
 
     def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:
@@ -145,10 +193,20 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(engine: Any, server: Any,
         return ranks.decide([note], 0)
 
     monkeypatch.setattr(worker.ranks, "agree", agree)
-    for error in (compat.Unsupported("unsupported"), OSError("no file"), KeyError("layer"), AssertionError()):
-        monkeypatch.setattr(own_memory, "describe", lambda *_, error=error: (_ for _ in ()).throw(error))
+    for error in (
+        compat.Unsupported("unsupported"),
+        OSError("no file"),
+        KeyError("layer"),
+        AssertionError(),
+    ):
+        monkeypatch.setattr(
+            own_memory, "describe", lambda *_, error=error: (_ for _ in ()).throw(error)
+        )
         one = engine()
-        assert told[-1].space is None and told[-1].why_off in (str(error), f"{type(error).__name__}: {error}")
+        assert told[-1].space is None and told[-1].why_off in (
+            str(error),
+            f"{type(error).__name__}: {error}",
+        )
         assert one.worker.get_handshake_metadata() == HotKVHandshake(None, told[-1].why_off)
         assert one.generate("a", PROMPT, 1)[1] == 0 and not server.sessions
 
@@ -158,17 +216,29 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(engine: Any, server: Any,
     [
         ({"nnodes_within_dp": 2}, "several machines"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "external launcher"),
+        (
+            {"distributed_executor_backend": "external_launcher", "world_size": 2},
+            "external launcher",
+        ),
     ],
 )
-def test_what_no_rank_can_do_is_refused_without_asking_the_others(parallel: dict[str, Any], words: str) -> None:
-    shape = {"prefill_context_parallel_size": 1, "nnodes_within_dp": 1, "distributed_executor_backend": "mp", "world_size": 2}
+def test_what_no_rank_can_do_is_refused_without_asking_the_others(
+    parallel: dict[str, Any], words: str
+) -> None:
+    shape = {
+        "prefill_context_parallel_size": 1,
+        "nnodes_within_dp": 1,
+        "distributed_executor_backend": "mp",
+        "world_size": 2,
+    }
     compat.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape)))
     with pytest.raises(Unsupported, match=words):
         compat.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape | parallel)))
 
 
-def test_handshakes_that_are_missing_or_from_elsewhere_turn_hotkv_off(engine: Any, server: Any) -> None:
+def test_handshakes_that_are_missing_or_from_elsewhere_turn_hotkv_off(
+    engine: Any, server: Any
+) -> None:
     for change in ("missing", "elsewhere"):
         one = engine()
         scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
@@ -182,7 +252,12 @@ def test_handshakes_that_are_missing_or_from_elsewhere_turn_hotkv_off(engine: An
 
 
 def test_engines_of_other_shapes_do_not_share() -> None:
-    shape = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "cp_kv_cache_interleave_size": 1}
+    shape = {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "cp_kv_cache_interleave_size": 1,
+    }
     changes: list[dict[str, int]] = [
         {},
         {"tensor_parallel_size": 1},
@@ -190,4 +265,6 @@ def test_engines_of_other_shapes_do_not_share() -> None:
         {"decode_context_parallel_size": 2},
         {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16},
     ]
-    assert len({compat._parallel_shape(SimpleNamespace(**shape | change)) for change in changes}) == len(changes)
+    assert len(
+        {compat._parallel_shape(SimpleNamespace(**shape | change)) for change in changes}
+    ) == len(changes)

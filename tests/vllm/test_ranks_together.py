@@ -1,4 +1,5 @@
-"""What vLLM makes of several ranks' outputs and handshakes, and what the scheduler makes of that: real workers, vLLM's own aggregator."""
+"""What vLLM makes of several ranks' outputs and handshakes, and what the scheduler makes of that:
+real workers, vLLM's own aggregator."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -41,8 +42,12 @@ def ranked(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def settle(server: FakeServer, kind: str, rank: int) -> int:
     """Answers held calls of one kind and one rank, which names its transfers."""
-    later = [entry for entry in server.held if entry[0] != kind or not entry[1].endswith(f"-k{rank}")]
-    server.held = [entry for entry in server.held if entry[0] == kind and entry[1].endswith(f"-k{rank}")]
+    later = [
+        entry for entry in server.held if entry[0] != kind or not entry[1].endswith(f"-k{rank}")
+    ]
+    server.held = [
+        entry for entry in server.held if entry[0] == kind and entry[1].endswith(f"-k{rank}")
+    ]
     num_settled = server.settle()
     server.held += later
     return num_settled
@@ -62,12 +67,14 @@ def outputs_of(one: RankedEngine) -> list[KVConnectorOutput]:
     return given
 
 
-# ---------------------------------------------------------------------------------------------------------------- outputs
+# ------------------------------------------------------------------------------------------ outputs
 
 
 @pytest.mark.parametrize(("num_ranks", "stages"), [(2, False), (2, True), (3, True)])
 @BOTH_MODELS
-def test_what_ranks_report_is_summed(ranked: Ranked, engine: Any, server: FakeServer, model: Any, num_ranks: int, stages: bool) -> None:
+def test_what_ranks_report_is_summed(
+    ranked: Ranked, engine: Any, server: FakeServer, model: Any, num_ranks: int, stages: bool
+) -> None:
     first, one = (ranked(specs=model(), num_ranks=num_ranks, stages=stages) for _ in range(2))
     given = outputs_of(one)
     assert first.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
@@ -81,15 +88,26 @@ def test_what_ranks_report_is_summed(ranked: Ranked, engine: Any, server: FakeSe
     assert first.counters["store_bytes"] == num_ranks * lone.counters["store_bytes"]
     for name in ("stored_blocks", "stores"):
         assert first.counters[name] == lone.counters[name], name
-    assert [output.finished_recving for output in given if output.finished_recving] == [{"b"}] and one.counters["loads"] == 1
-    assert not any(output.invalid_block_ids or output.failed_recving or output.finished_sending for output in given)
+    assert [output.finished_recving for output in given if output.finished_recving] == [
+        {"b"}
+    ] and one.counters["loads"] == 1
+    assert not any(
+        output.invalid_block_ids or output.failed_recving or output.finished_sending
+        for output in given
+    )
 
 
 @pytest.mark.parametrize("failing", [set(), {0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
 @BOTH_MODELS
-def test_a_load_has_ended_when_it_has_in_all_ranks(ranked: Ranked, server: FakeServer, model: Any, failing: set[int]) -> None:
-    """The ranks end in a random order; one that failed makes the load fail, and what the others loaded is nobody's."""
-    first, one = ranked(specs=model(), num_ranks=3, stages=True), ranked(specs=model(), num_ranks=3, stages=True)
+def test_a_load_has_ended_when_it_has_in_all_ranks(
+    ranked: Ranked, server: FakeServer, model: Any, failing: set[int]
+) -> None:
+    """The ranks end in a random order; one that failed makes the load fail, and what the others
+    loaded is nobody's."""
+    first, one = (
+        ranked(specs=model(), num_ranks=3, stages=True),
+        ranked(specs=model(), num_ranks=3, stages=True),
+    )
     first.generate("a", PROMPT, 4)
     server.hold, server.spoil_loads = {"load"}, True
     given = outputs_of(one)
@@ -106,13 +124,17 @@ def test_a_load_has_ended_when_it_has_in_all_ranks(ranked: Ranked, server: FakeS
     assert one.outputs["b"] == answer_of(PROMPT, 4) and one.finished["b"] == "length"
     failed = [output.failed_recving for output in given if output.failed_recving]
     # What failed is tried once more.
-    assert failed == ([{"b"}] if failing else []) and one.counters.get("failed_loads", 0) == bool(failing)
+    assert failed == ([{"b"}] if failing else []) and one.counters.get("failed_loads", 0) == bool(
+        failing
+    )
     audit(server, [first, one])
     assert not server.leases
 
 
 @pytest.mark.parametrize("ended", [0, 1])
-def test_blocks_of_an_aborted_load_are_free_when_all_ranks_are_done(ranked: Ranked, server: FakeServer, ended: int) -> None:
+def test_blocks_of_an_aborted_load_are_free_when_all_ranks_are_done(
+    ranked: Ranked, server: FakeServer, ended: int
+) -> None:
     """The server answers no cancel of the other rank."""
     first, one = ranked(), ranked()
     first.generate("a", PROMPT, 4)
@@ -139,7 +161,9 @@ def test_blocks_of_an_aborted_load_are_free_when_all_ranks_are_done(ranked: Rank
 
 @pytest.mark.parametrize("failing", [0, 1])
 @BOTH_MODELS
-def test_a_block_is_stored_when_all_ranks_have_stored_it(ranked: Ranked, server: FakeServer, model: Any, failing: int) -> None:
+def test_a_block_is_stored_when_all_ranks_have_stored_it(
+    ranked: Ranked, server: FakeServer, model: Any, failing: int
+) -> None:
     one, other = ranked(specs=model()), ranked(specs=model())
     server.hold = {"store"}
     one.generate("a", PROMPT, 4)
@@ -150,7 +174,11 @@ def test_a_block_is_stored_when_all_ranks_have_stored_it(ranked: Ranked, server:
         assert settle(server, "store", rank)
     server.hold, server.fail_stores = set(), False
     one.generate("end2", prompt(2, 10), 2)
-    assert not server.blocks and not server.writes.leases and not one.connector._scheduler.planner._in_flight
+    assert (
+        not server.blocks
+        and not server.writes.leases
+        and not one.connector._scheduler.planner._in_flight
+    )
     # It is stored by the next who computes it.
     assert other.generate("b", PROMPT, 4)[1] == 0
     other.generate("end", prompt(2, 10), 2)
@@ -161,14 +189,27 @@ def test_a_block_is_stored_when_all_ranks_have_stored_it(ranked: Ranked, server:
 
 @pytest.mark.parametrize("stages", [False, True], ids=["tensor", "pipeline"])
 @BOTH_MODELS
-def test_ranks_that_lag_at_random(ranked: Ranked, server: FakeServer, model: Any, stages: bool) -> None:
-    """Requests are aborted and preempted, loads and stores end in each rank at another time, or fail in one alone."""
+def test_ranks_that_lag_at_random(
+    ranked: Ranked, server: FakeServer, model: Any, stages: bool
+) -> None:
+    """Requests are aborted and preempted, loads and stores end in each rank at another time, or
+    fail in one alone."""
     dice = random.Random(f"{model.__name__}{stages}")
-    engines = [ranked(specs=model(), stages=stages, blocks=48 if model is hybrid_model else 20, max_tokens_per_step=128) for _ in range(2)]
+    engines = [
+        ranked(
+            specs=model(),
+            stages=stages,
+            blocks=48 if model is hybrid_model else 20,
+            max_tokens_per_step=128,
+        )
+        for _ in range(2)
+    ]
     server.hold, server.spoil_loads = {"load", "store"}, True
     asked: list[tuple[RankedEngine, str, list[int]]] = []
     for turn in range(60):
-        asked.append((dice.choice(engines), f"r{turn}", prompt(dice.randrange(2), dice.randrange(20, 250))))
+        asked.append(
+            (dice.choice(engines), f"r{turn}", prompt(dice.randrange(2), dice.randrange(20, 250)))
+        )
         one, name, tokens = asked[-1]
         one.add(name, tokens, dice.randrange(1, 30))
         for _ in range(dice.randrange(6)):
@@ -189,40 +230,69 @@ def test_ranks_that_lag_at_random(ranked: Ranked, server: FakeServer, model: Any
         if one.finished.get(name) == "length":
             assert one.outputs[name] == answer_of(tokens, one.requests[name].max_tokens)
     found = audit(server, engines)
-    assert found.num_stored > 10 and found.num_cached > 10 and not server.leases and not server.writes.leases
-    assert sum(one.counters.get("failed_loads", 0) for one in engines) and any(one.preemptions for one in engines)
+    assert (
+        found.num_stored > 10
+        and found.num_cached > 10
+        and not server.leases
+        and not server.writes.leases
+    )
+    assert sum(one.counters.get("failed_loads", 0) for one in engines) and any(
+        one.preemptions for one in engines
+    )
     assert not any("hook_errors" in one.counters for one in engines)
 
 
-# ------------------------------------------------------------------------------------------------------------- handshakes
+# --------------------------------------------------------------------------------------- handshakes
 
 Handshakes = dict[tuple[int, int], HotKVHandshake]
 STAGES = [(0, 0), (1, 0), (2, 0)]
 CHANGES: dict[str, tuple[Callable[[Handshakes], Handshakes], str]] = {
     "all": (lambda found: found, ""),
     "in another order": (lambda found: dict(reversed(found.items())), ""),
-    "without the last stage": (lambda found: {place: found[place] for place in STAGES[:2]}, "2 of 3 ranks have said"),
-    "without the first stage": (lambda found: {place: found[place] for place in STAGES[1:]}, "2 of 3 ranks have said"),
+    "without the last stage": (
+        lambda found: {place: found[place] for place in STAGES[:2]},
+        "2 of 3 ranks have said",
+    ),
+    "without the first stage": (
+        lambda found: {place: found[place] for place in STAGES[1:]},
+        "2 of 3 ranks have said",
+    ),
     "one that is off": (lambda found: found | {(1, 0): HotKVHandshake(None, "no room")}, "no room"),
     "one with other weights": (
-        lambda found: found | {(2, 0): replace(found[2, 0], key_space=replace(found[2, 0].key_space, weights_identity="others"))},  # type: ignore[type-var]
+        lambda found: (
+            found
+            | {
+                (2, 0): replace(
+                    found[2, 0], key_space=replace(found[2, 0].key_space, weights_identity="others")
+                )
+            }
+        ),  # type: ignore[type-var]
         "do not agree",
     ),
-    "one from elsewhere": (lambda found: found | {(1, 0): replace(found[1, 0], host="elsewhere")}, "different machines"),
+    "one from elsewhere": (
+        lambda found: found | {(1, 0): replace(found[1, 0], host="elsewhere")},
+        "different machines",
+    ),
     "another connector's beside them": (lambda found: found | {(3, 0): object()}, ""),  # type: ignore[dict-item]
 }
 
 
 def test_handshakes_of_a_pipelines_stages(ranked: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM hands them over: by (stage, tensor-parallel rank), in no order, those left out that gave none."""
+    """As vLLM hands them over: by (stage, tensor-parallel rank), in no order, those left out that
+    gave none."""
     one = ranked(num_ranks=3, stages=True)
-    handshakes = {place: rank.worker.get_handshake_metadata() for place, rank in zip(STAGES, one.ranks, strict=True)}
+    handshakes = {
+        place: rank.worker.get_handshake_metadata()
+        for place, rank in zip(STAGES, one.ranks, strict=True)
+    }
     assert [handshake.rank for handshake in handshakes.values()] == [0, 1, 2]
     said: list[str] = []
     monkeypatch.setattr(link.logger, "warning", lambda text, *parts: said.append(text % parts))
     for name, (change, words) in CHANGES.items():
         said.clear()
-        connector: Any = KVConnectorFactory.create_connector(one.vllm_config, KVConnectorRole.SCHEDULER, one.kv_config)
+        connector: Any = KVConnectorFactory.create_connector(
+            one.vllm_config, KVConnectorRole.SCHEDULER, one.kv_config
+        )
         connector.set_xfer_handshake_metadata_pp_aware(change(dict(handshakes)))
         assert (connector._scheduler.session is None) == bool(words), name
         assert not words or (words in said[-1] and "hotkv is off" in said[-1]), (name, said)

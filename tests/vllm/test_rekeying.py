@@ -1,4 +1,5 @@
-"""Scheduler and ranks agree on a key space after weights have changed, whatever order steps, writes and lost reports come in."""
+"""Scheduler and ranks agree on a key space after weights have changed, whatever order steps, writes
+and lost reports come in."""
 
 import contextlib
 from typing import Any
@@ -38,7 +39,8 @@ class FakeWatch:
 
 
 class Machine(RuleBasedStateMachine):
-    """All ranks run a step with what the scheduler ordered; their reports come with its end, or are lost."""
+    """All ranks run a step with what the scheduler ordered; their reports come with its end, or are
+    lost."""
 
     @initialize(num_ranks=st.integers(1, 3), unseen=st.booleans(), in_doubt=st.booleans())
     def start(self, num_ranks: int, unseen: bool, in_doubt: bool) -> None:
@@ -50,7 +52,9 @@ class Machine(RuleBasedStateMachine):
             self.watches[-1].forget_original()
         self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
         self.scheduler = Rekeying(num_ranks, ORIGINAL, in_doubt)
-        self.under: dict[str, Any] = {ORIGINAL: None if in_doubt else tuple(watch.weights for watch in self.watches)}
+        self.under: dict[str, Any] = {
+            ORIGINAL: None if in_doubt else tuple(watch.weights for watch in self.watches)
+        }
         """By identity: the weights that were in use when something was stored under it."""
 
     @rule(weights=st.integers(0, 2))
@@ -93,7 +97,11 @@ class Machine(RuleBasedStateMachine):
         for rank in self.ranks:
             rank.obey(self.scheduler.order())
         self.use()
-        reports = {number: report for number, rank in enumerate(self.ranks) if (report := rank.take_report()) is not None}
+        reports = {
+            number: report
+            for number, rank in enumerate(self.ranks)
+            if (report := rank.take_report()) is not None
+        }
         if not lost:
             self.scheduler.reported(reports, self.now_s)
 
@@ -103,11 +111,17 @@ class Machine(RuleBasedStateMachine):
             return
         assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
         weights = tuple(watch.weights for watch in self.watches)
-        assert self.under.setdefault(self.scheduler.identity, weights) == weights, "one identity for two sets of weights"
+        assert self.under.setdefault(self.scheduler.identity, weights) == weights, (
+            "one identity for two sets of weights"
+        )
 
     @invariant()
     def ranks_hold_while_the_scheduler_asks(self) -> None:
-        if hasattr(self, "ranks") and not self.scheduler.under_way and not any(rank.held for rank in self.ranks):
+        if (
+            hasattr(self, "ranks")
+            and not self.scheduler.under_way
+            and not any(rank.held for rank in self.ranks)
+        ):
             assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
 
     def teardown(self) -> None:
@@ -116,7 +130,9 @@ class Machine(RuleBasedStateMachine):
                 self.step()
             assert not self.scheduler.under_way and not any(rank.held for rank in self.ranks)
             originals = all(watch.weights == 0 for watch in self.watches)
-            assert self.unseen or (self.scheduler.identity == ORIGINAL) == (originals and not self.in_doubt)
+            assert self.unseen or (self.scheduler.identity == ORIGINAL) == (
+                originals and not self.in_doubt
+            )
 
 
 TestMachine = Machine.TestCase
@@ -130,8 +146,18 @@ def settle(scheduler: Rekeying, ranks: list[RankWeights]) -> list[bool]:
         identity = scheduler.step(True, now_s)
         if identity is not None:
             scheduler.adopt(identity)
-        opened = [rank.obey(scheduler.order()) or before for rank, before in zip(ranks, opened, strict=True)]
-        scheduler.reported({n: report for n, rank in enumerate(ranks) if (report := rank.take_report()) is not None}, now_s)
+        opened = [
+            rank.obey(scheduler.order()) or before
+            for rank, before in zip(ranks, opened, strict=True)
+        ]
+        scheduler.reported(
+            {
+                n: report
+                for n, rank in enumerate(ranks)
+                if (report := rank.take_report()) is not None
+            },
+            now_s,
+        )
     return opened
 
 
@@ -146,7 +172,9 @@ def test_equal_updates_of_two_engines_meet_and_a_plain_reset_changes_nothing() -
         scheduler.ask(0.0)
         assert settle(scheduler, ranks) == [weights != 0] * 2
         identities.append(scheduler.identity)
-    assert identities[0] == ORIGINAL and identities[1] == identities[2] and len(set(identities)) == 3
+    assert (
+        identities[0] == ORIGINAL and identities[1] == identities[2] and len(set(identities)) == 3
+    )
 
 
 def test_weights_that_can_not_be_seen_are_others_after_each_check() -> None:
@@ -167,19 +195,23 @@ def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
     assert not scheduler.waits(30.0) and scheduler.under_way
 
 
-# -------------------------------------------------------------------------------------------------------- in the connector
+# --------------------------------------------------------------------------------- in the connector
 
 
 def load(engine: Any, seed: int) -> None:
     """Other weights, through the model as trainers do."""
     torch.manual_seed(seed)
-    engine.model.load_weights({name: torch.randn_like(value) for name, value in engine.model.state_dict().items()})
+    engine.model.load_weights(
+        {name: torch.randn_like(value) for name, value in engine.model.state_dict().items()}
+    )
 
 
 @pytest.fixture
 def updated(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Engines whose model has `load_weights`; what it writes is in every KV value."""
-    monkeypatch.setattr(torch.nn.Linear, "load_weights", torch.nn.Module.load_state_dict, raising=False)
+    monkeypatch.setattr(
+        torch.nn.Linear, "load_weights", torch.nn.Module.load_state_dict, raising=False
+    )
 
     def make(**settings: Any) -> Any:
         torch.manual_seed(0)
@@ -188,7 +220,11 @@ def updated(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def of_weights(*arguments: Any) -> Any:
             blocks, offsets, found = values(*arguments)
-            return blocks, offsets, found ^ np.int16(int(one.model.weight.abs().sum() * 1000) & 0x7FF)
+            return (
+                blocks,
+                offsets,
+                found ^ np.int16(int(one.model.weight.abs().sum() * 1000) & 0x7FF),
+            )
 
         one._places = of_weights
         return one
@@ -202,8 +238,11 @@ PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 @pytest.mark.parametrize("told", ["noticed", "reset", "paused"])
-def test_engines_with_other_weights_never_meet(updated: Any, server: Any, model: Any, pipelined: bool, told: str) -> None:
-    """The harness fails at the first KV value of other weights. Both know the prompt from before."""
+def test_engines_with_other_weights_never_meet(
+    updated: Any, server: Any, model: Any, pipelined: bool, told: str
+) -> None:
+    """The harness fails at the first KV value of other weights. Both know the prompt from
+    before."""
     one, two = (updated(specs=model(), pipelined=pipelined) for _ in range(2))
     assert one.generate("a", PROMPT, 4)[1] == 0
     one.generate("end", OTHER, 2)
@@ -217,7 +256,9 @@ def test_engines_with_other_weights_never_meet(updated: Any, server: Any, model:
             with pausing():
                 one.connector.reset_cache()
         torch.manual_seed(7)
-        one.model.load_state_dict({name: torch.randn_like(value) for name, value in one.model.state_dict().items()})
+        one.model.load_state_dict(
+            {name: torch.randn_like(value) for name, value in one.model.state_dict().items()}
+        )
         if told == "reset":
             assert one.scheduler.reset_prefix_cache(reset_connector=True)
             two.drop_local()
@@ -259,7 +300,9 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
     assert one.generate("d", PROMPT, 4)[1] == 192
 
 
-def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(updated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(
+    updated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files of the model were replaced while it was loaded: its key space names the new ones."""
     sure = updated()
     sure.generate("a", PROMPT, 4)
@@ -268,17 +311,23 @@ def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_mem
     one, two = updated(), updated()
     assert one.generate("b", PROMPT, 4)[1] == 0, "it may have other weights than the first engine"
     one.generate("end", OTHER, 2)
-    assert two.generate("c", PROMPT, 4)[1] == 192 and two.worker.get_handshake_metadata().weights_in_doubt
+    assert (
+        two.generate("c", PROMPT, 4)[1] == 192
+        and two.worker.get_handshake_metadata().weights_in_doubt
+    )
     two.generate("d", prompt(3, 150), 4)
     two.generate("end", OTHER, 2)
     sure.drop_local()
     assert sure.generate("e", prompt(3, 150), 4)[1] == 0 and sure.generate("f", PROMPT, 4)[1] == 192
     named = updated(extra={"weights_identity": "mine"})
-    assert not named.worker.get_handshake_metadata().weights_in_doubt, "who names weights answers for the name"
+    assert not named.worker.get_handshake_metadata().weights_in_doubt, (
+        "who names weights answers for the name"
+    )
 
 
 def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> None:
-    """Stores that read old blocks, loads under way, requests that go on: nothing old under the new key, nothing new under the old one."""
+    """Stores that read old blocks, loads under way, requests that go on: nothing old under the new
+    key, nothing new under the old one."""
     one, two = updated(blocks=40), updated()
     two.generate("a", PROMPT, 4)
     two.generate("end", OTHER, 2)
@@ -287,7 +336,8 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
     one.add("running", prompt(3, 150), 60)
     for _ in range(6):
         one.step()
-    # The harness's own check knows one set of weights at a time, so what runs is stopped when they change.
+    # The harness's own check knows one set of weights at a time, so what runs is stopped when they
+    # change.
     one.abort("running")
     load(one, 7)
     server.hold = set()
@@ -317,6 +367,9 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
     other = updated()
     load(other, 7)
     other.generate("begin", prompt(5, 10), 2)
-    for name, tokens in (("c", [*PROMPT, *[5] * 70]), ("d", prompt(3, 150) + one.outputs["running"])):
+    for name, tokens in (
+        ("c", [*PROMPT, *[5] * 70]),
+        ("d", prompt(3, 150) + one.outputs["running"]),
+    ):
         assert other.generate(name, tokens, 2)[1] == 0
     assert other.generate("e", [*OTHER, 5], 2)[1] == 32

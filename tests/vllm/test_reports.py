@@ -1,4 +1,5 @@
-"""What the connector tells the server beside blocks: hits in the engine's own cache, how long to keep a request's blocks, token ids."""
+"""What the connector tells the server beside blocks: hits in the engine's own cache, how long to
+keep a request's blocks, token ids."""
 
 import logging
 from typing import Any
@@ -25,7 +26,7 @@ def stored(server: Any) -> list[BlockRun]:
     return [run for kind, runs in server.calls if kind == "store" for run in runs]
 
 
-# ----------------------------------------------------------------------------------------------------------------- reports
+# ------------------------------------------------------------------------------------------ reports
 
 
 def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -> None:
@@ -93,24 +94,37 @@ def test_requests_that_may_not_read_are_reported_without_hits(engine: Any, serve
     assert [r.hit_tokens for r in reports(server)] == [0, 0]
 
 
-# ------------------------------------------------------------------------------------------------------------------- hints
+# -------------------------------------------------------------------------------------------- hints
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_hints_go_with_the_report_and_with_every_store(engine: Any, server: Any, pipelined: bool) -> None:
+def test_hints_go_with_the_report_and_with_every_store(
+    engine: Any, server: Any, pipelined: bool
+) -> None:
     """Also with blocks that fill while decoding, and with the last one."""
     one = engine(pipelined=pipelined, max_tokens_per_step=1024)
     hints = {"hotkv.priority": 3, "hotkv.ttl_s": 60, "hotkv.pin": True}
-    one.add("a", prompt(1, 60), 37, transfer={"do_remote_decode": True, "remote_host": "x", **hints})
+    one.add(
+        "a", prompt(1, 60), 37, transfer={"do_remote_decode": True, "remote_host": "x", **hints}
+    )
     one.add("b", prompt(2, 60), 37)
     one.run()
     one.generate("end", prompt(3, 10), 2)
-    assert {r.prompt_tokens: r.retention for r in reports(server)[:1]} == {60: Retention(3, 60.0, True)}
+    assert {r.prompt_tokens: r.retention for r in reports(server)[:1]} == {
+        60: Retention(3, 60.0, True)
+    }
     stores: dict[Retention, set[bytes]] = {}
     for retention, runs in server.retentions:
-        stores.setdefault(retention, set()).update(block_hash for run in runs for block_hash in run.hashes)
-    expected = {kind: set(one.requests[name].block_hashes[:3]) for kind, name in ((Retention(3, 60.0, True), "a"), (NO_RETENTION, "b"))}
-    assert stores == expected and {block_hash for _, _, block_hash in server.blocks} == expected[NO_RETENTION].union(*expected.values())
+        stores.setdefault(retention, set()).update(
+            block_hash for run in runs for block_hash in run.hashes
+        )
+    expected = {
+        kind: set(one.requests[name].block_hashes[:3])
+        for kind, name in ((Retention(3, 60.0, True), "a"), (NO_RETENTION, "b"))
+    }
+    assert stores == expected and {block_hash for _, _, block_hash in server.blocks} == expected[
+        NO_RETENTION
+    ].union(*expected.values())
 
 
 @pytest.mark.parametrize(
@@ -118,20 +132,41 @@ def test_hints_go_with_the_report_and_with_every_store(engine: Any, server: Any,
     [
         ({"hotkv.priority": 9}, NO_RETENTION, ["hotkv.priority = 9", "-8 to 8"]),
         ({"hotkv.priority": True}, NO_RETENTION, ["hotkv.priority = True", "whole number"]),
-        ({"hotkv.priority": "high", "hotkv.ttl_s": 5}, Retention(0, 5.0), ["hotkv.priority = 'high'"]),
+        (
+            {"hotkv.priority": "high", "hotkv.ttl_s": 5},
+            Retention(0, 5.0),
+            ["hotkv.priority = 'high'"],
+        ),
         ({"hotkv.ttl_s": -1}, NO_RETENTION, ["hotkv.ttl_s = -1", "0 to 86400"]),
         ({"hotkv.ttl_s": float("nan")}, NO_RETENTION, ["hotkv.ttl_s = nan"]),
         ({"hotkv.ttl_s": [1], "hotkv.priority": -2}, Retention(-2), ["hotkv.ttl_s = [1]"]),
-        ({"hotkv.pin": 1, "hotkv.ttl_s": 5}, Retention(0, 5.0), ["hotkv.pin = 1", "true and false"]),
+        (
+            {"hotkv.pin": 1, "hotkv.ttl_s": 5},
+            Retention(0, 5.0),
+            ["hotkv.pin = 1", "true and false"],
+        ),
         ({"hotkv.pin": True}, NO_RETENTION, ["hotkv.pin", "needs hotkv.ttl_s"]),
-        ({"hotkv.priorty": 2}, NO_RETENTION, ["hotkv.priorty", "there is no such hint", "hotkv.priority"]),
+        (
+            {"hotkv.priorty": 2},
+            NO_RETENTION,
+            ["hotkv.priorty", "there is no such hint", "hotkv.priority"],
+        ),
     ],
 )
 def test_a_wrong_hint_is_left_out_and_the_log_says_why(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], expected: Retention, said: list[str]
+    engine: Any,
+    server: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    params: dict[str, Any],
+    expected: Retention,
+    said: list[str],
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(logging.getLogger("vllm.hotkv"), "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(
+        logging.getLogger("vllm.hotkv"),
+        "warning",
+        lambda text, *values: lines.append(text % values),
+    )
     one = engine()
     one.add("a", PROMPT, 3, transfer=params)
     one.add("b", prompt(2, 40), 3, transfer=params)
@@ -142,7 +177,9 @@ def test_a_wrong_hint_is_left_out_and_the_log_says_why(
 
 
 NAMES = st.sampled_from(["hotkv.priority", "hotkv.ttl_s", "hotkv.pin", "hotkv.x", "remote_host"])
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers()))
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())
+)
 
 
 @given(st.one_of(st.none(), st.text(), st.dictionaries(st.one_of(st.integers(), NAMES), VALUES)))
@@ -150,11 +187,13 @@ def test_no_hint_breaks_a_request(params: Any) -> None:
     assert isinstance(HintReader(HotKVStats()).read(params, 0.0), Retention)
 
 
-# ----------------------------------------------------------------------------------------------------------------- tokens
+# ------------------------------------------------------------------------------------------- tokens
 
 
 @pytest.mark.parametrize("model", HYBRIDS)
-def test_stores_carry_exactly_the_tokens_of_their_blocks(engine: Any, server: Any, model: Any) -> None:
+def test_stores_carry_exactly_the_tokens_of_their_blocks(
+    engine: Any, server: Any, model: Any
+) -> None:
     """Window groups have holes, groups have blocks of different sizes."""
     server.wants_token_ids = True
     one = engine(specs=model(), max_tokens_per_step=96)
@@ -162,25 +201,39 @@ def test_stores_carry_exactly_the_tokens_of_their_blocks(engine: Any, server: An
     answer, _ = one.generate("a", tokens, 100)
     one.generate("b", prompt(2, 10), 2)
     specs = one.connector._scheduler.finder.specs
-    hashes = [list(one.connector._scheduler.finder.hashes(one.requests["a"], index)) for index in range(len(specs))]
+    hashes = [
+        list(one.connector._scheduler.finder.hashes(one.requests["a"], index))
+        for index in range(len(specs))
+    ]
     seen = set()
     for run in stored(server):
         size = specs[run.group_index].block_tokens
         first = hashes[run.group_index].index(run.hashes[0])
-        assert hashes[run.group_index][first : first + len(run.hashes)] == list(run.hashes) and run.depth == first
-        assert list(run.token_ids) == (tokens + answer)[first * size : (first + len(run.hashes)) * size]
+        assert (
+            hashes[run.group_index][first : first + len(run.hashes)] == list(run.hashes)
+            and run.depth == first
+        )
+        assert (
+            list(run.token_ids)
+            == (tokens + answer)[first * size : (first + len(run.hashes)) * size]
+        )
         seen.add(run.group_index)
     assert seen == set(range(len(specs)))
 
 
 def test_stores_say_what_else_is_hashed(engine: Any, server: Any) -> None:
-    """A salt is hashed into the first block; a router that knew only the tokens would match prompts that can't hit."""
+    """A salt is hashed into the first block; a router that knew only the tokens would match prompts
+    that can't hit."""
     server.wants_token_ids = True
     one = engine(specs=hybrid_model())
     one.add("salted", PROMPT, 2, cache_salt="mine")
     one.run()
     runs = stored(server)
-    assert runs and all(list(run.extra_keys) == ([("mine",), *[None] * (len(run.hashes) - 1)] if run.depth == 0 else []) for run in runs)
+    assert runs and all(
+        list(run.extra_keys)
+        == ([("mine",), *[None] * (len(run.hashes) - 1)] if run.depth == 0 else [])
+        for run in runs
+    )
 
 
 def test_tokens_stay_here_where_nobody_wants_them(engine: Any, server: Any) -> None:

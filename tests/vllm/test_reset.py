@@ -1,4 +1,5 @@
-"""vLLM's reset of external caches: what was computed before is found nowhere afterwards, and no store under way brings it back."""
+"""vLLM's reset of external caches: what was computed before is found nowhere afterwards, and no
+store under way brings it back."""
 
 from typing import Any
 
@@ -54,8 +55,11 @@ def test_reset_without_an_answer_is_not_a_success(engine: Any, server: Any) -> N
 
 
 @pytest.mark.parametrize("trouble", ["absent", "refused"])
-def test_a_reset_that_failed_is_made_good_later(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
-    """Without a server the reset is a success: nothing can be loaded until the flush that is owed was answered."""
+def test_a_reset_that_failed_is_made_good_later(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """Without a server the reset is a success: nothing can be loaded until the flush that is owed
+    was answered."""
     monkeypatch.setattr("hotkv_vllm.reset.RETRY_S", 0.0)
     one = engine()
     answer, _ = one.generate("a", PROMPT, 4)
@@ -76,8 +80,11 @@ def test_a_reset_that_failed_is_made_good_later(engine: Any, server: Any, monkey
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_stores_under_way_do_not_bring_old_blocks_back(engine: Any, server: Any, pipelined: bool) -> None:
-    """A store that the server hears of after the flush: it is ended, and a second flush takes what it brought."""
+def test_stores_under_way_do_not_bring_old_blocks_back(
+    engine: Any, server: Any, pipelined: bool
+) -> None:
+    """A store that the server hears of after the flush: it is ended, and a second flush takes what
+    it brought."""
     one = engine(pipelined=pipelined)
     server.late = {"store"}
     one.generate("a", PROMPT, 1)
@@ -104,7 +111,11 @@ def test_a_hung_store_is_ended_after_the_reset(engine: Any, server: Any) -> None
     one.generate("a", PROMPT, 1)
     assert one.scheduler.reset_prefix_cache(**RESET)
     one.generate("b", prompt(2, 10), 3)
-    assert server.count("cancel") == 1 and not one.connector._scheduler._reset.under_way and not server.blocks
+    assert (
+        server.count("cancel") == 1
+        and not one.connector._scheduler._reset.under_way
+        and not server.blocks
+    )
 
 
 def test_tails_that_wait_for_the_next_step_are_dropped(engine: Any, server: Any) -> None:
@@ -130,15 +141,22 @@ def test_a_request_that_goes_on_over_a_reset_stores_nothing_more(engine: Any, se
     assert not server.blocks
 
 
-def test_a_request_that_is_computed_anew_after_the_reset_is_stored(engine: Any, server: Any) -> None:
+def test_a_request_that_is_computed_anew_after_the_reset_is_stored(
+    engine: Any, server: Any
+) -> None:
     one = engine()
     one.add("a", prompt(1, 100), 60)
     for _ in range(5):
         one.step()
-    assert one.scheduler.reset_prefix_cache(reset_running_requests=True, **RESET) and not server.blocks
+    assert (
+        one.scheduler.reset_prefix_cache(reset_running_requests=True, **RESET) and not server.blocks
+    )
     one.run()
     one.generate("b", prompt(4, 10), 2)
-    assert len(server.blocks) == 4 and one.outputs["a"] == engine().generate("c", prompt(1, 100), 60)[0]
+    assert (
+        len(server.blocks) == 4
+        and one.outputs["a"] == engine().generate("c", prompt(1, 100), 60)[0]
+    )
 
 
 def test_a_load_under_way_is_given_up(engine: Any, server: Any) -> None:
@@ -150,7 +168,11 @@ def test_a_load_under_way_is_given_up(engine: Any, server: Any) -> None:
         one.step()
     assert not one.scheduler.reset_prefix_cache(**RESET)
     one.run()
-    assert one.outputs["b"] == answer and server.count("cancel") == 1 and one.counters["failed_loads"] == 1
+    assert (
+        one.outputs["b"] == answer
+        and server.count("cancel") == 1
+        and one.counters["failed_loads"] == 1
+    )
     assert not server.leases and not server.blocks
 
 
@@ -167,10 +189,14 @@ def test_leases_are_given_back(engine: Any, server: Any) -> None:
     assert one.external["b"] == 0 and not server.leases
 
 
-def test_reset_of_an_engine_without_hotkv_is_a_success(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_of_an_engine_without_hotkv_is_a_success(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hotkv_vllm import compat
 
-    monkeypatch.setattr(compat, "cache_groups", lambda *_: (_ for _ in ()).throw(compat.Unsupported("told to")))
+    monkeypatch.setattr(
+        compat, "cache_groups", lambda *_: (_ for _ in ()).throw(compat.Unsupported("told to"))
+    )
     assert engine().scheduler.reset_prefix_cache(**RESET)
 
 

@@ -1,4 +1,5 @@
-"""Blocks that runner V2 writes before it tells the connector's worker side: the scheduler revokes their stores, none keeps later bytes."""
+"""Blocks that runner V2 writes before it tells the connector's worker side: the scheduler revokes
+their stores, none keeps later bytes."""
 
 import os
 import random
@@ -33,12 +34,16 @@ PROMPT = prompt(1, 200)
 
 def test_which_engines_need_it() -> None:
     for zeroing, v2, needed in ((True, True, True), (True, False, False), (False, True, False)):
-        config, kv = SimpleNamespace(use_v2_model_runner=v2), SimpleNamespace(needs_kv_cache_zeroing=zeroing)
+        config, kv = (
+            SimpleNamespace(use_v2_model_runner=v2),
+            SimpleNamespace(needs_kv_cache_zeroing=zeroing),
+        )
         assert compat.writes_before_it_tells(config, kv) is needed
 
 
 class Words(RuleBasedStateMachine):
-    """Stores over two ranks' pages; a rank may send late or never, its server may answer after the store has ended here."""
+    """Stores over two ranks' pages; a rank may send late or never, its server may answer after the
+    store has ended here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +110,9 @@ print(page.is_revoked(int(input())), page.is_revoked(int(input())), flush=True)
 
 
 def test_pages_of_other_processes() -> None:
-    with subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as rank:
         assert rank.stdin is not None and rank.stdout is not None
         pid, fd, token = rank.stdout.readline().split()
         own = SharedFence()
@@ -133,14 +140,18 @@ def test_a_page_that_is_not_there_or_is_another_is_refused(tmp_path: Path) -> No
             page.hold(index)
 
 
-def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1 << 30)
     one = engine(v2=True, specs=mixed_model())
     assert one.connector._scheduler.planner is None
     assert one.generate("a", PROMPT, 2)[0] and server.count("store") == 0
 
 
-def test_fences_that_ranks_have_named_are_used(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fences_that_ranks_have_named_are_used(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the scheduler's own configuration shows."""
     one = engine(v2=True, specs=mixed_model())
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
@@ -155,7 +166,9 @@ def test_models_that_are_not_zeroed_have_no_shared_fence(engine: Any, server: An
     one = engine(v2=True, specs=full_model())
     one.generate("a", PROMPT, 2)
     assert worker_of(one)._fence is None and one.connector._scheduler.planner._revocations is None
-    assert server.count("store") and all(job.fence_index == 0 for meta in one.metas for job in meta.stores)
+    assert server.count("store") and all(
+        job.fence_index == 0 for meta in one.metas for job in meta.stores
+    )
 
 
 @pytest.fixture
@@ -166,7 +179,8 @@ def device(server: Any) -> ToldDevice:
 
 
 def test_nothing_is_kept_of_a_block_that_was_given_away(engine: Any, server: Any) -> None:
-    """The server hangs over a store while its blocks are zeroed; what it commits later would be zeroes."""
+    """The server hangs over a store while its blocks are zeroed; what it commits later would be
+    zeroes."""
     server.hold = {"store"}
     one = engine(v2=True, specs=mixed_model(), blocks=64, max_tokens_per_step=256)
     one.generate("a", PROMPT, 1)
@@ -181,8 +195,15 @@ def test_nothing_is_kept_of_a_block_that_was_given_away(engine: Any, server: Any
     def after_zeroing() -> None:
         """Before the worker hears of it."""
         fence = worker_of(one)._fence
-        ids = {block for index, read in in_flight.items() if fence.is_revoked(index) for block in read}
-        zeroed = {block for read in in_flight.values() for block in read if not one._cells("layer.0")[block].any()}
+        ids = {
+            block for index, read in in_flight.items() if fence.is_revoked(index) for block in read
+        }
+        zeroed = {
+            block
+            for read in in_flight.values()
+            for block in read
+            if not one._cells("layer.0")[block].any()
+        }
         assert zeroed <= ids
         given_away.update(zeroed)
 
@@ -201,18 +222,29 @@ def test_nothing_is_kept_of_a_block_that_was_given_away(engine: Any, server: Any
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_random_lag(engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool) -> None:
-    """Little memory, so that blocks are zeroed while they are stored; the device and the server do their work at random."""
+def test_random_lag(
+    engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool
+) -> None:
+    """Little memory, so that blocks are zeroed while they are stored; the device and the server do
+    their work at random."""
     chance = random.Random(f"{kind}{pipelined}")
     prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
     server.order_kind, server.hold = kind, {"load", "store"}
-    one = engine(device=device, pipelined=pipelined, v2=True, blocks=44, specs=mixed_model(), max_tokens_per_step=128)
+    one = engine(
+        device=device,
+        pipelined=pipelined,
+        v2=True,
+        blocks=44,
+        specs=mixed_model(),
+        max_tokens_per_step=128,
+    )
     revocations = one.connector._scheduler.planner._revocations
     revocations._free = revocations._free[-12:]
     num_settled = 0
 
     def after_zeroing() -> None:
-        """The server is done with what it copied, zeroes too, before the worker hears of the step."""
+        """The server is done with what it copied, zeroes too, before the worker hears of the
+        step."""
         nonlocal num_settled
         if chance.random() < 0.5:
             device.run()
@@ -240,7 +272,9 @@ def test_random_lag(engine: Any, server: Any, device: ToldDevice, kind: OrderKin
     assert sorted(taken)[0] == 0 and len(set(taken)) == 13
 
 
-def test_a_step_whose_planning_broke_takes_all_back(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_planning_broke_takes_all_back(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.hold = {"store"}
     one = engine(v2=True, specs=mixed_model(), blocks=44)
     one.generate("a", PROMPT, 1)
@@ -256,11 +290,26 @@ def test_a_step_whose_planning_broke_takes_all_back(engine: Any, server: Any, mo
 
 
 def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store waits for the device while its blocks are zeroed; the server then copies zeroes, and finds it revoked."""
+    """A store waits for the device while its blocks are zeroed; the server then copies zeroes, and
+    finds it revoked."""
     device, server = ToldDevice(), RealServer(daemon.start().target)
-    extra = {"target": daemon.target, "weights_identity": tmp_path.name, "lookup_timeout_s": 5.0, "startup_wait_s": 20.0}
+    extra = {
+        "target": daemon.target,
+        "weights_identity": tmp_path.name,
+        "lookup_timeout_s": 5.0,
+        "startup_wait_s": 20.0,
+    }
     common: dict[str, Any] = {"specs": mixed_model(), "extra": extra}
-    one = Engine(server, tmp_path / "model", monkeypatch, v2=True, blocks=64, max_tokens_per_step=256, device=device, **common)  # type: ignore[arg-type]
+    one = Engine(
+        server,
+        tmp_path / "model",
+        monkeypatch,
+        v2=True,
+        blocks=64,
+        max_tokens_per_step=256,
+        device=device,
+        **common,
+    )  # type: ignore[arg-type]
     assert worker_of(one).session.order_kind is OrderKind.FLAGS
     one.add("a", PROMPT, 1)
     one.queue.append((scheduled := one.scheduler.schedule(), *one._execute(scheduled)))
@@ -272,14 +321,18 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     one._zero_blocks(SimpleNamespace(new_block_ids_to_zero=_blocks(store)))
     device.run()
     result = store.answer.result(20)
-    assert result.num_bytes and {int(value) for values in result.results for value in values} == {BlockResult.ABORTED}, result
+    assert result.num_bytes and {int(value) for values in result.results for value in values} == {
+        BlockResult.ABORTED
+    }, result
     one.active.kv_connector.handle_preemptions(meta)
     one._collect()
     finish_with_daemon(one)
     one.generate("b", prompt(2, 200), 1)
     finish_with_daemon(one)
     other = Engine(server, tmp_path / "model", monkeypatch, **common)  # type: ignore[arg-type]
-    assert other.generate("c", PROMPT, 1)[1] == 0 and other.generate("d", prompt(2, 200), 1)[1] == 192
+    assert (
+        other.generate("c", PROMPT, 1)[1] == 0 and other.generate("d", prompt(2, 200), 1)[1] == 192
+    )
     until_s = time.monotonic() + 20
     while f"0/{fence.SHARED_WORDS - 1}" not in repr(words):
         assert time.monotonic() < until_s, words
@@ -294,7 +347,9 @@ def _blocks(store: Any) -> list[int]:
 
 def _gives_away(scheduled: Any, store: Any) -> Any:
     """A step in which nothing is computed and the store's blocks are zeroed."""
-    empty = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set())
+    empty = SimpleNamespace(
+        req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
+    )
     return replace(
         scheduled,
         scheduled_new_reqs=[],

@@ -1,4 +1,5 @@
-"""What vLLM's own connector tests ask, over the harness: failed loads, aborted and preempted requests, one prefix by many at once."""
+"""What vLLM's own connector tests ask, over the harness: failed loads, aborted and preempted
+requests, one prefix by many at once."""
 
 import random
 from typing import Any
@@ -16,11 +17,16 @@ USABLE = 192
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
-def test_stored_blocks_are_what_their_hashes_say(engine: Any, server: Any, model: Any, pipelined: bool) -> None:
+def test_stored_blocks_are_what_their_hashes_say(
+    engine: Any, server: Any, model: Any, pipelined: bool
+) -> None:
     """Requests are aborted wherever they stand, preempted, cut short, and lose loads and stores."""
     dice = random.Random(5)
     blocks = 40 if model is hybrid_model else 18
-    engines = [engine(specs=model(), pipelined=pipelined, blocks=blocks, max_tokens_per_step=128) for _ in range(2)]
+    engines = [
+        engine(specs=model(), pipelined=pipelined, blocks=blocks, max_tokens_per_step=128)
+        for _ in range(2)
+    ]
     requests: list[tuple[Engine, str]] = []
     for turn in range(60):
         one = dice.choice(engines)
@@ -45,12 +51,16 @@ def test_stored_blocks_are_what_their_hashes_say(engine: Any, server: Any, model
         one.generate("end", OTHER, 2)
     found = audit(server, engines)
     assert found.num_stored > 20 and found.num_cached > 20 and not server.leases
-    assert any(one.preemptions for one in engines) and not any("hook_errors" in one.counters for one in engines)
+    assert any(one.preemptions for one in engines) and not any(
+        "hook_errors" in one.counters for one in engines
+    )
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model, mixed_model])
-def test_blocks_of_a_failed_load_are_in_nobodys_cache(engine: Any, server: Any, model: Any, v2: bool) -> None:
+def test_blocks_of_a_failed_load_are_in_nobodys_cache(
+    engine: Any, server: Any, model: Any, v2: bool
+) -> None:
     """The server has written rubbish to a part of them before it failed."""
     first, one = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
     answer, _ = first.generate("a", PROMPT, 4)
@@ -64,7 +74,11 @@ def test_blocks_of_a_failed_load_are_in_nobodys_cache(engine: Any, server: Any, 
     # While the first is computed anew, another one asks for the same.
     one.add("c", [*PROMPT, 5, 6], 4)
     one.run()
-    assert one.counters["failed_loads"] >= 1 and set(one.finished.values()) == {"length"} and one.outputs["b"] == answer
+    assert (
+        one.counters["failed_loads"] >= 1
+        and set(one.finished.values()) == {"length"}
+        and one.outputs["b"] == answer
+    )
     found = audit(server, [first, one])
     assert found.num_stored and found.num_cached
     server.fail_loads = False
@@ -79,8 +93,14 @@ def test_a_failed_load_costs_no_request_whatever_the_policy(
     """vLLM's default is "fail"; hotkv sets "recompute" in its place and says so."""
     said: list[str] = []
     monkeypatch.setattr(link.logger, "info", lambda text, *parts: said.append(text % parts))
-    engines = [engine(specs=model(), within=lambda ours: ours | {"kv_load_failure_policy": policy}) for _ in range(2)]
-    words = "hotkv: kv_load_failure_policy is set to 'recompute', so that a failed load costs time, not the request"
+    engines = [
+        engine(specs=model(), within=lambda ours: ours | {"kv_load_failure_policy": policy})
+        for _ in range(2)
+    ]
+    words = (
+        "hotkv: kv_load_failure_policy is set to 'recompute', so that a failed load costs "
+        "time, not the request"
+    )
     assert said.count(words) == (2 if policy == "fail" else 0)
     engines[0].generate("a", PROMPT, 4)
     server.fail_loads = server.spoil_loads = True
@@ -90,8 +110,11 @@ def test_a_failed_load_costs_no_request_whatever_the_policy(
 
 
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
-def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(engine: Any, server: Any, model: Any) -> None:
-    """Where the policy is out of hotkv's reach; see `test_multi_connector.test_policy_out_of_reach_is_said`."""
+def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
+    engine: Any, server: Any, model: Any
+) -> None:
+    """Where the policy is out of hotkv's reach; see
+    `test_multi_connector.test_policy_out_of_reach_is_said`."""
     first, one = engine(specs=model()), engine(specs=model())
     first.generate("a", PROMPT, 4)
     one.scheduler.recompute_kv_load_failures = False
@@ -103,7 +126,12 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
     one.generate("end", OTHER, 1)
     scheduler = one.connector._scheduler
     assert pool.get_num_free_blocks() == num_free and not server.leases
-    assert not scheduler._requests and not scheduler._to_end and not scheduler.finder.failed_waiting and not scheduler.finder.step_aside
+    assert (
+        not scheduler._requests
+        and not scheduler._to_end
+        and not scheduler.finder.failed_waiting
+        and not scheduler.finder.step_aside
+    )
     audit(server, [first, one])
     server.fail_loads = False
     for name in "cd":
@@ -115,13 +143,21 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model, mixed_model])
-def test_requests_aborted_at_any_step_leave_no_wrong_block(engine: Any, server: Any, model: Any, v2: bool) -> None:
+def test_requests_aborted_at_any_step_leave_no_wrong_block(
+    engine: Any, server: Any, model: Any, v2: bool
+) -> None:
     """While it is asked for, loaded, computed or stored; another one takes its blocks at once."""
-    first, one = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2, blocks=44, max_tokens_per_step=96)
+    first, one = (
+        engine(specs=model(), v2=v2),
+        engine(specs=model(), v2=v2, blocks=44, max_tokens_per_step=96),
+    )
     first.generate("a", PROMPT, 4)
     server.spoil_loads = True
     for num_steps in range(12):
-        server.hold, server.fail_loads = ({"load", "store"} if num_steps % 2 else {"store"}), num_steps % 3 == 0
+        server.hold, server.fail_loads = (
+            ({"load", "store"} if num_steps % 2 else {"store"}),
+            num_steps % 3 == 0,
+        )
         name = f"b{num_steps}"
         one.add(name, [*PROMPT, *prompt(num_steps, 90)], 8)
         for _ in range(num_steps):
@@ -143,7 +179,9 @@ def test_requests_aborted_at_any_step_leave_no_wrong_block(engine: Any, server: 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "failing"])
-def test_one_prefix_loaded_by_many_at_once(engine: Any, server: Any, model: Any, pipelined: bool, fails: bool) -> None:
+def test_one_prefix_loaded_by_many_at_once(
+    engine: Any, server: Any, model: Any, pipelined: bool, fails: bool
+) -> None:
     first = engine(specs=model())
     answer, _ = first.generate("a", PROMPT, 4)
     server.spoil_loads = True
@@ -157,7 +195,14 @@ def test_one_prefix_loaded_by_many_at_once(engine: Any, server: Any, model: Any,
             one.step()
         server.settle("acquire")
     loads = [job for one in engines for meta in one.metas for job in meta.loads]
-    written = [(id(one), int(b)) for one in engines for meta in one.metas for job in meta.loads for run in job.runs for b in run.block_ids]
+    written = [
+        (id(one), int(b))
+        for one in engines
+        for meta in one.metas
+        for job in meta.loads
+        for run in job.runs
+        for b in run.block_ids
+    ]
     assert len(loads) > 2 and len(written) == len(set(written)), "two loads write one block"
     server.fail_loads = fails
     server.settle("load")
@@ -165,7 +210,11 @@ def test_one_prefix_loaded_by_many_at_once(engine: Any, server: Any, model: Any,
     server.settle()
     for one in engines:
         one.run()
-        assert one.outputs["b0"] == answer and len(one.finished) == 4 and set(one.finished.values()) == {"length"}
+        assert (
+            one.outputs["b0"] == answer
+            and len(one.finished) == 4
+            and set(one.finished.values()) == {"length"}
+        )
         one.generate("end", OTHER, 2)
     audit(server, [first, *engines])
     assert not server.leases and not server.held
@@ -173,8 +222,11 @@ def test_one_prefix_loaded_by_many_at_once(engine: Any, server: Any, model: Any,
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
-def test_a_step_of_very_many_blocks_is_stored_in_parts(monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool) -> None:
-    """The server takes so many in a call, and not more; with two requests in a step and one chain longer than a part."""
+def test_a_step_of_very_many_blocks_is_stored_in_parts(
+    monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool
+) -> None:
+    """The server takes so many in a call, and not more; with two requests in a step and one chain
+    longer than a part."""
     monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
     first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
     first.add("a", PROMPT, 2)

@@ -1,4 +1,5 @@
-"""Where parts of the connector meet: a second start of the scheduler's side, weights, sleep, fences, broken hooks."""
+"""Where parts of the connector meet: a second start of the scheduler's side, weights, sleep,
+fences, broken hooks."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,13 +13,16 @@ from hotkv_vllm.weights_watch import ROW_WORDS, WeightsWatch
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.test_rekeying import OTHER, PROMPT, load, updated  # noqa: F401 - a fixture
 
-# ------------------------------------------------------------------------------- the scheduler starts a second time (0.33)
+# -------------------------------------------------------- the scheduler starts a second time (0.33)
 
 
 def connect_again(one: Engine) -> None:
-    """As after a sleep in which a rank's handshake has changed; here it is what nothing depends on."""
+    """As after a sleep in which a rank's handshake has changed; here it is what nothing depends
+    on."""
     told = one.worker.get_handshake_metadata()
-    one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): replace(told, sparse_layers=((0, 0),))})
+    one.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): replace(told, sparse_layers=((0, 0),))}
+    )
 
 
 def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:  # noqa: F811
@@ -30,7 +34,8 @@ def test_original_weights_after_a_second_start_are_not_those_before(updated: Any
     one.generate("b", PROMPT, 4)
     one.generate("end again", OTHER, 2)
     connect_again(one)
-    # The weights of the start again: the engine shares with those that never had others, and with those alone.
+    # The weights of the start again: the engine shares with those that never had others, and with
+    # those alone.
     one.drop_local()
     one.model.load_weights(two.model.state_dict())
     other = prompt(4, 200)
@@ -38,11 +43,16 @@ def test_original_weights_after_a_second_start_are_not_those_before(updated: Any
         one.generate(f"c{turn}", other, 4)
         one.generate(f"end {turn}", prompt(5, 40), 2)
         one.drop_local()
-    assert one.connector._scheduler.session.config.key_space == two.connector._scheduler.session.config.key_space
+    assert (
+        one.connector._scheduler.session.config.key_space
+        == two.connector._scheduler.session.config.key_space
+    )
     assert two.generate("d", other, 4)[1] == 192
 
 
-def test_reports_of_stores_from_before_a_second_start_end_no_other_store(engine: Any, server: Any) -> None:
+def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
+    engine: Any, server: Any
+) -> None:
     one = engine()
     server.hold = {"store"}
     one.generate("a", PROMPT, 1)
@@ -72,12 +82,13 @@ def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> 
     assert second.take() == index and not page.is_revoked(index)
 
 
-# ------------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2, 4])
 def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: int) -> None:
-    """vLLM's sparse weight transfer writes single elements. `skipped`: bytes before the tensor in its memory."""
+    """vLLM's sparse weight transfer writes single elements. `skipped`: bytes before the tensor in
+    its memory."""
     model = torch.nn.Module()
     raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
     model.register_buffer("large", raw)
@@ -100,7 +111,9 @@ def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: 
         raw[other] += 1
 
 
-def test_weights_that_could_not_be_read_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_could_not_be_read_are_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watch = WeightsWatch([torch.nn.Linear(2, 2)])
     watch.touched = True
     with monkeypatch.context() as patch:
@@ -132,11 +145,14 @@ def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_k
     assert two.generate("c", other, 4)[1] == 0 and not worker._stores
 
 
-# ----------------------------------------------------------------------------------------------------------- broken hooks
+# ------------------------------------------------------------------------------------- broken hooks
 
 
-def test_a_request_whose_end_broke_takes_no_hits_from_others(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a request waits whose load has failed, others give hits up that can't be admitted beside it."""
+def test_a_request_whose_end_broke_takes_no_hits_from_others(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a request waits whose load has failed, others give hits up that can't be admitted
+    beside it."""
     engine().generate("a", PROMPT, 4)
     one = engine()
     server.fail_loads = True
@@ -148,5 +164,9 @@ def test_a_request_whose_end_broke_takes_no_hits_from_others(engine: Any, server
         patch.setattr(scheduler, "finished", lambda *_: 1 // 0)
         one.abort("b")
     one.step()
-    assert not scheduler.finder.failed_waiting and not scheduler.finder.step_aside and not scheduler._others.held
+    assert (
+        not scheduler.finder.failed_waiting
+        and not scheduler.finder.step_aside
+        and not scheduler._others.held
+    )
     assert scheduler._others.may_store("b")

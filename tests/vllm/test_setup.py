@@ -38,23 +38,35 @@ PROMPT = prompt(1, 200)
         ("hotkv.targt", "x", "hotkv.target"),
     ],
 )
-def test_wrong_setting_names_key_value_and_what_is_allowed(setting: str, value: Any, allowed: str) -> None:
+def test_wrong_setting_names_key_value_and_what_is_allowed(
+    setting: str, value: Any, allowed: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         ConnectorConfig.from_extra_config({setting: value})
-    assert setting in str(error.value) and repr(value) in str(error.value) and allowed in str(error.value)
+    assert (
+        setting in str(error.value)
+        and repr(value) in str(error.value)
+        and allowed in str(error.value)
+    )
 
 
 def test_settings_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOTKV_TARGET", raising=False)
     assert ConnectorConfig.from_extra_config({"other": 1}).target == DEFAULT_TARGET
     monkeypatch.setenv("HOTKV_TARGET", "node7:50051")
-    config = ConnectorConfig.from_extra_config({"hotkv.load_timeout_s": 3, "hotkv.use_table": False})
+    config = ConnectorConfig.from_extra_config(
+        {"hotkv.load_timeout_s": 3, "hotkv.use_table": False}
+    )
     assert (config.target, config.load_timeout_s, config.use_table) == ("node7:50051", 3.0, False)
-    secured = ConnectorConfig.from_extra_config({"hotkv.tls_ca": "/ca.pem", "hotkv.token_file": "/token"})
+    secured = ConnectorConfig.from_extra_config(
+        {"hotkv.tls_ca": "/ca.pem", "hotkv.token_file": "/token"}
+    )
     assert secured.credentials == Credentials(tls_ca="/ca.pem", token_file="/token")
 
 
-def test_wrong_setting_is_an_error_at_construction_and_an_absent_server_is_not(engine: Any, server: Any) -> None:
+def test_wrong_setting_is_an_error_at_construction_and_an_absent_server_is_not(
+    engine: Any, server: Any
+) -> None:
     with pytest.raises(ConfigError):
         engine(extra={"target": "nonsense"})
     server.up = False
@@ -62,8 +74,17 @@ def test_wrong_setting_is_an_error_at_construction_and_an_absent_server_is_not(e
 
 
 def test_importing_the_connector_loads_no_numba() -> None:
-    code = "import sys, hotkv_vllm.connector; sys.exit(any(m.split('.')[0] in ('numba', 'llvmlite') for m in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0
+    code = (
+        "import sys, hotkv_vllm.connector; sys.exit(any(m.split('.')[0] in ('numba', "
+        "'llvmlite') for m in sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        ).returncode
+        == 0
+    )
 
 
 def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
@@ -72,7 +93,7 @@ def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
     assert "hotkv.kernels" in sys.modules
 
 
-# ------------------------------------------------------------------------------------------------------------ identities
+# --------------------------------------------------------------------------------------- identities
 
 
 def test_everything_that_changes_bytes_changes_the_key_space(engine: Any) -> None:
@@ -97,7 +118,7 @@ def test_tenants_do_not_share(engine: Any) -> None:
     assert engine(extra={"tenant": "blue"}).generate("c", PROMPT, 1)[1] == 192
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def test_export_moves_memory_in_place_and_shares_it(engine: Any) -> None:
@@ -110,8 +131,12 @@ def test_export_moves_memory_in_place_and_shares_it(engine: Any) -> None:
     assert (mapped == 1234).sum() == tensor.shape[3]
 
 
-@pytest.mark.parametrize("trouble", ["no such call", "no room", "wrong place", "pipeline", "os error"])
-def test_memory_that_cannot_be_shown_turns_hotkv_off(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+@pytest.mark.parametrize(
+    "trouble", ["no such call", "no room", "wrong place", "pipeline", "os error"]
+)
+def test_memory_that_cannot_be_shown_turns_hotkv_off(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
     def refuse(*_: Any) -> Any:
         raise OSError("no")
 
@@ -119,11 +144,21 @@ def test_memory_that_cannot_be_shown_turns_hotkv_off(engine: Any, server: Any, m
         case "no such call":
             monkeypatch.setattr(layout, "getattr", lambda *_: None, raising=False)
         case "no room":
-            monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, 9, 0, 0, 0, 0, 0, 0, 0)))
+            monkeypatch.setattr(
+                os, "statvfs", lambda _: os.statvfs_result((4096, 4096, 9, 0, 0, 0, 0, 0, 0, 0))
+            )
         case "wrong place":
-            monkeypatch.setattr(layout, "_check_placement", lambda *_: (_ for _ in ()).throw(compat.Unsupported("misplaced")))
+            monkeypatch.setattr(
+                layout,
+                "_check_placement",
+                lambda *_: (_ for _ in ()).throw(compat.Unsupported("misplaced")),
+            )
         case "pipeline":
-            monkeypatch.setattr(compat, "cache_groups", lambda *_: (_ for _ in ()).throw(compat.Unsupported("pipeline")))
+            monkeypatch.setattr(
+                compat,
+                "cache_groups",
+                lambda *_: (_ for _ in ()).throw(compat.Unsupported("pipeline")),
+            )
         case "os error":
             monkeypatch.setattr(layout, "_share_cpu", refuse)
     one = engine()
@@ -138,15 +173,24 @@ def test_ranks_that_disagree_turn_hotkv_off(engine: Any, server: Any) -> None:
     two = engine()
     scheduler = two.connector._scheduler
     scheduler.session = scheduler.finder = scheduler.planner = None
-    two.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HotKVHandshake(space), (0, 1): HotKVHandshake(other)})
+    two.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): HotKVHandshake(space), (0, 1): HotKVHandshake(other)}
+    )
     assert scheduler.session is None and two.generate("a", PROMPT, 2)[1] == 0
 
 
 def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
     """A block counts as stored when every rank wrote its shard and one saw it complete."""
     one = HotKVWorkerMetadata({1: StoreReport([b"\x03\x03\x02\x05"])}, {"load_bytes": 5})
-    both = one.aggregate(HotKVWorkerMetadata({1: StoreReport([b"\x01\x07\x02\x01"]), 2: StoreReport([b""])}, {"load_bytes": 7}))
-    assert both.stores[1].results == [b"\x03\x03\x02\x05", b"\x01\x07\x02\x01"] and both.counters == {"load_bytes": 12}
+    both = one.aggregate(
+        HotKVWorkerMetadata(
+            {1: StoreReport([b"\x01\x07\x02\x01"]), 2: StoreReport([b""])}, {"load_bytes": 7}
+        )
+    )
+    assert both.stores[1].results == [
+        b"\x03\x03\x02\x05",
+        b"\x01\x07\x02\x01",
+    ] and both.counters == {"load_bytes": 12}
     planner = engine().connector._scheduler.planner
     planner._num_ranks = 2
     hashes = [bytes([i]) * 32 for i in range(4)]
@@ -158,10 +202,14 @@ def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
     planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x01\x07\x02\x01"])}))
     counted = planner._stats.data
     assert planner.num_in_flight == 0
-    assert (counted["stored_blocks"], counted["present_blocks"], counted["refused_blocks"]) == (1, 1, 2)
+    assert (counted["stored_blocks"], counted["present_blocks"], counted["refused_blocks"]) == (
+        1,
+        1,
+        2,
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------- stats
+# -------------------------------------------------------------------------------------------- stats
 
 
 def test_hook_times_are_written_at_shutdown(engine: Any, tmp_path: Path) -> None:
@@ -173,7 +221,10 @@ def test_hook_times_are_written_at_shutdown(engine: Any, tmp_path: Path) -> None
     one.connector.shutdown()
     written = json.loads(path.read_text())
     assert set(written["sides"]) == {"scheduler", "worker-0"} and written["steps"] >= 4
-    assert 0 < written["hook_s"] < 1 and "get_num_new_matched_tokens" in written["sides"]["scheduler"]["by_hook_s"]
+    assert (
+        0 < written["hook_s"] < 1
+        and "get_num_new_matched_tokens" in written["sides"]["scheduler"]["by_hook_s"]
+    )
 
 
 def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
@@ -181,7 +232,10 @@ def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
 
     from hotkv_vllm.connector import HotKVConnector
 
-    one, two = HotKVStats(data={"loads": 1}), HotKVConnector.build_kv_connector_stats({"loads": 2, "stores": 3})
+    one, two = (
+        HotKVStats(data={"loads": 1}),
+        HotKVConnector.build_kv_connector_stats({"loads": 2, "stores": 3}),
+    )
     assert one.aggregate(two).reduce() == {"loads": 3, "stores": 3}
     types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
     metrics = HotKVConnector.build_prom_metrics(engine().vllm_config, types, ["engine"], {0: ["0"]})
@@ -190,7 +244,8 @@ def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
 
 
 def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
-    """Steps that neither hit nor fill a block: what every decode step pays, for many running requests."""
+    """Steps that neither hit nor fill a block: what every decode step pays, for many running
+    requests."""
     one = engine(blocks=512, max_num_seqs=64, max_tokens_per_step=2048)
     for index in range(60):
         one.add(f"r{index}", prompt(index, 33), 25)
@@ -208,6 +263,7 @@ def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
             one.step()
     finally:
         sys.setprofile(None)
-    # Calls rather than seconds, which are the machine's. They do not grow with the number of requests by more than two for each.
+    # Calls rather than seconds, which are the machine's. They do not grow with the number of
+    # requests by more than two for each.
     per_step = calls.total() / (one.connector.clock.steps - steps)
     assert len(one.scheduler.running) == 60 and per_step < 2 * 60

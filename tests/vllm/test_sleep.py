@@ -1,8 +1,10 @@
-"""Pauses and sleep: the engine forgets its own cache and the shared one stays, whatever was under way.
+"""Pauses and sleep: the engine forgets its own cache and the shared one stays, whatever was under
+way.
 
-vLLM's own `EngineCore` pauses and resets round the harness's scheduler. `Executor` does to the connector what the workers of vLLM 0.33 do
-(source: `Worker.sleep`, `wake_up` and `discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`); 0.32 and CPU
-workers call no hook.
+vLLM's own `EngineCore` pauses and resets round the harness's scheduler. `Executor` does to the
+connector what the workers of vLLM 0.33 do (source: `Worker.sleep`, `wake_up` and `discard` in
+`v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`); 0.32 and CPU workers call
+no hook.
 """
 
 import os
@@ -20,7 +22,8 @@ PROMPT = prompt(1, 200)
 
 
 class Executor:
-    """The workers of one engine. Asleep, its KV memory holds garbage, as unmapped memory does when it is mapped again."""
+    """The workers of one engine. Asleep, its KV memory holds garbage, as unmapped memory does when
+    it is mapped again."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -76,17 +79,20 @@ class Core:
     def wake_up(self) -> None:
         self.core.wake_up()
         # Of 0.33: ranks tell anew what they have.
-        self.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.engine.worker.get_handshake_metadata()})
+        self.engine.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): self.engine.worker.get_handshake_metadata()}
+        )
 
     def _drained(self, mode: str) -> None:
-        """The engine's process steps until nothing is left before it resets; `LLM` in one process does not."""
+        """The engine's process steps until nothing is left before it resets; `LLM` in one process
+        does not."""
         if mode == "abort":
             self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         while self.engine.queue:
             self.engine._collect()
 
 
-# ------------------------------------------------------------------------------------------------------ the shared cache
+# --------------------------------------------------------------------------------- the shared cache
 
 
 @pytest.mark.parametrize("way", ["pause", "sleep"])
@@ -104,13 +110,19 @@ def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, wa
     assert engine(specs=model()).generate("d", PROMPT, 4) == (answer, 192)
 
 
-def test_a_reset_that_is_asked_for_while_the_engine_pauses_empties_the_cache(engine: Any, server: Any) -> None:
+def test_a_reset_that_is_asked_for_while_the_engine_pauses_empties_the_cache(
+    engine: Any, server: Any
+) -> None:
     one = engine()
     core = Core(one)
     one.generate("a", PROMPT, 4)
     one.generate("b", prompt(2, 40))
     core.pause()
-    assert server.blocks and core.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True) and not server.blocks
+    assert (
+        server.blocks
+        and core.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        and not server.blocks
+    )
 
 
 @pytest.mark.parametrize("way", ["pause", "sleep"])
@@ -128,7 +140,9 @@ def test_without_a_server(engine: Any, server: Any, way: str) -> None:
     assert one.generate("d", PROMPT, 4) == (answer, 192) and not server.flushes
 
 
-def test_a_hook_that_breaks_does_not_fail_the_pause(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_breaks_does_not_fail_the_pause(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = engine()
     monkeypatch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
     Core(one).pause()
@@ -148,7 +162,7 @@ def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: An
     assert one.outputs["a"] == engine().generate("c", PROMPT, 60)[0] and len(server.blocks) == 8
 
 
-# -------------------------------------------------------------------------------------------------- memory that goes away
+# ---------------------------------------------------------------------------- memory that goes away
 
 
 def test_the_server_holds_no_memory_of_a_sleeping_engine(engine: Any, server: Any) -> None:
@@ -197,7 +211,9 @@ def test_stores_under_way_bring_nothing_after_the_sleep(engine: Any, server: Any
     assert one.generate("e", PROMPT, 1) == (answer, 192)
 
 
-def test_blocks_that_wait_for_the_next_step_are_not_stored_after_the_sleep(engine: Any, server: Any) -> None:
+def test_blocks_that_wait_for_the_next_step_are_not_stored_after_the_sleep(
+    engine: Any, server: Any
+) -> None:
     one = engine(pipelined=True)
     core = Core(one)
     one.add("a", prompt(3, 60), 5)
@@ -222,12 +238,17 @@ def test_a_store_behind_the_device_is_never_sent(engine: Any, server: Any) -> No
     device.run_to(device.given)
     executor.wake_up(None)
     one.generate("b", prompt(2, 10), 2)
-    assert not one.worker._worker._stores and not one.connector._scheduler.planner.num_in_flight and not server.blocks
+    assert (
+        not one.worker._worker._stores
+        and not one.connector._scheduler.planner.num_in_flight
+        and not server.blocks
+    )
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["under way", "ended and not reported"])
 def test_a_load_of_before_the_sleep_counts_as_failed(engine: Any, server: Any, ended: bool) -> None:
-    """vLLM does not sleep while a request waits for a load; if it did, the request would be computed."""
+    """vLLM does not sleep while a request waits for a load; if it did, the request would be
+    computed."""
     answer, _ = engine().generate("a", PROMPT, 4)
     one = engine()
     server.hold = {"load"}
@@ -247,7 +268,8 @@ def test_a_load_of_before_the_sleep_counts_as_failed(engine: Any, server: Any, e
 
 
 def test_a_hung_server_does_not_keep_the_engine_awake(engine: Any, server: Any) -> None:
-    """Its late write lands where vLLM still holds the blocks; the request is computed once the server has let go."""
+    """Its late write lands where vLLM still holds the blocks; the request is computed once the
+    server has let go."""
     answer, _ = engine().generate("a", PROMPT, 4)
     one = engine(extra={"store_timeout_s": 0.0, "load_timeout_s": 0.0})
     server.hold, server.ack_cancels = {"load"}, False
@@ -266,7 +288,9 @@ def test_a_hung_server_does_not_keep_the_engine_awake(engine: Any, server: Any) 
     assert one.outputs["b"] == answer
 
 
-def test_memory_that_can_not_be_shared_again_turns_hotkv_off(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_can_not_be_shared_again_turns_hotkv_off(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = engine()
     core = Core(one)
     answer, _ = one.generate("a", PROMPT, 4)
@@ -279,7 +303,9 @@ def test_memory_that_can_not_be_shared_again_turns_hotkv_off(engine: Any, server
     core.pause()
 
 
-def test_an_unregister_that_breaks_ends_the_session(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unregister_that_breaks_ends_the_session(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = engine()
     session = one.worker._worker.session
     monkeypatch.setattr(one.worker._worker, "let_go", lambda: 1 // 0)
@@ -287,32 +313,47 @@ def test_an_unregister_that_breaks_ends_the_session(engine: Any, server: Any, mo
     assert session.closed and one.worker._worker.session is None
 
 
-# ------------------------------------------------------------------------------------------------------- vLLM's version
+# ----------------------------------------------------------------------------------- vLLM's version
 
 
-def test_other_versions_run_without_hotkv(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_other_versions_run_without_hotkv(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     monkeypatch.setattr(versions, "VERSION", "0.34.0")
     one = engine()
     assert "hotkv is off: it is tested with vLLM 0.32 to 0.33, and this is 0.34.0" in caplog.text
     assert one.generate("a", PROMPT, 4)[1] == 0 and not server.sessions
     Core(one).sleep()
-    assert engine(extra={"allow_untested_vllm": True}).generate("b", PROMPT, 4)[0] == one.outputs["a"] and server.sessions
+    assert (
+        engine(extra={"allow_untested_vllm": True}).generate("b", PROMPT, 4)[0] == one.outputs["a"]
+        and server.sessions
+    )
 
 
 @pytest.mark.parametrize(
     ("version", "is_fine"),
-    [("0.32.0", True), ("0.33.1rc2.dev3+gabc", True), ("0.31.9", False), ("0.34.0", False), ("1.32.0", False), ("dev", False)],
+    [
+        ("0.32.0", True),
+        ("0.33.1rc2.dev3+gabc", True),
+        ("0.31.9", False),
+        ("0.34.0", False),
+        ("1.32.0", False),
+        ("dev", False),
+    ],
 )
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, is_fine: bool) -> None:
     monkeypatch.setattr(versions, "VERSION", version)
     assert (versions.why_off(False) == "") == is_fine and not versions.why_off(True)
 
 
-# ------------------------------------------------------------------------------------------------- what 0.33 calls later
+# ---------------------------------------------------------------------------- what 0.33 calls later
 
 
-def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.33 may call `update_state_after_alloc` steps after it admitted a load (`Scheduler.deferred_loads`), or never."""
+def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.33 may call `update_state_after_alloc` steps after it admitted a load
+    (`Scheduler.deferred_loads`), or never."""
     answer, _ = engine().generate("a", PROMPT, 4)
     one = engine()
     kept = dict(server.blocks)

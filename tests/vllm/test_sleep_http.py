@@ -1,4 +1,5 @@
-"""vLLM's HTTP server with its development endpoints: pause, sleep and reset answer 200 with and without a hotkv-server."""
+"""vLLM's HTTP server with its development endpoints: pause, sleep and reset answer 200 with and
+without a hotkv-server."""
 
 import json
 import time
@@ -21,8 +22,16 @@ HIT_TOKENS = 288
 def command(model: Path, target: str) -> list[str]:
     """The API server over the tiny model, tokens in and out."""
     given = engine_args(model, blocks=64, max_model_len=1024)
-    given |= {"kv_transfer_config": transfer_config(target=target, lookup_timeout_s=3.0, startup_wait_s=20.0)}
-    given |= {"enable_prompt_tokens_details": True, "disable_uvicorn_access_log": True, "enable_scale_out": True}
+    given |= {
+        "kv_transfer_config": transfer_config(
+            target=target, lookup_timeout_s=3.0, startup_wait_s=20.0
+        )
+    }
+    given |= {
+        "enable_prompt_tokens_details": True,
+        "disable_uvicorn_access_log": True,
+        "enable_scale_out": True,
+    }
     words = ["vllm.entrypoints.openai.api_server"]
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"
@@ -36,15 +45,21 @@ def command(model: Path, target: str) -> list[str]:
 def generate(engine: HttpServer) -> Any:
     """The answer's tokens, and how many of the prompt's came out of a cache."""
     parameters = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-    status, answer = engine.call("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": parameters})
+    status, answer = engine.call(
+        "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": parameters}
+    )
     assert status == 200, answer
-    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"][
+        "cached_tokens"
+    ]
 
 
 @pytest.fixture
 def engine(tmp_path: Path, daemon: Daemon) -> Iterator[HttpServer]:
     words = command(write_model(tmp_path / "model"), daemon.start().target)
-    one = HttpServer(words, tmp_path / "log", is_forked=True, environment={"VLLM_SERVER_DEV_MODE": "1"})
+    one = HttpServer(
+        words, tmp_path / "log", is_forked=True, environment={"VLLM_SERVER_DEV_MODE": "1"}
+    )
     yield one
     one.stop()
 

@@ -1,4 +1,5 @@
-"""Sparse decode in real vLLM on CPU: exact where the budget covers the context, bounded where it does not, dense where it breaks."""
+"""Sparse decode in real vLLM on CPU: exact where the budget covers the context, bounded where it
+does not, dense where it breaks."""
 
 import random
 from collections.abc import Callable
@@ -15,9 +16,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Start = Callable[..., EngineProcess]
 COVERING = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": []}
-# The hot set holds twice the budget, which is everything: all of selection is at work, and any block it loses shows.
+# The hot set holds twice the budget, which is everything: all of selection is at work, and any
+# block it loses shows.
 HALF = {"sparse_topk": 0.5, "min_context_tokens": 320, "dense_layers": []}
-SMALL = {"sparse_topk": 256, "min_context_tokens": 512, "dense_layers": [0], "max_correction_blocks": 2}
+SMALL = {
+    "sparse_topk": 256,
+    "min_context_tokens": 512,
+    "dense_layers": [0],
+    "max_correction_blocks": 2,
+}
 LENGTHS = (600, 300, 1200, 31, 257, 901)
 NOISE = 1e-4
 
@@ -29,15 +36,36 @@ def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    def make(sparse: dict[str, Any] | None, *, kind: str = "llama", target: str | None = None, **settings: Any) -> EngineProcess:
+    def make(
+        sparse: dict[str, Any] | None,
+        *,
+        kind: str = "llama",
+        target: str | None = None,
+        **settings: Any,
+    ) -> EngineProcess:
         """An engine with the connector; its server is absent unless `target` names one."""
         layers = {"hf_overrides": {"num_hidden_layers": 4}} if kind == "llama" else {}
-        settings = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **layers} | settings
-        connector = {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0, "sparse_recall_steps": 4}
+        settings = {
+            "load_format": "random",
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            **layers,
+        } | settings
+        connector = {
+            "weights_identity": tmp_path.name,
+            "flush_timeout_s": 5.0,
+            "sparse_recall_steps": 4,
+        }
         connector |= {} if target else {"startup_wait_s": 0.0}
         connector |= {} if sparse is None else {"sparse": sparse}
         target = target or f"unix:{tmp_path}/none.sock"
-        return engines.start(write_model(tmp_path / kind, kind), target, connector=connector, driver="sparse_driver.py", **settings)
+        return engines.start(
+            write_model(tmp_path / kind, kind),
+            target,
+            connector=connector,
+            driver="sparse_driver.py",
+            **settings,
+        )
 
     return make
 
@@ -51,21 +79,30 @@ def totals(engine: EngineProcess) -> dict[str, float]:
 
 def check_counters(counted: dict[str, float], most_corrections: int) -> None:
     """What holds for any run of sparse decode."""
-    assert counted["sparse_selects"] > 0 and "sparse_faults" not in counted and "hook_errors" not in counted
+    assert (
+        counted["sparse_selects"] > 0
+        and "sparse_faults" not in counted
+        and "hook_errors" not in counted
+    )
     assert counted.get("sparse_corrected_blocks", 0) <= most_corrections * counted["sparse_selects"]
-    assert counted["sparse_hit_blocks"] <= counted["sparse_wanted_blocks"] <= counted["sparse_selected_blocks"]
+    assert (
+        counted["sparse_hit_blocks"]
+        <= counted["sparse_wanted_blocks"]
+        <= counted["sparse_selected_blocks"]
+    )
     assert counted["sparse_attended_blocks"] <= counted["sparse_context_blocks"]
     assert 0 < counted["sparse_estimated_mass"] <= counted["sparse_selects"]
     assert 0 < counted["sparse_recall"] <= counted["sparse_recall_samples"]
     assert 0 < counted["sparse_true_mass"] <= counted["sparse_recall_samples"] * (1 + 1e-6)
 
 
-# ----------------------------------------------------------------------------------------------------------------- exact
+# -------------------------------------------------------------------------------------------- exact
 
 
 @pytest.mark.parametrize("sparse", [COVERING, HALF], ids=["covering", "hot-set-covers"])
 def test_a_covering_budget_is_exact_in_mixed_batches(start: Start, sparse: dict[str, Any]) -> None:
-    """Prompts of six lengths in chunks of 128 tokens: some decode, some above and some below the threshold, while others prefill."""
+    """Prompts of six lengths in chunks of 128 tokens: some decode, some above and some below the
+    threshold, while others prefill."""
     settings = {"max_num_batched_tokens": 128, "max_num_seqs": 6}
     dense, one = start(None, **settings), start(sparse, **settings)
     batch = prompts(1)
@@ -93,18 +130,28 @@ def test_a_covering_budget_is_exact_in_bfloat16(start: Start) -> None:
 
 
 def test_local_prefix_hits_and_preemption(start: Start) -> None:
-    """Too few blocks for two long prompts and their answers: one is preempted, and resumes in other blocks."""
-    settings = {"num_gpu_blocks_override": 64, "max_num_seqs": 2, "max_num_batched_tokens": 256, "max_model_len": 1024}
+    """Too few blocks for two long prompts and their answers: one is preempted, and resumes in other
+    blocks."""
+    settings = {
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 1024,
+    }
     dense, one = start(None, **settings), start(HALF, **settings)
     batch = prompts(3, (920, 930))
     one.ask("rewrite_always")
     for engine in (dense, one):
         engine.ask("generate", prompts=[batch[0][:400]], max_tokens=1)
-    expected, found = (engine.ask("generate", prompts=batch, max_tokens=90) for engine in (dense, one))
+    expected, found = (
+        engine.ask("generate", prompts=batch, max_tokens=90) for engine in (dense, one)
+    )
     assert found["cached"] == expected["cached"] and found["cached"][0] >= 384
     assert one.ask("sparse")["preemptions"] > 0
     assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
-    again_expected, again = (engine.ask("generate", prompts=batch, max_tokens=20) for engine in (dense, one))
+    again_expected, again = (
+        engine.ask("generate", prompts=batch, max_tokens=20) for engine in (dense, one)
+    )
     assert again["cached"] == again_expected["cached"] and difference(again, again_expected) < NOISE
     counted = totals(one)
     check_counters(counted, 4)
@@ -132,25 +179,35 @@ def test_blocks_that_hotkv_loads(start: Start, daemon: Daemon) -> None:
 
 
 def test_layers_with_windows_stay_dense(start: Start) -> None:
-    dense, one = start(None, kind="gemma3"), start(HALF | {"max_correction_blocks": 3}, kind="gemma3")
+    dense, one = (
+        start(None, kind="gemma3"),
+        start(HALF | {"max_correction_blocks": 3}, kind="gemma3"),
+    )
     one.ask("rewrite_always")
     batch = prompts(6, (500, 900))
-    expected, found = (engine.ask("generate", prompts=batch, max_tokens=40) for engine in (dense, one))
+    expected, found = (
+        engine.ask("generate", prompts=batch, max_tokens=40) for engine in (dense, one)
+    )
     assert one.ask("sparse")["layers"] == [5]
     assert difference(found, expected) < NOISE
     check_counters(totals(one), 3)
 
 
 def test_softmax_sinks(start: Start) -> None:
-    dense, one = start(None, kind="gpt_oss", dtype="bfloat16"), start(HALF, kind="gpt_oss", dtype="bfloat16")
+    dense, one = (
+        start(None, kind="gpt_oss", dtype="bfloat16"),
+        start(HALF, kind="gpt_oss", dtype="bfloat16"),
+    )
     one.ask("rewrite_always")
     batch = prompts(7, (500,))
-    expected, found = (engine.ask("generate", prompts=batch, max_tokens=20) for engine in (dense, one))
+    expected, found = (
+        engine.ask("generate", prompts=batch, max_tokens=20) for engine in (dense, one)
+    )
     assert one.ask("sparse")["layers"] == [1, 3]
     assert difference(found, expected) < 2e-3
 
 
-# --------------------------------------------------------------------------------------------------------------- bounded
+# ------------------------------------------------------------------------------------------ bounded
 
 
 @pytest.mark.parametrize(
@@ -173,14 +230,23 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     # Three layers, 79 decode steps each of the two long prompts.
     assert counted["sparse_selects"] == 3 * 79 * 2
     assert counted["sparse_selected_blocks"] <= (8 * counted["sparse_selects"]) + 3 * 2 * 8
-    # The hot set holds twice the budget; where steps keep missing more than they may load, an adaptive one grows to four times.
-    assert counted["sparse_attended_blocks"] <= (32 if "adaptive_p" in more else 16) * counted["sparse_selects"]
+    # The hot set holds twice the budget; where steps keep missing more than they may load, an
+    # adaptive one grows to four times.
+    assert (
+        counted["sparse_attended_blocks"]
+        <= (32 if "adaptive_p" in more else 16) * counted["sparse_selects"]
+    )
     assert counted["sparse_seeded_blocks"] > 0 and counted["sparse_corrected_blocks"] > 0
-    # Complete blocks of the three sequences as far as contexts are at or above the threshold, in three layers, each built once.
-    assert counted["sparse_built_blocks"] == 3 * sum((length + 79) // BLOCK_TOKENS for length in (1400, 800))
+    # Complete blocks of the three sequences as far as contexts are at or above the threshold, in
+    # three layers, each built once.
+    assert counted["sparse_built_blocks"] == 3 * sum(
+        (length + 79) // BLOCK_TOKENS for length in (1400, 800)
+    )
 
 
-def test_no_corrections_and_a_context_that_reaches_the_threshold_while_decoding(start: Start) -> None:
+def test_no_corrections_and_a_context_that_reaches_the_threshold_while_decoding(
+    start: Start,
+) -> None:
     one = start(SMALL | {"max_correction_blocks": 0})
     one.ask("generate", prompts=prompts(9, (490,)), max_tokens=60)
     counted = totals(one)
@@ -189,19 +255,25 @@ def test_no_corrections_and_a_context_that_reaches_the_threshold_while_decoding(
     assert counted["sparse_selects"] == 3 * 38
 
 
-# ----------------------------------------------------------------------------------------------------------------- fails
+# -------------------------------------------------------------------------------------------- fails
 
 
 def test_a_fault_falls_back_to_dense_attention(start: Start) -> None:
     dense, one = start(None), start(SMALL)
     batch = prompts(10, (700, 900))
     one.ask("break_after", calls=0)
-    expected, found = (engine.ask("generate", prompts=batch, max_tokens=30) for engine in (dense, one))
+    expected, found = (
+        engine.ask("generate", prompts=batch, max_tokens=30) for engine in (dense, one)
+    )
     assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
     counted = totals(one)
-    # Each of the three layers breaks in three steps, rests for 16, and breaks when it is tried again.
+    # Each of the three layers breaks in three steps, rests for 16, and breaks when it is tried
+    # again.
     assert counted["sparse_faults"] == 3 * 4 and "sparse_selects" not in counted
-    assert one.log().count("RuntimeError: injected") == 3 and one.log().count("broke 3 times in a row; it rests for 16 steps") == 3
+    assert (
+        one.log().count("RuntimeError: injected") == 3
+        and one.log().count("broke 3 times in a row; it rests for 16 steps") == 3
+    )
 
 
 def test_a_fault_in_the_middle_of_a_step(start: Start) -> None:
@@ -220,10 +292,22 @@ def test_a_fault_in_the_middle_of_a_step(start: Start) -> None:
         ({"dense_layers": [4]}, {}, "hotkv.sparse.dense_layers is (4,)"),
         ({"spare_topk": 0.1}, {}, "hotkv.sparse.spare_topk = 0.1"),
         ({"sparse_topk": 0.1, "min_context_tokens": 300}, {}, "hotkv.sparse.sparse_topk is 0.1"),
-        ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}, "speculative decoding"),
+        (
+            {},
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 3,
+                    "prompt_lookup_max": 3,
+                }
+            },
+            "speculative decoding",
+        ),
     ],
 )
-def test_bad_settings_keep_the_engine_from_starting(start: Start, sparse: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+def test_bad_settings_keep_the_engine_from_starting(
+    start: Start, sparse: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
     one = start({"dense_layers": []} | sparse, **settings)
     with pytest.raises(AssertionError, match="the engine ended"):
         one.ready()

@@ -1,4 +1,5 @@
-"""What engine and server tell each other about sparse decode: sequences, hot sets, reports, beside a naive model; no engine runs."""
+"""What engine and server tell each other about sparse decode: sequences, hot sets, reports, beside
+a naive model; no engine runs."""
 
 import itertools
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ GROUPS = (SparseGroup(0, BLOCK, frozenset({1, 2})),)
 
 @dataclass(eq=False)
 class Request:
-    """As much of vLLM's request as is looked at. Contexts of a family are one another's prefixes."""
+    """As much of vLLM's request as is looked at. Contexts of a family are one another's
+    prefixes."""
 
     request_id: str
     family: int
@@ -42,7 +44,10 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        return [bytes([self.family, place % 256, place // 256, 0]) * 8 for place in range(self.num_tokens // BLOCK)]
+        return [
+            bytes([self.family, place % 256, place // 256, 0]) * 8
+            for place in range(self.num_tokens // BLOCK)
+        ]
 
 
 class Side:
@@ -52,10 +57,16 @@ class Side:
         self.server = FakeServer()
         self.said: list[str] = []
         self.streams = Streams(lambda state, _: self.said.append(state.value))
-        specs = tuple(GroupSpec(GroupKind.FULL_ATTENTION, group.block_tokens, (64,)) for group in groups)
+        specs = tuple(
+            GroupSpec(GroupKind.FULL_ATTENTION, group.block_tokens, (64,)) for group in groups
+        )
         space = KeySpace("m", "r", "bfloat16", specs, BLOCK)
-        self.session = self.server.open(SessionConfig("unix:/none", "e", Role.SCHEDULER, space, on_state=self.streams))
-        self.memory = SparseMemory(self.session, self.streams, groups, self._hashes, MIN_TOKENS, "p")
+        self.session = self.server.open(
+            SessionConfig("unix:/none", "e", Role.SCHEDULER, space, on_state=self.streams)
+        )
+        self.memory = SparseMemory(
+            self.session, self.streams, groups, self._hashes, MIN_TOKENS, "p"
+        )
         self.requests: dict[str, Request] = {}
         self.now_s = 0.0
 
@@ -96,7 +107,7 @@ def layers_of(hot_sets: Sequence[LayerHotSet]) -> list[tuple[int, list[int]]]:
     return [(one.layer_index, one.positions.tolist()) for one in hot_sets]
 
 
-# -------------------------------------------------------------------------------------------------------------- scheduler
+# ---------------------------------------------------------------------------------------- scheduler
 
 
 class SparseMemoryMachine(RuleBasedStateMachine):
@@ -118,20 +129,30 @@ class SparseMemoryMachine(RuleBasedStateMachine):
     def server(self) -> FakeServer:
         return self.side.server
 
-    @rule(family=st.integers(0, 1), num_tokens=st.integers(1, 40), max_tokens=st.sampled_from([1, 2, 100]))
+    @rule(
+        family=st.integers(0, 1),
+        num_tokens=st.integers(1, 40),
+        max_tokens=st.sampled_from([1, 2, 100]),
+    )
     def arrive(self, family: int, num_tokens: int, max_tokens: int) -> None:
         self.side.arrive(f"r{next(self.numbers)}", family, num_tokens, max_tokens=max_tokens)
         self.steady = False
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        able = [name for name, request in self.side.requests.items() if request.num_tokens + 1 >= MIN_TOKENS]
+        able = [
+            name
+            for name, request in self.side.requests.items()
+            if request.num_tokens + 1 >= MIN_TOKENS
+        ]
         names = data.draw(st.lists(st.sampled_from(able), unique=True)) if able else []
         new = set(self.side.requests) - self.decoded
         remembered, named = self.side.step(*names)
         for name, hot_sets in remembered.items():
             family = self.side.requests[name].family
-            assert name in new and hot_sets and all(one.positions[0] == family for one in hot_sets), "late, or of another prefix"
+            assert (
+                name in new and hot_sets and all(one.positions[0] == family for one in hot_sets)
+            ), "late, or of another prefix"
         self.decoded.update(names)
         self.named += named
         self.steady = self.server.up and not self.server.hold and not self.server.held
@@ -145,10 +166,18 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        """The workers' report of a step: every name that was asked for is answered, with hot sets or without."""
+        """The workers' report of a step: every name that was asked for is answered, with hot sets
+        or without."""
         live = [name for name in self.side.requests if name in self.decoded]
-        ended = {name: (hot(1, self.ended[name], 3),) if place % 3 else () for place, name in enumerate(self.named)}
-        self.side.memory.reported(SparseReport(dict.fromkeys(live, np.array([0, 2], np.int32)), {1: {"selects": 1.0}}, ended))
+        ended = {
+            name: (hot(1, self.ended[name], 3),) if place % 3 else ()
+            for place, name in enumerate(self.named)
+        }
+        self.side.memory.reported(
+            SparseReport(
+                dict.fromkeys(live, np.array([0, 2], np.int32)), {1: {"selects": 1.0}}, ended
+            )
+        )
         self.named.clear()
         self.selects += 1
         self.steady = False
@@ -187,9 +216,15 @@ class SparseMemoryMachine(RuleBasedStateMachine):
     def what_the_server_knows_is_live(self) -> None:
         if self.steady:
             memory = self.side.memory
-            live = {sequence_id for one in (*memory._followed.values(), *memory._ending.values()) for sequence_id in one.ids}
+            live = {
+                sequence_id
+                for one in (*memory._followed.values(), *memory._ending.values())
+                for sequence_id in one.ids
+            }
             assert set(self.side.known()) <= live
-            assert {one.request.request_id for one in memory._followed.values()} <= set(self.side.requests)
+            assert {one.request.request_id for one in memory._followed.values()} <= set(
+                self.side.requests
+            )
 
     @invariant()
     def no_counter_is_lost(self) -> None:
@@ -199,7 +234,9 @@ class SparseMemoryMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_bounded(self) -> None:
         memory = self.side.memory
-        assert len(memory._unanswered) <= memory_module.MAX_UNANSWERED + memory_module.MAX_CREATED_PER_STEP + 2 * len(self.ended)
+        assert len(
+            memory._unanswered
+        ) <= memory_module.MAX_UNANSWERED + memory_module.MAX_CREATED_PER_STEP + 2 * len(self.ended)
         assert set(memory._to_create) | set(memory._awaited) <= set(memory._followed)
 
 
@@ -215,9 +252,13 @@ def test_a_hot_set_comes_back_to_the_next_request_over_the_prefix() -> None:
     assert len(side.known()) == 1
     side.end("a")
     assert side.step() == ({}, ("a",))
-    side.memory.reported(SparseReport({"a": np.array([1], np.int32)}, {}, {"a": (hot(2, 4, 1), hot(1, 0))}))
+    side.memory.reported(
+        SparseReport({"a": np.array([1], np.int32)}, {}, {"a": (hot(2, 4, 1), hot(1, 0))})
+    )
     ((positions, counters),) = side.reports()
-    assert [at.tolist() for at in positions.values()] == [[1]] and counters == {} and not side.known()
+    assert (
+        [at.tolist() for at in positions.values()] == [[1]] and counters == {} and not side.known()
+    )
     side.arrive("b", 7, 30)
     side.arrive("short", 7, 14)
     side.arrive("other", 8, 30)
@@ -260,7 +301,11 @@ def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPat
     def refused(*_: Any) -> Any:
         raise HotKVError(Reason.OVERLOADED, "told to refuse")
 
-    monkeypatch.setattr(side.session, "create_sequence", lambda *a: side.session._call("create_sequence", "", None, refused))
+    monkeypatch.setattr(
+        side.session,
+        "create_sequence",
+        lambda *a: side.session._call("create_sequence", "", None, refused),
+    )
     side.arrive("a", 1, 20)
     for _ in range(9):
         side.step("a")
@@ -286,7 +331,9 @@ def test_a_server_that_hangs_is_told_no_more_and_then_everything() -> None:
     side.server.settle()
     side.step("a")
     side.memory.reported(SparseReport())
-    assert [len(hashes) for hashes in side.known().values()] == [(side.requests["a"].num_tokens - 1) // BLOCK]
+    assert [len(hashes) for hashes in side.known().values()] == [
+        (side.requests["a"].num_tokens - 1) // BLOCK
+    ]
     assert sum(counters.get(1, {}).get("selects", 0) for _, counters in side.reports()) == 3000
 
 
@@ -321,17 +368,27 @@ def test_hot_sets_that_never_come_do_not_keep_a_sequence() -> None:
 
 @pytest.mark.parametrize("second_tokens", [BLOCK, 2 * BLOCK])
 def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
-    """Hot sets go to the group of their layer. Positions of blocks of unequal sizes can't be told apart, so they stay here."""
-    side = Side((SparseGroup(0, BLOCK, frozenset({1})), SparseGroup(1, second_tokens, frozenset({2}))))
+    """Hot sets go to the group of their layer. Positions of blocks of unequal sizes can't be told
+    apart, so they stay here."""
+    side = Side(
+        (SparseGroup(0, BLOCK, frozenset({1})), SparseGroup(1, second_tokens, frozenset({2})))
+    )
     side.arrive("a", 1, 20)
     side.step()
     side.step("a")
-    assert sorted(len(hashes) for hashes in side.known().values()) == sorted([5, 20 // second_tokens])
+    assert sorted(len(hashes) for hashes in side.known().values()) == sorted(
+        [5, 20 // second_tokens]
+    )
     side.end("a")
     side.step()
-    side.memory.reported(SparseReport({"a": np.array([1], np.int32)}, {}, {"a": (hot(1, 3), hot(2, 1))}))
+    side.memory.reported(
+        SparseReport({"a": np.array([1], np.int32)}, {}, {"a": (hot(1, 3), hot(2, 1))})
+    )
     assert len(side.reports()) == (second_tokens == BLOCK)
-    assert {group: layers_of(sets) for (_, group, _), sets in side.server.hot_sets.items()} == {0: [(1, [3])], 1: [(2, [1])]}
+    assert {group: layers_of(sets) for (_, group, _), sets in side.server.hot_sets.items()} == {
+        0: [(1, [3])],
+        1: [(2, [1])],
+    }
     side.arrive("b", 1, 24)
     side.step()
     assert layers_of(side.step("b")[0]["b"]) == [(1, [3]), (2, [1])]
@@ -353,18 +410,30 @@ def test_what_breaks_here_costs_no_load_and_no_store(engine: Any, server: Any) -
     assert one.generate("a", prompt(1, 200), 40) == (answer, 192)
     one.generate("c", prompt(3, 140), 40)
     one.generate("end", prompt(2, 10), 2)
-    assert one.counters["stored_blocks"] >= 4 and one.counters["hook_errors"] > 0 and "failed_loads" not in one.counters
+    assert (
+        one.counters["stored_blocks"] >= 4
+        and one.counters["hook_errors"] > 0
+        and "failed_loads" not in one.counters
+    )
     assert {"_plan_sparse", "_begin_sequences", "_end_sequences"} <= one.connector._broken
     assert "_sparse_report" in one.worker._broken
 
 
-# ----------------------------------------------------------------------------------------------------------------- worker
+# ------------------------------------------------------------------------------------------- worker
 
 REPORTS = st.builds(
     SparseReport,
-    st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 20), min_size=1).map(lambda s: np.array(sorted(s), np.int32))),
-    st.dictionaries(st.integers(1, 2), st.dictionaries(st.sampled_from(["selects", "recall"]), st.integers(1, 9).map(float))),
-    st.dictionaries(st.sampled_from("abc"), st.integers(0, 3).map(lambda shard: (hot(1, 5, shard=shard),))),
+    st.dictionaries(
+        st.sampled_from("abc"),
+        st.sets(st.integers(0, 20), min_size=1).map(lambda s: np.array(sorted(s), np.int32)),
+    ),
+    st.dictionaries(
+        st.integers(1, 2),
+        st.dictionaries(st.sampled_from(["selects", "recall"]), st.integers(1, 9).map(float)),
+    ),
+    st.dictionaries(
+        st.sampled_from("abc"), st.integers(0, 3).map(lambda shard: (hot(1, 5, shard=shard),))
+    ),
 )
 
 
@@ -376,7 +445,9 @@ def test_what_ranks_report_is_joined(reports: list[SparseReport]) -> None:
     found = whole.sparse
     assert found is not None and not whole.is_empty()
     for name in "abc":
-        expected = set().union(*(report.positions[name].tolist() for report in reports if name in report.positions))
+        expected = set().union(
+            *(report.positions[name].tolist() for report in reports if name in report.positions)
+        )
         assert found.positions.get(name, np.empty(0, np.int32)).tolist() == sorted(expected)
         sets = [one.shard_index for report in reports for one in report.ended.get(name, ())]
         assert [one.shard_index for one in found.ended.get(name, ())] == sets
@@ -398,7 +469,9 @@ def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:
             assert reporter._report.ended["b"] and twin.worker.hot_sets("b")
         engine.step(names, ended)
         twin.step(names, ended)
-        expected = expected.join(SparseReport(twin.worker.take_steps(), twin.worker.take_layer_counters()))
+        expected = expected.join(
+            SparseReport(twin.worker.take_steps(), twin.worker.take_layer_counters())
+        )
         report = reporter.after_step(number * REPORT_INTERVAL_S / 10)
         if report is not None:
             num_reports += 1
@@ -406,10 +479,16 @@ def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:
             assert set(report.ended) == set(ended)
     reporter.before_step({}, ("a", "nobody"))
     last = reporter.after_step(0.0)
-    assert last is not None and last.ended["nobody"] == () and {one.layer_index for one in last.ended["a"]} == {2, 7}
+    assert (
+        last is not None
+        and last.ended["nobody"] == ()
+        and {one.layer_index for one in last.ended["a"]} == {2, 7}
+    )
     gathered = gathered.join(last)
     assert 10 <= num_reports <= 12
-    assert {name: at.tolist() for name, at in gathered.positions.items()} == {name: at.tolist() for name, at in expected.positions.items()}
+    assert {name: at.tolist() for name, at in gathered.positions.items()} == {
+        name: at.tolist() for name, at in expected.positions.items()
+    }
     for layer, counters in expected.layers.items():
         for name, value in counters.items():
             if not name.endswith("_s"):

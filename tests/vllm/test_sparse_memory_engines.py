@@ -1,4 +1,5 @@
-"""Hot sets are handed from request to request through the server, and it shows what sparse decode does: real vLLM, a real daemon."""
+"""Hot sets are handed from request to request through the server, and it shows what sparse decode
+does: real vLLM, a real daemon."""
 
 import json
 import time
@@ -23,7 +24,9 @@ CAPACITY_BLOCKS = 2 * SMALL["sparse_topk"] // BLOCK_TOKENS
 MAX_TRIES = 8
 
 
-def asked(engine: EngineProcess, prompt: list[int], max_tokens: int = ANSWER) -> tuple[dict[str, Any], dict[str, float]]:
+def asked(
+    engine: EngineProcess, prompt: list[int], max_tokens: int = ANSWER
+) -> tuple[dict[str, Any], dict[str, float]]:
     """A request's answer, and what was counted until its sequence had ended."""
     return growth(engine, lambda: engine.ask("generate", prompts=[prompt], max_tokens=max_tokens))
 
@@ -35,8 +38,11 @@ def figures(one: Daemon, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return printed
 
 
-def remembering(engine: EngineProcess, prompt: list[int], *, is_loaded: bool = False) -> tuple[dict[str, Any], dict[str, float]]:
-    """As `asked`, until the request began with a remembered hot set: nothing waits for one that comes too late for the first step.
+def remembering(
+    engine: EngineProcess, prompt: list[int], *, is_loaded: bool = False
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """As `asked`, until the request began with a remembered hot set: nothing waits for one that
+    comes too late for the first step.
 
     `is_loaded`: the prompt comes from the server each time.
     """
@@ -57,24 +63,41 @@ def test_a_request_starts_from_what_another_ended_with(
     (prompt,) = prompts(9, (LENGTH,))
     engine = start(SMALL)
     first, counted = asked(engine, prompt)
-    assert counted["sparse_selects"] == SPARSE_LAYERS * (ANSWER - 1) and "sparse_remembered_blocks" not in counted
+    assert (
+        counted["sparse_selects"] == SPARSE_LAYERS * (ANSWER - 1)
+        and "sparse_remembered_blocks" not in counted
+    )
 
     shown = figures(daemon, capsys)
     assert [row["layer_index"] for row in shown["layers"]] == [1, 2, 3]
     for row in shown["layers"]:
-        assert row["selects"] == ANSWER - 1 and 0 < row["hit_ratio"] <= 1 and 0 < row["mean_estimated_mass"] <= 1
+        assert (
+            row["selects"] == ANSWER - 1
+            and 0 < row["hit_ratio"] <= 1
+            and 0 < row["mean_estimated_mass"] <= 1
+        )
         assert row["swap_bytes"] > 0 and row["mean_select_s"] > 0 and row["faults"] == 0
-    assert shown["total"]["selects"] == counted["sparse_selects"] and 0 < shown["total"]["recall_ratio"] <= 1
+    assert (
+        shown["total"]["selects"] == counted["sparse_selects"]
+        and 0 < shown["total"]["recall_ratio"] <= 1
+    )
     for name in ("hit_blocks", "wanted_blocks", "swap_bytes", "estimated_mass", "true_mass"):
         assert shown["total"][name] == pytest.approx(counted[f"sparse_{name}"])
 
-    # Another engine, whose prompt comes from the server: it starts with a full hot set, and answers the same.
+    # Another engine, whose prompt comes from the server: it starts with a full hot set, and answers
+    # the same.
     engine = start(SMALL)
     second, with_memory = remembering(engine, prompt, is_loaded=True)
-    assert second["cached"] == [LENGTH // BLOCK_TOKENS * BLOCK_TOKENS] and second["tokens"] == first["tokens"]
+    assert (
+        second["cached"] == [LENGTH // BLOCK_TOKENS * BLOCK_TOKENS]
+        and second["tokens"] == first["tokens"]
+    )
     assert difference(second, first) < NOISE
     remembered = with_memory["sparse_remembered_blocks"]
-    assert 0 < remembered <= SPARSE_LAYERS * CAPACITY_BLOCKS and with_memory["sparse_hit_blocks"] > counted["sparse_hit_blocks"]
+    assert (
+        0 < remembered <= SPARSE_LAYERS * CAPACITY_BLOCKS
+        and with_memory["sparse_hit_blocks"] > counted["sparse_hit_blocks"]
+    )
     assert figures(daemon, capsys)["total"]["remembered_blocks"] == remembered
 
     # The same engine, its own cache; then a longer prompt and one that shares half.
@@ -87,10 +110,17 @@ def test_a_request_starts_from_what_another_ended_with(
     # A flush forgets them.
     engine.ask("reset", connector=True)
     fourth, flushed = asked(engine, prompt)
-    assert not flushed["sparse_remembered_blocks"] and flushed["sparse_selects"] == again["sparse_selects"]
+    assert (
+        not flushed["sparse_remembered_blocks"]
+        and flushed["sparse_selects"] == again["sparse_selects"]
+    )
     assert fourth["tokens"] == first["tokens"] and difference(fourth, first) < NOISE
     assert flushed["sparse_hit_blocks"] < again["sparse_hit_blocks"]
-    assert not any(name in one for one in (counted, with_memory, again, flushed) for name in ("sparse_faults", "hook_errors"))
+    assert not any(
+        name in one
+        for one in (counted, with_memory, again, flushed)
+        for name in ("sparse_faults", "hook_errors")
+    )
 
 
 def test_a_server_that_dies_while_requests_decode(
@@ -98,11 +128,14 @@ def test_a_server_that_dies_while_requests_decode(
     daemon: Daemon,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The answer is that without a fault; reports go on, and the sequences are known again: their hot sets reach the next request."""
+    """The answer is that without a fault; reports go on, and the sequences are known again: their
+    hot sets reach the next request."""
     (prompt,) = prompts(12, (LENGTH,))
     engine = start(SMALL)
     expected = engine.ask("generate", prompts=[prompt], max_tokens=600)
-    assert figures(daemon, capsys)["total"]["selects"] > 0, "a report leaves while a request decodes"
+    assert figures(daemon, capsys)["total"]["selects"] > 0, (
+        "a report leaves while a request decodes"
+    )
     engine.ask("reset", connector=True)
     engine.ask("pace", seconds=0.015)
     engine.begin("generate", prompts=[prompt], max_tokens=600)

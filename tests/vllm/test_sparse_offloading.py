@@ -1,4 +1,5 @@
-"""The loop of vLLM's RFC #37263, as written there, over real copies: attention reads hot slots only."""
+"""The loop of vLLM's RFC #37263, as written there, over real copies: attention reads hot slots
+only."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,7 +11,11 @@ from hypothesis import strategies as st
 
 from hotkv.errors import HotKVError
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.sparse.offloading import DecodeMetadata, SparseOffloadingHandler, SparseOffloadingManager
+from hotkv_vllm.sparse.offloading import (
+    DecodeMetadata,
+    SparseOffloadingHandler,
+    SparseOffloadingManager,
+)
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.swaps import copy_blocks, merged
 
@@ -34,13 +39,17 @@ def plain_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 class Model:
     """Sequences of random tokens in two layers, and the RFC's loop."""
 
-    def __init__(self, config: SparseConfig, slots: int, num_host: int = 200, sequences: int = 2) -> None:
+    def __init__(
+        self, config: SparseConfig, slots: int, num_host: int = 200, sequences: int = 2
+    ) -> None:
         self.config = config
         self.rng = np.random.default_rng(0)
         self.host = np.zeros((4, num_host, PAGE), np.uint8)
         self.hot = np.zeros((4, slots * sequences, PAGE), np.uint8)
         shape = LayerShape(num_host, T, H, D, ("rot2u",))
-        self.handler = SparseOffloadingHandler(config, dict.fromkeys(LAYERS, shape), slots, self.host, self.hot, keys_of)
+        self.handler = SparseOffloadingHandler(
+            config, dict.fromkeys(LAYERS, shape), slots, self.host, self.hot, keys_of
+        )
         self.manager = SparseOffloadingManager(config, num_host, T, self.handler.representations)
         self.tokens: dict[str, np.ndarray] = {}
         self.table: dict[str, np.ndarray] = {}
@@ -72,14 +81,18 @@ class Model:
             self.table[name] = np.concatenate([self.table[name], new])
         table, stored = self.table[name], np.empty(0, np.int32)
         query = self.rng.standard_normal((H * G, D)).astype(np.float32) * 2
-        selected, scores = self.manager.lookup_with_sparse(self.hashes(name, num_complete), query, LAYERS[0])
+        selected, scores = self.manager.lookup_with_sparse(
+            self.hashes(name, num_complete), query, LAYERS[0]
+        )
         assert len(selected) == len(scores) and np.isin(selected, table).all()
         load_spec = self.manager.prepare_sparse_load(selected)
         for layer in LAYERS:
             slot = self.handler.extend(name, layer, seq_len)
             page = self.hot[layer, slot].view(np.float32).reshape(T, H, 2 * D)
             page[(seq_len - 1) % T] = fresh[layer, 0]
-            metadata, swap_in, swap_out = self.handler.handle_layer(DecodeMetadata(name, table, seq_len), layer, query)
+            metadata, swap_in, swap_out = self.handler.handle_layer(
+                DecodeMetadata(name, table, seq_len), layer, query
+            )
             job = next(self.jobs)
             self.handler.transfer_async(job, swap_in)
             self.handler.wait({job})
@@ -94,8 +107,13 @@ class Model:
         self.manager.complete_store(stored, success=True)
 
     def check(self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata) -> None:
-        """Every slot that is attended holds a block of this sequence, whole; the last one is the partial block."""
-        pages = self.hot[layer, metadata.block_table].view(np.float32).reshape(-1, H, 2 * D)[: metadata.seq_len]
+        """Every slot that is attended holds a block of this sequence, whole; the last one is the
+        partial block."""
+        pages = (
+            self.hot[layer, metadata.block_table]
+            .view(np.float32)
+            .reshape(-1, H, 2 * D)[: metadata.seq_len]
+        )
         tokens = self.tokens[name][layer]
         first = {token.tobytes(): place for place, token in enumerate(tokens[::T])}
         positions = [first[page.tobytes()] for page in pages[::T]]
@@ -103,12 +121,23 @@ class Model:
         expected = np.concatenate([tokens[p * T : (p + 1) * T] for p in positions])
         assert np.array_equal(pages, expected)
         if len(positions) == -(-len(tokens) // T):
-            assert np.allclose(plain_attention(query, pages), plain_attention(query, tokens), atol=1e-5)
+            assert np.allclose(
+                plain_attention(query, pages), plain_attention(query, tokens), atol=1e-5
+            )
 
 
 @pytest.fixture(params=["memcpy", "batch", "kernel", "auto"])
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    one = Model(SparseConfig(sparse_topk=256, sink_tokens=16, recent_tokens=32, copy_method=request.param, max_correction_blocks=3), 32)
+    one = Model(
+        SparseConfig(
+            sparse_topk=256,
+            sink_tokens=16,
+            recent_tokens=32,
+            copy_method=request.param,
+            max_correction_blocks=3,
+        ),
+        32,
+    )
     yield one
     one.handler.close()
 
@@ -119,15 +148,23 @@ def test_the_loop_of_the_rfc(model: Model) -> None:
     for _ in range(50):
         model.step("a")
         model.step("b")
-    # The first step of a sequence loads its selection of 16 blocks at most, every other one three, and those that are always kept.
-    assert max(model.loaded[4:]) <= 3 and max(model.loaded[:4]) <= 16 and sum(model.loaded[4:]) > 100
+    # The first step of a sequence loads its selection of 16 blocks at most, every other one three,
+    # and those that are always kept.
+    assert (
+        max(model.loaded[4:]) <= 3 and max(model.loaded[:4]) <= 16 and sum(model.loaded[4:]) > 100
+    )
     # 50 tokens fill three blocks, which are in host memory with their representations.
     for name, count in (("a", 63), ("b", 48)):
         table = model.table[name][:count]
         for layer in LAYERS:
-            assert np.array_equal(model.host[layer, table].view(np.float32).ravel(), model.tokens[name][layer, : count * T].ravel())
+            assert np.array_equal(
+                model.host[layer, table].view(np.float32).ravel(),
+                model.tokens[name][layer, : count * T].ravel(),
+            )
             assert model.handler.representations.update(layer, table) == 0
-        rows, _ = model.manager.lookup_with_sparse(model.hashes(name, count), np.ones((H * G, D), np.float32), 2)
+        rows, _ = model.manager.lookup_with_sparse(
+            model.hashes(name, count), np.ones((H * G, D), np.float32), 2
+        )
         assert len(rows) == 16 and set(rows) <= set(table)
 
 
@@ -159,7 +196,9 @@ def test_refusals_and_failed_stores() -> None:
     with pytest.raises(HotKVError, match="not reserved"):
         model.manager.complete_store(blocks[3:], success=True)
     assert len(model.manager.prepare_store([b"y"])) == 1
-    found, _ = model.manager.lookup_with_sparse(model.hashes("x", 8), np.ones((H * G, D), np.float32), 2)
+    found, _ = model.manager.lookup_with_sparse(
+        model.hashes("x", 8), np.ones((H * G, D), np.float32), 2
+    )
     assert found.tolist() == blocks[:3].tolist()
     spec = model.manager.prepare_sparse_load(found)
     model.manager.complete_load(spec.blocks)
@@ -171,7 +210,9 @@ def test_refusals_and_failed_stores() -> None:
 @given(st.data(), st.sampled_from(["memcpy", "batch", "kernel", "auto"]))
 def test_copies_are_right_and_runs_are_merged(data: st.DataObject, method: str) -> None:
     count = data.draw(st.integers(0, 30))
-    sources = np.array(data.draw(st.lists(st.integers(0, 39), min_size=count, max_size=count)), np.int32)
+    sources = np.array(
+        data.draw(st.lists(st.integers(0, 39), min_size=count, max_size=count)), np.int32
+    )
     destinations = np.array(data.draw(st.permutations(range(40))), np.int32)[:count]
     if data.draw(st.booleans()):
         sources, destinations = np.sort(sources), np.sort(destinations)
@@ -185,7 +226,9 @@ def test_copies_are_right_and_runs_are_merged(data: st.DataObject, method: str) 
     assert int(runs.counts.sum()) == count
     for i in range(1, len(runs.counts)):
         follows = runs.sources[i] == runs.sources[i - 1] + runs.counts[i - 1]
-        assert not (follows and runs.destinations[i] == runs.destinations[i - 1] + runs.counts[i - 1])
+        assert not (
+            follows and runs.destinations[i] == runs.destinations[i - 1] + runs.counts[i - 1]
+        )
 
 
 def test_copies_that_do_not_fit_are_refused() -> None:
@@ -193,7 +236,13 @@ def test_copies_that_do_not_fit_are_refused() -> None:
     for source, destination, rows, method, message in (
         (blocks, blocks[:, :4], none, "auto", "destination is uint8"),
         (blocks, np.zeros((4, 9), np.uint8), none, "auto", "must be equal"),
-        (blocks, blocks.copy(), np.array([4], np.int32), "auto", "source blocks must be from 0 to 3"),
+        (
+            blocks,
+            blocks.copy(),
+            np.array([4], np.int32),
+            "auto",
+            "source blocks must be from 0 to 3",
+        ),
         (blocks, blocks.copy(), none, "dma", "copy_method is 'dma'"),
     ):
         with pytest.raises(HotKVError, match=message):

@@ -1,4 +1,5 @@
-"""The parts of sparse decode in the engine, one by one: vLLM's own attention kernel over rewritten rows, hot sets, names of rows, pools."""
+"""The parts of sparse decode in the engine, one by one: vLLM's own attention kernel over rewritten
+rows, hot sets, names of rows, pools."""
 
 import copy
 from dataclasses import replace
@@ -39,7 +40,8 @@ current_platform.import_kernels()
 
 
 class Cache:
-    """One layer's pages, filled by vLLM's own kernel with random keys and values of `num_blocks` blocks."""
+    """One layer's pages, filled by vLLM's own kernel with random keys and values of `num_blocks`
+    blocks."""
 
     def __init__(self, num_blocks: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> None:
         from vllm import _custom_ops as ops
@@ -47,20 +49,41 @@ class Cache:
 
         generator = torch.Generator().manual_seed(seed)
         shape = (num_blocks * BLOCK, HEADS, head_size)
-        self.keys, self.values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        self.keys, self.values = (
+            torch.randn(shape, generator=generator).to(dtype) for _ in range(2)
+        )
         self.isa = _get_attn_isa(dtype, BLOCK, head_size)
         self.pages = torch.zeros((num_blocks, HEADS, BLOCK, 2 * head_size), dtype=dtype)
-        key_pages, value_pages = self.pages.view(num_blocks, HEADS, 2 * BLOCK, head_size).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(self.keys, self.values, key_pages, value_pages, torch.arange(num_blocks * BLOCK), self.isa)
+        key_pages, value_pages = self.pages.view(num_blocks, HEADS, 2 * BLOCK, head_size).chunk(
+            2, dim=2
+        )
+        ops.cpu_attn_reshape_and_cache(
+            self.keys,
+            self.values,
+            key_pages,
+            value_pages,
+            torch.arange(num_blocks * BLOCK),
+            self.isa,
+        )
         self.packing = key_packing(BLOCK, head_size, dtype, self.isa)
 
     def keys_of(self, blocks: np.ndarray) -> np.ndarray:
         return unpacked_keys(self.pages, torch.from_numpy(blocks), self.packing).numpy()
 
-    def layer(self, formats: tuple[str, ...] = ("rot2u",), sink_logits: np.ndarray | None = None) -> SparseLayer:
+    def layer(
+        self, formats: tuple[str, ...] = ("rot2u",), sink_logits: np.ndarray | None = None
+    ) -> SparseLayer:
         num_blocks, heads, block_tokens, width = self.pages.shape
         shape = LayerShape(num_blocks, block_tokens, heads, width // 2, formats)
-        return SparseLayer("layer", 5, 0, shape, (width // 2) ** -0.5, KeyPages(self.pages, self.packing), sink_logits)
+        return SparseLayer(
+            "layer",
+            5,
+            0,
+            shape,
+            (width // 2) ** -0.5,
+            KeyPages(self.pages, self.packing),
+            sink_logits,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -79,18 +102,25 @@ def test_packings_of_other_processors(run: int, pair: int) -> None:
     split = keys.view(5, HEADS, BLOCK // run, run, 64 // pair, pair)
     pages = torch.zeros((5, HEADS, BLOCK, 128))
     pages.view(5, HEADS, 2, -1)[:, :, 0] = split.permute(0, 1, 2, 4, 3, 5).reshape(5, HEADS, -1)
-    numbers = torch.arange(BLOCK * 64).view(BLOCK // run, run, 64 // pair, pair).permute(0, 2, 1, 3).reshape(-1)
+    numbers = (
+        torch.arange(BLOCK * 64)
+        .view(BLOCK // run, run, 64 // pair, pair)
+        .permute(0, 2, 1, 3)
+        .reshape(-1)
+    )
     blocks = torch.tensor([2, 0])
     for packing in (KeyPacking(run, pair), KeyPacking(0, 0, numbers.argsort())):
         assert torch.equal(unpacked_keys(pages, blocks, packing), keys[blocks].transpose(1, 2))
 
 
-# -------------------------------------------------------------------------------------------------------- vLLM's kernel
+# ------------------------------------------------------------------------------------ vLLM's kernel
 
 
 @pytest.fixture(scope="module")
 def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    return EngineArgs(str(write_model(tmp_path_factory.mktemp("model"))), skip_tokenizer_init=True).create_engine_config()
+    return EngineArgs(
+        str(write_model(tmp_path_factory.mktemp("model"))), skip_tokenizer_init=True
+    ).create_engine_config()
 
 
 def impl(vllm_config: VllmConfig, head_size: int) -> HotAttentionImpl:
@@ -98,7 +128,14 @@ def impl(vllm_config: VllmConfig, head_size: int) -> HotAttentionImpl:
         return HotAttentionImpl(QUERIES, head_size, head_size**-0.5, HEADS, None, None, "auto")
 
 
-def metadata(tables: list[list[int]], seq_lens: list[int], num_queries: list[int], head_size: int, dtype: torch.dtype, isa: str) -> Any:
+def metadata(
+    tables: list[list[int]],
+    seq_lens: list[int],
+    num_queries: list[int],
+    head_size: int,
+    dtype: torch.dtype,
+    isa: str,
+) -> Any:
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
@@ -107,15 +144,31 @@ def metadata(tables: list[list[int]], seq_lens: list[int], num_queries: list[int
     starts = torch.tensor(np.concatenate([[0], np.cumsum(num_queries)]), dtype=torch.int32)
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
     schedule = ops.cpu_attn_get_scheduler_metadata(
-        len(tables), QUERIES, HEADS, head_size, lengths, dtype, starts, True, -1, isa, True, None, "auto"
+        len(tables),
+        QUERIES,
+        HEADS,
+        head_size,
+        lengths,
+        dtype,
+        starts,
+        True,
+        -1,
+        isa,
+        True,
+        None,
+        "auto",
     )
     slots = torch.full((sum(num_queries),), -1, dtype=torch.int64)
-    return CPUAttentionMetadata(sum(num_queries), max(num_queries), starts, max(seq_lens), lengths, table, slots, schedule)
+    return CPUAttentionMetadata(
+        sum(num_queries), max(num_queries), starts, max(seq_lens), lengths, table, slots, schedule
+    )
 
 
 def attention(cache: Cache, query: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """Plain attention of one token's query [Q, D] over `tokens`."""
-    keys, values = (t[tokens].float().repeat_interleave(GROUP, dim=1) for t in (cache.keys, cache.values))
+    keys, values = (
+        t[tokens].float().repeat_interleave(GROUP, dim=1) for t in (cache.keys, cache.values)
+    )
     scores = torch.einsum("qd,tqd->qt", query.float(), keys) * query.shape[-1] ** -0.5
     return torch.einsum("qt,tqd->qd", scores.softmax(dim=1), values)
 
@@ -129,13 +182,21 @@ class Chosen(SparseWorker):
         return np.array(self.chosen[row.request_id], np.int32)
 
 
-def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(vllm_config: VllmConfig) -> None:
-    """A batch of a long decode, a prefill chunk, a short decode, and another long decode with a full last block."""
+def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
+    vllm_config: VllmConfig,
+) -> None:
+    """A batch of a long decode, a prefill chunk, a short decode, and another long decode with a
+    full last block."""
     head_size, dtype = 64, torch.float32
     cache = Cache(40, head_size, dtype)
     layer = cache.layer()
     worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
-    tables = [[7, 3, 21, 30, 9, 14, 2, 38, 11], [4, 5, 6, 8, 10, 12, 13, 15, 16], [17, 18], [19, 20, 22, 23, 24, 25, 26, 27]]
+    tables = [
+        [7, 3, 21, 30, 9, 14, 2, 38, 11],
+        [4, 5, 6, 8, 10, 12, 13, 15, 16],
+        [17, 18],
+        [19, 20, 22, 23, 24, 25, 26, 27],
+    ]
     seq_lens, num_queries = [8 * BLOCK + 5, 9 * BLOCK, 40, 8 * BLOCK], [1, 3, 1, 1]
     one = impl(vllm_config, head_size)
     one.attach(worker, layer)
@@ -146,12 +207,30 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(vllm_con
     holder = SimpleNamespace(isa=cache.isa, _k_scale_float=1.0, _v_scale_float=1.0)
     given_metadata = metadata(tables, seq_lens, num_queries, head_size, dtype, cache.isa)
     one.forward(holder, query, None, None, cache.pages, given_metadata, output)  # type: ignore[arg-type]
-    seen = [(0, 0, [0, 2, 5, 8]), (1, 1, range(9)), (2, 1, range(9)), (3, 1, range(9)), (4, 2, range(2)), (5, 3, [1, 7])]
+    seen = [
+        (0, 0, [0, 2, 5, 8]),
+        (1, 1, range(9)),
+        (2, 1, range(9)),
+        (3, 1, range(9)),
+        (4, 2, range(2)),
+        (5, 3, [1, 7]),
+    ]
     for token, row, positions in seen:
         length = seq_lens[row] - (3 - token if row == 1 else 0)
-        tokens = [tables[row][p] * BLOCK + t for p in positions for t in range(BLOCK) if p * BLOCK + t < length]
-        assert torch.allclose(output[token], attention(cache, query[token], tokens), atol=1e-5), token
-    assert worker.take_counters().keys() == {"sparse_built_blocks", "sparse_build_s", "sparse_select_s"}
+        tokens = [
+            tables[row][p] * BLOCK + t
+            for p in positions
+            for t in range(BLOCK)
+            if p * BLOCK + t < length
+        ]
+        assert torch.allclose(output[token], attention(cache, query[token], tokens), atol=1e-5), (
+            token
+        )
+    assert worker.take_counters().keys() == {
+        "sparse_built_blocks",
+        "sparse_build_s",
+        "sparse_select_s",
+    }
     assert given_metadata.seq_lens.tolist() == seq_lens
 
 
@@ -162,17 +241,34 @@ class ChosenByLayer(SparseWorker):
 
     def _select(self, layer: SparseLayer, row: Any, query_QD: Any) -> Any:
         chosen = self.chosen[layer.name, row.request_id]
-        return np.arange(len(row.blocks_C), dtype=np.int32) if chosen is None else np.array(chosen, np.int32)
+        return (
+            np.arange(len(row.blocks_C), dtype=np.int32)
+            if chosen is None
+            else np.array(chosen, np.int32)
+        )
 
 
 def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: VllmConfig) -> None:
-    """Four layers of a group in turn: unlike choices, as many blocks but others, a row left alone, both rows left alone."""
+    """Four layers of a group in turn: unlike choices, as many blocks but others, a row left alone,
+    both rows left alone."""
     caches = [Cache(24, 64, torch.float32, seed) for seed in range(4)]
     layers = [replace(cache.layer(), name=f"layer{n}", index=n) for n, cache in enumerate(caches)]
     worker = ChosenByLayer(SparseConfig(min_context_tokens=256), layers)
-    tables, seq_lens = [[7, 3, 21, 9, 14, 2, 11, 0, 5], [4, 6, 8, 10, 12, 13, 15, 16, 17]], [8 * BLOCK + 9, 9 * BLOCK]
-    chosen: list[list[list[int] | None]] = [[[0, 2, 8], [1, 2, 3, 8]], [[1, 5, 8], [0, 4, 5, 8]], [None, [6, 8]], [None, None]]
-    worker.chosen = {(f"layer{n}", request): one[row] for n, one in enumerate(chosen) for row, request in enumerate("ab")}
+    tables, seq_lens = (
+        [[7, 3, 21, 9, 14, 2, 11, 0, 5], [4, 6, 8, 10, 12, 13, 15, 16, 17]],
+        [8 * BLOCK + 9, 9 * BLOCK],
+    )
+    chosen: list[list[list[int] | None]] = [
+        [[0, 2, 8], [1, 2, 3, 8]],
+        [[1, 5, 8], [0, 4, 5, 8]],
+        [None, [6, 8]],
+        [None, None],
+    ]
+    worker.chosen = {
+        (f"layer{n}", request): one[row]
+        for n, one in enumerate(chosen)
+        for row, request in enumerate("ab")
+    }
     worker.begin_step(SparseRows((5, 17), ("a", "b")))
     given = metadata(tables, seq_lens, [1, 1], 64, torch.float32, caches[0].isa)
     for cache, layer, positions in zip(caches, layers, chosen, strict=True):
@@ -183,8 +279,16 @@ def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: 
         one.forward(holder, query, None, None, cache.pages, given, output)  # type: ignore[arg-type]
         for row, wanted in enumerate(positions):
             seen = range(9) if wanted is None else wanted
-            tokens = [tables[row][p] * BLOCK + t for p in seen for t in range(BLOCK) if p * BLOCK + t < seq_lens[row]]
-            assert torch.allclose(output[row], attention(cache, query[row], tokens), atol=1e-5), (layer.name, row)
+            tokens = [
+                tables[row][p] * BLOCK + t
+                for p in seen
+                for t in range(BLOCK)
+                if p * BLOCK + t < seq_lens[row]
+            ]
+            assert torch.allclose(output[row], attention(cache, query[row], tokens), atol=1e-5), (
+                layer.name,
+                row,
+            )
     assert given.seq_lens.tolist() == seq_lens and given.block_table[:, :9].tolist() == tables
 
 
@@ -197,7 +301,15 @@ def test_rows_that_the_scheduler_has_not_named_stay_dense(vllm_config: VllmConfi
     worker.begin_step(SparseRows())
     query, output = torch.randn((1, QUERIES, 64)), torch.zeros((1, QUERIES, 64))
     holder = SimpleNamespace(isa=cache.isa, _k_scale_float=1.0, _v_scale_float=1.0)
-    one.forward(holder, query, None, None, cache.pages, metadata([list(range(10))], [300], [1], 64, torch.float32, cache.isa), output)  # type: ignore[arg-type]
+    one.forward(
+        holder,
+        query,
+        None,
+        None,
+        cache.pages,
+        metadata([list(range(10))], [300], [1], 64, torch.float32, cache.isa),
+        output,
+    )  # type: ignore[arg-type]
     assert torch.allclose(output[0], attention(cache, query[0], list(range(300))), atol=1e-5)
 
 
@@ -206,14 +318,16 @@ def test_exact_mass_of_blocks() -> None:
     query = np.random.default_rng(0).standard_normal((QUERIES, 64)).astype(np.float32)
     blocks = np.array([4, 1, 8, 0], np.int32)
     found = block_mass(cache.keys_of, query, blocks, 3 * BLOCK + 7, BLOCK, 0.125)
-    keys = np.concatenate([cache.keys.numpy().reshape(9, BLOCK, HEADS, 64)[b] for b in blocks])[: 3 * BLOCK + 7]
+    keys = np.concatenate([cache.keys.numpy().reshape(9, BLOCK, HEADS, 64)[b] for b in blocks])[
+        : 3 * BLOCK + 7
+    ]
     scores = np.einsum("hgd,thd->hgt", query.reshape(HEADS, GROUP, 64), keys) * 0.125
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     shares = (shares / shares.sum(axis=-1, keepdims=True)).mean(axis=(0, 1))
     assert np.allclose(found, [shares[i * BLOCK : (i + 1) * BLOCK].sum() for i in range(4)])
 
 
-# -------------------------------------------------------------------------------------------------------------- hot sets
+# ----------------------------------------------------------------------------------------- hot sets
 
 
 @settings(max_examples=40)
@@ -227,13 +341,29 @@ def test_exact_mass_of_blocks() -> None:
     gaps=st.lists(st.sampled_from([1, 1, 1, 1, 31, 33, 200, -40]), min_size=1, max_size=60),
 )
 def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
-    seed: int, topk: float, most: int, policy: str, adaptive: float | None, start: int, gaps: list[int]
+    seed: int,
+    topk: float,
+    most: int,
+    policy: str,
+    adaptive: float | None,
+    start: int,
+    gaps: list[int],
 ) -> None:
-    """Contexts grow by a token, jump (dense steps between), or shrink (a request that is computed again)."""
-    config = SparseConfig(sparse_topk=topk, adaptive_p=adaptive, max_correction_blocks=most, cache_policy=policy, min_context_tokens=256)
+    """Contexts grow by a token, jump (dense steps between), or shrink (a request that is computed
+    again)."""
+    config = SparseConfig(
+        sparse_topk=topk,
+        adaptive_p=adaptive,
+        max_correction_blocks=most,
+        cache_policy=policy,
+        min_context_tokens=256,
+    )
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((80 * BLOCK, HEADS, 32)).astype(np.float32)
-    manager = BlockReprManager({5: LayerShape(80, BLOCK, HEADS, 32, ("rot2u",))}, {5: lambda b: keys.reshape(80, BLOCK, HEADS, 32)[b]})
+    manager = BlockReprManager(
+        {5: LayerShape(80, BLOCK, HEADS, 32, ("rot2u",))},
+        {5: lambda b: keys.reshape(80, BLOCK, HEADS, 32)[b]},
+    )
     rows = rng.permutation(80).astype(np.int32)
     manager.update(5, rows)
     sequence, context, before = LayerSequence(config, 5, BLOCK), start, np.empty(0, np.int32)
@@ -262,7 +392,9 @@ def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
     config = SparseConfig(sparse_topk=320, max_correction_blocks=1, min_context_tokens=256)
     rng = np.random.default_rng(3)
     keys = rng.standard_normal((60, BLOCK, HEADS, 32)).astype(np.float32)
-    manager = BlockReprManager({2: LayerShape(60, BLOCK, HEADS, 32, ("rot2u",))}, {2: lambda blocks: keys[blocks]})
+    manager = BlockReprManager(
+        {2: LayerShape(60, BLOCK, HEADS, 32, ("rot2u",))}, {2: lambda blocks: keys[blocks]}
+    )
     rows = np.arange(60, dtype=np.int32)
     manager.update(2, rows)
     sequence, always = LayerSequence(config, 2, BLOCK), np.full(QUERIES, -5.0, np.float32)
@@ -275,16 +407,28 @@ def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
     assert two.num_prefetched == min(len(missing), 8) and np.isin(missing[:1], two.blocks).all()
 
 
-# ------------------------------------------------------------------------------------------------------------------ pool
+# --------------------------------------------------------------------------------------------- pool
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.sampled_from(["write", "update", "forget one layer"]), st.sets(st.integers(0, 11), min_size=1)), max_size=25))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["write", "update", "forget one layer"]),
+            st.sets(st.integers(0, 11), min_size=1),
+        ),
+        max_size=25,
+    )
+)
 def test_representations_are_those_of_the_pages(steps: list[tuple[str, set[int]]]) -> None:
     rng = np.random.default_rng(0)
-    pages = {index: rng.standard_normal((12, BLOCK, HEADS, 32)).astype(np.float32) for index in (1, 4)}
+    pages = {
+        index: rng.standard_normal((12, BLOCK, HEADS, 32)).astype(np.float32) for index in (1, 4)
+    }
     shape = LayerShape(12, BLOCK, HEADS, 32, ("rot2u", "mean"))
-    manager = BlockReprManager({1: shape, 4: shape}, {index: (lambda b, i=index: pages[i][b]) for index in pages})  # type: ignore[misc]
+    manager = BlockReprManager(
+        {1: shape, 4: shape}, {index: (lambda b, i=index: pages[i][b]) for index in pages}
+    )  # type: ignore[misc]
     built: dict[int, set[int]] = {1: set(), 4: set()}
     for what, chosen in steps:
         blocks = np.array(sorted(chosen), np.int32)
@@ -306,12 +450,16 @@ def test_representations_are_those_of_the_pages(steps: list[tuple[str, set[int]]
                 assert np.array_equal(source.pool[rows], build(name, pages[index][rows]))
 
 
-# ------------------------------------------------------------------------------------------------------------------ rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None:
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32), (2, 16)])
-    tables = {"a": ([1, 2, 3, 4], [9], [11, 12, 13, 14, 15, 16, 17, 18]), "b": ([5, 6], [9], [7, 8]), "c": ([20, 21, 22], [9], [30] * 6)}
+    tables = {
+        "a": ([1, 2, 3, 4], [9], [11, 12, 13, 14, 15, 16, 17, 18]),
+        "b": ([5, 6], [9], [7, 8]),
+        "c": ([20, 21, 22], [9], [30] * 6),
+    }
     requests = {
         "a": SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=96),
         "b": SimpleNamespace(request_id="b", num_prompt_tokens=20, num_computed_tokens=40),
@@ -324,7 +472,8 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
         state = SimpleNamespace(get_block_ids=lambda request_id: tables.get(request_id))
         return SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=scheduled)
 
-    # b is too short, c computes the last token of its prompt, d is unknown, and a's token 96 opens its fourth block.
+    # b is too short, c computes the last token of its prompt, d is unknown, and a's token 96 opens
+    # its fourth block.
     assert names.of_step(output(a=1, b=1, c=1, d=1)) == SparseRows((4, 17), ("a", "a"), ())
     assert names.of_step(output(a=2)) == SparseRows()
     names.ended("a")
@@ -334,23 +483,30 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
     assert names.of_step(output(c=1)) == SparseRows((22, 30), ("c", "c"), ())
 
 
-# ---------------------------------------------------------------------------------------------------------------- plugin
+# ------------------------------------------------------------------------------------------- plugin
 
 
 def test_vllm_finds_the_plugin_and_our_attention_only_where_it_is_configured(
     vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = entry_points(group="vllm.general_plugins", name="hotkv")
-    assert found, "this installation of hotkv has no such entry point; install it again (make setup)"
+    assert found, (
+        "this installation of hotkv has no such entry point; install it again (make setup)"
+    )
     for entry in found:
         assert entry.load() is plugin.register
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     plugin.register()
     backend: Any = registry.AttentionBackendEnum.CPU_ATTN.get_class()
     assert backend is HotAttentionBackend and backend.get_name() == "CPU_ATTN"
-    for extra, expected in (({}, CPUAttentionBackendImpl), ({"hotkv.sparse": {}}, HotAttentionImpl)):
+    for extra, expected in (
+        ({}, CPUAttentionBackendImpl),
+        ({"hotkv.sparse": {}}, HotAttentionImpl),
+    ):
         with_extra = copy.copy(vllm_config)
-        with_extra.kv_transfer_config = KVTransferConfig(**transfer_config() | {"kv_connector_extra_config": extra})
+        with_extra.kv_transfer_config = KVTransferConfig(
+            **transfer_config() | {"kv_connector_extra_config": extra}
+        )
         with set_current_vllm_config(with_extra):
             assert backend.get_impl_cls() is expected
     with set_current_vllm_config(vllm_config):
@@ -359,20 +515,24 @@ def test_vllm_finds_the_plugin_and_our_attention_only_where_it_is_configured(
 
 def test_the_plugin_leaves_others_alone_and_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = "somebody.else.Backend"
-    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: theirs})
+    monkeypatch.setattr(
+        registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: theirs}
+    )
     plugin.register()
     assert registry.AttentionBackendEnum.CPU_ATTN.get_path() == theirs
     monkeypatch.setattr(compat, "override_cpu_attention", lambda path: 1 / 0)
     plugin.register()
 
 
-# ---------------------------------------------------------------------------------------------------------------- config
+# ------------------------------------------------------------------------------------------- config
 
 
 def test_settings_as_json_has_them() -> None:
     value = {"sparse_topk": 0.2, "dense_layers": [0, 3], "scorer_of_layer": {"2": "quest"}}
     sparse = ConnectorConfig.from_extra_config({"hotkv.sparse": value}).sparse
-    assert sparse == SparseConfig(sparse_topk=0.2, dense_layers=(0, 3), scorer_of_layer={2: "quest"})
+    assert sparse == SparseConfig(
+        sparse_topk=0.2, dense_layers=(0, 3), scorer_of_layer={2: "quest"}
+    )
     assert ConnectorConfig.from_extra_config({}).sparse is None
 
 
@@ -383,8 +543,14 @@ def test_settings_as_json_has_them() -> None:
         ({"topk": 1}, "hotkv_sparse.topk = 1: there is no such setting"),
         ({"sparse_topk": 7}, "hotkv.sparse.sparse_topk is 7; use at least"),
         ({"scorer": "rot9u"}, "hotkv.sparse.scorer is 'rot9u'; use one of"),
-        ({"adaptive_p": "much"}, "hotkv.sparse = {'adaptive_p': 'much'}: a value is of the wrong type"),
-        ({"scorer_of_layer": {"x": "mean"}}, "hotkv.sparse.scorer_of_layer is 'x'; use layer numbers"),
+        (
+            {"adaptive_p": "much"},
+            "hotkv.sparse = {'adaptive_p': 'much'}: a value is of the wrong type",
+        ),
+        (
+            {"scorer_of_layer": {"x": "mean"}},
+            "hotkv.sparse.scorer_of_layer is 'x'; use layer numbers",
+        ),
     ],
 )
 def test_wrong_settings_name_field_and_fix(value: Any, message: str) -> None:

@@ -1,4 +1,5 @@
-"""The pool of representations beside the pages: what stores read from it, what loads bring into it, and that nothing else gets there."""
+"""The pool of representations beside the pages: what stores read from it, what loads bring into it,
+and that nothing else gets there."""
 
 import mmap
 import random
@@ -49,33 +50,51 @@ class Keys:
         self.keys_of = keys_of
 
 
-def sparse_layer(name: str, index: int, group: int, shape: LayerShape, keys_of: Callable[[Any], Any]) -> SparseLayer:
+def sparse_layer(
+    name: str, index: int, group: int, shape: LayerShape, keys_of: Callable[[Any], Any]
+) -> SparseLayer:
     """A layer whose keys are those of `keys_of`."""
     return SparseLayer(name, index, group, shape, 0.1, Keys(keys_of))  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------------------------------------------- state machine
+# ------------------------------------------------------------------------------------ state machine
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Blocks of two groups (layers 1 and 2; layer 5) are written, built, stored and loaded in any order that an engine may.
+    """Blocks of two groups (layers 1 and 2; layer 5) are written, built, stored and loaded in any
+    order that an engine may.
 
-    A step that writes a block ends the stores that read it first. Beside the pool: which pages there are, and what each store has to read.
+    A step that writes a block ends the stores that read it first. Beside the pool: which pages
+    there are, and what each store has to read.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.dice = np.random.default_rng(0)
         self.pages = {layer: self._keys(BLOCKS) for layer in FORMATS}
-        shapes = {layer: LayerShape(BLOCKS, TOKENS, HEADS, SIZE, names) for layer, names in FORMATS.items()}
+        shapes = {
+            layer: LayerShape(BLOCKS, TOKENS, HEADS, SIZE, names)
+            for layer, names in FORMATS.items()
+        }
         layers = [
-            sparse_layer(f"l{layer}", layer, 0 if layer < 5 else 3, shapes[layer], lambda b, i=layer: self.pages[i][b])  # type: ignore[misc]
+            sparse_layer(
+                f"l{layer}",
+                layer,
+                0 if layer < 5 else 3,
+                shapes[layer],
+                lambda b, i=layer: self.pages[i][b],
+            )  # type: ignore[misc]
             for layer in FORMATS
         ]
         self.worker = SparseWorker(SparseConfig(dense_layers=(0,)), layers)
-        groups = [CacheGroup(0, GroupKind.FULL_ATTENTION, TOKENS), CacheGroup(3, GroupKind.FULL_ATTENTION, TOKENS)]
+        groups = [
+            CacheGroup(0, GroupKind.FULL_ATTENTION, TOKENS),
+            CacheGroup(3, GroupKind.FULL_ATTENTION, TOKENS),
+        ]
         self.pool = shared_pool(self.worker.representations, layers, groups, 1, None)
-        self.layout = Layout(0, BLOCKS, (MemoryHandle(HANDLE, self.pool.num_bytes),), self.pool.tensors)
+        self.layout = Layout(
+            0, BLOCKS, (MemoryHandle(HANDLE, self.pool.num_bytes),), self.pool.tensors
+        )
         self.server = np.frombuffer(mmap.mmap(self.pool.fd, self.pool.num_bytes), np.uint8)
         self.built = {layer: set[int]() for layer in FORMATS}
         self.stores: list[tuple[int, list[int], list[bytes]]] = []
@@ -86,15 +105,23 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _slot(self, kind: int, block: int) -> list[tuple[int, int]]:
         """Offset and length of the runs of one slot, in order."""
-        (runs,) = self.layout.copy_runs(kind, self.pool.kinds[kind], np.array([block]), np.array([0]))
-        assert np.array_equal(runs.slot_offsets, np.concatenate([[0], np.cumsum(runs.num_bytes)[:-1]]))
+        (runs,) = self.layout.copy_runs(
+            kind, self.pool.kinds[kind], np.array([block]), np.array([0])
+        )
+        assert np.array_equal(
+            runs.slot_offsets, np.concatenate([[0], np.cumsum(runs.num_bytes)[:-1]])
+        )
         return list(zip(runs.engine_offsets.tolist(), runs.num_bytes.tolist(), strict=True))
 
     def _read(self, kind: int, block: int) -> bytes:
-        return b"".join(self.server[at : at + size].tobytes() for at, size in self._slot(kind, block))
+        return b"".join(
+            self.server[at : at + size].tobytes() for at, size in self._slot(kind, block)
+        )
 
     def _expected(self, kind: int, block: int) -> bytes:
-        return b"".join(page_bytes(self.pages, layer, block) for layer in ((1, 2) if kind == 0 else (5,)))
+        return b"".join(
+            page_bytes(self.pages, layer, block) for layer in ((1, 2) if kind == 0 else (5,))
+        )
 
     def _idle(self, blocks: set[int]) -> list[int]:
         return sorted(blocks - self.loading)
@@ -120,14 +147,19 @@ class PoolMachine(RuleBasedStateMachine):
         for layer in FORMATS:
             self.pages[layer][chosen] = self._keys(len(chosen))
 
-    @rule(layer=st.sampled_from(sorted(FORMATS)), blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=6))
+    @rule(
+        layer=st.sampled_from(sorted(FORMATS)),
+        blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=6),
+    )
     def attend(self, layer: int, blocks: set[int]) -> None:
         chosen = self._idle(blocks)
         num_built = self.worker.representations.update(layer, np.array(chosen, np.int32))
         assert num_built == len(set(chosen) - self.built[layer])
         self.built[layer] |= set(chosen)
 
-    @rule(kind=st.integers(0, 1), blocks=st.sets(st.integers(0, BLOCKS - 1), min_size=1, max_size=6))
+    @rule(
+        kind=st.integers(0, 1), blocks=st.sets(st.integers(0, BLOCKS - 1), min_size=1, max_size=6)
+    )
     def store(self, kind: int, blocks: set[int]) -> None:
         chosen = self._idle(blocks)
         self.worker.build((0, 3)[kind], np.array(chosen, np.int32))
@@ -149,7 +181,8 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(well=st.booleans(), kind=st.integers(0, 1), alone=st.booleans())
     def loaded(self, well: bool, kind: int, alone: bool) -> None:
-        """Pages and rows come together; where a load fails, or blocks come alone, rows hold whatever was written before that."""
+        """Pages and rows come together; where a load fails, or blocks come alone, rows hold
+        whatever was written before that."""
         chosen, self.loading = sorted(self.loading), set()
         for layer in FORMATS:
             self.pages[layer][chosen] = self._keys(len(chosen))
@@ -179,23 +212,39 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-# --------------------------------------------------------------------------------------- vLLM's scheduler, server's double
+# ---------------------------------------------------------------- vLLM's scheduler, server's double
 
 
 class Toy:
-    """Sparse layers over the harness' arithmetic model: a key is the first half of what the model writes for its token."""
+    """Sparse layers over the harness' arithmetic model: a key is the first half of what the model
+    writes for its token."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
 
-    def install(self, config: SparseConfig, steps: int, vllm_config: Any, kv_config: Any, kv_caches: Any, centres: Any) -> SparseWorker:
+    def install(
+        self,
+        config: SparseConfig,
+        steps: int,
+        vllm_config: Any,
+        kv_config: Any,
+        kv_caches: Any,
+        centres: Any,
+    ) -> SparseWorker:
         layers = []
         for group, _ in compat.sparse_groups(kv_config):
             for name in kv_config.kv_cache_groups[group].layer_names[: self.num_layers]:
                 pages = kv_caches[name]
-                shape = LayerShape(kv_config.num_blocks, TOKENS, HEADS, SIZE, tuple(config.scorers_of(1)))
-                keys_of = lambda blocks, pages=pages: toy_keys(pages.view(compat.torch.int16).numpy()[blocks])  # noqa: E731
-                layers.append(sparse_layer(name, int(name.rpartition(".")[2]), group, shape, keys_of))
+                shape = LayerShape(
+                    kv_config.num_blocks, TOKENS, HEADS, SIZE, tuple(config.scorers_of(1))
+                )
+
+                def keys_of(blocks: Any, pages: Any = pages) -> Any:
+                    return toy_keys(pages.view(compat.torch.int16).numpy()[blocks])
+
+                layers.append(
+                    sparse_layer(name, int(name.rpartition(".")[2]), group, shape, keys_of)
+                )
         return SparseWorker(config, layers)
 
 
@@ -204,7 +253,12 @@ def toy_keys(cells: Any) -> Any:
     return np.ascontiguousarray(cells[..., :SIZE].transpose(0, 2, 1, 3), np.float32)
 
 
-SPARSE = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": [], "fusion": {"rot2u": 0.5, "mean": 0.5}}
+SPARSE = {
+    "sparse_topk": 1.0,
+    "min_context_tokens": 256,
+    "dense_layers": [],
+    "fusion": {"rot2u": 0.5, "mean": 0.5},
+}
 
 
 @pytest.fixture
@@ -214,13 +268,16 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     return one
 
 
-def sparse_engine(engine: Any, model: Any = full_model, sparse: dict[str, Any] | None = None, **settings: Any) -> Any:
+def sparse_engine(
+    engine: Any, model: Any = full_model, sparse: dict[str, Any] | None = None, **settings: Any
+) -> Any:
     extra = {"sparse": SPARSE if sparse is None else sparse} | settings.pop("extra", {})
     return engine(specs=model(), extra=extra, **settings)
 
 
 def pairs(server: Any, one: Any) -> int:
-    """How many blocks the server has a representation of, after all were compared with what their block's bytes give."""
+    """How many blocks the server has a representation of, after all were compared with what their
+    block's bytes give."""
     session = one.worker._worker.session
     space, groups = session.space, len(session.config.key_space.groups)
     found = 0
@@ -230,9 +287,13 @@ def pairs(server: Any, one: Any) -> int:
             if number != salt:
                 continue
             count += 1
-            cells = np.frombuffer(server.blocks[space, kind.group_index, block_hash][0], np.int16).reshape(-1, HEADS, TOKENS, 2 * SIZE)
+            cells = np.frombuffer(
+                server.blocks[space, kind.group_index, block_hash][0], np.int16
+            ).reshape(-1, HEADS, TOKENS, 2 * SIZE)
             names = dict.fromkeys(rows.name for rows in one.worker._sparse.representations.rows)
-            expected = b"".join(build(name, toy_keys(page[None])).tobytes() for page in cells for name in names)
+            expected = b"".join(
+                build(name, toy_keys(page[None])).tobytes() for page in cells for name in names
+            )
             assert shards[0] == expected
         found += count
     assert all(number < groups or number > 255 for _, number, _ in server.blocks)
@@ -245,7 +306,9 @@ def rows_are_right(one: Any) -> None:
     for layer in one.worker._sparse.layers.values():
         marked = np.flatnonzero(manager.built(layer.index)).astype(np.int32)
         for name, source in manager.sources(layer.index).items():
-            assert np.array_equal(source.pool[marked], build(name, layer.keys_of(marked))), layer.name
+            assert np.array_equal(source.pool[marked], build(name, layer.keys_of(marked))), (
+                layer.name
+            )
 
 
 def loaded(one: Any) -> tuple[float, float]:
@@ -256,7 +319,9 @@ def loaded(one: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("table", [True, False], ids=["table", "rpc"])
-def test_they_go_with_blocks_and_come_with_hits(engine: Any, server: Any, toy: Toy, table: bool) -> None:
+def test_they_go_with_blocks_and_come_with_hits(
+    engine: Any, server: Any, toy: Toy, table: bool
+) -> None:
     server.table = table
     first = sparse_engine(engine)
     answer, _ = first.generate("a", prompt(1, 200), 4)
@@ -273,7 +338,8 @@ def test_they_go_with_blocks_and_come_with_hits(engine: Any, server: Any, toy: T
 
 
 def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> None:
-    """Stored by an engine without sparse decode, and hit by one with: in its own cache, or in hotkv's."""
+    """Stored by an engine without sparse decode, and hit by one with: in its own cache, or in
+    hotkv's."""
     engine().generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
     assert pairs(server, one) == 0
@@ -289,7 +355,10 @@ def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> N
 
 def test_another_version_shares_blocks_alone(engine: Any, server: Any, toy: Toy) -> None:
     answer, _ = sparse_engine(engine).generate("a", prompt(1, 200), 4)
-    for sparse in (SPARSE | {"fusion": {}, "scorer": "quest"}, SPARSE | {"fusion": {"rot2u": 0.5, "quest": 0.5}}):
+    for sparse in (
+        SPARSE | {"fusion": {}, "scorer": "quest"},
+        SPARSE | {"fusion": {"rot2u": 0.5, "quest": 0.5}},
+    ):
         other = sparse_engine(engine, sparse=sparse)
         assert other.generate("b", prompt(1, 200), 4) == (answer, 192)
         assert loaded(other) == (0, 12)
@@ -321,26 +390,38 @@ def test_a_failed_load_leaves_nothing_behind(engine: Any, server: Any, toy: Toy)
     assert loaded(one)[0] == 0
 
 
-def test_a_build_that_breaks_costs_the_representation_alone(engine: Any, server: Any, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_breaks_costs_the_representation_alone(
+    engine: Any, server: Any, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, said = sparse_engine(engine), []
     monkeypatch.setattr(link.logger, "exception", lambda text, *_: said.append(text))
     monkeypatch.setattr(one.worker._sparse, "build", lambda *_: 1 / 0)
     one.generate("a", prompt(1, 200), 4)
     one.generate("b", prompt(2, 200), 4)
     assert pairs(server, one) == 0 and loaded(one) == (0, 0)
-    assert one.counters["stored_blocks"] == 12 and one.counters["sparse_faults"] == 2 and "hook_errors" not in one.counters
+    assert (
+        one.counters["stored_blocks"] == 12
+        and one.counters["sparse_faults"] == 2
+        and "hook_errors" not in one.counters
+    )
     assert len(said) == 1 and "could not be built" in said[0]
 
 
-def test_ranks_that_disagree_keep_representations_to_themselves(engine: Any, server: Any, toy: Toy) -> None:
+def test_ranks_that_disagree_keep_representations_to_themselves(
+    engine: Any, server: Any, toy: Toy
+) -> None:
     one = sparse_engine(engine)
     found = one.worker.get_handshake_metadata()
     assert len(found.representations) == 1
-    one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): found, (0, 1): HotKVHandshake(found.key_space)})
+    one.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): found, (0, 1): HotKVHandshake(found.key_space)}
+    )
     assert server.sessions[-1].config.representations == ()
 
 
-def test_memory_that_cannot_be_shared_stays_private(engine: Any, server: Any, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_shared_stays_private(
+    engine: Any, server: Any, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> int:
         raise OSError("told to fail")
 
@@ -355,13 +436,17 @@ def test_memory_that_cannot_be_shared_stays_private(engine: Any, server: Any, to
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_requests_and_faults(engine: Any, server: Any, toy: Toy, pipelined: bool, model: Any, seed: int) -> None:
-    """Preemptions, aborts, late and failing transfers, blocks and representations that go: rows are those of their pages at every step, and
-    what the server has belongs together.
+def test_random_requests_and_faults(
+    engine: Any, server: Any, toy: Toy, pipelined: bool, model: Any, seed: int
+) -> None:
+    """Preemptions, aborts, late and failing transfers, blocks and representations that go: rows are
+    those of their pages at every step, and what the server has belongs together.
     """
     dice = random.Random(seed)
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
-    one = sparse_engine(engine, model, pipelined=pipelined, blocks=40, max_tokens_per_step=128, extra=extra)
+    one = sparse_engine(
+        engine, model, pipelined=pipelined, blocks=40, max_tokens_per_step=128, extra=extra
+    )
     live: list[str] = []
     most_pairs = 0
     for turn in range(120):
@@ -372,7 +457,9 @@ def test_random_requests_and_faults(engine: Any, server: Any, toy: Toy, pipeline
         elif roll < 0.39 and live:
             one.abort(live.pop(dice.randrange(len(live))))
         elif roll < 0.5:
-            server.hold = set(dice.sample(["store", "load", "acquire", "lookup"], dice.choice([0, 0, 1, 2])))
+            server.hold = set(
+                dice.sample(["store", "load", "acquire", "lookup"], dice.choice([0, 0, 1, 2]))
+            )
         elif roll < 0.65:
             server.settle(dice.choice(["", "store", "load", "acquire"]))
         elif roll < 0.68:
@@ -381,7 +468,9 @@ def test_random_requests_and_faults(engine: Any, server: Any, toy: Toy, pipeline
             server.grant_limit = dice.choice([1, 3, 1 << 30, 1 << 30])
         elif roll < 0.85 and server.blocks:
             for key in dice.sample(list(server.blocks), min(len(server.blocks), 8)):
-                for number in [n for _, n, h in server.blocks if h == key[2] and (key[1] < 256 or n == key[1])]:
+                for number in [
+                    n for _, n, h in server.blocks if h == key[2] and (key[1] < 256 or n == key[1])
+                ]:
                     server.blocks.pop((key[0], number, key[2]), None)
         elif roll < 0.93:
             # So that later requests hit hotkv, not the engine's own cache.
@@ -407,10 +496,14 @@ def test_random_requests_and_faults(engine: Any, server: Any, toy: Toy, pipeline
     planner = one.connector._scheduler.planner
     assert planner.num_in_flight == 0 and not planner._reading and planner._bytes == 0
     assert not server.leases and "hook_errors" not in one.counters
-    assert most_pairs > 0 and one.counters["sparse_loaded_blocks"] > 0 and one.counters["sparse_built_blocks"] > 0
+    assert (
+        most_pairs > 0
+        and one.counters["sparse_loaded_blocks"] > 0
+        and one.counters["sparse_built_blocks"] > 0
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ description
+# -------------------------------------------------------------------------------------- description
 
 
 def layer_of(index: int, names: tuple[str, ...], group: int = 0, mu: Any = None) -> SparseLayer:
@@ -418,9 +511,16 @@ def layer_of(index: int, names: tuple[str, ...], group: int = 0, mu: Any = None)
     return sparse_layer(f"l{index}", index, group, shape, lambda blocks: np.empty(0, np.float32))
 
 
-def described(layers: list[SparseLayer], centres: Centres | None = None, num_shards: int = 1) -> SharedPool:
-    manager = BlockReprManager({one.index: one.shape for one in layers}, {one.index: one.keys_of for one in layers})
-    groups = [CacheGroup(2, GroupKind.SLIDING_WINDOW, TOKENS, 64), CacheGroup(0, GroupKind.FULL_ATTENTION, TOKENS)]
+def described(
+    layers: list[SparseLayer], centres: Centres | None = None, num_shards: int = 1
+) -> SharedPool:
+    manager = BlockReprManager(
+        {one.index: one.shape for one in layers}, {one.index: one.keys_of for one in layers}
+    )
+    groups = [
+        CacheGroup(2, GroupKind.SLIDING_WINDOW, TOKENS, 64),
+        CacheGroup(0, GroupKind.FULL_ATTENTION, TOKENS),
+    ]
     pool = shared_pool(manager, layers, groups, num_shards, centres)
     described.kept = manager  # type: ignore[attr-defined] # its descriptor lives as long as it does
     return pool
@@ -442,8 +542,14 @@ def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
             ([layer_of(1, ("rot2u",), mu=random_mu), layer_of(2, ("rot2u",))], centres),
         )
     ]
-    assert len({kind.version for kind in kinds}) == len(kinds) and all(kind.group_index == 1 for kind in kinds)
-    assert kinds[0].format == "rot2u" and kinds[3].format == "rot2u+rot3u" and kinds[5].format == "mean+rot2u"
+    assert len({kind.version for kind in kinds}) == len(kinds) and all(
+        kind.group_index == 1 for kind in kinds
+    )
+    assert (
+        kinds[0].format == "rot2u"
+        and kinds[3].format == "rot2u+rot3u"
+        and kinds[5].format == "mean+rot2u"
+    )
     assert described(plain[::-1]).kinds == described(plain).kinds
     # Summaries have no centre.
     summaries = [layer_of(1, ("quest",), mu=random_mu)]
@@ -463,9 +569,13 @@ def test_the_pool_lies_beside_the_pages() -> None:
     pool = described([layer_of(1, ("rot2u",)), layer_of(4, ("rot2u", "mean"))])
     pages = PageTensor(0, "kv0", 0, 64, 64, 0)
     memory = pool.beside(ExportedMemory(Layout(0, 4, (MemoryHandle("kv0", 256),), (pages,)), {}), 2)
-    assert [tensor.group_index for tensor in memory.layout.tensors] == [0, 2, 2, 2] and set(memory.fds) == {HANDLE}
+    assert [tensor.group_index for tensor in memory.layout.tensors] == [0, 2, 2, 2] and set(
+        memory.fds
+    ) == {HANDLE}
     rows = sum(tensor.page_bytes for tensor in memory.layout.tensors[1:])
-    assert rows == pool.kinds[0].slot_bytes and [handle.handle_id for handle in memory.layout.handles] == ["kv0", HANDLE]
+    assert rows == pool.kinds[0].slot_bytes and [
+        handle.handle_id for handle in memory.layout.handles
+    ] == ["kv0", HANDLE]
     memory.close()
 
 
@@ -487,7 +597,7 @@ def test_allocated_blocks_are_those_behind_what_is_valid() -> None:
     assert one.take() == {1, 2, 3, 4, 5, 6, 7, 8}
 
 
-# ----------------------------------------------------------------------------------------------------------------- centres
+# ------------------------------------------------------------------------------------------ centres
 
 
 def test_a_rank_takes_its_heads_of_a_centre() -> None:
@@ -495,30 +605,47 @@ def test_a_rank_takes_its_heads_of_a_centre() -> None:
     centres = Centres("m", 2048, {3: LayerCentre(mu, {"rot2u": 0.2, "rot3u": 0.05})})
     found, biases = _centre(3, ("rot2u", "mean"), 2, 2, centres)
     assert found is not None and np.array_equal(found, mu[2:]) and biases == {"rot2u": 0.2}
-    assert _centre(4, ("rot2u",), 0, 2, centres) == (None, {}) and _centre(3, ("rot2u",), 0, 2, None) == (None, {})
+    assert _centre(4, ("rot2u",), 0, 2, centres) == (None, {}) and _centre(
+        3, ("rot2u",), 0, 2, None
+    ) == (None, {})
     shape = LayerShape(4, TOKENS, 2, SIZE, ("rot2u", "mean"), found, biases)
     keys = np.random.default_rng(0).standard_normal((4, TOKENS, 2, SIZE)).astype(np.float32)
     manager = BlockReprManager({3: shape}, {3: lambda blocks: keys[blocks]})
     manager.update(3, np.arange(4, dtype=np.int32))
     sources = manager.sources(3)
-    assert np.array_equal(sources["rot2u"].pool, build("rot2u", keys, found)) and sources["rot2u"].mu is found
+    assert (
+        np.array_equal(sources["rot2u"].pool, build("rot2u", keys, found))
+        and sources["rot2u"].mu is found
+    )
     assert np.array_equal(sources["mean"].pool, build("mean", keys)) and sources["mean"].mu is None
     assert (sources["rot2u"].bias, sources["mean"].bias) == (0.2, None)
 
 
-def test_centres_of_another_model_are_refused(engine: Any, server: Any, toy: Toy, tmp_path: Any) -> None:
+def test_centres_of_another_model_are_refused(
+    engine: Any, server: Any, toy: Toy, tmp_path: Any
+) -> None:
     path = tmp_path / "centres.npz"
-    for layer, shape, message in ((0, (2, 64), "is [2, 64], the model's layer has 2 KV heads of size 32"), (77, (2, 32), "layer 77")):
-        write_centres(path, Centres("m", 2048, {layer: LayerCentre(np.ones(shape, np.float32), {})}))
+    for layer, shape, message in (
+        (0, (2, 64), "is [2, 64], the model's layer has 2 KV heads of size 32"),
+        (77, (2, 32), "layer 77"),
+    ):
+        write_centres(
+            path, Centres("m", 2048, {layer: LayerCentre(np.ones(shape, np.float32), {})})
+        )
         with pytest.raises(ConfigError) as raised:
             sparse_engine(engine, extra={"sparse_centre": str(path)})
-        assert raised.value.args[0].startswith("hotkv.sparse_centre") and message in raised.value.args[0]
+        assert (
+            raised.value.args[0].startswith("hotkv.sparse_centre")
+            and message in raised.value.args[0]
+        )
     write_centres(path, Centres("m", 2048, {0: LayerCentre(np.ones((2, 32), np.float32), {})}))
     sparse_engine(engine, extra={"sparse_centre": str(path)})
 
 
 def test_a_centre_that_cannot_be_read_is_named(tmp_path: Any) -> None:
-    config = ConnectorConfig.from_extra_config({"hotkv.sparse": {}, "hotkv.sparse_centre": f"{tmp_path}/none.npz"})
+    config = ConnectorConfig.from_extra_config(
+        {"hotkv.sparse": {}, "hotkv.sparse_centre": f"{tmp_path}/none.npz"}
+    )
     with pytest.raises(ConfigError, match=r"hotkv\.sparse_centre = '.*none\.npz'"):
         config.read_centres()
     with pytest.raises(ConfigError, match=r"set hotkv\.sparse too"):

@@ -1,4 +1,5 @@
-"""Representations go with blocks from engine to engine: real vLLM, a real daemon, one engine after the other."""
+"""Representations go with blocks from engine to engine: real vLLM, a real daemon, one engine after
+the other."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,28 +24,64 @@ SPARSE_LAYERS = 3
 HIT_BLOCKS = sum((length - 1) // BLOCK_TOKENS for length in LENGTHS)
 ALL_BLOCKS = sum((length + ANSWER - 1) // BLOCK_TOKENS for length in LENGTHS)
 """Blocks of both prompts and answers that are complete at the last step."""
-STEPS = ("sparse_selects", "sparse_selected_blocks", "sparse_attended_blocks", "sparse_estimated_mass")
-"""What equal representations decide. Not `sparse_hit_blocks`: a remembered hot set reaches the first step, or comes too late for it."""
+STEPS = (
+    "sparse_selects",
+    "sparse_selected_blocks",
+    "sparse_attended_blocks",
+    "sparse_estimated_mass",
+)
+"""What equal representations decide. Not `sparse_hit_blocks`: a remembered hot set reaches the
+first step, or comes too late for it."""
 
 
 @pytest.fixture
 def start(tmp_path: Path, daemon: Daemon, engines: Engines) -> Start:
     daemon.start()
 
-    def make(sparse: dict[str, Any] | None, *, beside: bool = False, **connector: Any) -> EngineProcess:
-        """The only engine that runs: the one before is stopped. `beside`: the server is that of a second connector."""
+    def make(
+        sparse: dict[str, Any] | None, *, beside: bool = False, **connector: Any
+    ) -> EngineProcess:
+        """The only engine that runs: the one before is stopped. `beside`: the server is that of a
+        second connector."""
         engines.stop()
-        connector |= {"weights_identity": tmp_path.name, "flush_timeout_s": 5.0, "sparse_recall_steps": 4}
+        connector |= {
+            "weights_identity": tmp_path.name,
+            "flush_timeout_s": 5.0,
+            "sparse_recall_steps": 4,
+        }
         connector |= {} if sparse is None else {"sparse": sparse}
-        settings: dict[str, Any] = {"load_format": "random", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
-        settings |= {"hf_overrides": {"num_hidden_layers": 4}, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 90}
+        settings: dict[str, Any] = {
+            "load_format": "random",
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+        }
+        settings |= {
+            "hf_overrides": {"num_hidden_layers": 4},
+            "max_num_batched_tokens": 256,
+            "num_gpu_blocks_override": 90,
+        }
         model = write_model(tmp_path / "llama", "llama")
         if beside:
-            ours = transfer_config(**connector, target=f"unix:{tmp_path}/none.sock", startup_wait_s=0.0)
-            other = transfer_config(target=daemon.target, weights_identity=tmp_path.name, lookup_timeout_s=3.0, startup_wait_s=30.0)
-            both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [ours, other]}}
-            return engines.start(model, None, driver="sparse_driver.py", kv_transfer_config=both, **settings)
-        made = engines.start(model, daemon.target, connector=connector, driver="sparse_driver.py", **settings)
+            ours = transfer_config(
+                **connector, target=f"unix:{tmp_path}/none.sock", startup_wait_s=0.0
+            )
+            other = transfer_config(
+                target=daemon.target,
+                weights_identity=tmp_path.name,
+                lookup_timeout_s=3.0,
+                startup_wait_s=30.0,
+            )
+            both = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [ours, other]},
+            }
+            return engines.start(
+                model, None, driver="sparse_driver.py", kv_transfer_config=both, **settings
+            )
+        made = engines.start(
+            model, daemon.target, connector=connector, driver="sparse_driver.py", **settings
+        )
         made.ask("wait", connected=True, timeout_s=60.0)
         return made
 
@@ -62,12 +99,15 @@ def growth(engine: EngineProcess, act: Callable[[], Any]) -> tuple[Any, dict[str
 
 
 def kept(one: Daemon) -> tuple[int, int, int]:
-    """Blocks and representations that the server has of the one key space, and kinds that were declared."""
+    """Blocks and representations that the server has of the one key space, and kinds that were
+    declared."""
     (row,) = one.admin("key_spaces")
     return row["block_count"], row["representation_count"], len(row["representations"])
 
 
-def test_a_hit_brings_representations_and_nothing_is_built_again(start: Start, daemon: Daemon) -> None:
+def test_a_hit_brings_representations_and_nothing_is_built_again(
+    start: Start, daemon: Daemon
+) -> None:
     batch = prompts(4, LENGTHS)
 
     def ask() -> dict[str, Any]:
@@ -80,11 +120,15 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(start: Start, d
     num_blocks = kept(daemon)[0]
     assert num_blocks >= ALL_BLOCKS - 2 and kept(daemon)[1:] == (0, 0)
 
-    # They come alone, their representations are built, and given to the server for whoever comes next.
+    # They come alone, their representations are built, and given to the server for whoever comes
+    # next.
     engine = start(SMALL)
     first, counted = growth(engine, ask)
     assert first["cached"] == [672, 1088]
-    assert counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS and "sparse_loaded_blocks" not in counted
+    assert (
+        counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+        and "sparse_loaded_blocks" not in counted
+    )
     assert engine.ask("pool")["wrong"] == 0
     assert kept(daemon)[1] >= HIT_BLOCKS and kept(daemon)[2] == 1
 
@@ -93,7 +137,11 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(start: Start, d
     engine.ask("generate", prompts=prompts(5, (900, 1000)), max_tokens=ANSWER)
     engine.ask("reset")
     second, with_them = growth(engine, ask)
-    assert second["cached"] == first["cached"] and second["tokens"] == first["tokens"] and difference(second, first) < NOISE
+    assert (
+        second["cached"] == first["cached"]
+        and second["tokens"] == first["tokens"]
+        and difference(second, first) < NOISE
+    )
     assert with_them["sparse_loaded_blocks"] == SPARSE_LAYERS * HIT_BLOCKS
     assert with_them["sparse_built_blocks"] == SPARSE_LAYERS * (ALL_BLOCKS - HIT_BLOCKS)
     assert engine.ask("pool")["wrong"] == 0
@@ -101,16 +149,30 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(start: Start, d
     engine.ask("reset")
     engine.ask("come_alone")
     third, alone = growth(engine, ask)
-    assert third["cached"] == first["cached"] and third["tokens"] == second["tokens"] and third["logprobs"] == second["logprobs"]
-    assert alone.get("sparse_loaded_blocks", 0) == 0 and alone["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
-    assert [alone[name] for name in STEPS] == pytest.approx([with_them[name] for name in STEPS], rel=1e-9)
-    assert "failed_loads" not in alone and "hook_errors" not in alone and "sparse_faults" not in alone
+    assert (
+        third["cached"] == first["cached"]
+        and third["tokens"] == second["tokens"]
+        and third["logprobs"] == second["logprobs"]
+    )
+    assert (
+        alone.get("sparse_loaded_blocks", 0) == 0
+        and alone["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+    )
+    assert [alone[name] for name in STEPS] == pytest.approx(
+        [with_them[name] for name in STEPS], rel=1e-9
+    )
+    assert (
+        "failed_loads" not in alone and "hook_errors" not in alone and "sparse_faults" not in alone
+    )
 
     # Another version finds none and puts its own in their place.
     engine = start(SMALL | {"scorer": "quest"})
     other, counted = growth(engine, ask)
     assert other["cached"] == first["cached"]
-    assert counted.get("sparse_loaded_blocks", 0) == 0 and counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+    assert (
+        counted.get("sparse_loaded_blocks", 0) == 0
+        and counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+    )
     assert engine.ask("pool")["wrong"] == 0
     assert kept(daemon)[2] == 2
 
@@ -118,7 +180,10 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(start: Start, d
     engine = start(SMALL)
     last, counted = growth(engine, ask)
     assert last["tokens"] == first["tokens"] and difference(last, first) < NOISE
-    assert counted.get("sparse_loaded_blocks", 0) == 0 and counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+    assert (
+        counted.get("sparse_loaded_blocks", 0) == 0
+        and counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+    )
     # In the same engine once more, whose prefix cache is emptied: now they are there.
     engine.ask("reset")
     again, counted = growth(engine, ask)
@@ -129,7 +194,10 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(start: Start, d
 def test_a_centre_is_part_of_the_version(start: Start, daemon: Daemon, tmp_path: Path) -> None:
     """Engines with the same centre share representations, others do not."""
     dice = np.random.default_rng(0)
-    mu = {layer: LayerCentre(dice.normal(0, 0.1, (2, 32)).astype(np.float32), {"rot2u": 0.25}) for layer in range(4)}
+    mu = {
+        layer: LayerCentre(dice.normal(0, 0.1, (2, 32)).astype(np.float32), {"rot2u": 0.25})
+        for layer in range(4)
+    }
     write_centres(tmp_path / "centres.npz", Centres("llama", 2048, mu))
     batch = prompts(6, LENGTHS)
 
@@ -142,16 +210,23 @@ def test_a_centre_is_part_of_the_version(start: Start, daemon: Daemon, tmp_path:
     engine = start(SMALL, sparse_centre=str(tmp_path / "centres.npz"))
     first, counted = growth(engine, ask)
     assert first["cached"] == [672, 1088]
-    assert counted.get("sparse_loaded_blocks", 0) == 0 and counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+    assert (
+        counted.get("sparse_loaded_blocks", 0) == 0
+        and counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+    )
     engine.ask("reset")
     again, counted = growth(engine, ask)
-    assert counted["sparse_loaded_blocks"] == SPARSE_LAYERS * HIT_BLOCKS and again["tokens"] == first["tokens"]
+    assert (
+        counted["sparse_loaded_blocks"] == SPARSE_LAYERS * HIT_BLOCKS
+        and again["tokens"] == first["tokens"]
+    )
     assert engine.ask("pool")["wrong"] == 0 and kept(daemon)[2] == 2
     assert "sparse_faults" not in counted and "hook_errors" not in counted
 
 
 def test_blocks_that_another_connector_loads(start: Start) -> None:
-    """Sparse decode within vLLM's MultiConnector: what the other one loads into blocks makes their representations void."""
+    """Sparse decode within vLLM's MultiConnector: what the other one loads into blocks makes their
+    representations void."""
     batch = prompts(7, LENGTHS)
     engine = start(SMALL, beside=True)
     cold = engine.ask("generate", prompts=batch, max_tokens=ANSWER)
@@ -159,7 +234,14 @@ def test_blocks_that_another_connector_loads(start: Start) -> None:
     settled(engine)
     engine.ask("reset")
     warm, counted = growth(engine, lambda: engine.ask("generate", prompts=batch, max_tokens=ANSWER))
-    assert warm["cached"] == [672, 1088] and warm["tokens"] == cold["tokens"] and difference(cold, warm) < NOISE
-    assert counted["sparse_selects"] > 0 and counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+    assert (
+        warm["cached"] == [672, 1088]
+        and warm["tokens"] == cold["tokens"]
+        and difference(cold, warm) < NOISE
+    )
+    assert (
+        counted["sparse_selects"] > 0
+        and counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
+    )
     assert engine.ask("pool")["wrong"] == 0
     assert "sparse_faults" not in counted and "hook_errors" not in counted

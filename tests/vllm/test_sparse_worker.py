@@ -1,4 +1,5 @@
-"""The worker of sparse decode without an engine: what it counts and remembers, hot sets that come from elsewhere, layers that break."""
+"""The worker of sparse decode without an engine: what it counts and remembers, hot sets that come
+from elsewhere, layers that break."""
 
 import logging
 from collections.abc import Callable
@@ -30,11 +31,15 @@ BLOCKS = 40
 
 
 class Engine:
-    """Layers 2 and 7 of a model; a request's context is all blocks of the layer, in an order of its own. Decodes a token at a time."""
+    """Layers 2 and 7 of a model; a request's context is all blocks of the layer, in an order of its
+    own. Decodes a token at a time."""
 
     def __init__(self, config: SparseConfig = CONFIG) -> None:
         caches = [Cache(BLOCKS, 64, torch.bfloat16, seed) for seed in range(2)]
-        self.layers = [replace(cache.layer(), name=f"layer{n}", index=n) for cache, n in zip(caches, (2, 7), strict=True)]
+        self.layers = [
+            replace(cache.layer(), name=f"layer{n}", index=n)
+            for cache, n in zip(caches, (2, 7), strict=True)
+        ]
         self.worker = SparseWorker(config, self.layers)
         self.random = np.random.default_rng(0)
         self.context_tokens = BLOCKS * BLOCK - 20
@@ -44,18 +49,33 @@ class Engine:
 
     def batch(self, request_ids: str) -> Batch:
         rows = len(request_ids)
-        tables = np.array([self.table(request_id) for request_id in request_ids], np.int32).reshape(rows, BLOCKS)
+        tables = np.array([self.table(request_id) for request_id in request_ids], np.int32).reshape(
+            rows, BLOCKS
+        )
         lengths = np.full(rows, self.context_tokens, np.int32)
-        return Batch(np.arange(rows + 1, dtype=np.int32), lengths, tables, np.full(rows, -1, np.int64))
+        return Batch(
+            np.arange(rows + 1, dtype=np.int32), lengths, tables, np.full(rows, -1, np.int64)
+        )
 
     def step(
-        self, request_ids: str, ended: tuple[str, ...] = (), break_layer: int = -1, queries: np.ndarray | None = None
+        self,
+        request_ids: str,
+        ended: tuple[str, ...] = (),
+        break_layer: int = -1,
+        queries: np.ndarray | None = None,
     ) -> list[Rewrite | None]:
-        """One decode step of requests, named by letters. As the backend, tells the worker of faults."""
-        self.worker.begin_step(SparseRows(tuple(self.table(r)[-1] for r in request_ids), tuple(request_ids), ended))
+        """One decode step of requests, named by letters. As the backend, tells the worker of
+        faults."""
+        self.worker.begin_step(
+            SparseRows(tuple(self.table(r)[-1] for r in request_ids), tuple(request_ids), ended)
+        )
         batch, found = self.batch(request_ids), []
         for place, layer in enumerate(self.layers):
-            drawn = self.random.standard_normal((len(request_ids), QUERIES, 64)).astype(np.float32) * 2 if queries is None else queries
+            drawn = (
+                self.random.standard_normal((len(request_ids), QUERIES, 64)).astype(np.float32) * 2
+                if queries is None
+                else queries
+            )
 
             def query_of(token: int, place: int = place, drawn: np.ndarray = drawn) -> np.ndarray:
                 if place == break_layer:
@@ -64,21 +84,28 @@ class Engine:
 
             try:
                 rewrite = self.worker.attend(layer, batch, lambda: batch, query_of)
-                found.append(None if rewrite is None else Rewrite(rewrite.tables.copy(), rewrite.seq_lens.copy()))
+                found.append(
+                    None
+                    if rewrite is None
+                    else Rewrite(rewrite.tables.copy(), rewrite.seq_lens.copy())
+                )
             except RuntimeError:
                 self.worker.fault(layer.name)
                 found.append(None)
         return found
 
 
-# ----------------------------------------------------------------------------------------------------------------- pages
+# -------------------------------------------------------------------------------------------- pages
 
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 3), group=st.integers(1, 9), head_size=st.sampled_from([32, 64, 80, 128]),
-    packing=st.sampled_from([(32, 1), (16, 1), (16, 2), (32, 2), (32, 32), (64, 1)]), count=st.integers(1, 6), excess=st.integers(0, 63),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), strength=st.sampled_from([0.1, 1.0, 30.0]),
+    seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 3), group=st.integers(1, 9),
+    head_size=st.sampled_from([32, 64, 80, 128]),
+    packing=st.sampled_from([(32, 1), (16, 1), (16, 2), (32, 2), (32, 32), (64, 1)]),
+    count=st.integers(1, 6), excess=st.integers(0, 63),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    strength=st.sampled_from([0.1, 1.0, 30.0]),
 )  # fmt: skip
 def test_mass_read_from_packed_pages_is_that_of_their_keys(
     seed: int,
@@ -94,15 +121,23 @@ def test_mass_read_from_packed_pages_is_that_of_their_keys(
     run, pair = packing
     pair = head_size if pair == 32 else pair
     tokens, rng = 64 if run == 64 else 32, np.random.default_rng(seed)
-    pages = torch.from_numpy(rng.standard_normal((7, heads, tokens, 2 * head_size)).astype(np.float32)).to(dtype)
+    pages = torch.from_numpy(
+        rng.standard_normal((7, heads, tokens, 2 * head_size)).astype(np.float32)
+    ).to(dtype)
     # Pages of several layers may lie between each other.
     pages = torch.stack([torch.zeros_like(pages), pages], dim=1)[:, 1]
     one = KeyPages(pages, KeyPacking(run, pair))
-    query = rng.standard_normal((heads * group, head_size)).astype(np.float32) * np.float32(strength)
+    query = rng.standard_normal((heads * group, head_size)).astype(np.float32) * np.float32(
+        strength
+    )
     blocks = rng.permutation(7)[:count].astype(np.int32)
     num_tokens = count * tokens - min(excess, tokens)
-    expected = exact_log_mass(query, one.keys_of(blocks).reshape(-1, heads, head_size)[:num_tokens], 0.125)
-    np.testing.assert_allclose(one.log_mass(query, blocks, num_tokens, 0.125), expected, rtol=2e-5, atol=2e-4)
+    expected = exact_log_mass(
+        query, one.keys_of(blocks).reshape(-1, heads, head_size)[:num_tokens], 0.125
+    )
+    np.testing.assert_allclose(
+        one.log_mass(query, blocks, num_tokens, 0.125), expected, rtol=2e-5, atol=2e-4
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "load", lambda module: None)
         np.testing.assert_array_equal(one.log_mass(query, blocks, num_tokens, 0.125), expected)
@@ -110,16 +145,23 @@ def test_mass_read_from_packed_pages_is_that_of_their_keys(
 
 def test_pages_follow_their_memory_and_refuse_blocks_that_are_not_there() -> None:
     pages = torch.randn((4, HEADS, BLOCK, 128))
-    one, query, blocks = KeyPages(pages, KeyPacking(32, 1)), np.ones((QUERIES, 64), np.float32), np.array([3, 1], np.int32)
+    one, query, blocks = (
+        KeyPages(pages, KeyPacking(32, 1)),
+        np.ones((QUERIES, 64), np.float32),
+        np.array([3, 1], np.int32),
+    )
     before = one.log_mass(query, blocks, 40, 1.0)
     pages.set_(pages.clone().mul_(2.0))
-    assert not np.allclose(one.log_mass(query, blocks, 40, 1.0), before) and one.page_bytes == HEADS * BLOCK * 128 * 4
+    assert (
+        not np.allclose(one.log_mass(query, blocks, 40, 1.0), before)
+        and one.page_bytes == HEADS * BLOCK * 128 * 4
+    )
     for wrong in ([4], [-1]):
         with pytest.raises(IndexError, match="of a layer that has 4"):
             one.log_mass(query, np.array(wrong, np.int32), 9, 1.0)
 
 
-# -------------------------------------------------------------------------------------------------------------- counters
+# ----------------------------------------------------------------------------------------- counters
 
 
 def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
@@ -134,13 +176,28 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
             for index, counted in engine.worker.take_layer_counters().items():
                 for name, value in counted.items():
                     layers.setdefault(index, {})[name] = layers.get(index, {}).get(name, 0) + value
-    assert set(layers) == {2, 7} and set(layers[2]) <= set(SPARSE_COUNTERS) and layers[2]["selects"] == 24
-    assert sums == pytest.approx({"sparse_" + name: layers[2].get(name, 0) + layers[7].get(name, 0) for name in layers[2] | layers[7]})
+    assert (
+        set(layers) == {2, 7}
+        and set(layers[2]) <= set(SPARSE_COUNTERS)
+        and layers[2]["selects"] == 24
+    )
+    assert sums == pytest.approx(
+        {
+            "sparse_" + name: layers[2].get(name, 0) + layers[7].get(name, 0)
+            for name in layers[2] | layers[7]
+        }
+    )
     page_bytes = HEADS * BLOCK * 2 * 64 * 2
-    joined = sums["sparse_seeded_blocks"] + sums["sparse_corrected_blocks"] + sums["sparse_prefetched_blocks"]
+    joined = (
+        sums["sparse_seeded_blocks"]
+        + sums["sparse_corrected_blocks"]
+        + sums["sparse_prefetched_blocks"]
+    )
     assert sums["sparse_swap_bytes"] == joined * page_bytes > 0
     assert engine.worker.take_counters() == {} and engine.worker.take_layer_counters() == {}
-    assert {"sparse_" + name for name in SPARSE_COUNTERS} == {name for name in COUNTERS if name.startswith("sparse_")}
+    assert {"sparse_" + name for name in SPARSE_COUNTERS} == {
+        name for name in COUNTERS if name.startswith("sparse_")
+    }
 
 
 def test_steps_tell_what_any_layer_selected() -> None:
@@ -162,13 +219,18 @@ def test_steps_tell_what_any_layer_selected() -> None:
                 patch.setattr(LayerSequence, "step", noted(request_id))
                 engine.step(request_id)
         taken = engine.worker.take_steps()
-        assert {request_id: set(positions.tolist()) for request_id, positions in taken.items()} == selected
-        assert all((np.diff(positions) > 0).all() and positions.dtype == np.int32 for positions in taken.values())
+        assert {
+            request_id: set(positions.tolist()) for request_id, positions in taken.items()
+        } == selected
+        assert all(
+            (np.diff(positions) > 0).all() and positions.dtype == np.int32
+            for positions in taken.values()
+        )
         selected = {"a": set(), "b": set()}
     assert engine.worker.take_steps() == {}
 
 
-# -------------------------------------------------------------------------------------------------------------- hot sets
+# ----------------------------------------------------------------------------------------- hot sets
 
 
 def test_hot_sets_are_handed_on_and_the_first_step_ends_with_the_same_blocks() -> None:
@@ -176,14 +238,22 @@ def test_hot_sets_are_handed_on_and_the_first_step_ends_with_the_same_blocks() -
     for _ in range(6):
         one.step("a")
     remembered = one.worker.hot_sets("a")
-    assert set(remembered) == {2, 7} and all(len(np.unique(positions)) == len(positions) == 20 for positions in remembered.values())
+    assert set(remembered) == {2, 7} and all(
+        len(np.unique(positions)) == len(positions) == 20 for positions in remembered.values()
+    )
     # Positions beyond the context mean nothing there.
-    other.worker.seed("a", {index: np.append(positions, [39, 90, -3]) for index, positions in remembered.items()} | {5: np.array([1])})
+    other.worker.seed(
+        "a",
+        {index: np.append(positions, [39, 90, -3]) for index, positions in remembered.items()}
+        | {5: np.array([1])},
+    )
     query = np.random.default_rng(5).standard_normal((1, QUERIES, 64)).astype(np.float32)
     seeded, plain = other.step("a", queries=query), fresh.step("a", queries=query)
     for found, expected in zip(seeded, plain, strict=True):
         assert found is not None and expected is not None
-        assert (found.tables == expected.tables).all() and (found.seq_lens == expected.seq_lens).all()
+        assert (found.tables == expected.tables).all() and (
+            found.seq_lens == expected.seq_lens
+        ).all()
     counted, without = other.worker.take_layer_counters(), fresh.worker.take_layer_counters()
     for index, positions in remembered.items():
         assert counted[index]["hit_blocks"] > 0 and "hit_blocks" not in without[index]
@@ -200,31 +270,46 @@ def test_hot_sets_are_handed_on_and_the_first_step_ends_with_the_same_blocks() -
     seed=st.integers(0, 2**32 - 1), policy=st.sampled_from(["lru", "clock", "lru_prior", "none"]),
     remembered=st.lists(st.integers(-2, 90), max_size=60), blocks=st.integers(14, 60),
 )  # fmt: skip
-def test_a_remembered_hot_set_never_breaks_what_a_sequence_promises(seed: int, policy: str, remembered: list[int], blocks: int) -> None:
+def test_a_remembered_hot_set_never_breaks_what_a_sequence_promises(
+    seed: int, policy: str, remembered: list[int], blocks: int
+) -> None:
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((blocks, BLOCK, HEADS, 32)).astype(np.float32)
-    manager = BlockReprManager({5: LayerShape(blocks, BLOCK, HEADS, 32, ("rot2u",))}, {5: lambda b: keys[b]})
+    manager = BlockReprManager(
+        {5: LayerShape(blocks, BLOCK, HEADS, 32, ("rot2u",))}, {5: lambda b: keys[b]}
+    )
     rows = np.arange(blocks, dtype=np.int32)
     manager.update(5, rows)
     config = replace(CONFIG, cache_policy=policy)
     sequence = LayerSequence(config, 5, BLOCK, np.array(remembered, np.int32))
     for number in range(4):
-        query, always = rng.standard_normal((QUERIES, 32)).astype(np.float32), np.zeros(QUERIES, np.float32)
+        query, always = (
+            rng.standard_normal((QUERIES, 32)).astype(np.float32),
+            np.zeros(QUERIES, np.float32),
+        )
         found = sequence.step(query, manager.sources(5), rows, always, blocks * BLOCK, 0.2)
-        assert (np.diff(found.blocks) > 0).all() and found.blocks[-1] == blocks - 1 and len(found.blocks) <= 20
+        assert (
+            (np.diff(found.blocks) > 0).all()
+            and found.blocks[-1] == blocks - 1
+            and len(found.blocks) <= 20
+        )
         assert np.isin(found.selection.blocks, found.blocks).all() or number > 0
         assert sorted(sequence.recency().tolist()) == found.blocks.tolist()
 
 
-# ---------------------------------------------------------------------------------------------------------------- faults
+# ------------------------------------------------------------------------------------------- faults
 
 
-def test_a_layer_that_goes_on_breaking_rests_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_that_goes_on_breaking_rests_and_comes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Engine()
     engine.step("a")
     with caplog.at_level(logging.WARNING, logger=faults.logger.name):
         assert [engine.step("a", break_layer=1)[0] is not None for _ in range(2)] == [True, True]
-        assert engine.step("a")[1] is not None, "two faults do not make a layer rest, and a good step forgives them"
+        assert engine.step("a")[1] is not None, (
+            "two faults do not make a layer rest, and a good step forgives them"
+        )
         for _ in range(faults.MAX_IN_A_ROW):
             engine.step("a", break_layer=1)
         counted = engine.worker.take_layer_counters()
@@ -232,10 +317,15 @@ def test_a_layer_that_goes_on_breaking_rests_and_comes_back(caplog: pytest.LogCa
         for _ in range(faults.FIRST_REST_STEPS):
             found = engine.step("a", break_layer=1)
             assert found[0] is not None and found[1] is None
-        assert "faults" not in engine.worker.take_layer_counters().get(7, {}), "a resting layer isn't tried"
+        assert "faults" not in engine.worker.take_layer_counters().get(7, {}), (
+            "a resting layer isn't tried"
+        )
         engine.step("a", break_layer=1)
         for _ in range(2 * faults.FIRST_REST_STEPS):
             assert engine.step("a")[1] is None
         assert engine.worker.take_layer_counters()[7]["faults"] == 1
-        assert all(rewrite is not None for rewrite in engine.step("a")) and repr(engine.worker._faults) == "Faults()"
+        assert (
+            all(rewrite is not None for rewrite in engine.step("a"))
+            and repr(engine.worker._faults) == "Faults()"
+        )
     assert [record.getMessage().count("layer7 broke") for record in caplog.records] == [1, 1]

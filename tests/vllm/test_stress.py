@@ -1,4 +1,5 @@
-"""Random requests, aborts, preemptions and server faults in any order: no wrong KV, no lost request, nothing left behind."""
+"""Random requests, aborts, preemptions and server faults in any order: no wrong KV, no lost
+request, nothing left behind."""
 
 import random
 from typing import Any
@@ -12,11 +13,15 @@ from tests.vllm.harness import HYBRIDS, full_model, prompt
 @pytest.mark.parametrize("model", [full_model, *HYBRIDS])
 @pytest.mark.parametrize("table", [True, False], ids=["table", "rpc"])
 @pytest.mark.parametrize("seed", range(2))
-def test_random_faults(engine: Any, server: Any, pipelined: bool, model: Any, table: bool, seed: int) -> None:
+def test_random_faults(
+    engine: Any, server: Any, pipelined: bool, model: Any, table: bool, seed: int
+) -> None:
     dice = random.Random(seed)
     server.table = table
     settings = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
-    one = engine(specs=model(), pipelined=pipelined, blocks=40, max_tokens_per_step=128, extra=settings)
+    one = engine(
+        specs=model(), pipelined=pipelined, blocks=40, max_tokens_per_step=128, extra=settings
+    )
     live: list[str] = []
     expected: dict[str, list[int]] = {}
     alone: dict[tuple[int, int], list[int]] = {}
@@ -33,7 +38,11 @@ def test_random_faults(engine: Any, server: Any, pipelined: bool, model: Any, ta
             one.abort(name)
             expected.pop(name, None)
         elif roll < 0.42:
-            server.hold = set(dice.sample(["store", "load", "acquire", "lookup", "flush"], dice.choice([0, 0, 1, 2])))
+            server.hold = set(
+                dice.sample(
+                    ["store", "load", "acquire", "lookup", "flush"], dice.choice([0, 0, 1, 2])
+                )
+            )
         elif roll < 0.55:
             server.settle(dice.choice(["", "store", "load", "acquire"]))
         elif roll < 0.56:

@@ -1,4 +1,5 @@
-"""The traps of vLLM's connector API, one test each: real scheduler and cache manager, the cache's double, faults on demand."""
+"""The traps of vLLM's connector API, one test each: real scheduler and cache manager, the cache's
+double, faults on demand."""
 
 import logging
 import time
@@ -47,8 +48,11 @@ def test_blocks_that_fill_during_decode_are_stored(engine: Any, server: Any) -> 
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_last_block_is_stored_when_its_hash_comes_late(engine: Any, server: Any, pipelined: bool) -> None:
-    """With asynchronous scheduling a block's last token is known only after the step that computed it."""
+def test_last_block_is_stored_when_its_hash_comes_late(
+    engine: Any, server: Any, pipelined: bool
+) -> None:
+    """With asynchronous scheduling a block's last token is known only after the step that computed
+    it."""
     one = engine(pipelined=pipelined)
     one.generate("a", prompt(3, 60), 5)
     one.generate("b", prompt(4, 10), 1)
@@ -136,7 +140,9 @@ def test_zero_after_a_hit_gives_the_lease_back(engine: Any, server: Any) -> None
     request = one.add("a", PROMPT)
     ask = one.connector.get_num_new_matched_tokens
     assert ask(request, 0) == (None, False) and ask(request, 0) == (192, True)
-    one.connector.update_state_after_alloc(request, one.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0)
+    one.connector.update_state_after_alloc(
+        request, one.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0
+    )
     assert not server.leases
 
 
@@ -148,7 +154,8 @@ def test_requires_no_delivery_and_recomputes_failed_loads(engine: Any) -> None:
 
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 def test_failed_load_recomputes_and_ends(engine: Any, server: Any, model: Any) -> None:
-    """No livelock, and no block ids reported, which more than one group would turn into a RuntimeError."""
+    """No livelock, and no block ids reported, which more than one group would turn into a
+    RuntimeError."""
     answer = filled(engine, specs=model())
     one = engine(specs=model())
     server.fail_loads = True
@@ -202,7 +209,9 @@ def test_load_deadline_waits_for_the_acknowledgement(engine: Any, server: Any) -
     assert one.outputs["a"] == answer and one.counters["failed_loads"] == 1
 
 
-def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended(engine: Any, server: Any) -> None:
+def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended(
+    engine: Any, server: Any
+) -> None:
     filled(engine)
     one = engine()
     free = one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
@@ -221,7 +230,9 @@ def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended(engine: A
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_abort_while_loading_stores_nothing(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+def test_abort_while_loading_stores_nothing(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
     """The blocks hold nothing yet, although vLLM counts their tokens as computed."""
     filled(engine)
     one = engine()
@@ -242,14 +253,19 @@ def test_abort_while_loading_stores_nothing(engine: Any, server: Any, monkeypatc
 
 
 @pytest.mark.parametrize("acknowledged", [True, False], ids=["acknowledged", "hung"])
-def test_reused_blocks_wait_for_the_store_that_reads_them(engine: Any, server: Any, acknowledged: bool) -> None:
-    """Freed by a finished request, handed to the next: the step that writes them ends the store first."""
+def test_reused_blocks_wait_for_the_store_that_reads_them(
+    engine: Any, server: Any, acknowledged: bool
+) -> None:
+    """Freed by a finished request, handed to the next: the step that writes them ends the store
+    first."""
     one = engine(blocks=20, extra={"store_timeout_s": 0.05})
     server.hold, server.ack_cancels = {"store"}, acknowledged
     one.generate("a", prompt(1, 400), 2)
     in_flight = len(server.held)
     seen: list[tuple[int, int]] = []
-    one.before_forward = lambda: seen.append((len(one.metas[-1].flush_stores), len(one.worker._worker._stores)))
+    one.before_forward = lambda: seen.append(
+        (len(one.metas[-1].flush_stores), len(one.worker._worker._stores))
+    )
     one.generate("b", prompt(2, 400), 2)
     flushed = sum(count for count, _ in seen)
     assert in_flight >= 1 and flushed >= 1 and server.count("cancel") == flushed
@@ -315,11 +331,19 @@ def test_ready_blocks_are_not_stored_again(engine: Any, server: Any) -> None:
     one = engine()
     one.generate("a", PROMPT, 4)
     one.generate("b", PROMPT + prompt(8, 40), 1)
-    stored = [block_hash for kind, runs in server.calls if kind == "store" for run in runs for block_hash in run.hashes]
+    stored = [
+        block_hash
+        for kind, runs in server.calls
+        if kind == "store"
+        for run in runs
+        for block_hash in run.hashes
+    ]
     assert len(stored) == 1
 
 
-def test_window_blocks_outside_the_window_are_neither_leased_nor_loaded(engine: Any, server: Any) -> None:
+def test_window_blocks_outside_the_window_are_neither_leased_nor_loaded(
+    engine: Any, server: Any
+) -> None:
     long_prompt = prompt(1, 420)
     answer, _ = engine(specs=hybrid_model()).generate("a", long_prompt, 4)
     one = engine(specs=hybrid_model())
@@ -367,7 +391,9 @@ def test_hit_needs_every_group(engine: Any, server: Any) -> None:
     long_prompt = prompt(1, 420)
     answer, _ = engine(specs=hybrid_model()).generate("a", long_prompt, 4)
     one = engine(specs=hybrid_model())
-    window_group = next(i for i, spec in enumerate(one.connector._scheduler.finder.specs) if spec.window_tokens)
+    window_group = next(
+        i for i, spec in enumerate(one.connector._scheduler.finder.specs) if spec.window_tokens
+    )
     hashes = one.connector._scheduler.finder.hashes(one.add("x", long_prompt), window_group)
     one.abort("x")
     space = one.connector._scheduler.session.space
@@ -415,7 +441,9 @@ def test_layouts_share_exactly_where_pages_are_equal(engine: Any) -> None:
     assert engine(layout=KVCacheLayout.LBNHC).generate("c", PROMPT, 4) == (answer, 0)
 
 
-def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(engine: Any, server: Any) -> None:
+def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
+    engine: Any, server: Any
+) -> None:
     server.up = False
     one = engine()
     answer, external = one.generate("a", PROMPT, 4)
@@ -455,10 +483,16 @@ def test_server_dies_in_the_middle(engine: Any, server: Any, held: str) -> None:
     assert one.generate("d", PROMPT, 4) == (answer, 192)
 
 
-def test_state_changes_are_logged_once_each(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_changes_are_logged_once_each(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     logger = logging.getLogger("vllm.hotkv")
-    monkeypatch.setattr(logger, "log", lambda level, text, *values: lines.append(text % values) if level >= logging.INFO else None)
+    monkeypatch.setattr(
+        logger,
+        "log",
+        lambda level, text, *values: lines.append(text % values) if level >= logging.INFO else None,
+    )
     one = engine()
     server.die()
     for index in range(5):
@@ -468,11 +502,21 @@ def test_state_changes_are_logged_once_each(engine: Any, server: Any, monkeypatc
     assert len(lines) == 3, lines
 
 
-def test_no_exception_reaches_vllm(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_exception_reaches_vllm(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every hook of ours breaks, one after the other, and all requests are answered."""
     answer = filled(engine)
     hooks = {
-        "_scheduler": ["on_new_request", "match", "after_alloc", "build_meta", "update", "finished", "take_stats"],
+        "_scheduler": [
+            "on_new_request",
+            "match",
+            "after_alloc",
+            "build_meta",
+            "update",
+            "finished",
+            "take_stats",
+        ],
         "_worker": ["before_step", "start_loads", "save", "take_report"],
     }
 
@@ -488,7 +532,9 @@ def test_no_exception_reaches_vllm(engine: Any, server: Any, monkeypatch: pytest
             assert owner._broken, name
 
 
-def test_broken_load_submission_fails_the_load_only(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_load_submission_fails_the_load_only(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = filled(engine)
     one = engine()
 
@@ -509,7 +555,8 @@ def test_nothing_per_layer(engine: Any) -> None:
 
 
 def test_a_block_is_stored_with_the_step_that_fills_it(engine: Any, server: Any) -> None:
-    """Also where it is filled to its last token: the store does not wait for a token of the next block."""
+    """Also where it is filled to its last token: the store does not wait for a token of the next
+    block."""
     one = engine(max_tokens_per_step=BLOCK_TOKENS)
     one.add("a", prompt(1, 200), 1)
     stored = []
@@ -535,7 +582,9 @@ def test_retried_hit_of_a_preempted_request(engine: Any, server: Any) -> None:
 
 
 @pytest.mark.parametrize("seed_set", [True, False])
-def test_random_hash_seed_turns_sharing_off(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, seed_set: bool) -> None:
+def test_random_hash_seed_turns_sharing_off(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, seed_set: bool
+) -> None:
     pytest.importorskip("xxhash")
     if seed_set:
         monkeypatch.setenv("PYTHONHASHSEED", "7")
@@ -545,7 +594,8 @@ def test_random_hash_seed_turns_sharing_off(engine: Any, server: Any, monkeypatc
 
 
 def test_blocks_reused_before_their_late_store_are_not_stored(engine: Any, server: Any) -> None:
-    """A finished request's last block is stored with the next step, unless that step hands the block to somebody else."""
+    """A finished request's last block is stored with the next step, unless that step hands the
+    block to somebody else."""
     one = engine(pipelined=True, blocks=6)
     one.add("a", prompt(3, 60), 5)
     one.add("b", prompt(4, 120), 1)
@@ -557,10 +607,16 @@ def test_blocks_reused_before_their_late_store_are_not_stored(engine: Any, serve
 
 
 @pytest.mark.parametrize("settle_at_once", [True, False])
-def test_failed_loads_do_not_block_each_other_for_memory(engine: Any, server: Any, settle_at_once: bool) -> None:
-    """Two failed loads, room for one of the requests at a time: vLLM alone would wait for ever for blocks that nobody gives back."""
+def test_failed_loads_do_not_block_each_other_for_memory(
+    engine: Any, server: Any, settle_at_once: bool
+) -> None:
+    """Two failed loads, room for one of the requests at a time: vLLM alone would wait for ever for
+    blocks that nobody gives back."""
     long_prompts = {"a": prompt(1, 306), "b": prompt(2, 297)}
-    answers = {name: engine(specs=hybrid_model()).generate(name, tokens, 4)[0] for name, tokens in long_prompts.items()}
+    answers = {
+        name: engine(specs=hybrid_model()).generate(name, tokens, 4)[0]
+        for name, tokens in long_prompts.items()
+    }
     one = engine(specs=hybrid_model(), blocks=40, max_tokens_per_step=128)
     server.fail_loads, server.hold = True, {"load"}
     for name, tokens in long_prompts.items():
@@ -580,10 +636,16 @@ def test_failed_loads_do_not_block_each_other_for_memory(engine: Any, server: An
     assert one.outputs == answers
 
 
-def test_server_of_another_version_is_an_absent_server(engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_of_another_version_is_an_absent_server(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     logger = logging.getLogger("vllm.hotkv")
-    monkeypatch.setattr(logger, "log", lambda level, text, *values: lines.append(text % values) if level >= logging.INFO else None)
+    monkeypatch.setattr(
+        logger,
+        "log",
+        lambda level, text, *values: lines.append(text % values) if level >= logging.INFO else None,
+    )
     server.up, server.why_absent = False, "VERSION_MISMATCH: the server speaks version 9"
     one = engine()
     assert one.generate("a", PROMPT, 2)[1] == 0

@@ -1,4 +1,5 @@
-"""Weights that change in place, in real vLLM: an engine that reloads them shares KV with engines that have the same, and with no others."""
+"""Weights that change in place, in real vLLM: an engine that reloads them shares KV with engines
+that have the same, and with no others."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,10 @@ def start(daemon: Daemon, engines: Engines) -> Callable[[Path], EngineProcess]:
 
 def test_reloaded_weights(start: Callable[[Path], EngineProcess], tmp_path: Path) -> None:
     """Without any reset of hotkv's: `reload_weights` by itself is enough."""
-    old, new = (write_weights(write_model(tmp_path / name, "llama"), seed=seed) for name, seed in (("old", 1), ("new", 2)))
+    old, new = (
+        write_weights(write_model(tmp_path / name, "llama"), seed=seed)
+        for name, seed in (("old", 1), ("new", 2))
+    )
     batch = prompts(3, (700, 330))
     one, two = start(old), start(old)
     of_old = one.ask("generate", prompts=batch, max_tokens=8)

@@ -1,4 +1,5 @@
-"""Identity of weights by their files: what it tells apart, and whether these may be others than those that were loaded."""
+"""Identity of weights by their files: what it tells apart, and whether these may be others than
+those that were loaded."""
 
 import json
 import struct
@@ -30,7 +31,9 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text("{}")
     safetensors(tmp_path / "one" / "model.safetensors", big)
     safetensors(tmp_path / "two" / "model.safetensors", big)
-    safetensors(tmp_path / "tuned" / "model.safetensors", big | {"t2": bytes(255 - b for b in big["t2"])})
+    safetensors(
+        tmp_path / "tuned" / "model.safetensors", big | {"t2": bytes(255 - b for b in big["t2"])}
+    )
     one, two, tuned = (weights.files_identity(tmp_path / name) for name in ("one", "two", "tuned"))
     assert one == two != tuned
     (tmp_path / "two" / "config.json").write_text('{"a": 1}')
@@ -39,7 +42,9 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
         weights.files_identity(tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff" * 9, struct.pack("<Q", 20) + b"not json at all ....", b"x" * (9 << 20)])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff" * 9, struct.pack("<Q", 20) + b"not json at all ....", b"x" * (9 << 20)]
+)
 def test_weights_identity_of_damaged_files(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
     first = weights.files_identity(tmp_path)
@@ -48,14 +53,24 @@ def test_weights_identity_of_damaged_files(tmp_path: Path, data: bytes) -> None:
 
 
 def safetensors_of(path: Path, name: str, data: bytes, shape: tuple[int, ...]) -> str:
-    text = json.dumps({name: {"dtype": "U8", "shape": shape, "data_offsets": [0, len(data)]}}).encode()
+    text = json.dumps(
+        {name: {"dtype": "U8", "shape": shape, "data_offsets": [0, len(data)]}}
+    ).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return weights.files_identity(path)
 
 
-@pytest.mark.parametrize("name, shape", [("model.embed_tokens.weight", (1024, 10 << 10)), ("experts.w2", (64, 16, 10 << 10))])
-def test_weights_identity_tells_one_row_of_embeddings_and_one_expert(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
-    file, data = tmp_path / "model.safetensors", np.random.default_rng(1).integers(0, 256, np.prod(shape), np.uint8)
+@pytest.mark.parametrize(
+    "name, shape",
+    [("model.embed_tokens.weight", (1024, 10 << 10)), ("experts.w2", (64, 16, 10 << 10))],
+)
+def test_weights_identity_tells_one_row_of_embeddings_and_one_expert(
+    tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    file, data = (
+        tmp_path / "model.safetensors",
+        np.random.default_rng(1).integers(0, 256, np.prod(shape), np.uint8),
+    )
     seen = {safetensors_of(file, name, data.tobytes(), shape)}
     rows = data.reshape(shape[0], -1)
     for index in (0, 1, 17, shape[0] - 2, shape[0] - 1):
@@ -97,11 +112,23 @@ def test_what_changed_since_a_moment(tmp_path: Path) -> None:
 
 
 def test_when_this_process_began() -> None:
-    code = "import time; from hotkv_vllm.weights import process_start_s as began; print(time.time(), began())"
+    code = (
+        "import time; from hotkv_vllm.weights import process_start_s as began; "
+        "print(time.time(), began())"
+    )
     before_s = time.time()
-    now_s, began_s = map(float, subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.split())
+    now_s, began_s = map(
+        float,
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=True, text=True
+        ).stdout.split(),
+    )
     assert before_s - 0.02 <= began_s <= now_s
 
 
 def test_commits_name_weights_and_branches_do_not() -> None:
-    assert weights.is_commit("0" * 40) and not weights.is_commit("main") and not weights.is_commit("v1.0")
+    assert (
+        weights.is_commit("0" * 40)
+        and not weights.is_commit("main")
+        and not weights.is_commit("v1.0")
+    )

@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hotkv_vllm.weights_watch import NUM_SAMPLES, SAMPLE_BYTES, WHOLE_BYTES, WRITERS, WeightsWatch, watch_callers
+from hotkv_vllm.weights_watch import (
+    NUM_SAMPLES,
+    SAMPLE_BYTES,
+    WHOLE_BYTES,
+    WRITERS,
+    WeightsWatch,
+    watch_callers,
+)
 
 
 class Model(torch.nn.Module):
@@ -43,7 +50,9 @@ def test_equal_weights_have_equal_digests_and_each_tensor_counts() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(WHOLE_BYTES // 2 - 3, WHOLE_BYTES))
-def test_an_update_of_one_element_in_fifty_shows_in_a_large_tensor(seed: int, num_elements: int) -> None:
+def test_an_update_of_one_element_in_fifty_shows_in_a_large_tensor(
+    seed: int, num_elements: int
+) -> None:
     model = Model(large=num_elements)
     watch = WeightsWatch([model])
     generator = torch.Generator().manual_seed(seed)

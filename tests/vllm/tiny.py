@@ -1,4 +1,5 @@
-"""Models so small that engines start in seconds: random weights from a fixed seed, token ids in and out."""
+"""Models so small that engines start in seconds: random weights from a fixed seed, token ids in and
+out."""
 
 import json
 from pathlib import Path
@@ -143,12 +144,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "enable_moe_block": False,
     },
     # Windows of two widths and full attention.
-    "two_windows": _EXAONE | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_windows": [64, 160, 64, 0]},
+    "two_windows": _EXAONE
+    | {
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "sliding_windows": [64, 160, 64, 0],
+    },
     # Windows of two widths and no full attention.
-    "windows_only": _EXAONE | {"layer_types": ["sliding_attention"] * 4, "sliding_windows": [64, 160, 64, 160]},
+    "windows_only": _EXAONE
+    | {"layer_types": ["sliding_attention"] * 4, "sliding_windows": [64, 160, 64, 160]},
     # One group, all of it windows.
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_hidden_layers": 4, "sliding_window": 96},
-    # Recurrent states so large (gated delta net) that a block has 1056 tokens. Its CPU kernels want heads of 128 and bfloat16.
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_hidden_layers": 4,
+        "sliding_window": 96,
+    },
+    # Recurrent states so large (gated delta net) that a block has 1056 tokens. Its CPU kernels want
+    # heads of 128 and bfloat16.
     "qwen3_next": {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -170,7 +182,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
     },
     # A drafter for "llama".
-    "eagle": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "eagle_config": {}},
+    "eagle": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "eagle_config": {},
+    },
 }
 
 

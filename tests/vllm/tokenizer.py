@@ -1,4 +1,5 @@
-"""A tokenizer for models that have none: one token a byte, and pairs of letters for the rest of the vocabulary."""
+"""A tokenizer for models that have none: one token a byte, and pairs of letters for the rest of the
+vocabulary."""
 
 import json
 from pathlib import Path
@@ -9,20 +10,28 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tests.vllm.tiny import VOCAB
 
 SPECIAL = ("<pad>", "<s>", "</s>")
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] "
+    "}}\n{% endfor %}assistant: "
+)
 
 
 def write_tokenizer(folder: Path, extra_special: tuple[str, ...] = ()) -> Path:
-    """Writes tokenizer.json and its settings; `extra_special` are the last tokens of the vocabulary. Returns the folder."""
+    """Writes tokenizer.json and its settings; `extra_special` are the last tokens of the
+    vocabulary. Returns the folder."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = (a + b for a in ascii_letters for b in ascii_letters)
     tokens = [*SPECIAL, *letters]
     tokens += [next(pairs) for _ in range(VOCAB - len(tokens) - len(extra_special))]
     tokens += extra_special
-    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *extra_special)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *extra_special)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

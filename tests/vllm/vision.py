@@ -1,4 +1,5 @@
-"""A tiny model that sees: Idefics3, which vLLM runs without torchvision. A picture becomes 16 tokens and two round them."""
+"""A tiny model that sees: Idefics3, which vLLM runs without torchvision. A picture becomes 16
+tokens and two round them."""
 
 import json
 from pathlib import Path
@@ -11,10 +12,18 @@ SIZE = 56
 
 
 def write_vision_model(folder: Path) -> Path:
-    """Writes config, image processor and tokenizer; returns the folder. Prompts name a picture by one IMAGE_TOKEN."""
+    """Writes config, image processor and tokenizer; returns the folder. Prompts name a picture by
+    one IMAGE_TOKEN."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(folder, ("<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>"))
-    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    write_tokenizer(
+        folder, ("<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>")
+    )
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = {
         "architectures": ["Idefics3ForConditionalGeneration"],
         "model_type": "idefics3",
@@ -24,7 +33,12 @@ def write_vision_model(folder: Path) -> Path:
         "tie_word_embeddings": False,
         "pad_token_id": 0,
         "text_config": COMMON | MODELS["llama"],
-        "vision_config": {"model_type": "idefics3_vision", "image_size": SIZE, "patch_size": SIZE // 8, **vision},
+        "vision_config": {
+            "model_type": "idefics3_vision",
+            "image_size": SIZE,
+            "patch_size": SIZE // 8,
+            **vision,
+        },
     }
     steps = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_pad")
     processor = {
@@ -41,5 +55,7 @@ def write_vision_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": 16}))
+    (folder / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": 16})
+    )
     return folder

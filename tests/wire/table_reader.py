@@ -1,7 +1,9 @@
-"""The reading process of `test_table_reader`: probes and finds in a table file until it has done its share, then prints counts as JSON.
+"""The reading process of `test_table_reader`: probes and finds in a table file until it has done
+its share, then prints counts as JSON.
 
-Every record says by itself whether it is whole: hash, depth, size, owner or check value all follow from the key's number and the
-record's offset word (`derived`). So does the writer's side, which imports this module.
+Every record says by itself whether it is whole: hash, depth, size, owner or check value all follow
+from the key's number and the record's offset word (`derived`). So does the writer's side, which
+imports this module.
 """
 
 import json
@@ -20,7 +22,8 @@ Words64 = NDArray[np.uint64]
 HASH_BYTES = 32
 KEY_SPACE, GROUP, SALT = 3, 1, 0x5EED_5EED_5EED_5EED
 NUM_STABLE = 64
-"""Numbers 0 to 63 are ready all the time, the next `NUM_MOVING` come and go, the last `NUM_ABSENT` never come."""
+"""Numbers 0 to 63 are ready all the time, the next `NUM_MOVING` come and go, the last `NUM_ABSENT`
+never come."""
 NUM_MOVING = 500
 NUM_ABSENT = 300
 BATCH = 512
@@ -36,7 +39,9 @@ def spread(values: Words64) -> Words64:
 
 def packed_hashes(numbers: Words64) -> bytes:
     """Hashes of key numbers, 32 bytes each."""
-    return np.stack([spread(numbers + np.uint64(part << 32)) for part in range(4)], axis=1).tobytes()
+    return np.stack(
+        [spread(numbers + np.uint64(part << 32)) for part in range(4)], axis=1
+    ).tobytes()
 
 
 def derived(numbers: Words64, offset_words: Words64) -> Words64:
@@ -46,7 +51,8 @@ def derived(numbers: Words64, offset_words: Words64) -> Words64:
 
 @dataclass
 class Counts:
-    """What the reader did and saw. `torn`: records that contradict themselves; `wrong`: words that no truth allows."""
+    """What the reader did and saw. `torn`: records that contradict themselves; `wrong`: words that
+    no truth allows."""
 
     probes: int = 0
     finds: int = 0
@@ -71,11 +77,15 @@ def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
         absent = numbers >= NUM_STABLE + NUM_MOVING
         stable = numbers < NUM_STABLE
         probed = block_table.probe(hash_prefixes(packed, HASH_BYTES), SALT)
-        found, records = block_table.find(hash_words(packed, HASH_BYTES), SALT, KEY_SPACE, GROUP, with_records=True)
+        found, records = block_table.find(
+            hash_words(packed, HASH_BYTES), SALT, KEY_SPACE, GROUP, with_records=True
+        )
         counts.probes += BATCH
         counts.finds += BATCH
         for words in (probed, found):
-            counts.wrong += int(np.sum(words[absent] != 0)) + int(np.sum(words[stable] >= RESERVED_FLAG))
+            counts.wrong += int(np.sum(words[absent] != 0)) + int(
+                np.sum(words[stable] >= RESERVED_FLAG)
+            )
             counts.wrong += int(np.sum((words & ~RESERVED_FLAG) > block_table.geometry.capacity))
             counts.stable_finds += int(np.sum(words[stable] != 0))
             counts.stable_misses += int(np.sum(words[stable] == 0))
@@ -84,20 +94,33 @@ def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
         counts.ready += int(is_ready.sum())
         counts.reserved += int((hit & ~is_ready).sum())
         counts.misses += int((~hit).sum())
-        counts.torn += int(torn(records[hit], numbers[hit], packed_hashes(numbers[hit]), is_ready[hit]).sum())
-        highest_generation = max(highest_generation, int(records[hit, table.W_GENERATION].max(initial=0)))
+        counts.torn += int(
+            torn(records[hit], numbers[hit], packed_hashes(numbers[hit]), is_ready[hit]).sum()
+        )
+        highest_generation = max(
+            highest_generation, int(records[hit, table.W_GENERATION].max(initial=0))
+        )
     counts.generations = highest_generation
     return counts
 
 
-def torn(records: Words, numbers: Words64, packed: bytes, ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def torn(
+    records: Words, numbers: Words64, packed: bytes, ready: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
     """Which records [n] are not what the writer wrote for these keys in one piece."""
     truth = derived(numbers, records[:, table.W_OFFSET].astype(np.uint64))
-    low, high = (truth & np.uint64(0xFFFF_FFFF)).astype(np.uint32), (truth >> np.uint64(32)).astype(np.uint32)
+    low, high = (
+        (truth & np.uint64(0xFFFF_FFFF)).astype(np.uint32),
+        (truth >> np.uint64(32)).astype(np.uint32),
+    )
     states = np.where(ready, table.STATE_READY, table.STATE_RESERVED)
     whole = np.all(records[:, :8] == hash_words(packed, HASH_BYTES), axis=1)
-    whole &= (records[:, table.W_KEY_SPACE] == KEY_SPACE) & (records[:, table.W_GROUP_STATE] == (GROUP | states << 16))
-    whole &= (records[:, table.W_DEPTH] == low >> np.uint32(1)) & (records[:, table.W_SIZE] == records[:, table.W_OFFSET] % 7 + 1)
+    whole &= (records[:, table.W_KEY_SPACE] == KEY_SPACE) & (
+        records[:, table.W_GROUP_STATE] == (GROUP | states << 16)
+    )
+    whole &= (records[:, table.W_DEPTH] == low >> np.uint32(1)) & (
+        records[:, table.W_SIZE] == records[:, table.W_OFFSET] % 7 + 1
+    )
     whole &= records[:, table.W_CHECK] == np.where(ready, low, ~low)
     whole &= records[:, table.W_CHECK + 1] == np.where(ready, high, 0)
     return ~whole

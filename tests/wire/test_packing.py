@@ -1,4 +1,5 @@
-"""Hashes packed by the client are what the server unpacks; wrong lengths are refused on either side."""
+"""Hashes packed by the client are what the server unpacks; wrong lengths are refused on either
+side."""
 
 import hypothesis.strategies as st
 import pytest
@@ -23,7 +24,9 @@ def test_there_and_back(data: st.DataObject, hash_bytes: int, count: int) -> Non
 
 
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), hash_bytes=HASH_BYTES)
-def test_the_client_names_the_first_hash_of_another_length(lengths: list[int], hash_bytes: int) -> None:
+def test_the_client_names_the_first_hash_of_another_length(
+    lengths: list[int], hash_bytes: int
+) -> None:
     hashes = [b"x" * length for length in lengths]
     wrong = [number for number, length in enumerate(lengths) if length != hash_bytes]
     if not wrong:
@@ -38,7 +41,9 @@ def test_the_client_names_the_first_hash_of_another_length(lengths: list[int], h
 @given(num_bytes=st.integers(0, 200), hash_bytes=HASH_BYTES)
 def test_the_server_refuses_a_wrong_total(num_bytes: int, hash_bytes: int) -> None:
     if num_bytes % hash_bytes == 0:
-        assert len(convert.hashes("hashes", bytes(num_bytes), hash_bytes)) == num_bytes // hash_bytes
+        assert (
+            len(convert.hashes("hashes", bytes(num_bytes), hash_bytes)) == num_bytes // hash_bytes
+        )
         return
     with pytest.raises(HotKVError, match="no multiple"):
         convert.hashes("hashes", bytes(num_bytes), hash_bytes)

@@ -1,7 +1,8 @@
-"""Readers beside a writer that changes their bucket between the two times at which they look at its sequence number.
+"""Readers beside a writer that changes their bucket between the two times at which they look at its
+sequence number.
 
-Each step of a reader is followed by one of the writer's, so that nothing depends on time. Of the compiled kernels the Python source
-runs, with `load32` and `reload32` written as Python.
+Each step of a reader is followed by one of the writer's, so that nothing depends on time. Of the
+compiled kernels the Python source runs, with `load32` and `reload32` written as Python.
 """
 
 import types
@@ -12,7 +13,15 @@ import numpy as np
 import pytest
 
 from hotkv import native, table
-from hotkv.table import RECORD_WORDS, SLOT_ALIGN, Words, find_twin, hash_prefixes, hash_words, probe_twin
+from hotkv.table import (
+    RECORD_WORDS,
+    SLOT_ALIGN,
+    Words,
+    find_twin,
+    hash_prefixes,
+    hash_words,
+    probe_twin,
+)
 from hotkv_server.core.index import BlockIndex
 from tests.core.support import make_table
 from tests.core.test_index import crafted_hash
@@ -25,9 +34,11 @@ OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
 
 
 class Scene:
-    """A table with `BLOCK` in bucket 0; the writer takes it away and gives its place to `OTHER`, in two halves.
+    """A table with `BLOCK` in bucket 0; the writer takes it away and gives its place to `OTHER`, in
+    two halves.
 
-    `half`: the entry word is the new one, the tag still the old. `rest`: the tag follows. The second half may come at the reread, or later.
+    `half`: the entry word is the new one, the tag still the old. `rest`: the tag follows. The
+    second half may come at the reread, or later.
     """
 
     def __init__(self) -> None:
@@ -83,7 +94,8 @@ def watched(array: Words, after: Callable[[], None]) -> Any:
 
 
 def as_python(name: str, scene: Scene) -> Callable[..., None]:
-    """A kernel's source, with the writer's steps after its first load of a sequence number and before its reload."""
+    """A kernel's source, with the writer's steps after its first load of a sequence number and
+    before its reload."""
     kernels: Any = native.load("hotkv.kernels")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:
@@ -100,8 +112,15 @@ def as_python(name: str, scene: Scene) -> Callable[..., None]:
     def source(function: Any) -> Callable[..., Any]:
         return types.FunctionType(function.py_func.__code__, names)
 
-    names = {**vars(kernels), "load32": load32, "reload32": reload32, "prefetch": lambda array, row: None}
-    names.update({inner: source(getattr(kernels, inner)) for inner in ("mix", "home_bucket", "_same_key")})
+    names = {
+        **vars(kernels),
+        "load32": load32,
+        "reload32": reload32,
+        "prefetch": lambda array, row: None,
+    }
+    names.update(
+        {inner: source(getattr(kernels, inner)) for inner in ("mix", "home_bucket", "_same_key")}
+    )
     return source(getattr(kernels, name))
 
 
@@ -117,9 +136,14 @@ def probed(how: str, scene: Scene) -> int:
 
 
 def found(how: str, scene: Scene) -> tuple[int, Words]:
-    words, out, records = hash_words(BLOCK, 16), np.empty(1, np.uint32), np.empty((1, RECORD_WORDS), np.uint32)
+    words, out, records = (
+        hash_words(BLOCK, 16),
+        np.empty(1, np.uint32),
+        np.empty((1, RECORD_WORDS), np.uint32),
+    )
     if how == "twin":
-        # The row is read whole; the writer comes while its records are read, so that they are another block's.
+        # The row is read whole; the writer comes while its records are read, so that they are
+        # another block's.
         def step() -> None:
             if scene.reads == 0:
                 scene.half()
@@ -129,11 +153,23 @@ def found(how: str, scene: Scene) -> tuple[int, Words]:
         find_twin(scene.buckets, watched(scene.records, step), words, SALT, 2, 0, out, records)
     else:
         with np.errstate(over="ignore"):
-            as_python("find", scene)(scene.buckets, scene.records, words, np.uint64(SALT), np.uint32(2), np.uint32(0), out, records)
+            as_python("find", scene)(
+                scene.buckets,
+                scene.records,
+                words,
+                np.uint64(SALT),
+                np.uint32(2),
+                np.uint32(0),
+                out,
+                records,
+            )
     return int(out[0]), records
 
 
-HOWS = [pytest.param("kernel", marks=pytest.mark.skipif(not native.available(), reason="needs numba")), "twin"]
+HOWS = [
+    pytest.param("kernel", marks=pytest.mark.skipif(not native.available(), reason="needs numba")),
+    "twin",
+]
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -159,9 +195,13 @@ def test_a_bucket_that_stays_is_believed(how: str) -> None:
     assert number == scene.entry and np.array_equal(records[0], scene.records[scene.entry])
 
 
-@pytest.mark.parametrize("when", ["between the number and the row", "between the row and the number", "whole change between"])
+@pytest.mark.parametrize(
+    "when",
+    ["between the number and the row", "between the row and the number", "whole change between"],
+)
 def test_a_row_is_read_again_when_its_number_has_moved(when: str) -> None:
-    """`_stable_rows` gives one state of the bucket, the one at the end, whatever the writer did meanwhile."""
+    """`_stable_rows` gives one state of the bucket, the one at the end, whatever the writer did
+    meanwhile."""
     scene = Scene()
     at = 0 if when == "between the number and the row" else 1
 

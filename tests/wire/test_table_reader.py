@@ -15,7 +15,16 @@ from hotkv import native
 from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, hash_words
 from hotkv_server.core.index import BlockIndex
 from tests.wire import table_reader
-from tests.wire.table_reader import GROUP, HASH_BYTES, KEY_SPACE, NUM_MOVING, NUM_STABLE, SALT, derived, packed_hashes
+from tests.wire.table_reader import (
+    GROUP,
+    HASH_BYTES,
+    KEY_SPACE,
+    NUM_MOVING,
+    NUM_STABLE,
+    SALT,
+    derived,
+    packed_hashes,
+)
 
 NUM_BUCKETS = 90
 """Of 7 ways for 564 keys: chains overflow all the time."""
@@ -55,12 +64,22 @@ class Writer:
         """One call each, because depth, size and owner are the key's own."""
         offset_words = self.rng.integers(1, 1 << 32, len(numbers)).astype(np.uint64)
         truth = derived(numbers, offset_words)
-        for number, offset, check in zip(numbers.tolist(), offset_words.tolist(), truth.tolist(), strict=True):
+        for number, offset, check in zip(
+            numbers.tolist(), offset_words.tolist(), truth.tolist(), strict=True
+        ):
             hashes = hash_words(packed_hashes(np.array([number], np.uint64)), HASH_BYTES)
             low = check & 0xFFFF_FFFF
             one = np.ones(1, np.int64)
             size = (offset % 7 + 1) * SLOT_ALIGN
-            entries = self.index.insert(KEY_SPACE, GROUP, hashes, one * offset * SLOT_ALIGN, size, one * (low >> 1), ~low & 0xFFFF_FFFF)
+            entries = self.index.insert(
+                KEY_SPACE,
+                GROUP,
+                hashes,
+                one * offset * SLOT_ALIGN,
+                size,
+                one * (low >> 1),
+                ~low & 0xFFFF_FFFF,
+            )
             assert len(entries) == 1
             self.entries[number], self.checks[number] = entries[0], check
 
@@ -86,7 +105,9 @@ class Writer:
 
 
 def start_reader(path: Path, num_batches: int, seed: int, how: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in sys.path)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in sys.path)
+    }
     command = [sys.executable, table_reader.__file__, str(path), str(num_batches), str(seed), how]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -94,11 +115,15 @@ def start_reader(path: Path, num_batches: int, seed: int, how: str) -> subproces
 @pytest.mark.parametrize(
     ("how", "num_batches"),
     [
-        pytest.param("kernel", 3000, marks=pytest.mark.skipif(not native.available(), reason="needs numba")),
+        pytest.param(
+            "kernel", 3000, marks=pytest.mark.skipif(not native.available(), reason="needs numba")
+        ),
         ("twin", 60),
     ],
 )
-def test_a_reader_in_another_process_never_sees_a_torn_value(table_path: tuple[Path, BlockIndex], how: str, num_batches: int) -> None:
+def test_a_reader_in_another_process_never_sees_a_torn_value(
+    table_path: tuple[Path, BlockIndex], how: str, num_batches: int
+) -> None:
     path, index = table_path
     writer = Writer(index)
     reader = start_reader(path, num_batches, 11, how)
@@ -116,7 +141,10 @@ def test_a_reader_in_another_process_never_sees_a_torn_value(table_path: tuple[P
     index.check_invariants()
     assert counts["torn"] == 0 and counts["wrong"] == 0
     assert counts["probes"] == counts["finds"] == num_batches * table_reader.BATCH
-    assert min(counts["ready"], counts["reserved"], counts["misses"]) > 0, "the reader has not seen all there is to see"
+    assert min(counts["ready"], counts["reserved"], counts["misses"]) > 0, (
+        "the reader has not seen all there is to see"
+    )
     assert writer.changes > 1000 and counts["generations"] > 1, "the writer stood still"
-    # A miss of a block that is there is allowed, where the writer was interrupted inside its bucket, and rare.
+    # A miss of a block that is there is allowed, where the writer was interrupted inside its
+    # bucket, and rare.
     assert counts["stable_misses"] <= counts["stable_finds"] // 20

@@ -19,7 +19,9 @@ def objects(message: Message) -> int:
     """Messages and list entries in it, the naive way."""
     count = 0
     for _, value in message.ListFields():
-        many: list[Any] = [value] if isinstance(value, Message | str | bytes | int | float) else list(value)
+        many: list[Any] = (
+            [value] if isinstance(value, Message | str | bytes | int | float) else list(value)
+        )
         count += len(many) + sum(objects(item) for item in many if isinstance(item, Message))
     return count
 
@@ -47,7 +49,10 @@ def test_large_calls_are_light_and_bombs_are_not() -> None:
     assert not weight.is_light(KIND, bomb.SerializeToString())
     deep = session_pb2.ConnectRequest()
     run = deep.store.runs.add()
-    run.extra_keys.extend([cache_pb2.BlockExtraKeys(keys=[cache_pb2.ExtraKey(text="a")] * 2)] * (weight.MAX_PARTS // 3))
+    run.extra_keys.extend(
+        [cache_pb2.BlockExtraKeys(keys=[cache_pb2.ExtraKey(text="a")] * 2)]
+        * (weight.MAX_PARTS // 3)
+    )
     assert not weight.is_light(KIND, deep.SerializeToString())
     packed = session_pb2.ConnectRequest()
     packed.open_session.key_space.groups.add(shard_byte_counts=[1] * (weight.MAX_PARTS + 1))

@@ -1,4 +1,5 @@
-"""For tests and benchmarks, here and elsewhere: an engine that speaks to a real server, and a double of the server with faults."""
+"""For tests and benchmarks, here and elsewhere: an engine that speaks to a real server, and a
+double of the server with faults."""
 
 from hotkv_client.testing.fake import FakeServer, FakeSession
 from hotkv_client.testing.paged import PagedEngine

@@ -1,14 +1,18 @@
-"""A double of the cache: one server state, any number of sessions, faults on demand. It really copies bytes, through the layout.
+"""A double of the cache: one server state, any number of sessions, faults on demand. It really
+copies bytes, through the layout.
 
-Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits for `settle`); `late` (kinds of calls that
-reach the server at `settle`, and not before); `fail_loads`, `fail_stores`, `fail_flushes`; `spoil_loads` (a load that has begun has written
-rubbish to every other of its blocks, and puts it right only if it ends well); `grant_limit` (blocks a lease pins at most);
-`ack_cancels` (False: a cancel changes nothing until `settle`); `wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has
-passed; those whose mark has not are held). `settle()` answers what is held and lies behind no mark that has not passed; an answer held when
-the server dies becomes SessionLostError. Ranks join a write lease as they do with the real server (`fake_writes`): a block is ready when
-every shard is written. A cancelled store over a shared fence ends at once for the session, while the server goes on with it and finds it
-revoked.
-`refuse_workers`: why sessions with memory are refused. A store whose session is closed, or has revoked its stores, commits nothing.
+Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits
+for `settle`); `late` (kinds of calls that reach the server at `settle`, and not before);
+`fail_loads`, `fail_stores`, `fail_flushes`; `spoil_loads` (a load that has begun has written
+rubbish to every other of its blocks, and puts it right only if it ends well); `grant_limit` (blocks
+a lease pins at most); `ack_cancels` (False: a cancel changes nothing until `settle`);
+`wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has passed; those whose
+mark has not are held). `settle()` answers what is held and lies behind no mark that has not passed;
+an answer held when the server dies becomes SessionLostError. Ranks join a write lease as they do
+with the real server (`fake_writes`): a block is ready when every shard is written. A cancelled
+store over a shared fence ends at once for the session, while the server goes on with it and finds
+it revoked. `refuse_workers`: why sessions with memory are refused. A store whose session is closed,
+or has revoked its stores, commits nothing.
 """
 
 import os
@@ -64,7 +68,9 @@ class FakeServer:
         self.flushes = 0
         self.grant_limit = 1 << 30
         self.blocks: dict[Key, Shards] = {}
-        self.writes = FakeWrites(lambda key: key in self.blocks, lambda key, shards: self.blocks.update({key: shards}))
+        self.writes = FakeWrites(
+            lambda key: key in self.blocks, lambda key, shards: self.blocks.update({key: shards})
+        )
         self.leases: dict[str, list[tuple[int, list[bytes]]]] = {}
         self.grants: dict[str, LeaseGrant] = {}
         self.released: list[str] = []
@@ -104,7 +110,11 @@ class FakeServer:
 
     def settle(self, kind: str = "") -> int:
         """Answers held calls (of one kind); returns how many."""
-        now = [entry for entry in self.held if (not kind or entry[0] == kind) and not self._is_early(entry[1])]
+        now = [
+            entry
+            for entry in self.held
+            if (not kind or entry[0] == kind) and not self._is_early(entry[1])
+        ]
         self.held = [entry for entry in self.held if entry not in now]
         for _, name, future, act in now:
             _resolve(future, act, name in self.cancelled)
@@ -161,7 +171,10 @@ class FakeSession:
         self.space = config.key_space.fingerprint
         self.closed = False
         self.num_revocations = 0
-        self.maps = {name: np.memmap(os.fdopen(os.dup(fd), "r+b"), np.uint8, "r+") for name, fd in fds.items()}
+        self.maps = {
+            name: np.memmap(os.fdopen(os.dup(fd), "r+b"), np.uint8, "r+")
+            for name, fd in fds.items()
+        }
 
     @property
     def connected(self) -> bool:
@@ -184,7 +197,10 @@ class FakeSession:
         return self.server.order_kind
 
     def start(self) -> None:
-        self.tell(LinkState.CONNECTED if self.connected else LinkState.ABSENT, self._refused or self.server.why_absent)
+        self.tell(
+            LinkState.CONNECTED if self.connected else LinkState.ABSENT,
+            self._refused or self.server.why_absent,
+        )
 
     def tell(self, state: LinkState, why: str) -> None:
         if self.config.on_state is not None and not self.closed:
@@ -200,7 +216,9 @@ class FakeSession:
         return self._ready(group_index, hashes)
 
     def _ready(self, group_index: int, hashes: Sequence[bytes]) -> Any:
-        return np.array([self.server.ready(self.space, self._number(group_index), h) for h in hashes], np.bool_)
+        return np.array(
+            [self.server.ready(self.space, self._number(group_index), h) for h in hashes], np.bool_
+        )
 
     def lookup(self, groups: Sequence[GroupHashes]) -> Future[Any]:
         def act() -> Any:
@@ -208,12 +226,20 @@ class FakeSession:
 
         return self._call("lookup", "", groups, act)
 
-    def acquire(self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0) -> Future[Any]:
+    def acquire(
+        self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0
+    ) -> Future[Any]:
         def act() -> Any:
             asked = [(g.group_index, list(g.hashes)) for g in groups]
-            if lease_id in self.server.leases or (self.config.engine_id, lease_id) in self.server.writes.leases:
+            if (
+                lease_id in self.server.leases
+                or (self.config.engine_id, lease_id) in self.server.writes.leases
+            ):
                 if self.server.leases.get(lease_id) != asked:
-                    raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is in use for another call; choose a new id")
+                    raise HotKVError(
+                        Reason.DUPLICATE_ID,
+                        f"lease_id {lease_id!r} is in use for another call; choose a new id",
+                    )
                 return self.server.grants[lease_id]
             left = self.server.grant_limit
             pinned = []
@@ -232,9 +258,24 @@ class FakeSession:
         self.server.released.append(lease_id)
         self.server.leases.pop(lease_id, None)
 
-    def load(self, transfer_id: str, lease_id: str, runs: Sequence[LoadRun], timeout_s: float, after: After | None = None) -> Future[Any]:
+    def load(
+        self,
+        transfer_id: str,
+        lease_id: str,
+        runs: Sequence[LoadRun],
+        timeout_s: float,
+        after: After | None = None,
+    ) -> Future[Any]:
         leased = dict(self.server.leases.get(lease_id, []))
-        asked = [(run.group_index, leased[run.group_index][p]) for run in runs for p in run.lease_positions.tolist()] if leased else []
+        asked = (
+            [
+                (run.group_index, leased[run.group_index][p])
+                for run in runs
+                for p in run.lease_positions.tolist()
+            ]
+            if leased
+            else []
+        )
 
         def act() -> Any:
             gone = any(not self._ready(group, [block_hash])[0] for group, block_hash in asked)
@@ -242,18 +283,33 @@ class FakeSession:
                 return TransferResult(transfer_id, TransferStatus.FAILED, message="told to fail")
             num_bytes = 0
             for run in runs:
-                for position, block in zip(run.lease_positions.tolist(), run.block_ids.tolist(), strict=True):
-                    data = self.server.blocks[(self.space, self._number(run.group_index), leased[run.group_index][position])]
+                for position, block in zip(
+                    run.lease_positions.tolist(), run.block_ids.tolist(), strict=True
+                ):
+                    data = self.server.blocks[
+                        (
+                            self.space,
+                            self._number(run.group_index),
+                            leased[run.group_index][position],
+                        )
+                    ]
                     num_bytes += self._copy(run.group_index, block, data[self._shard()])
             return TransferResult(transfer_id, TransferStatus.DONE, num_bytes)
 
         def begin() -> None:
             if len(set(asked)) < len(asked):
-                raise HotKVError(Reason.INVALID_FIELD, "runs.lease_positions name a block twice; a load copies each block once")
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    "runs.lease_positions name a block twice; a load copies each block once",
+                )
             if self.server.spoil_loads and (after is None or self.server.has_passed(after)):
                 for run in runs:
                     for block in run.block_ids[::2].tolist():
-                        self._copy(run.group_index, block, RUBBISH * self._shape(run.group_index).shard_bytes[self._shard()])
+                        self._copy(
+                            run.group_index,
+                            block,
+                            RUBBISH * self._shape(run.group_index).shard_bytes[self._shard()],
+                        )
 
         return self._call("load", transfer_id, runs, act, after, begin)
 
@@ -261,9 +317,14 @@ class FakeSession:
         self.server.calls.append(("report_requests", list(reports)))
 
     def create_sequence(
-        self, sequence_id: str, group_index: int, hashes: Sequence[bytes], select: SelectConfig | None = None
+        self,
+        sequence_id: str,
+        group_index: int,
+        hashes: Sequence[bytes],
+        select: SelectConfig | None = None,
     ) -> Future[Any]:
-        """Hot sets of the longest remembered context that is a prefix of this one, or the same; it selects for nobody."""
+        """Hot sets of the longest remembered context that is a prefix of this one, or the same; it
+        selects for nobody."""
 
         def act() -> SequenceCreated:
             self.server.sequences[id(self), sequence_id] = (self.space, group_index, list(hashes))
@@ -275,20 +336,29 @@ class FakeSession:
 
         return self._call("create_sequence", sequence_id, (group_index, list(hashes)), act)
 
-    def append_blocks(self, sequence_id: str, first_position: int, hashes: Sequence[bytes]) -> Future[Any]:
+    def append_blocks(
+        self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
+    ) -> Future[Any]:
         def act() -> SequenceState:
             if (id(self), sequence_id) not in self.server.sequences:
-                raise HotKVError(Reason.INVALID_FIELD, f"sequence_id {sequence_id!r} is unknown in this session; create it first")
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    f"sequence_id {sequence_id!r} is unknown in this session; create it first",
+                )
             blocks = self.server.sequences[id(self), sequence_id][2]
             blocks[first_position:] = [*hashes, *blocks[first_position + len(hashes) :]]
             return SequenceState(len(blocks), "", 0)
 
         return self._call("append_blocks", sequence_id, (first_position, list(hashes)), act)
 
-    def report_sparse(self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]) -> None:
+    def report_sparse(
+        self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
+    ) -> None:
         self.server.calls.append(("report_sparse", (dict(positions), dict(counters))))
 
-    def delete_sequence(self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()) -> Future[Any]:
+    def delete_sequence(
+        self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()
+    ) -> Future[Any]:
         def act() -> bool:
             sequence = self.server.sequences.pop((id(self), sequence_id), None)
             if sequence is not None and hot_sets:
@@ -337,30 +407,56 @@ class FakeSession:
             # It reads and commits in one, so that this is as good as after the reading.
             gone = self.closed or self.num_revocations != revocations
             is_revoked = gone or (self.fence is not None and self.fence.is_revoked(fence_index))
-            read = None if is_revoked else lambda at, position: self._read(runs[at].group_index, int(runs[at].block_ids[position]))
+            read = (
+                None
+                if is_revoked
+                else lambda at, position: self._read(
+                    runs[at].group_index, int(runs[at].block_ids[position])
+                )
+            )
             num_bytes = self.server.writes.end(begun[0], read)
-            return TransferResult(transfer_id, TransferStatus.DONE, num_bytes, tuple(np.array(row, np.uint8) for row in begun[0].results))
+            return TransferResult(
+                transfer_id,
+                TransferStatus.DONE,
+                num_bytes,
+                tuple(np.array(row, np.uint8) for row in begun[0].results),
+            )
 
         answer = self._call("store", transfer_id, runs, act, after, begin)
         # However it ended: what was begun keeps nothing beyond that.
         answer.add_done_callback(lambda _: [self.server.writes.end(store, None) for store in begun])
-        return answer if self.fence is None else self._until_revoked(self.fence, transfer_id, fence_index, answer)
+        return (
+            answer
+            if self.fence is None
+            else self._until_revoked(self.fence, transfer_id, fence_index, answer)
+        )
 
     def _begin_store(self, lease_id: str, runs: Sequence[BlockRun]) -> FakeStore:
         if lease_id in self.server.leases:
-            raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is a read lease; choose a new id")
+            raise HotKVError(
+                Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is a read lease; choose a new id"
+            )
         write_runs = []
         for run in runs:
             shape, number = self._shape(run.group_index), self._number(run.group_index)
             keys = [(self.space, number, block_hash) for block_hash in run.hashes]
             goes_with = shape.group_index if isinstance(shape, Representation) else None
-            blocks = None if goes_with is None else [(self.space, goes_with, block_hash) for block_hash in run.hashes]
+            blocks = (
+                None
+                if goes_with is None
+                else [(self.space, goes_with, block_hash) for block_hash in run.hashes]
+            )
             write_runs.append(WriteRun(keys, blocks))
         num_shards = self.config.key_space.num_shards
-        return self.server.writes.begin(self, (self.config.engine_id, lease_id), write_runs, self._shard(), num_shards)
+        return self.server.writes.begin(
+            self, (self.config.engine_id, lease_id), write_runs, self._shard(), num_shards
+        )
 
-    def _until_revoked(self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]) -> Future[Any]:
-        """The answer for the session, which ends earlier where the store is cancelled; the word is held until the server's own."""
+    def _until_revoked(
+        self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]
+    ) -> Future[Any]:
+        """The answer for the session, which ends earlier where the store is cancelled; the word is
+        held until the server's own."""
         shown: Future[Any] = Future()
         self._revocable[transfer_id] = fence_index, shown
 
@@ -410,7 +506,8 @@ class FakeSession:
         after: After | None = None,
         begin: Callable[[], None] = lambda: None,
     ) -> Future[Any]:
-        """`begin`: what the server does as soon as the call has come; a refusal there is the answer."""
+        """`begin`: what the server does as soon as the call has come; a refusal there is the
+        answer."""
         self.server.calls.append((kind, what))
         future: Future[Any] = Future()
         if after is not None:
@@ -440,12 +537,21 @@ class FakeSession:
     def _shape(self, group: int) -> GroupSpec | Representation:
         """The group, or the representation that this session declares after the groups."""
         groups = self.config.key_space.groups
-        return groups[group] if group < len(groups) else self.config.representations[group - len(groups)]
+        return (
+            groups[group]
+            if group < len(groups)
+            else self.config.representations[group - len(groups)]
+        )
 
     def _number(self, group: int) -> int:
-        """What the server keeps it under: the group's index, and for representations what no other version has."""
+        """What the server keeps it under: the group's index, and for representations what no other
+        version has."""
         shape = self._shape(group)
-        return self.config.key_space.representation_salt(shape) if isinstance(shape, Representation) else group
+        return (
+            self.config.key_space.representation_salt(shape)
+            if isinstance(shape, Representation)
+            else group
+        )
 
     def _shard(self) -> int:
         return self.layout.shard_index if self.layout is not None else 0
@@ -454,7 +560,9 @@ class FakeSession:
         assert self.layout is not None
         spec = self._shape(group)
         shard_start = sum(spec.shard_bytes[: self.layout.shard_index])
-        for runs in self.layout.copy_runs(group, spec, np.array([block], np.int64), np.array([-shard_start], np.int64)):
+        for runs in self.layout.copy_runs(
+            group, spec, np.array([block], np.int64), np.array([-shard_start], np.int64)
+        ):
             yield from zip(
                 [runs.handle_id] * len(runs.num_bytes),
                 runs.engine_offsets.tolist(),
@@ -471,5 +579,7 @@ class FakeSession:
 
     def _copy(self, group: int, block: int, data: bytes) -> int:
         for handle, engine, slot, size in self._runs(group, block):
-            self.maps[handle][engine : engine + size] = np.frombuffer(data[slot : slot + size], np.uint8)
+            self.maps[handle][engine : engine + size] = np.frombuffer(
+                data[slot : slot + size], np.uint8
+            )
         return len(data)

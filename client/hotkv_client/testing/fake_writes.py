@@ -1,8 +1,10 @@
-"""The write side of `FakeServer`: leases that ranks join, and results block by block, as the real server gives them.
+"""The write side of `FakeServer`: leases that ranks join, and results block by block, as the real
+server gives them.
 
-Always true: a block that is not ready belongs to at most one lease; the first call under a lease id decides which blocks are its own, later
-ones name no others; a block becomes ready when every shard is written, and never after any copy of it was given up. There is no bound
-on room and no expiry: `expire` ends what ranks have left behind.
+Always true: a block that is not ready belongs to at most one lease; the first call under a lease id
+decides which blocks are its own, later ones name no others; a block becomes ready when every shard
+is written, and never after any copy of it was given up. There is no bound on room and no expiry:
+`expire` ends what ranks have left behind.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +30,8 @@ class WriteRun:
 
 @dataclass(slots=True, eq=False)
 class WriteLease:
-    """`listed`: what the first call named. `parts`: blocks of its own that are not ready, with the shards written of each."""
+    """`listed`: what the first call named. `parts`: blocks of its own that are not ready, with the
+    shards written of each."""
 
     name: LeaseName
     session: object
@@ -53,27 +56,45 @@ class FakeStore:
 
     def writes(self) -> set[Key]:
         rows = zip(self.runs, self.results, strict=True)
-        return {key for run, row in rows for key, result in zip(run.keys, row, strict=True) if result is BlockResult.RESERVED}
+        return {
+            key
+            for run, row in rows
+            for key, result in zip(run.keys, row, strict=True)
+            if result is BlockResult.RESERVED
+        }
 
 
 class FakeWrites:
     """All write leases. `is_ready` and `publish` reach the blocks of the server."""
 
-    def __init__(self, is_ready: Callable[[Key], bool], publish: Callable[[Key, Shards], None]) -> None:
+    def __init__(
+        self, is_ready: Callable[[Key], bool], publish: Callable[[Key, Shards], None]
+    ) -> None:
         self._is_ready = is_ready
         self._publish = publish
         self._owners: dict[Key, WriteLease] = {}
         self.leases: dict[LeaseName, WriteLease] = {}
 
-    def begin(self, session: object, name: LeaseName, runs: Sequence[WriteRun], shard: int, num_shards: int) -> FakeStore:
-        """Reserves what no earlier call under the lease has. Raises DUPLICATE_ID for blocks that its first call did not name."""
+    def begin(
+        self,
+        session: object,
+        name: LeaseName,
+        runs: Sequence[WriteRun],
+        shard: int,
+        num_shards: int,
+    ) -> FakeStore:
+        """Reserves what no earlier call under the lease has. Raises DUPLICATE_ID for blocks that
+        its first call did not name."""
         named = {key for run in runs if run.blocks is None for key in run.keys}
         lease = self.leases.get(name)
         decides = lease is None
         if lease is None:
             lease = WriteLease(name, session, num_shards, named)
         elif named - lease.listed:
-            raise HotKVError(Reason.DUPLICATE_ID, f"lease_id {name[1]!r} is in use for other blocks; choose a new id")
+            raise HotKVError(
+                Reason.DUPLICATE_ID,
+                f"lease_id {name[1]!r} is in use for other blocks; choose a new id",
+            )
         taken = {key for store in lease.stores if store.shard == shard for key in store.writes()}
         store = FakeStore(lease, shard, runs, [[] for _ in runs])
         for at in sorted(range(len(runs)), key=lambda at: runs[at].blocks is not None):
@@ -89,11 +110,17 @@ class FakeWrites:
         lease.stores.append(store)
         return store
 
-    def _begun(self, lease: WriteLease, key: Key, block: Key | None, decides: bool, shard: int) -> BlockResult:
+    def _begun(
+        self, lease: WriteLease, key: Key, block: Key | None, decides: bool, shard: int
+    ) -> BlockResult:
         if self._is_ready(key):
             return BlockResult.PRESENT
         if key not in self._owners and decides:
-            if block is not None and not self._is_ready(block) and self._owners.get(block) is not lease:
+            if (
+                block is not None
+                and not self._is_ready(block)
+                and self._owners.get(block) is not lease
+            ):
                 return BlockResult.IN_FLIGHT if block in self._owners else BlockResult.NO_SPACE
             self._owners[key] = lease
             lease.parts[key] = {}
@@ -106,7 +133,8 @@ class FakeWrites:
         return BlockResult.WRITTEN if shard in lease.parts[key] else BlockResult.RESERVED
 
     def end(self, store: FakeStore, read: Callable[[int, int], bytes] | None) -> int:
-        """Ends a store, once: results take the place of RESERVED. `read`: the bytes of a run's block; None where nothing is kept.
+        """Ends a store, once: results take the place of RESERVED. `read`: the bytes of a run's
+        block; None where nothing is kept.
 
         Returns bytes written.
         """
@@ -121,12 +149,16 @@ class FakeWrites:
                 if row[position] is BlockResult.RESERVED:
                     data = read(at, position) if read is not None else None
                     num_bytes += len(data or b"")
-                    row[position] = self._ended(lease, key, run.blocks[position] if run.blocks else None, store.shard, data)
+                    row[position] = self._ended(
+                        lease, key, run.blocks[position] if run.blocks else None, store.shard, data
+                    )
         lease.shards_seen.add(store.shard)
         self._settle(lease)
         return num_bytes
 
-    def _ended(self, lease: WriteLease, key: Key, block: Key | None, shard: int, data: bytes | None) -> BlockResult:
+    def _ended(
+        self, lease: WriteLease, key: Key, block: Key | None, shard: int, data: bytes | None
+    ) -> BlockResult:
         if self._owners.get(key) is not lease:
             return BlockResult.ABORTED
         if data is None:
@@ -149,7 +181,8 @@ class FakeWrites:
             del lease.parts[key], self._owners[key]
 
     def _settle(self, lease: WriteLease) -> None:
-        """Drops what was given up once no store is at it, and ends the lease when every shard was seen and nothing is outstanding."""
+        """Drops what was given up once no store is at it, and ends the lease when every shard was
+        seen and nothing is outstanding."""
         if lease.stores or self.leases.get(lease.name) is not lease:
             return
         self._drop(lease, [key for key in lease.parts if key in lease.aborted or lease.released])
@@ -163,7 +196,8 @@ class FakeWrites:
             self._settle(lease)
 
     def expire(self, session: object = None) -> None:
-        """Ends the leases that a session has taken, or all; those with stores in flight end with the stores."""
+        """Ends the leases that a session has taken, or all; those with stores in flight end with
+        the stores."""
         for lease in list(self.leases.values()):
             if session is None or lease.session is session:
                 lease.released = True

@@ -1,4 +1,5 @@
-"""Engine memory in a shared file, for tests and benchmarks that speak to a real server without vLLM."""
+"""Engine memory in a shared file, for tests and benchmarks that speak to a real server without
+vLLM."""
 
 import mmap
 import os
@@ -16,9 +17,9 @@ from hotkv_client.types import EngineMemory, Evicted, LinkState, Role, SessionCo
 class PagedEngine:
     """A CPU engine's KV cache, layout LBHNC, and its worker session.
 
-    `windows`: one group each, sliding-window attention of so many tokens, 0 for full attention; all groups lie over the same memory, as in
-    vLLM, so a block belongs to one of them at a time. `layers`: of each group. `kv`: uint8 [layers, blocks, page bytes], shared with
-    the server.
+    `windows`: one group each, sliding-window attention of so many tokens, 0 for full attention; all
+    groups lie over the same memory, as in vLLM, so a block belongs to one of them at a time.
+    `layers`: of each group. `kv`: uint8 [layers, blocks, page bytes], shared with the server.
     """
 
     def __init__(
@@ -42,16 +43,23 @@ class PagedEngine:
         layer_bytes = num_blocks * page_bytes
         self.fd = os.memfd_create("hotkv-engine")
         os.posix_fallocate(self.fd, 0, layers * layer_bytes)
-        self.kv = np.frombuffer(mmap.mmap(self.fd, layers * layer_bytes), np.uint8).reshape(layers, num_blocks, page_bytes)
+        self.kv = np.frombuffer(mmap.mmap(self.fd, layers * layer_bytes), np.uint8).reshape(
+            layers, num_blocks, page_bytes
+        )
         tensors = tuple(
             PageTensor(group, "kv", i * layer_bytes, page_bytes, page_bytes, i * page_bytes)
             for group in range(len(windows))
             for i in range(layers)
         )
-        self.layout = Layout(shard_index, num_blocks, (MemoryHandle("kv", layers * layer_bytes),), tensors, "LBHNC")
+        self.layout = Layout(
+            shard_index, num_blocks, (MemoryHandle("kv", layers * layer_bytes),), tensors, "LBHNC"
+        )
         groups = tuple(
             GroupSpec(
-                GroupKind.SLIDING_WINDOW if window else GroupKind.FULL_ATTENTION, block_tokens, (layers * page_bytes,) * num_shards, window
+                GroupKind.SLIDING_WINDOW if window else GroupKind.FULL_ATTENTION,
+                block_tokens,
+                (layers * page_bytes,) * num_shards,
+                window,
             )
             for window in windows
         )

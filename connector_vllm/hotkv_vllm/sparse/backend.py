@@ -1,8 +1,10 @@
-"""vLLM's CPU attention with sparse decode: the entry `CPU_ATTN` of its backend registry, where `hotkv.sparse` is configured.
+"""vLLM's CPU attention with sparse decode: the entry `CPU_ATTN` of its backend registry, where
+`hotkv.sparse` is configured.
 
-The only module of this package that knows vLLM's attention classes. Fails open: whatever breaks in hotkv, the layer attends to
-everything in that step. Until the connector attaches a `SparseWorker`, and for layers it leaves out, this is vLLM's own attention.
-Source: `vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
+The only module of this package that knows vLLM's attention classes. Fails open: whatever breaks in
+hotkv, the layer attends to everything in that step. Until the connector attaches a `SparseWorker`,
+and for layers it leaves out, this is vLLM's own attention. Source:
+`vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +15,11 @@ import torch
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+)
 
 from hotkv_vllm.config import is_sparse_configured
 from hotkv_vllm.sparse.worker import Batch, Rewrite, SparseLayer, SparseWorker
@@ -25,7 +31,9 @@ class HotAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         transfer = get_current_vllm_config().kv_transfer_config
-        configured = transfer is not None and is_sparse_configured(transfer.kv_connector_extra_config)
+        configured = transfer is not None and is_sparse_configured(
+            transfer.kv_connector_extra_config
+        )
         return HotAttentionImpl if configured else CPUAttentionBackendImpl
 
 
@@ -55,15 +63,44 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
             try:
                 metadata = self._rewritten(worker, sparse_layer, layer.isa, query, attn_metadata)
                 if metadata is not None:
-                    return super().forward(layer, query, key, value, kv_cache, metadata, output, output_scale, output_block_scale)
+                    return super().forward(
+                        layer,
+                        query,
+                        key,
+                        value,
+                        kv_cache,
+                        metadata,
+                        output,
+                        output_scale,
+                        output_block_scale,
+                    )
             except Exception:  # noqa: BLE001 - the engine's edge: a fault of ours must not become a request's
                 worker.fault(sparse_layer.name)
-        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        return super().forward(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
+        )
 
     def _rewritten(
-        self, worker: SparseWorker, sparse_layer: SparseLayer, isa: str, query: torch.Tensor, metadata: CPUAttentionMetadata
+        self,
+        worker: SparseWorker,
+        sparse_layer: SparseLayer,
+        isa: str,
+        query: torch.Tensor,
+        metadata: CPUAttentionMetadata,
     ) -> CPUAttentionMetadata | None:
-        if not isinstance(metadata.causal, bool) or not metadata.causal or metadata.dynamic_causal is not None:
+        if (
+            not isinstance(metadata.causal, bool)
+            or not metadata.causal
+            or metadata.dynamic_causal is not None
+        ):
             return None
 
         def query_of(token: int) -> Any:
@@ -72,22 +109,36 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         rewrite = worker.attend(sparse_layer, metadata, lambda: _batch(metadata), query_of)
         return None if rewrite is None else self._with(rewrite, isa, query.dtype, metadata)
 
-    def _with(self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata) -> CPUAttentionMetadata:
-        """The metadata with other tables and lengths, and with the plan of work that vLLM's kernel makes of them.
+    def _with(
+        self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata
+    ) -> CPUAttentionMetadata:
+        """The metadata with other tables and lengths, and with the plan of work that vLLM's kernel
+        makes of them.
 
         Layers with equal lengths share that plan, as all of vLLM's layers do.
         """
         made = rewrite.made
         if not isinstance(made, _Made):
             tables, seq_lens = torch.from_numpy(rewrite.tables), torch.from_numpy(rewrite.seq_lens)
-            made = rewrite.made = _Made(replace(metadata, block_table=tables, seq_lens=seq_lens), None)
-        key = (rewrite.seq_lens.tobytes(), self.num_heads, self.num_kv_heads, self.head_size, isa, dtype)
+            made = rewrite.made = _Made(
+                replace(metadata, block_table=tables, seq_lens=seq_lens), None
+            )
+        key = (
+            rewrite.seq_lens.tobytes(),
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            isa,
+            dtype,
+        )
         if key != made.key:
             made.metadata.scheduler_metadata = self._schedule(made.metadata, isa, dtype)
             made.key = key
         return made.metadata
 
-    def _schedule(self, metadata: CPUAttentionMetadata, isa: str, dtype: torch.dtype) -> torch.Tensor:
+    def _schedule(
+        self, metadata: CPUAttentionMetadata, isa: str, dtype: torch.dtype
+    ) -> torch.Tensor:
         schedule: torch.Tensor = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(metadata.seq_lens),
             num_heads=self.num_heads,

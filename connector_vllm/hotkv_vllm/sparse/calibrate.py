@@ -1,8 +1,10 @@
-"""Calibrates the centres of a model's keys: `python -m hotkv_vllm.sparse.calibrate --model MODEL --output centres.npz`.
+"""Calibrates the centres of a model's keys: `python -m hotkv_vllm.sparse.calibrate --model MODEL
+--output centres.npz`.
 
-Runs the model once over ordinary text in a vLLM engine of its own, in this process, and takes every layer's keys and some queries
-where attention gets them: after RoPE, in the model's dtype. So it works for whatever model vLLM runs on a CPU with layers of plain full
-attention. The file is for `hotkv.sparse_centre`; what it holds is a property of model and context length, not of the text.
+Runs the model once over ordinary text in a vLLM engine of its own, in this process, and takes every
+layer's keys and some queries where attention gets them: after RoPE, in the model's dtype. So it
+works for whatever model vLLM runs on a CPU with layers of plain full attention. The file is for
+`hotkv.sparse_centre`; what it holds is a property of model and context length, not of the text.
 
 Shapes: S tokens of a context, N sampled tokens, Q query heads, H KV heads, D channels.
 """
@@ -20,7 +22,15 @@ import numpy.typing as npt
 import torch
 
 from hotkv.errors import HotKVError
-from hotkv_sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS, CentreEstimate, Centres, LayerCentre, measured_bias
+from hotkv_sparse.centre import (
+    FIRST_TOKENS,
+    MIN_TOKENS,
+    TOKEN_FORMATS,
+    CentreEstimate,
+    Centres,
+    LayerCentre,
+    measured_bias,
+)
 from hotkv_sparse.centre_file import write_centres
 
 F32 = npt.NDArray[np.float32]
@@ -43,7 +53,17 @@ class Recorder:
     queries: list[torch.Tensor] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
 
-    def __call__(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, *more: Any, **named: Any) -> Any:
+    def __call__(
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: Any,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
         """As the attention's `forward`. Runs that only try memory out come without metadata."""
         if metadata is not None:
             self._keep(query, key, metadata.num_actual_tokens)
@@ -52,13 +72,18 @@ class Recorder:
     def _keep(self, query: torch.Tensor, key: torch.Tensor, num_tokens: int) -> None:
         first = -(self.num_tokens + 1) % QUERY_EVERY_TOKENS
         sampled = range(first, num_tokens, QUERY_EVERY_TOKENS)
-        self.keys.append(key[:num_tokens].reshape(num_tokens, self.kv_heads, self.head_size).clone())
-        self.queries += [query[place].reshape(self.query_heads, self.head_size).float() for place in sampled]
+        self.keys.append(
+            key[:num_tokens].reshape(num_tokens, self.kv_heads, self.head_size).clone()
+        )
+        self.queries += [
+            query[place].reshape(self.query_heads, self.head_size).float() for place in sampled
+        ]
         self.positions += [self.num_tokens + place for place in sampled]
         self.num_tokens += num_tokens
 
     def take(self) -> tuple[F32, F32, list[int]]:
-        """Keys float32 [S, H, D] and queries float32 [N, Q, D] of the context, and the queries' positions; the recorder is empty then."""
+        """Keys float32 [S, H, D] and queries float32 [N, Q, D] of the context, and the queries'
+        positions; the recorder is empty then."""
         keys: F32 = torch.cat(self.keys).float().numpy()
         queries: F32 = torch.stack(self.queries).numpy()
         positions = self.positions
@@ -73,7 +98,9 @@ def recorders(worker: Any) -> dict[int, Recorder]:
     found = {}
     for layer in full_attention_layers(worker.vllm_config, worker.model_runner.kv_cache_config):
         impl = layer.impl
-        found[layer.index] = Recorder(impl.forward, impl.num_kv_heads, impl.num_heads, impl.head_size, impl.scale)
+        found[layer.index] = Recorder(
+            impl.forward, impl.num_kv_heads, impl.num_heads, impl.head_size, impl.scale
+        )
         impl.forward = found[layer.index]
     return found
 
@@ -89,23 +116,37 @@ class Calibration:
         """Takes what the recorders have of one context."""
         for index, recorder in layers.items():
             keys_SHD, queries_NQD, positions = recorder.take()
-            estimate = self._estimates.setdefault(index, CentreEstimate(recorder.kv_heads, recorder.head_size))
+            estimate = self._estimates.setdefault(
+                index, CentreEstimate(recorder.kv_heads, recorder.head_size)
+            )
             estimate.add(keys_SHD[FIRST_TOKENS:])
-            self._contexts.setdefault(index, []).append((keys_SHD, queries_NQD, positions, recorder.scale))
+            self._contexts.setdefault(index, []).append(
+                (keys_SHD, queries_NQD, positions, recorder.scale)
+            )
 
     def centres(self, model: str) -> Centres:
-        """Centre and biases of every layer, each bias the mean over contexts. INVALID_FIELD where there were too few tokens."""
+        """Centre and biases of every layer, each bias the mean over contexts. INVALID_FIELD where
+        there were too few tokens."""
         layers = {}
         for index, contexts in self._contexts.items():
             mu = self._estimates[index].mu()
             if mu is not None:
-                layers[index] = LayerCentre(mu, {name: _bias(name, mu, contexts) for name in TOKEN_FORMATS})
+                layers[index] = LayerCentre(
+                    mu, {name: _bias(name, mu, contexts) for name in TOKEN_FORMATS}
+                )
         num_tokens = min((estimate.num_tokens for estimate in self._estimates.values()), default=0)
         return Centres(model, num_tokens, layers)
 
 
 def _bias(name: str, mu_HD: F32, contexts: Sequence[tuple[F32, F32, list[int], float]]) -> float:
-    return float(np.mean([measured_bias(name, mu_HD, keys, queries, positions, scale) for keys, queries, positions, scale in contexts]))
+    return float(
+        np.mean(
+            [
+                measured_bias(name, mu_HD, keys, queries, positions, scale)
+                for keys, queries, positions, scale in contexts
+            ]
+        )
+    )
 
 
 def default_text() -> str:
@@ -116,43 +157,82 @@ def default_text() -> str:
 
 
 def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> list[list[int]]:
-    """The first `num_tokens` tokens of every text; ValueError where one is too short to say much."""
+    """The first `num_tokens` tokens of every text; ValueError where one is too short to say
+    much."""
     contexts = []
     for name, text in texts.items():
         tokens = list(tokenizer.encode(text[: 16 * num_tokens]))[:num_tokens]
         if len(tokens) < MIN_TOKENS + FIRST_TOKENS:
-            raise ValueError(f"--texts: {name} has {len(tokens)} tokens; pass files of {MIN_TOKENS + FIRST_TOKENS} or more")
+            raise ValueError(
+                f"--texts: {name} has {len(tokens)} tokens; pass files of "
+                f"{MIN_TOKENS + FIRST_TOKENS} or more"
+            )
         contexts.append(tokens)
     return contexts
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    flags = argparse.ArgumentParser(prog="python -m hotkv_vllm.sparse.calibrate", description="Calibrates centres for sparse decode.")
-    flags.add_argument("--model", required=True, help="the model, as vLLM takes it: a folder or a name")
-    flags.add_argument("--output", required=True, type=Path, metavar="FILE", help="where to write the centres")
-    flags.add_argument(
-        "--texts", type=Path, nargs="+", default=[], metavar="FILE", help="plain texts (default: Python's own documentation)"
+    flags = argparse.ArgumentParser(
+        prog="python -m hotkv_vllm.sparse.calibrate",
+        description="Calibrates centres for sparse decode.",
     )
-    flags.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help="tokens of each text; at most the model's context")
-    flags.add_argument("--dtype", default="auto", help="as vLLM's --dtype: use that of the engines to be calibrated")
+    flags.add_argument(
+        "--model", required=True, help="the model, as vLLM takes it: a folder or a name"
+    )
+    flags.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="where to write the centres"
+    )
+    flags.add_argument(
+        "--texts",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="plain texts (default: Python's own documentation)",
+    )
+    flags.add_argument(
+        "--tokens",
+        type=int,
+        default=DEFAULT_TOKENS,
+        help="tokens of each text; at most the model's context",
+    )
+    flags.add_argument(
+        "--dtype",
+        default="auto",
+        help="as vLLM's --dtype: use that of the engines to be calibrated",
+    )
     flags.add_argument("--trust-remote-code", action="store_true", help="as vLLM's")
     return flags.parse_args(arguments)
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Centres of a model from texts by name; ValueError or HotKVError (INVALID_FIELD) where that is not possible. Blocks for minutes."""
+    """Centres of a model from texts by name; ValueError or HotKVError (INVALID_FIELD) where that is
+    not possible. Blocks for minutes."""
     from vllm import LLM, SamplingParams
 
-    settings = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1, "max_model_len": -1} | engine
+    settings = {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 1,
+        "max_model_len": -1,
+    } | engine
     llm = LLM(model, **settings)
-    contexts = contexts_of(texts, llm.get_tokenizer(), min(num_tokens, llm.model_config.max_model_len - 1))
+    contexts = contexts_of(
+        texts, llm.get_tokenizer(), min(num_tokens, llm.model_config.max_model_len - 1)
+    )
     layers: dict[int, Recorder] = llm.collective_rpc(recorders)[0]
     if not layers:
-        raise ValueError(f"--model: {model} has no layer of plain full attention, so it cannot decode sparsely")
+        raise ValueError(
+            f"--model: {model} has no layer of plain full attention, so it cannot decode sparsely"
+        )
     calibration = Calibration()
     for context in contexts:
-        llm.generate([{"prompt_token_ids": context}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        llm.generate(
+            [{"prompt_token_ids": context}],
+            SamplingParams(max_tokens=1, detokenize=False),
+            use_tqdm=False,
+        )
         calibration.add(layers)
     return calibration.centres(Path(model).name)
 
@@ -162,10 +242,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = options(arguments)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        texts = {str(file): file.read_text(errors="replace") for file in chosen.texts} or {"Python's documentation": default_text()}
+        texts = {str(file): file.read_text(errors="replace") for file in chosen.texts} or {
+            "Python's documentation": default_text()
+        }
         if not chosen.output.parent.is_dir():
             raise ValueError(f"--output: there is no folder {chosen.output.parent}")
-        centres = calibrate(chosen.model, texts, chosen.tokens, dtype=chosen.dtype, trust_remote_code=chosen.trust_remote_code)
+        centres = calibrate(
+            chosen.model,
+            texts,
+            chosen.tokens,
+            dtype=chosen.dtype,
+            trust_remote_code=chosen.trust_remote_code,
+        )
         write_centres(chosen.output, centres)
     except (OSError, ValueError, HotKVError) as error:
         print(error, file=sys.stderr)

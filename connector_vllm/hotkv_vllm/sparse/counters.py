@@ -1,4 +1,5 @@
-"""What sparse decode counts, by layer. Counters only grow; whoever takes gets the growth since the same was last taken.
+"""What sparse decode counts, by layer. Counters only grow; whoever takes gets the growth since the
+same was last taken.
 
 Counting costs a few additions of Python floats; tables are made when somebody takes.
 """
@@ -15,7 +16,8 @@ _COLUMN = {name: column for column, name in enumerate(SPARSE_COUNTERS)}
 _STEP = tuple(
     _COLUMN[name]
     for name in (
-        "selects", "context_blocks", "selected_blocks", "attended_blocks", "seeded_blocks", "remembered_blocks", "corrected_blocks",
+        "selects", "context_blocks", "selected_blocks", "attended_blocks", "seeded_blocks",
+        "remembered_blocks", "corrected_blocks",
         "prefetched_blocks", "wanted_blocks", "hit_blocks", "estimated_mass", "swap_bytes",
     )
 )  # fmt: skip
@@ -30,30 +32,44 @@ class LayerCounters:
         self._taken_by_layer = np.zeros((len(self._rows), len(SPARSE_COUNTERS)))
 
     def __repr__(self) -> str:
-        return f"LayerCounters(layers {len(self._rows)}, selects {sum(row[_COLUMN['selects']] for row in self._rows.values()):.0f})"
+        return (
+            f"LayerCounters(layers {len(self._rows)}, selects "
+            f"{sum(row[_COLUMN['selects']] for row in self._rows.values()):.0f})"
+        )
 
     def add(self, index: int, name: str, value: float) -> None:
         self._rows[index][_COLUMN[name]] += value
 
-    def add_step(self, index: int, attended: Attended, context_blocks: int, page_bytes: int) -> None:
+    def add_step(
+        self, index: int, attended: Attended, context_blocks: int, page_bytes: int
+    ) -> None:
         """One selection of a layer whose blocks have pages of `page_bytes`."""
         row = self._rows[index]
         num_joined = attended.num_seeded + attended.num_corrected + attended.num_prefetched
         values = (
-            1, context_blocks, len(attended.selection.blocks), len(attended.blocks), attended.num_seeded, attended.num_remembered,
-            attended.num_corrected, attended.num_prefetched, attended.num_wanted, attended.num_hits, attended.selection.mass,
+            1, context_blocks, len(attended.selection.blocks), len(attended.blocks),
+            attended.num_seeded, attended.num_remembered,
+            attended.num_corrected, attended.num_prefetched, attended.num_wanted,
+            attended.num_hits, attended.selection.mass,
             num_joined * page_bytes,
         )  # fmt: skip
         for column, value in zip(_STEP, values, strict=True):
             row[column] += value
 
     def take(self) -> dict[str, float]:
-        """Growth over all layers, by name with `sparse_` before it; without those that did not grow."""
+        """Growth over all layers, by name with `sparse_` before it; without those that did not
+        grow."""
         # Once a step, so without an array.
-        totals: list[float] = [sum(column, 0.0) for column in zip(*self._rows.values(), strict=True)] or self._taken
+        totals: list[float] = [
+            sum(column, 0.0) for column in zip(*self._rows.values(), strict=True)
+        ] or self._taken
         growth = [total - taken for total, taken in zip(totals, self._taken, strict=True)]
         self._taken = totals
-        return {PREFIX + name: value for name, value in zip(SPARSE_COUNTERS, growth, strict=True) if value}
+        return {
+            PREFIX + name: value
+            for name, value in zip(SPARSE_COUNTERS, growth, strict=True)
+            if value
+        }
 
     def take_by_layer(self) -> dict[int, dict[str, float]]:
         """Growth by layer and name; without layers and counters that did not grow."""

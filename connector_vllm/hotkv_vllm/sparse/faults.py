@@ -1,8 +1,10 @@
-"""Layers whose sparse attention breaks rest: an exception in every step costs more than attending to everything.
+"""Layers whose sparse attention breaks rest: an exception in every step costs more than attending
+to everything.
 
-What is always true: a layer that has broken `MAX_IN_A_ROW` times without a good step between rests for `FIRST_REST_STEPS` steps,
-then for twice as many with each further fault, up to `LONGEST_REST_STEPS`; one good step and it is as new. Said once per layer each:
-the first fault, the first rest.
+What is always true: a layer that has broken `MAX_IN_A_ROW` times without a good step between rests
+for `FIRST_REST_STEPS` steps, then for twice as many with each further fault, up to
+`LONGEST_REST_STEPS`; one good step and it is as new. Said once per layer each: the first fault, the
+first rest.
 """
 
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ class Faults:
         self._said: set[tuple[str, str]] = set()
 
     def __repr__(self) -> str:
-        return f"Faults({', '.join(f'{name}: {trouble.in_a_row}' for name, trouble in self._troubles.items())})"
+        counts = (f"{name}: {trouble.in_a_row}" for name, trouble in self._troubles.items())
+        return f"Faults({', '.join(counts)})"
 
     def rests(self, layer_name: str, step: int) -> bool:
         """Whether the layer attends to everything in this step."""
@@ -46,12 +49,18 @@ class Faults:
         trouble = self._troubles.setdefault(layer_name, _Trouble())
         trouble.in_a_row += 1
         if self._is_new(layer_name, "fault"):
-            logger.exception("hotkv: sparse attention of %s broke; the layer attends to everything in this step", layer_name)
+            logger.exception(
+                "hotkv: sparse attention of %s broke; the layer attends to everything in this step",
+                layer_name,
+            )
         if trouble.in_a_row < MAX_IN_A_ROW:
             return
         trouble.until_step = step + 1 + trouble.rest_steps
         if self._is_new(layer_name, "rest"):
-            message = "hotkv: sparse attention of %s broke %d times in a row; it rests for %d steps, and longer should it break again"
+            message = (
+                "hotkv: sparse attention of %s broke %d times in a row; it rests for %d "
+                "steps, and longer should it break again"
+            )
             logger.warning(message, layer_name, trouble.in_a_row, trouble.rest_steps)
         trouble.rest_steps = min(2 * trouble.rest_steps, LONGEST_REST_STEPS)
 

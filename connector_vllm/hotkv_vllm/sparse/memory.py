@@ -1,12 +1,15 @@
-"""The scheduler's side of what engines tell each other about sparse decode: sequences on the server, one a request and group.
+"""The scheduler's side of what engines tell each other about sparse decode: sequences on the
+server, one a request and group.
 
-A sequence begins when a request with a long prompt arrives, or when one has grown to it, and the answer brings the hot set that another
-ended with over the same prefix; it grows as blocks complete, and ends with the request's own hot sets, which the workers give with the
-step after the end. What workers report goes out in one message.
+A sequence begins when a request with a long prompt arrives, or when one has grown to it, and the
+answer brings the hot set that another ended with over the same prefix; it grows as blocks complete,
+and ends with the request's own hot sets, which the workers give with the step after the end. What
+workers report goes out in one message.
 
-What is always true: nothing here waits, and no request depends on it; a hot set reaches the workers with the request's first sparse step
-or before it, or never; a server that comes back is told anew of what still runs; a server that does not answer is told no more until
-it does. Bounded: `MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
+What is always true: nothing here waits, and no request depends on it; a hot set reaches the workers
+with the request's first sparse step or before it, or never; a server that comes back is told anew
+of what still runs; a server that does not answer is told no more until it does. Bounded:
+`MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
 """
 
 import itertools
@@ -34,7 +37,8 @@ HashesOf = Callable[[Any, int], Sequence[bytes]]
 
 
 class Streams:
-    """Counts how often the session has found a server; all sequences end with the stream that they were created in.
+    """Counts how often the session has found a server; all sequences end with the stream that they
+    were created in.
 
     Called by the session's thread; `then` is told as well.
     """
@@ -50,7 +54,8 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class SparseGroup:
-    """A group with sparse layers: its index in the session, tokens of its blocks, and the layers' indices."""
+    """A group with sparse layers: its index in the session, tokens of its blocks, and the layers'
+    indices."""
 
     index: int
     block_tokens: int
@@ -59,10 +64,12 @@ class SparseGroup:
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A request. `ids`: its sequences, one a group, in stream `stream`; none before they were created.
+    """A request. `ids`: its sequences, one a group, in stream `stream`; none before they were
+    created.
 
-    `num_sent`: blocks that the server knows, a group; another is complete at `next_tokens`. `answers`: those that were not looked at.
-    `has_decoded`: its first sparse step has been planned. `end_by_s`: when it ends without hot sets, once the request has ended.
+    `num_sent`: blocks that the server knows, a group; another is complete at `next_tokens`.
+    `answers`: those that were not looked at. `has_decoded`: its first sparse step has been planned.
+    `end_by_s`: when it ends without hot sets, once the request has ended.
     """
 
     request: Any
@@ -90,7 +97,8 @@ class SparseMemory:
         self._session = session
         self._streams = streams
         self._groups = tuple(groups)
-        # A worker gives positions of all its layers together, which mean the same blocks only where blocks are of one size.
+        # A worker gives positions of all its layers together, which mean the same blocks only where
+        # blocks are of one size.
         self._is_even = len({group.block_tokens for group in groups}) == 1
         self._hashes_of = hashes_of
         self._min_tokens = min_context_tokens
@@ -98,7 +106,8 @@ class SparseMemory:
         self._stream = 0
         self._followed: dict[str, _Followed] = {}
         self._ending: dict[str, _Followed] = {}
-        # Ordered sets of request ids: whose sequences are to be created, whose answers are awaited, whose hot sets workers are to give.
+        # Ordered sets of request ids: whose sequences are to be created, whose answers are awaited,
+        # whose hot sets workers are to give.
         self._to_create: dict[str, None] = {}
         self._awaited: dict[str, None] = {}
         self._to_name: dict[str, None] = {}
@@ -106,12 +115,16 @@ class SparseMemory:
         self._counters: dict[int, dict[str, float]] = {}
 
     def __repr__(self) -> str:
-        return f"SparseMemory({len(self._followed)} requests, {len(self._ending)} ending, {len(self._unanswered)} calls unanswered)"
+        return (
+            f"SparseMemory({len(self._followed)} requests, {len(self._ending)} ending, "
+            f"{len(self._unanswered)} calls unanswered)"
+        )
 
-    # --------------------------------------------------------------------------------------------------------- requests
+    # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """A request whose KV others may use. It is followed where it can decode with a long context."""
+        """A request whose KV others may use. It is followed where it can decode with a long
+        context."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
@@ -138,10 +151,13 @@ class SparseMemory:
         self._to_create[request.request_id] = None
         return one
 
-    # ------------------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
-    def step(self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float) -> tuple[HotSets, tuple[str, ...]]:
-        """For the step that is planned: remembered hot sets, and ended requests whose own the workers are to give.
+    def step(
+        self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float
+    ) -> tuple[HotSets, tuple[str, ...]]:
+        """For the step that is planned: remembered hot sets, and ended requests whose own the
+        workers are to give.
 
         `rows`: its sparse rows. `requests`: those whose KV others may use.
         """
@@ -185,7 +201,7 @@ class SparseMemory:
             if one is not None:
                 self._delete(one, report.ended[request_id])
 
-    # ----------------------------------------------------------------------------------------------------------- server
+    # --------------------------------------------------------------------------------------- server
 
     def _notice_stream(self) -> None:
         """After a reconnect the server knows no sequence."""
@@ -209,7 +225,10 @@ class SparseMemory:
             del self._to_create[request_id]
             one = self._followed[request_id]
             hashes = [self._hashes_of(one.request, group.index) for group in self._groups]
-            one.ids, one.stream = tuple(itertools.islice(self._ids, len(self._groups))), self._stream
+            one.ids, one.stream = (
+                tuple(itertools.islice(self._ids, len(self._groups))),
+                self._stream,
+            )
             one.answers = [
                 self._session.create_sequence(sequence_id, group.index, own)
                 for sequence_id, group, own in zip(one.ids, self._groups, hashes, strict=True)
@@ -230,7 +249,10 @@ class SparseMemory:
 
     def _note_sent(self, one: _Followed, hashes: Sequence[Sequence[bytes]]) -> None:
         one.num_sent = [len(own) for own in hashes]
-        one.next_tokens = min((sent + 1) * group.block_tokens for group, sent in zip(self._groups, one.num_sent, strict=True))
+        one.next_tokens = min(
+            (sent + 1) * group.block_tokens
+            for group, sent in zip(self._groups, one.num_sent, strict=True)
+        )
 
     def _remembered(self) -> HotSets:
         """What has been answered for requests that have not begun to decode."""
@@ -246,7 +268,9 @@ class SparseMemory:
                 self._delete(one, ())
                 one.ids = ()
             elif not one.has_decoded:
-                hot_sets = tuple(hot_set for answer in answers for hot_set in answer.result().hot_sets)
+                hot_sets = tuple(
+                    hot_set for answer in answers for hot_set in answer.result().hot_sets
+                )
                 if hot_sets:
                     found[request_id] = hot_sets
         return found

@@ -1,11 +1,14 @@
-"""Sparse offloading under the names of vLLM's RFC #37263: host memory holds every block, hot slots those that are attended.
+"""Sparse offloading under the names of vLLM's RFC #37263: host memory holds every block, hot slots
+those that are attended.
 
-`SparseOffloadingManager` is the scheduler's: which blocks of a prefix matter, pins while they are loaded, and new blocks of host memory.
-`SparseOffloadingHandler` is the worker's: one layer's step, and the copies it asks for. `BlockReprManager` (`pool`) keeps
-representations by host block. All three are thin: selection, hot sets and copies are those of `hotkv_sparse` and `swaps`.
+`SparseOffloadingManager` is the scheduler's: which blocks of a prefix matter, pins while they are
+loaded, and new blocks of host memory. `SparseOffloadingHandler` is the worker's: one layer's step,
+and the copies it asks for. `BlockReprManager` (`pool`) keeps representations by host block. All
+three are thin: selection, hot sets and copies are those of `hotkv_sparse` and `swaps`.
 
-What is always true: a block is attended only in a hot slot that holds its bytes; a new block stays in its hot slot until its
-copy in host memory is complete; a pinned host block is not given out again.
+What is always true: a block is attended only in a hot slot that holds its bytes; a new block stays
+in its hot slot until its copy in host memory is complete; a pinned host block is not given out
+again.
 
 Shapes: Q query heads, H KV heads, D channels, T tokens of a block, C blocks of the context.
 """
@@ -33,7 +36,8 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class SwapSpec:
-    """Copies of one sequence and layer: host block `blocks[i]`, at `positions[i]` of the context, and hot slot `slots[i]`; int32 arrays.
+    """Copies of one sequence and layer: host block `blocks[i]`, at `positions[i]` of the context,
+    and hot slot `slots[i]`; int32 arrays.
 
     Towards the slots where `is_load`, else to host memory.
     """
@@ -55,9 +59,11 @@ class LoadSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """One sequence in one layer. `block_table` int32: what to attend to, in order; the last block holds the tokens up to `seq_len`.
+    """One sequence in one layer. `block_table` int32: what to attend to, in order; the last block
+    holds the tokens up to `seq_len`.
 
-    Given to `handle_layer`, it names host blocks of the whole context; what comes back names hot slots.
+    Given to `handle_layer`, it names host blocks of the whole context; what comes back names hot
+    slots.
     """
 
     sequence_id: str
@@ -66,9 +72,16 @@ class DecodeMetadata:
 
 
 class SparseOffloadingManager:
-    """Host blocks by hash. The representations are those that `representations` has, by host block. One thread."""
+    """Host blocks by hash. The representations are those that `representations` has, by host block.
+    One thread."""
 
-    def __init__(self, config: SparseConfig, num_blocks: int, block_tokens: int, representations: BlockReprManager) -> None:
+    def __init__(
+        self,
+        config: SparseConfig,
+        num_blocks: int,
+        block_tokens: int,
+        representations: BlockReprManager,
+    ) -> None:
         self._config = config
         self._block_tokens = block_tokens
         self._reprs = representations
@@ -79,13 +92,20 @@ class SparseOffloadingManager:
         self._free = list(range(num_blocks - 1, -1, -1))
 
     def __repr__(self) -> str:
-        return f"SparseOffloadingManager(ready {int(self._is_ready.sum())}, free {len(self._free)}, pinned {int((self._pins > 0).sum())})"
+        return (
+            f"SparseOffloadingManager(ready {int(self._is_ready.sum())}, free "
+            f"{len(self._free)}, pinned {int((self._pins > 0).sum())})"
+        )
 
-    def lookup_with_sparse(self, block_hashes: Sequence[bytes], query: F32, layer_idx: int) -> tuple[I32, F32]:
-        """(selected_blocks, scores) of the longest prefix that is ready, for a query float32 [Q, D].
+    def lookup_with_sparse(
+        self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
+    ) -> tuple[I32, F32]:
+        """(selected_blocks, scores) of the longest prefix that is ready, for a query float32 [Q,
+        D].
 
-        `selected_blocks` int32 are host blocks in the context's order, `scores` float32 their share of the attention mass, inf where a
-        block is kept whatever its score. The mass of those is estimated, too: no keys are at hand here.
+        `selected_blocks` int32 are host blocks in the context's order, `scores` float32 their share
+        of the attention mass, inf where a block is kept whatever its score. The mass of those is
+        estimated, too: no keys are at hand here.
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -95,9 +115,18 @@ class SparseOffloadingManager:
         sources = self._reprs.sources(layer_idx)
         name, source = next(iter(sources.items()))
         kept = score(prepare(name, query, source.mu), source.pool, always)
-        log_mass = np.logaddexp.reduce(kept, axis=1) if len(always) else np.full(len(query), -np.inf)
+        log_mass = (
+            np.logaddexp.reduce(kept, axis=1) if len(always) else np.full(len(query), -np.inf)
+        )
         selection = select_layer(
-            self._config, layer_idx, query, sources, rows, log_mass.astype(np.float32), context_tokens, self._block_tokens
+            self._config,
+            layer_idx,
+            query,
+            sources,
+            rows,
+            log_mass.astype(np.float32),
+            context_tokens,
+            self._block_tokens,
         )
         return rows[selection.blocks], selection.weights
 
@@ -113,7 +142,10 @@ class SparseOffloadingManager:
     def prepare_sparse_load(self, selected_blocks: I32) -> LoadSpec:
         """Pins the blocks until `complete_load`; INVALID_FIELD where one isn't ready."""
         if not self._is_ready[selected_blocks].all():
-            raise HotKVError(Reason.INVALID_FIELD, "selected_blocks include some that are not ready; pass those of lookup_with_sparse")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "selected_blocks include some that are not ready; pass those of lookup_with_sparse",
+            )
         np.add.at(self._pins, selected_blocks, 1)
         return LoadSpec(selected_blocks)
 
@@ -121,15 +153,26 @@ class SparseOffloadingManager:
         """The blocks were loaded, or will not be."""
         if not (self._pins[selected_blocks] > 0).all():
             raise HotKVError(
-                Reason.INVALID_FIELD, "selected_blocks include some that are not pinned; call complete_load once for each load"
+                Reason.INVALID_FIELD,
+                (
+                    "selected_blocks include some that are not pinned; call complete_load once for "
+                    "each load"
+                ),
             )
         np.subtract.at(self._pins, selected_blocks, 1)
 
     def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
-        """Host blocks int32 for new blocks, which are not ready before `complete_store`; OVERLOADED where there are too few."""
+        """Host blocks int32 for new blocks, which are not ready before `complete_store`; OVERLOADED
+        where there are too few."""
         fresh = [block_hash for block_hash in block_hashes if block_hash not in self._block_of]
         if len(fresh) > len(self._free):
-            raise HotKVError(Reason.OVERLOADED, f"{len(fresh)} new blocks, {len(self._free)} free in host memory; give it more blocks")
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"{len(fresh)} new blocks, {len(self._free)} free in host memory; give it more "
+                    "blocks"
+                ),
+            )
         for block_hash in fresh:
             block = self._free.pop()
             self._block_of[block_hash], self._hash_of[block] = block, block_hash
@@ -139,7 +182,10 @@ class SparseOffloadingManager:
         """Host memory holds `new_blocks`, or, without success, they are free again."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
-                raise HotKVError(Reason.INVALID_FIELD, f"block {block} was not reserved; pass blocks of prepare_store")
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    f"block {block} was not reserved; pass blocks of prepare_store",
+                )
         if success:
             self._is_ready[new_blocks] = True
             return
@@ -150,7 +196,8 @@ class SparseOffloadingManager:
 
 @dataclass(slots=True)
 class _LayerState:
-    """A sequence in one layer. `pending` int32: complete blocks whose swap-out is yet to be asked for, as positions in the context."""
+    """A sequence in one layer. `pending` int32: complete blocks whose swap-out is yet to be asked
+    for, as positions in the context."""
 
     hot: HotSet
     has_begun: bool = False
@@ -158,11 +205,13 @@ class _LayerState:
 
 
 class SparseOffloadingHandler:
-    """Hot slots of every layer, cut into one region per sequence, and the copies between them and host memory.
+    """Hot slots of every layer, cut into one region per sequence, and the copies between them and
+    host memory.
 
-    `host` and `hot`: uint8 [layers, blocks, page bytes] and [layers, slots, page bytes]. `keys_of(pages)`: unpacked keys float32
-    [n, T, H, D] of pages uint8 [n, page bytes]. `slots_per_sequence` is what a hot set may hold. Decides in the caller's thread; copies
-    run in one of its own, in the order they were given.
+    `host` and `hot`: uint8 [layers, blocks, page bytes] and [layers, slots, page bytes].
+    `keys_of(pages)`: unpacked keys float32 [n, T, H, D] of pages uint8 [n, page bytes].
+    `slots_per_sequence` is what a hot set may hold. Decides in the caller's thread; copies run in
+    one of its own, in the order they were given.
     """
 
     def __init__(
@@ -176,14 +225,20 @@ class SparseOffloadingHandler:
     ) -> None:
         if slots_per_sequence > hot.shape[1]:
             raise HotKVError(
-                Reason.INVALID_FIELD, f"slots_per_sequence is {slots_per_sequence}; there are {hot.shape[1]} hot slots, use no more"
+                Reason.INVALID_FIELD,
+                (
+                    f"slots_per_sequence is {slots_per_sequence}; there are {hot.shape[1]} hot "
+                    "slots, use no more"
+                ),
             )
         self._config = config
         self._layers = dict(layers)
         self._slots = slots_per_sequence
         self._host, self._hot = host, hot
         self._keys_of = keys_of
-        self.representations = BlockReprManager(layers, {index: partial(self._host_keys, index) for index in layers})
+        self.representations = BlockReprManager(
+            layers, {index: partial(self._host_keys, index) for index in layers}
+        )
         self._regions = list(range(hot.shape[1] // slots_per_sequence - 1, -1, -1))
         self._region_of: dict[str, int] = {}
         self._states: dict[tuple[str, int], _LayerState] = {}
@@ -191,14 +246,21 @@ class SparseOffloadingHandler:
         self._copier = ThreadPoolExecutor(1, "hotkv-swap")
 
     def __repr__(self) -> str:
-        return f"SparseOffloadingHandler(sequences {len(self._region_of)}, layers {len(self._states)}, jobs {len(self._jobs)})"
+        return (
+            f"SparseOffloadingHandler(sequences {len(self._region_of)}, layers "
+            f"{len(self._states)}, jobs {len(self._jobs)})"
+        )
 
-    # -------------------------------------------------------------------------------------------------------- sequences
+    # ------------------------------------------------------------------------------------ sequences
 
     def begin(self, sequence_id: str) -> None:
-        """A sequence whose complete blocks are all in host memory; OVERLOADED where all regions are taken."""
+        """A sequence whose complete blocks are all in host memory; OVERLOADED where all regions are
+        taken."""
         if not self._regions:
-            raise HotKVError(Reason.OVERLOADED, f"all {len(self._region_of)} regions of hot slots are taken; end a sequence first")
+            raise HotKVError(
+                Reason.OVERLOADED,
+                f"all {len(self._region_of)} regions of hot slots are taken; end a sequence first",
+            )
         self._region_of[sequence_id] = self._regions.pop()
 
     def end(self, sequence_id: str) -> None:
@@ -208,15 +270,19 @@ class SparseOffloadingHandler:
             del self._states[owner]
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
-        """The context has `seq_len` tokens; returns the hot slot of the last one's block. Call before the step's keys are written."""
+        """The context has `seq_len` tokens; returns the hot slot of the last one's block. Call
+        before the step's keys are written."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))
-        # The last block counts as incomplete even when this step fills it: its keys are about to be written.
+        # The last block counts as incomplete even when this step fills it: its keys are about to be
+        # written.
         num_complete = where.count - 1
         num_host = 0
         if state is None:
-            state = self._states[sequence_id, layer_idx] = _LayerState(HotSet(self._slots, 0, self._config.cache_policy))
+            state = self._states[sequence_id, layer_idx] = _LayerState(
+                HotSet(self._slots, 0, self._config.cache_policy)
+            )
             num_host = num_complete
         swap_out = state.hot.extend(where, num_complete, num_host).swap_out
         state.pending = np.concatenate([state.pending, swap_out])
@@ -225,42 +291,78 @@ class SparseOffloadingHandler:
     def _slots_of(self, sequence_id: str, hot: HotSet, positions: I32) -> I32:
         """The hot slots int32 of resident blocks."""
         present = hot.map()
-        slots: I32 = present.slots[np.searchsorted(present.blocks, positions)] + np.int32(self._region_of[sequence_id] * self._slots)
+        slots: I32 = present.slots[np.searchsorted(present.blocks, positions)] + np.int32(
+            self._region_of[sequence_id] * self._slots
+        )
         return slots
 
-    # ------------------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
-    def handle_layer(self, attn_metadata: DecodeMetadata, layer_idx: int, query: F32) -> tuple[DecodeMetadata, SwapSpec, SwapSpec]:
-        """(new_attn_metadata, swap_in_spec, swap_out_spec) of one layer's step with a query float32 [Q, D].
+    def handle_layer(
+        self, attn_metadata: DecodeMetadata, layer_idx: int, query: F32
+    ) -> tuple[DecodeMetadata, SwapSpec, SwapSpec]:
+        """(new_attn_metadata, swap_in_spec, swap_out_spec) of one layer's step with a query float32
+        [Q, D].
 
-        Carry out the swap-in, attend with the new metadata, then carry out the swap-out. A sequence's first step loads its whole
-        selection, every other one at most `max_correction_blocks`.
+        Carry out the swap-in, attend with the new metadata, then carry out the swap-out. A
+        sequence's first step loads its whole selection, every other one at most
+        `max_correction_blocks`.
         """
-        sequence_id, table, seq_len = attn_metadata.sequence_id, attn_metadata.block_table, attn_metadata.seq_len
+        sequence_id, table, seq_len = (
+            attn_metadata.sequence_id,
+            attn_metadata.block_table,
+            attn_metadata.seq_len,
+        )
         state = self._states[sequence_id, layer_idx]
         hot, shape = state.hot, self._layers[layer_idx]
         log_mass = self._always_log_mass(attn_metadata, layer_idx, query)
         sources = self.representations.sources(layer_idx)
-        selection = select_layer(self._config, layer_idx, query, sources, table, log_mass, seq_len, shape.block_tokens)
-        step = hot.step(selection, self._config.max_correction_blocks if state.has_begun else hot.span.count)
+        selection = select_layer(
+            self._config, layer_idx, query, sources, table, log_mass, seq_len, shape.block_tokens
+        )
+        step = hot.step(
+            selection, self._config.max_correction_blocks if state.has_begun else hot.span.count
+        )
         state.has_begun = True
         pending, state.pending = state.pending, NO_BLOCKS
         region = np.int32(self._region_of[sequence_id] * self._slots)
         loads = step.load
         num_left_out = hot.span.count - len(step.map.blocks)
         return (
-            DecodeMetadata(sequence_id, step.map.slots + region, seq_len - num_left_out * shape.block_tokens),
-            SwapSpec(sequence_id, layer_idx, loads.blocks, table[loads.blocks], loads.slots + region, True),
-            SwapSpec(sequence_id, layer_idx, pending, table[pending], self._slots_of(sequence_id, hot, pending), False),
+            DecodeMetadata(
+                sequence_id, step.map.slots + region, seq_len - num_left_out * shape.block_tokens
+            ),
+            SwapSpec(
+                sequence_id,
+                layer_idx,
+                loads.blocks,
+                table[loads.blocks],
+                loads.slots + region,
+                True,
+            ),
+            SwapSpec(
+                sequence_id,
+                layer_idx,
+                pending,
+                table[pending],
+                self._slots_of(sequence_id, hot, pending),
+                False,
+            ),
         )
 
     def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
-        """Exact log mass float32 [Q] of what is always kept, from hot slots where it is resident, else from host memory."""
-        hot, block_tokens = self._states[metadata.sequence_id, layer_idx].hot, self._layers[layer_idx].block_tokens
+        """Exact log mass float32 [Q] of what is always kept, from hot slots where it is resident,
+        else from host memory."""
+        hot, block_tokens = (
+            self._states[metadata.sequence_id, layer_idx].hot,
+            self._layers[layer_idx].block_tokens,
+        )
         always = hot.span.always
         pages = self._host[layer_idx, metadata.block_table[always]]
         resident = np.isin(always, hot.map().blocks)
-        pages[resident] = self._hot[layer_idx, self._slots_of(metadata.sequence_id, hot, always[resident])]
+        pages[resident] = self._hot[
+            layer_idx, self._slots_of(metadata.sequence_id, hot, always[resident])
+        ]
         keys = self._keys_of(pages)
         keys_RHD = keys.reshape(-1, *keys.shape[2:])
         excess = hot.span.count * block_tokens - metadata.seq_len
@@ -268,15 +370,23 @@ class SparseOffloadingHandler:
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
         """Keys of host blocks; waits for copies that write them."""
-        wait_futures([job for spec, job in self._jobs.values() if not spec.is_load and np.isin(blocks, spec.blocks).any()])
+        wait_futures(
+            [
+                job
+                for spec, job in self._jobs.values()
+                if not spec.is_load and np.isin(blocks, spec.blocks).any()
+            ]
+        )
         return self._keys_of(self._host[layer_idx, blocks])
 
-    # ----------------------------------------------------------------------------------------------------------- copies
+    # --------------------------------------------------------------------------------------- copies
 
     def transfer_async(self, job_id: int, spec: SwapSpec) -> None:
         """Begins the copies; INVALID_FIELD for an id that is in use."""
         if job_id in self._jobs:
-            raise HotKVError(Reason.INVALID_FIELD, f"job_id {job_id} is in use; wait for it, or choose another")
+            raise HotKVError(
+                Reason.INVALID_FIELD, f"job_id {job_id} is in use; wait for it, or choose another"
+            )
         self._jobs[job_id] = spec, self._copier.submit(self._copy, spec)
 
     def _copy(self, spec: SwapSpec) -> None:
@@ -287,11 +397,15 @@ class SparseOffloadingHandler:
             copy_blocks(hot, host, spec.slots, spec.blocks, self._config.copy_method)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Until these jobs have ended; raises what they raised. Blocks that were swapped out may leave their hot slots from then on."""
+        """Until these jobs have ended; raises what they raised. Blocks that were swapped out may
+        leave their hot slots from then on."""
         jobs = [self._jobs.pop(job_id) for job_id in job_ids]
         wait_futures([job for _, job in jobs])
         for spec, job in jobs:
-            if not spec.is_load and (state := self._states.get((spec.sequence_id, spec.layer_idx))) is not None:
+            if (
+                not spec.is_load
+                and (state := self._states.get((spec.sequence_id, spec.layer_idx))) is not None
+            ):
                 state.hot.swapped_out(spec.positions, job.exception() is None)
         for _, job in jobs:
             job.result()

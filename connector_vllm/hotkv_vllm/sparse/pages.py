@@ -1,4 +1,5 @@
-"""One layer's pages as vLLM's CPU kernels write them, read without them: keys, and the mass that attention gives to some of them.
+"""One layer's pages as vLLM's CPU kernels write them, read without them: keys, and the mass that
+attention gives to some of them.
 
 Never writes. Block numbers are the engine's; one outside the layer raises IndexError.
 
@@ -22,7 +23,8 @@ _LANES = 16
 
 
 class KeyPages:
-    """`pages` [B, H, T, 2 * D]: of each head first the keys, packed as `packing` says, then the values."""
+    """`pages` [B, H, T, 2 * D]: of each head first the keys, packed as `packing` says, then the
+    values."""
 
     def __init__(self, pages: torch.Tensor, packing: KeyPacking) -> None:
         self._pages = pages
@@ -42,7 +44,8 @@ class KeyPages:
         return keys
 
     def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
-        """logsumexp of q · k * scale, float32 [Q], over the first `num_tokens` tokens of `blocks` int32, in their order; -inf of none."""
+        """logsumexp of q · k * scale, float32 [Q], over the first `num_tokens` tokens of `blocks`
+        int32, in their order; -inf of none."""
         kernels = native.load("hotkv_sparse.kernels")
         if kernels is None or not num_tokens or not self._is_plain():
             keys = self.keys_of(blocks)
@@ -53,18 +56,28 @@ class KeyPages:
         out = np.empty(len(query_QD), np.float32)
         run, pair, block_tokens = self._packing.run, self._packing.pair, self._pages.shape[2]
         query = query_QD * np.float32(scale * _LOG2_E)
-        kernels.page_log_mass(self._view(), blocks, num_tokens, block_tokens, run, pair, self._kind, query, out)
+        kernels.page_log_mass(
+            self._view(), blocks, num_tokens, block_tokens, run, pair, self._kind, query, out
+        )
         return out
 
     def _is_plain(self) -> bool:
         """Whether sixteen tokens lie side by side, channel by channel or by pairs of them."""
         packing, tokens = self._packing, self._pages.shape[2]
         pairs = (1,) if self._kind == _KINDS[torch.float32] else (1, 2)
-        return self._kind is not None and packing.order is None and packing.pair in pairs and not (packing.run | tokens) % _LANES
+        return (
+            self._kind is not None
+            and packing.order is None
+            and packing.pair in pairs
+            and not (packing.run | tokens) % _LANES
+        )
 
     def _view(self) -> U8:
-        """The pages as uint8 [B, H, bytes], made anew where somebody has moved the tensor's memory."""
+        """The pages as uint8 [B, H, bytes], made anew where somebody has moved the tensor's
+        memory."""
         if self._address != self._pages.data_ptr():
             self._address = self._pages.data_ptr()
-            self._bytes = self._pages.detach().view(*self._pages.shape[:2], -1).view(torch.uint8).numpy()
+            self._bytes = (
+                self._pages.detach().view(*self._pages.shape[:2], -1).view(torch.uint8).numpy()
+            )
         return self._bytes

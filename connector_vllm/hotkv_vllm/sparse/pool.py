@@ -1,11 +1,12 @@
 """Representations of the engine's blocks, by layer and block id, in memory that the server may map.
 
-What is always true: a block that is marked built holds the representation of the keys in its page. Whoever writes a page calls
-`forget` first; `update` builds from the pages what is missing, `mark_built` says that somebody else has written it. So it makes no
-difference how keys came: by prefill, decode, a local prefix hit, or a load.
+What is always true: a block that is marked built holds the representation of the keys in its page.
+Whoever writes a page calls `forget` first; `update` builds from the pages what is missing,
+`mark_built` says that somebody else has written it. So it makes no difference how keys came: by
+prefill, decode, a local prefix hit, or a load.
 
-A row is written only while it is not marked, and a mark goes only when the block's page is written anew. A step that does so waits for
-the stores that read the block; so no row changes under a store.
+A row is written only while it is not marked, and a mark goes only when the block's page is written
+anew. A step that does so waits for the stores that read the block; so no row changes under a store.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """
@@ -39,7 +40,8 @@ BUILD_BLOCKS = 64
 class LayerShape:
     """What a layer's representations are made of; `formats` are their names.
 
-    `mu` float32 [H, D]: the centre of token formats (None: 0); `biases`: theirs with it, by name, where measured.
+    `mu` float32 [H, D]: the centre of token formats (None: 0); `biases`: theirs with it, by name,
+    where measured.
     """
 
     num_blocks: int
@@ -61,7 +63,8 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where a layer's representations of one format lie in the pool: block b's at byte `offset` + b * `row_bytes`."""
+    """Where a layer's representations of one format lie in the pool: block b's at byte `offset` + b
+    * `row_bytes`."""
 
     layer: int
     name: str
@@ -70,16 +73,20 @@ class Rows:
 
 
 class BlockReprManager:
-    """Owns the representations of all sparse layers. One thread. Memory is taken as blocks are built.
+    """Owns the representations of all sparse layers. One thread. Memory is taken as blocks are
+    built.
 
-    `fd`: the pool as a file that another process can map, open as long as this object lives; None where there is none. `rows`: the
-    pool's parts, layers ascending, each layer's formats in their order.
+    `fd`: the pool as a file that another process can map, open as long as this object lives; None
+    where there is none. `rows`: the pool's parts, layers ascending, each layer's formats in their
+    order.
     """
 
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:
         self._layers = dict(layers)
         self._keys_of = dict(keys_of)
-        self._built = {index: np.zeros(shape.num_blocks, np.bool_) for index, shape in layers.items()}
+        self._built = {
+            index: np.zeros(shape.num_blocks, np.bool_) for index, shape in layers.items()
+        }
         self.rows, self.num_bytes = _placed(self._layers)
         self.fd, memory = _zeros(self.num_bytes)
         if self.fd is not None:
@@ -87,11 +94,18 @@ class BlockReprManager:
         self._sources: dict[int, dict[str, Source]] = {index: {} for index in layers}
         for part in self.rows:
             shape = self._layers[part.layer]
-            pool = memory[part.offset : part.offset + shape.num_blocks * part.row_bytes].reshape(shape.num_blocks, shape.kv_heads, -1)
-            self._sources[part.layer][part.name] = Source(pool, shape.centre_of(part.name), shape.biases.get(part.name))
+            pool = memory[part.offset : part.offset + shape.num_blocks * part.row_bytes].reshape(
+                shape.num_blocks, shape.kv_heads, -1
+            )
+            self._sources[part.layer][part.name] = Source(
+                pool, shape.centre_of(part.name), shape.biases.get(part.name)
+            )
 
     def __repr__(self) -> str:
-        return f"BlockReprManager(layers {len(self._layers)}, built {sum(int(built.sum()) for built in self._built.values())})"
+        return (
+            f"BlockReprManager(layers {len(self._layers)}, built "
+            f"{sum(int(built.sum()) for built in self._built.values())})"
+        )
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
         """Where a layer's representations lie, by format; row b is block b."""
@@ -102,7 +116,8 @@ class BlockReprManager:
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
-        """The pages of `blocks` are about to change, or have changed (`layers` None: in all layers)."""
+        """The pages of `blocks` are about to change, or have changed (`layers` None: in all
+        layers)."""
         for index in self._built if layers is None else layers:
             self._built[index][blocks] = False
 
@@ -116,7 +131,8 @@ class BlockReprManager:
         self._built[layer_idx][blocks] = True
 
     def update(self, layer_idx: int, new_blocks: I32) -> int:
-        """Builds what is missing of `new_blocks`, all of them complete; returns how many blocks that were."""
+        """Builds what is missing of `new_blocks`, all of them complete; returns how many blocks
+        that were."""
         built, shape = self._built[layer_idx], self._layers[layer_idx]
         missing = new_blocks[~built[new_blocks]]
         for start in range(0, len(missing), BUILD_BLOCKS):
@@ -139,18 +155,26 @@ def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[Rows, ...], int]:
 
 
 def _zeros(num_bytes: int) -> tuple[int | None, U8]:
-    """Zeroed memory, and the file behind it; None where the system gives no such file. The file is allocated as a whole: what the server
-    touched first would be charged to it, and it takes no file with holes.
+    """Zeroed memory, and the file behind it; None where the system gives no such file. The file is
+    allocated as a whole: what the server touched first would be charged to it, and it takes no file
+    with holes.
     """
     try:
         fd = os.memfd_create("hotkv-representations")
     except (AttributeError, OSError) as error:
-        logger.warning("hotkv: representations stay in this engine, the system gives no memory to share: %s", error)
+        logger.warning(
+            "hotkv: representations stay in this engine, the system gives no memory to share: %s",
+            error,
+        )
         return None, np.zeros(num_bytes, np.uint8)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
         return fd, np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
     except (OSError, ValueError) as error:
         os.close(fd)
-        logger.warning("hotkv: representations stay in this engine, %d bytes can't be shared: %s", num_bytes, error)
+        logger.warning(
+            "hotkv: representations stay in this engine, %d bytes can't be shared: %s",
+            num_bytes,
+            error,
+        )
         return None, np.zeros(num_bytes, np.uint8)

@@ -1,4 +1,5 @@
-"""How good a selection was: exact attention beside it. Reads every key of a context, so it is for samples only.
+"""How good a selection was: exact attention beside it. Reads every key of a context, so it is for
+samples only.
 
 Shapes: Q query heads, H KV heads, D channels, C blocks of the context.
 """
@@ -19,20 +20,29 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """`recall`: of as many blocks as were selected, the exactly heaviest ones, which share was attended; `mass`: exact share attended."""
+    """`recall`: of as many blocks as were selected, the exactly heaviest ones, which share was
+    attended; `mass`: exact share attended."""
 
     recall: float
     mass: float
 
 
 def block_mass(
-    keys_of: Callable[[I32], F32], query_QD: F32, blocks_C: I32, context_tokens: int, block_tokens: int, scale: float
+    keys_of: Callable[[I32], F32],
+    query_QD: F32,
+    blocks_C: I32,
+    context_tokens: int,
+    block_tokens: int,
+    scale: float,
 ) -> npt.NDArray[np.float64]:
-    """Exact share of the attention mass of every block, mean over query heads; float64 [C], sum 1."""
+    """Exact share of the attention mass of every block, mean over query heads; float64 [C], sum
+    1."""
     log_mass = np.empty((len(query_QD), len(blocks_C)))
     for place, block in enumerate(blocks_C):
         keys = keys_of(np.array([block], np.int32))[0]
-        log_mass[:, place] = exact_log_mass(query_QD, keys[: context_tokens - place * block_tokens], scale)
+        log_mass[:, place] = exact_log_mass(
+            query_QD, keys[: context_tokens - place * block_tokens], scale
+        )
     share = np.exp(log_mass - log_mass.max(axis=1, keepdims=True))
     mean: npt.NDArray[np.float64] = (share / share.sum(axis=1, keepdims=True)).mean(axis=0)
     return mean

@@ -1,10 +1,13 @@
-"""The worker's side of what engines tell each other about sparse decode: hot sets that come before a step, reports that leave after it.
+"""The worker's side of what engines tell each other about sparse decode: hot sets that come before
+a step, reports that leave after it.
 
-What is always true: nothing that was selected or counted is left out of the reports of a worker that goes on stepping; a report leaves
-once in `REPORT_INTERVAL_S`, and with every step that names ended requests, whose last selections and hot sets it then holds. So most
-steps cost a look at the clock; the server counts a block as used once a second at most, and would make nothing of more.
+What is always true: nothing that was selected or counted is left out of the reports of a worker
+that goes on stepping; a report leaves once in `REPORT_INTERVAL_S`, and with every step that names
+ended requests, whose last selections and hot sets it then holds. So most steps cost a look at the
+clock; the server counts a block as used once a second at most, and would make nothing of more.
 
-Hot sets leave when a request has ended, and not before: once a request, and what it really ended with.
+Hot sets leave when a request has ended, and not before: once a request, and what it really ended
+with.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +34,9 @@ HotSets = dict[str, tuple[LayerHotSet, ...]]
 class SparseReport:
     """What sparse decode did since the report before.
 
-    `positions`: what any layer has selected. `layers`: growth of counters by layer index and the names of `SPARSE_COUNTERS`. `ended`: what
-    the requests ended with that the scheduler has asked for, also where that is nothing.
+    `positions`: what any layer has selected. `layers`: growth of counters by layer index and the
+    names of `SPARSE_COUNTERS`. `ended`: what the requests ended with that the scheduler has asked
+    for, also where that is nothing.
     """
 
     positions: Positions = field(default_factory=dict)
@@ -43,7 +47,8 @@ class SparseReport:
         return not (self.positions or self.layers or self.ended)
 
     def join(self, other: "SparseReport") -> "SparseReport":
-        """What two ranks, or one rank twice, report: all positions, sums of counters, hot sets of both."""
+        """What two ranks, or one rank twice, report: all positions, sums of counters, hot sets of
+        both."""
         positions = dict(self.positions)
         for request_id, more in other.positions.items():
             known = positions.get(request_id)
@@ -60,7 +65,8 @@ class SparseReport:
 
 
 class SparseReporter:
-    """Between a rank's sparse worker and the metadata of its steps. `is_writer`: of ranks with the same shard, one gives its hot sets."""
+    """Between a rank's sparse worker and the metadata of its steps. `is_writer`: of ranks with the
+    same shard, one gives its hot sets."""
 
     def __init__(self, worker: SparseWorker, shard_index: int = 0, is_writer: bool = True) -> None:
         self._worker = worker
@@ -72,10 +78,17 @@ class SparseReporter:
     def __repr__(self) -> str:
         return f"SparseReporter(shard {self._shard_index}, {len(self._report.ended)} ended)"
 
-    def before_step(self, remembered: Mapping[str, Sequence[LayerHotSet]], hot_sets_of: Sequence[str]) -> None:
-        """What the scheduler says with a step; before the worker's own `begin_step`, which lets go of ended requests."""
+    def before_step(
+        self, remembered: Mapping[str, Sequence[LayerHotSet]], hot_sets_of: Sequence[str]
+    ) -> None:
+        """What the scheduler says with a step; before the worker's own `begin_step`, which lets go
+        of ended requests."""
         for request_id, hot_sets in remembered.items():
-            mine = {one.layer_index: one.positions for one in hot_sets if one.shard_index == self._shard_index}
+            mine = {
+                one.layer_index: one.positions
+                for one in hot_sets
+                if one.shard_index == self._shard_index
+            }
             self._worker.seed(request_id, mine)
         if not hot_sets_of:
             return
@@ -87,7 +100,9 @@ class SparseReporter:
         if now_s < self._due_s and not self._report.ended:
             return None
         self._due_s = now_s + REPORT_INTERVAL_S
-        report = self._report.join(SparseReport(self._worker.take_steps(), self._worker.take_layer_counters()))
+        report = self._report.join(
+            SparseReport(self._worker.take_steps(), self._worker.take_layer_counters())
+        )
         self._report = SparseReport()
         return None if report.is_empty() else report
 
@@ -95,4 +110,7 @@ class SparseReporter:
         if not self._is_writer:
             return ()
         found = self._worker.hot_sets(request_id)
-        return tuple(LayerHotSet(layer, self._shard_index, positions[:MAX_HOT_SET_BLOCKS]) for layer, positions in found.items())
+        return tuple(
+            LayerHotSet(layer, self._shard_index, positions[:MAX_HOT_SET_BLOCKS])
+            for layer, positions in found.items()
+        )

@@ -1,8 +1,10 @@
-"""Which request a row of the batch is: the scheduler names each decoding request by the block that its step writes.
+"""Which request a row of the batch is: the scheduler names each decoding request by the block that
+its step writes.
 
-A worker's attention sees block tables, not requests. The block that a decode step writes belongs to one request alone: shared blocks
-are complete, and complete blocks are not written. So the pair (block being written, request) identifies rows, whatever order the
-runner gives them, and also after preemption, when all block ids are others.
+A worker's attention sees block tables, not requests. The block that a decode step writes belongs to
+one request alone: shared blocks are complete, and complete blocks are not written. So the pair
+(block being written, request) identifies rows, whatever order the runner gives them, and also after
+preemption, when all block ids are others.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,8 @@ from hotkv_sparse import SparseConfig
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """One step: `block_ids[i]` is the block that request `request_ids[i]` writes (one pair per group); `ended` requests are no more."""
+    """One step: `block_ids[i]` is the block that request `request_ids[i]` writes (one pair per
+    group); `ended` requests are no more."""
 
     block_ids: tuple[int, ...] = ()
     request_ids: tuple[str, ...] = ()
@@ -43,7 +46,8 @@ class RowNames:
             self._ended.append(request_id)
 
     def decoding(self, scheduler_output: Any) -> list[tuple[str, int]]:
-        """(request, position of its token) of this step's rows that decode with a long context. Before vLLM advances its requests."""
+        """(request, position of its token) of this step's rows that decode with a long context.
+        Before vLLM advances its requests."""
         rows = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
@@ -55,7 +59,8 @@ class RowNames:
         return rows
 
     def of_step(self, scheduler_output: Any) -> SparseRows:
-        """Rows of this step that decode with a long context. Call once per step, before vLLM advances its requests."""
+        """Rows of this step that decode with a long context. Call once per step, before vLLM
+        advances its requests."""
         ended, self._ended = tuple(self._ended), []
         block_state = scheduler_output.kv_connector_block_state
         if block_state is None:
@@ -76,11 +81,17 @@ _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
 
 
 def announce(engine_id: str, names: RowNames) -> None:
-    """Tells other connectors of this engine, beside hotkv in vLLM's MultiConnector, that it decodes sparsely."""
+    """Tells other connectors of this engine, beside hotkv in vLLM's MultiConnector, that it decodes
+    sparsely."""
     _NAMES_OF[engine_id] = names
 
 
 def sparse_requests(engine_id: str, scheduler_output: Any) -> list[str] | None:
-    """Requests of this step that decode sparsely, whichever connector of the engine asked for it; None in an engine that never does."""
+    """Requests of this step that decode sparsely, whichever connector of the engine asked for it;
+    None in an engine that never does."""
     names = _NAMES_OF.get(engine_id)
-    return None if names is None else [request_id for request_id, _ in names.decoding(scheduler_output)]
+    return (
+        None
+        if names is None
+        else [request_id for request_id, _ in names.decoding(scheduler_output)]
+    )

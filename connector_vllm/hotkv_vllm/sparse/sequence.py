@@ -1,10 +1,12 @@
 """One sequence's sparse decode in one layer: what to attend to, step by step.
 
-What is always true: sinks, recent window and the partial block are attended; after the first step at most `max_correction_blocks`
-others join the hot set within a step; what a step would have wanted beyond that joins at the next, through spare slots.
+What is always true: sinks, recent window and the partial block are attended; after the first step
+at most `max_correction_blocks` others join the hot set within a step; what a step would have wanted
+beyond that joins at the next, through spare slots.
 
-The first step fills the hot set, twice the budget, with the best blocks: prefill has just had all of them on the device. Where all
-blocks of a context stay in the engine, as here, every complete block counts as one that host memory has.
+The first step fills the hot set, twice the budget, with the best blocks: prefill has just had all
+of them on the device. Where all blocks of a context stay in the engine, as here, every complete
+block counts as one that host memory has.
 """
 
 from collections.abc import Mapping
@@ -26,9 +28,9 @@ USUAL_SETS = 2
 class Attended:
     """One step of one layer: attend to `blocks` int32, ascending positions in the context.
 
-    Counts of blocks: `num_seeded` joined in the first step, `num_remembered` of them from another sequence's hot set, `num_corrected` with
-    the fresh query, `num_prefetched` from the step before; `num_hits` of `num_wanted` selected ones (always kept ones aside) were resident
-    before.
+    Counts of blocks: `num_seeded` joined in the first step, `num_remembered` of them from another
+    sequence's hot set, `num_corrected` with the fresh query, `num_prefetched` from the step before;
+    `num_hits` of `num_wanted` selected ones (always kept ones aside) were resident before.
     """
 
     blocks: I32
@@ -44,11 +46,14 @@ class Attended:
 class LayerSequence:
     """The hot set of one sequence and layer, shared by the layer's KV heads.
 
-    `remembered` int32: positions of a hot set that another sequence over the same prefix ended with, most recently used first. The first
-    step starts from it, as far as the context reaches; what it selects beyond that takes the place of what it doesn't.
+    `remembered` int32: positions of a hot set that another sequence over the same prefix ended
+    with, most recently used first. The first step starts from it, as far as the context reaches;
+    what it selects beyond that takes the place of what it doesn't.
     """
 
-    def __init__(self, config: SparseConfig, layer: int, block_tokens: int, remembered: I32 = NO_BLOCKS) -> None:
+    def __init__(
+        self, config: SparseConfig, layer: int, block_tokens: int, remembered: I32 = NO_BLOCKS
+    ) -> None:
         self._config = config
         self._layer = layer
         self._block_tokens = block_tokens
@@ -62,13 +67,21 @@ class LayerSequence:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
 
     def recency(self) -> I32:
-        """Positions of the hot set's blocks, most recently used first; none before the first step."""
+        """Positions of the hot set's blocks, most recently used first; none before the first
+        step."""
         return NO_BLOCKS if self._hot is None else self._hot.recency()
 
     def step(
-        self, query_QD: F32, sources: Mapping[str, Source], rows_C: I32, always_log_mass_Q: F32, context_tokens: int, scale: float
+        self,
+        query_QD: F32,
+        sources: Mapping[str, Source],
+        rows_C: I32,
+        always_log_mass_Q: F32,
+        context_tokens: int,
+        scale: float,
     ) -> Attended:
-        """Selects with the query and brings the hot set up to date; arguments as in `hotkv_sparse.selector.select_layer`."""
+        """Selects with the query and brings the hot set up to date; arguments as in
+        `hotkv_sparse.selector.select_layer`."""
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
         budget = config.budget_blocks(context_tokens, self._block_tokens)
@@ -114,7 +127,10 @@ class LayerSequence:
             if self._config.adaptive_p is not None:
                 self._adaptive = AdaptiveCapacity(budget_blocks, where.num_always)
         elif self._adaptive is not None:
-            self._adaptive.budget_blocks, self._adaptive.always_blocks = budget_blocks, where.num_always
+            self._adaptive.budget_blocks, self._adaptive.always_blocks = (
+                budget_blocks,
+                where.num_always,
+            )
         elif capacity > hot.capacity_blocks:
             hot.resize(capacity)
         if where != hot.span or num_complete != self._num_complete:
@@ -132,7 +148,8 @@ class LayerSequence:
         return len(hot.adopt().blocks)
 
     def _recall(self, hot: HotSet) -> int:
-        """The remembered blocks that the context still has between sinks and recent window join the map."""
+        """The remembered blocks that the context still has between sinks and recent window join the
+        map."""
         if not len(self._remembered):
             return 0
         blocks, self._remembered = self._remembered, NO_BLOCKS
@@ -142,4 +159,7 @@ class LayerSequence:
 def _filling(config: SparseConfig) -> SparseConfig:
     """Selections as large as a hot set."""
     topk = config.sparse_topk
-    return replace(config, sparse_topk=USUAL_SETS * topk if isinstance(topk, int) else min(USUAL_SETS * topk, 1.0))
+    return replace(
+        config,
+        sparse_topk=USUAL_SETS * topk if isinstance(topk, int) else min(USUAL_SETS * topk, 1.0),
+    )

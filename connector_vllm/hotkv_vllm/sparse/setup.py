@@ -28,7 +28,8 @@ def install(
     kv_caches: Mapping[str, torch.Tensor],
     centres: Centres | None = None,
 ) -> SparseWorker:
-    """Attaches a worker to all layers that may be sparse. Raises compat.Unsupported where there are none."""
+    """Attaches a worker to all layers that may be sparse. Raises compat.Unsupported where there are
+    none."""
     from hotkv_vllm.sparse.backend import HotAttentionImpl
 
     place = compat.rank_place(vllm_config, kv_cache_config)
@@ -38,28 +39,52 @@ def install(
             continue
         if not isinstance(layer.impl, HotAttentionImpl):
             raise compat.Unsupported(
-                f"layer {layer.name} has attention of type {type(layer.impl).__name__}; hotkv announces its own to vLLM by an entry point: "
+                f"layer {layer.name} has attention of type {type(layer.impl).__name__}; hotkv "
+                "announces its own to vLLM by an entry point: "
                 "install hotkv again, and name it where VLLM_PLUGINS is set"
             )
-        layers.append(_sparse_layer(config, layer, kv_caches[layer.name], kv_cache_config.num_blocks, place.shard_index, centres))
+        layers.append(
+            _sparse_layer(
+                config,
+                layer,
+                kv_caches[layer.name],
+                kv_cache_config.num_blocks,
+                place.shard_index,
+                centres,
+            )
+        )
         impls.append(layer.impl)
     if not layers:
-        raise compat.Unsupported("the model has no layer of plain full attention beside dense_layers")
+        raise compat.Unsupported(
+            "the model has no layer of plain full attention beside dense_layers"
+        )
     # Before the first request: numba takes a second to load and some kernels to compile.
     native.load("hotkv_sparse.kernels")
     worker = SparseWorker(config, layers, recall_steps)
     for impl, sparse_layer in zip(impls, layers, strict=True):
         impl.attach(worker, sparse_layer)
-    logger.info("hotkv: sparse decode in %d layers, from %d tokens on, %r", len(layers), config.min_context_tokens, config)
+    logger.info(
+        "hotkv: sparse decode in %d layers, from %d tokens on, %r",
+        len(layers),
+        config.min_context_tokens,
+        config,
+    )
     return worker
 
 
 def _sparse_layer(
-    config: SparseConfig, layer: compat.AttentionLayer, pages: torch.Tensor, num_blocks: int, shard: int, centres: Centres | None
+    config: SparseConfig,
+    layer: compat.AttentionLayer,
+    pages: torch.Tensor,
+    num_blocks: int,
+    shard: int,
+    centres: Centres | None,
 ) -> SparseLayer:
     heads, block_tokens, width = pages.shape[1:]
     if len(pages) != num_blocks or block_tokens != layer.block_tokens:
-        raise compat.Unsupported(f"layer {layer.name} splits its blocks of {layer.block_tokens} tokens into smaller ones")
+        raise compat.Unsupported(
+            f"layer {layer.name} splits its blocks of {layer.block_tokens} tokens into smaller ones"
+        )
     head_size = width // 2
     packing = key_packing(block_tokens, head_size, pages.dtype, layer.isa)
     sinks = layer.impl.sinks
@@ -79,9 +104,12 @@ def _sparse_layer(
 def _centre(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
-    """A rank's heads of a layer's centre, and the biases that are measured with it; nothing where the layer has none."""
+    """A rank's heads of a layer's centre, and the biases that are measured with it; nothing where
+    the layer has none."""
     mu_HD = centres.mu(layer) if centres is not None else None
     if centres is None or mu_HD is None:
         return None, {}
     found = {name: centres.bias(layer, name) for name in names if token_scorer(name)}
-    return np.ascontiguousarray(mu_HD[first_head : first_head + heads]), {name: bias for name, bias in found.items() if bias is not None}
+    return np.ascontiguousarray(mu_HD[first_head : first_head + heads]), {
+        name: bias for name, bias in found.items() if bias is not None
+    }

@@ -1,8 +1,10 @@
-"""A rank's representations as the server sees them: kinds, and where their bytes lie beside the KV pages.
+"""A rank's representations as the server sees them: kinds, and where their bytes lie beside the KV
+pages.
 
-One kind for each KV cache group that has sparse layers. A slot holds, per rank, all sparse layers of the group in the model's order, and of
-each layer its formats in the order that the configuration names them. The kind's version covers all that gives those bytes their meaning,
-so engines of unequal scorers, dense layers or centres never share any.
+One kind for each KV cache group that has sparse layers. A slot holds, per rank, all sparse layers
+of the group in the model's order, and of each layer its formats in the order that the configuration
+names them. The kind's version covers all that gives those bytes their meaning, so engines of
+unequal scorers, dense layers or centres never share any.
 """
 
 import hashlib
@@ -24,7 +26,8 @@ HANDLE = "representations"
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The pool of a rank. `kinds`: one a group, in the order of the groups; `tensors` names them by that order, from 0 on."""
+    """The pool of a rank. `kinds`: one a group, in the order of the groups; `tensors` names them by
+    that order, from 0 on."""
 
     kinds: tuple[Representation, ...]
     tensors: tuple[PageTensor, ...]
@@ -32,8 +35,11 @@ class SharedPool:
     fd: int
 
     def beside(self, memory: ExportedMemory, num_groups: int) -> ExportedMemory:
-        """The engine's memory with the pool, whose kinds come after `num_groups` groups; takes over the descriptors of `memory`."""
-        tensors = tuple(replace(tensor, group_index=num_groups + tensor.group_index) for tensor in self.tensors)
+        """The engine's memory with the pool, whose kinds come after `num_groups` groups; takes over
+        the descriptors of `memory`."""
+        tensors = tuple(
+            replace(tensor, group_index=num_groups + tensor.group_index) for tensor in self.tensors
+        )
         layout = replace(
             memory.layout,
             handles=(*memory.layout.handles, MemoryHandle(HANDLE, self.num_bytes)),
@@ -43,7 +49,11 @@ class SharedPool:
 
 
 def shared_pool(
-    pool: BlockReprManager, layers: Sequence[SparseLayer], groups: Sequence[CacheGroup], num_shards: int, centres: Centres | None
+    pool: BlockReprManager,
+    layers: Sequence[SparseLayer],
+    groups: Sequence[CacheGroup],
+    num_shards: int,
+    centres: Centres | None,
 ) -> SharedPool:
     """Describes the pool of the sparse `layers`. Raises Unsupported where it can't be shared."""
     if pool.fd is None:
@@ -51,17 +61,30 @@ def shared_pool(
     kinds: list[Representation] = []
     tensors: list[PageTensor] = []
     for index, group in enumerate(groups):
-        mine = sorted((layer for layer in layers if layer.group == group.vllm_group), key=lambda layer: layer.index)
+        mine = sorted(
+            (layer for layer in layers if layer.group == group.vllm_group),
+            key=lambda layer: layer.index,
+        )
         if not mine:
             continue
         num_bytes = 0
         for layer in mine:
             for rows in (rows for rows in pool.rows if rows.layer == layer.index):
                 tensors.append(
-                    PageTensor(len(kinds), HANDLE, rows.offset, rows.row_bytes, rows.row_bytes, num_bytes, layer_names=(layer.name,))
+                    PageTensor(
+                        len(kinds),
+                        HANDLE,
+                        rows.offset,
+                        rows.row_bytes,
+                        rows.row_bytes,
+                        num_bytes,
+                        layer_names=(layer.name,),
+                    )
                 )
                 num_bytes += rows.row_bytes
-        kinds.append(Representation(index, _name(mine), _version(mine, centres), (num_bytes,) * num_shards))
+        kinds.append(
+            Representation(index, _name(mine), _version(mine, centres), (num_bytes,) * num_shards)
+        )
     if not kinds:
         raise Unsupported("no group that hotkv keeps has sparse layers")
     return SharedPool(tuple(kinds), tuple(tensors), pool.num_bytes, pool.fd)
@@ -73,7 +96,8 @@ def _name(layers: Sequence[SparseLayer]) -> str:
 
 
 def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
-    """63 bits over number, format and meaning of each layer's bytes; the same in all ranks, so centres count as a whole."""
+    """63 bits over number, format and meaning of each layer's bytes; the same in all ranks, so
+    centres count as a whole."""
     parts = []
     for layer in layers:
         mu = centres.mu(layer.index) if centres is not None else None

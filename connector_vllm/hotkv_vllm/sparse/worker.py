@@ -1,10 +1,12 @@
 """Decides, for every layer of a step, what each row of the batch attends to.
 
-What is always true: rows that no rule makes sparse keep their block table and length; a row that is sparse keeps the order of its
-blocks and ends with its last one, so that its length says how many tokens of that one count. Where hot set and context are the
-same, the row is left alone: a budget that covers the context is exact.
+What is always true: rows that no rule makes sparse keep their block table and length; a row that is
+sparse keeps the order of its blocks and ends with its last one, so that its length says how many
+tokens of that one count. Where hot set and context are the same, the row is left alone: a budget
+that covers the context is exact.
 
-Dense are: prefill, contexts below `min_context_tokens`, rows the scheduler has not named, layers that were not attached.
+Dense are: prefill, contexts below `min_context_tokens`, rows the scheduler has not named, layers
+that were not attached.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -51,7 +53,8 @@ class SparseLayer:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's rows as vLLM's metadata has them, numpy views: `starts` [R + 1] of queries, `seq_lens` [R], `tables` [R, ≥ C].
+    """A step's rows as vLLM's metadata has them, numpy views: `starts` [R + 1] of queries,
+    `seq_lens` [R], `tables` [R, ≥ C].
 
     `written_slots`: slots that the step has written; negative ones are padding.
     """
@@ -66,7 +69,8 @@ class Batch:
 class Row:
     """A row that may be sparse; its query is token `token` of the batch.
 
-    `always_blocks` int32: the blocks that are always attended, whose first `always_tokens` tokens exist.
+    `always_blocks` int32: the blocks that are always attended, whose first `always_tokens` tokens
+    exist.
     """
 
     row: int
@@ -80,7 +84,8 @@ class Row:
 
 @dataclass(slots=True)
 class Rewrite:
-    """Block tables int32 [R, width] and lengths int32 [R] of the whole batch; the group's next layer writes its own into the same arrays.
+    """Block tables int32 [R, width] and lengths int32 [R] of the whole batch; the group's next
+    layer writes its own into the same arrays.
 
     `made`: what the engine's side has made around the arrays, once a step.
     """
@@ -92,7 +97,8 @@ class Rewrite:
 
 @dataclass(slots=True)
 class _Plan:
-    """What all layers of a group share in a step. `key`: the metadata object it was made from; `rewritten`: rows that `rewrite` changes."""
+    """What all layers of a group share in a step. `key`: the metadata object it was made from;
+    `rewritten`: rows that `rewrite` changes."""
 
     key: object
     batch: Batch
@@ -104,7 +110,8 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Sequence:
-    """One request. `layers` by name; `selected` bool: positions that were selected since somebody asked; `remembered` by layer index."""
+    """One request. `layers` by name; `selected` bool: positions that were selected since somebody
+    asked; `remembered` by layer index."""
 
     layers: dict[str, LayerSequence] = field(default_factory=dict)
     selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
@@ -118,14 +125,20 @@ class _Sequence:
 
 
 class SparseWorker:
-    """Owns the representations, the hot sets of all sequences and the counters of this rank. One thread."""
+    """Owns the representations, the hot sets of all sequences and the counters of this rank. One
+    thread."""
 
-    def __init__(self, config: SparseConfig, layers: list[SparseLayer], recall_steps: int = 0) -> None:
+    def __init__(
+        self, config: SparseConfig, layers: list[SparseLayer], recall_steps: int = 0
+    ) -> None:
         self._config = config
         self.layers = {layer.name: layer for layer in layers}
         self._order = {layer.name: place for place, layer in enumerate(layers)}
         self._recall_steps = recall_steps
-        self._reprs = BlockReprManager({layer.index: layer.shape for layer in layers}, {layer.index: layer.keys_of for layer in layers})
+        self._reprs = BlockReprManager(
+            {layer.index: layer.shape for layer in layers},
+            {layer.index: layer.keys_of for layer in layers},
+        )
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, _Plan] = {}
@@ -136,9 +149,12 @@ class SparseWorker:
         """All layers attend to everything, for good."""
 
     def __repr__(self) -> str:
-        return f"SparseWorker(layers {len(self.layers)}, sequences {len(self._sequences)}, {self._reprs})"
+        return (
+            f"SparseWorker(layers {len(self.layers)}, sequences {len(self._sequences)}, "
+            f"{self._reprs})"
+        )
 
-    # ------------------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
     def begin_step(self, rows: SparseRows) -> None:
         """The scheduler's word on the step that comes."""
@@ -149,8 +165,8 @@ class SparseWorker:
         self._num_steps += bool(rows.request_ids)
 
     def start_over(self) -> None:
-        """It is not known which rows the step has, nor which blocks it writes: it attends to everything, and hot sets and representations
-        are made anew.
+        """It is not known which rows the step has, nor which blocks it writes: it attends to
+        everything, and hot sets and representations are made anew.
         """
         self._request_of, self._plans, self._sequences = {}, {}, {}
         self._reprs.forget_all()
@@ -165,12 +181,14 @@ class SparseWorker:
         return self._reprs
 
     def build(self, group: int, blocks: I32) -> None:
-        """Somebody is about to read the representations of these complete blocks of a KV cache group."""
+        """Somebody is about to read the representations of these complete blocks of a KV cache
+        group."""
         for index in self._layers_of(group):
             self._update(index, [blocks])
 
     def loaded(self, group: int, blocks: I32) -> None:
-        """Pages and representations of these blocks have come together, into all layers of the group."""
+        """Pages and representations of these blocks have come together, into all layers of the
+        group."""
         for index in self._layers_of(group):
             self._reprs.mark_built(index, blocks)
             self._counters.add(index, "loaded_blocks", len(blocks))
@@ -179,15 +197,18 @@ class SparseWorker:
         return [layer.index for layer in self.layers.values() if layer.group == group]
 
     def take_counters(self) -> dict[str, float]:
-        """What was counted since the last call, over all layers, by the names of `stats.COUNTERS`."""
+        """What was counted since the last call, over all layers, by the names of
+        `stats.COUNTERS`."""
         return self._counters.take()
 
     def take_layer_counters(self) -> dict[int, dict[str, float]]:
-        """What was counted since the last call of this, by layer index and the names of `hotkv.counters.SPARSE_COUNTERS`."""
+        """What was counted since the last call of this, by layer index and the names of
+        `hotkv.counters.SPARSE_COUNTERS`."""
         return self._counters.take_by_layer()
 
     def take_steps(self) -> dict[str, I32]:
-        """By request: positions of the blocks that some layer has selected since the last call, ascending; those always kept as well."""
+        """By request: positions of the blocks that some layer has selected since the last call,
+        ascending; those always kept as well."""
         taken = {}
         for request_id, sequence in self._sequences.items():
             positions = np.flatnonzero(sequence.selected).astype(np.int32)
@@ -197,19 +218,24 @@ class SparseWorker:
         return taken
 
     def hot_sets(self, request_id: str) -> dict[int, I32]:
-        """By layer index: positions of the blocks in its hot sets, most recently used first. Gone when `begin_step` names its end."""
+        """By layer index: positions of the blocks in its hot sets, most recently used first. Gone
+        when `begin_step` names its end."""
         sequence = self._sequences.get(request_id)
         layers = {} if sequence is None else sequence.layers
         found = {self.layers[name].index: layer.recency() for name, layer in layers.items()}
         return {index: positions for index, positions in found.items() if len(positions)}
 
     def seed(self, request_id: str, hot_sets: Mapping[int, I32]) -> None:
-        """Hot sets that the request's first step starts from, as `hot_sets` gives them; kept until then, or until the request ends."""
-        remembered = {index: np.asarray(positions, np.int32) for index, positions in hot_sets.items()}
+        """Hot sets that the request's first step starts from, as `hot_sets` gives them; kept until
+        then, or until the request ends."""
+        remembered = {
+            index: np.asarray(positions, np.int32) for index, positions in hot_sets.items()
+        }
         self._sequences.setdefault(request_id, _Sequence()).remembered = remembered
 
     def fault(self, layer_name: str) -> None:
-        """Called where an exception is handled: counts it, starts the layer's sequences anew, has the layer rest if it goes on breaking."""
+        """Called where an exception is handled: counts it, starts the layer's sequences anew, has
+        the layer rest if it goes on breaking."""
         self._counters.add(self.layers[layer_name].index, "faults", 1)
         for sequence in self._sequences.values():
             sequence.layers.pop(layer_name, None)
@@ -219,13 +245,20 @@ class SparseWorker:
             layer = self.layers[layer_name]
             self._reprs.forget(np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index])
 
-    # ----------------------------------------------------------------------------------------------------------- layers
+    # --------------------------------------------------------------------------------------- layers
 
-    def attend(self, layer: SparseLayer, key: object, batch: Callable[[], Batch], query_of: Callable[[int], F32]) -> Rewrite | None:
+    def attend(
+        self,
+        layer: SparseLayer,
+        key: object,
+        batch: Callable[[], Batch],
+        query_of: Callable[[int], F32],
+    ) -> Rewrite | None:
         """What `layer` attends to in the present step; None: to everything.
 
-        `key` stands for the step's metadata: layers of a group that pass the same object share a plan. `query_of(token)` is the query
-        float32 [Q, D] of a token of the batch. The step's keys are in the pages already. The result holds until the group's next layer.
+        `key` stands for the step's metadata: layers of a group that pass the same object share a
+        plan. `query_of(token)` is the query float32 [Q, D] of a token of the batch. The step's keys
+        are in the pages already. The result holds until the group's next layer.
         """
         if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return None
@@ -258,16 +291,31 @@ class SparseWorker:
         indices = [other.index for other in self.layers.values() if other.group == layer.group]
         self._reprs.forget(np.unique(written).astype(np.int32), indices)
         num_queries = np.diff(batch.starts)
-        for row in np.flatnonzero((batch.seq_lens >= self._config.min_context_tokens) & (num_queries > 0)).tolist():
+        for row in np.flatnonzero(
+            (batch.seq_lens >= self._config.min_context_tokens) & (num_queries > 0)
+        ).tolist():
             context_tokens = int(batch.seq_lens[row])
             blocks = batch.tables[row, : -(-context_tokens // block_tokens)].copy()
             plan.complete.append(blocks[: context_tokens // block_tokens])
             request_id = self._request_of.get(int(blocks[-1])) if num_queries[row] == 1 else None
             if request_id is not None:
                 always = blocks[span(self._config, context_tokens, block_tokens).always]
-                # The partial block is the last one, so the tokens that do not exist yet are at the end.
-                num_tokens = len(always) * block_tokens - (len(blocks) * block_tokens - context_tokens)
-                plan.rows.append(Row(row, int(batch.starts[row]), request_id, context_tokens, blocks, always, num_tokens))
+                # The partial block is the last one, so the tokens that do not exist yet are at the
+                # end.
+                num_tokens = len(always) * block_tokens - (
+                    len(blocks) * block_tokens - context_tokens
+                )
+                plan.rows.append(
+                    Row(
+                        row,
+                        int(batch.starts[row]),
+                        request_id,
+                        context_tokens,
+                        blocks,
+                        always,
+                        num_tokens,
+                    )
+                )
         return plan
 
     def _select(self, layer: SparseLayer, row: Row, query_QD: F32) -> I32:
@@ -281,11 +329,20 @@ class SparseWorker:
         own = sequence.layers.get(layer.name)
         if own is None:
             remembered = sequence.remembered.pop(layer.index, NO_BLOCKS)
-            own = sequence.layers[layer.name] = LayerSequence(self._config, layer.index, block_tokens, remembered)
+            own = sequence.layers[layer.name] = LayerSequence(
+                self._config, layer.index, block_tokens, remembered
+            )
         always = layer.pages.log_mass(query_QD, row.always_blocks, row.always_tokens, layer.scale)
         if layer.sink_logits is not None:
             always = np.logaddexp(always, layer.sink_logits)
-        attended = own.step(query_QD, self._reprs.sources(layer.index), row.blocks_C, always, row.context_tokens, layer.scale)
+        attended = own.step(
+            query_QD,
+            self._reprs.sources(layer.index),
+            row.blocks_C,
+            always,
+            row.context_tokens,
+            layer.scale,
+        )
         sequence.note(attended.selection.blocks, len(row.blocks_C))
         self._counters.add_step(layer.index, attended, len(row.blocks_C), layer.pages.page_bytes)
         if self._is_sampled(layer):
@@ -307,10 +364,12 @@ class SparseWorker:
         plan.rewritten = [one.row for one, _ in chosen]
         for one, blocks in chosen:
             rewrite.tables[one.row, : len(blocks)] = one.blocks_C[blocks]
-            rewrite.seq_lens[one.row] -= (len(one.blocks_C) - len(blocks)) * layer.shape.block_tokens
+            rewrite.seq_lens[one.row] -= (
+                len(one.blocks_C) - len(blocks)
+            ) * layer.shape.block_tokens
         return rewrite
 
-    # --------------------------------------------------------------------------------------------------------- sampling
+    # ------------------------------------------------------------------------------------- sampling
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
         """Every `recall_steps` steps one layer, each in its turn."""
@@ -319,7 +378,15 @@ class SparseWorker:
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)
 
     def _sample(self, layer: SparseLayer, row: Row, query_QD: F32, attended: Attended) -> None:
-        found = measure(layer.keys_of, query_QD, row.blocks_C, row.context_tokens, layer.shape.block_tokens, layer.scale, attended)
+        found = measure(
+            layer.keys_of,
+            query_QD,
+            row.blocks_C,
+            row.context_tokens,
+            layer.shape.block_tokens,
+            layer.scale,
+            attended,
+        )
         self._counters.add(layer.index, "recall_samples", 1)
         self._counters.add(layer.index, "recall", found.recall)
         self._counters.add(layer.index, "true_mass", found.mass)

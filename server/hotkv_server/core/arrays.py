@@ -1,4 +1,5 @@
-"""Small array questions that numpy answers slowly in the case that is usual here: all equal, or all different."""
+"""Small array questions that numpy answers slowly in the case that is usual here: all equal, or all
+different."""
 
 from collections.abc import Sequence
 
@@ -9,7 +10,8 @@ from hotkv.table import Words
 
 
 def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
-    """Rows at rising places of words [n, 8], each place once; the words themselves where that is all."""
+    """Rows at rising places of words [n, 8], each place once; the words themselves where that is
+    all."""
     return hashes if len(places) == len(hashes) else hashes[places]
 
 

@@ -1,8 +1,9 @@
 """A bound on what all share that no owner can use up alone.
 
-Always true: together they hold no more than the capacity; an owner that takes more has afterwards no more than the floor, or no more than
-what is left for others. So one alone gets half, n that want everything get 1/(n + 1) each, and there is always room for another one.
-An owner is a tenant, or where there are none an engine.
+Always true: together they hold no more than the capacity; an owner that takes more has afterwards
+no more than the floor, or no more than what is left for others. So one alone gets half, n that want
+everything get 1/(n + 1) each, and there is always room for another one. An owner is a tenant, or
+where there are none an engine.
 """
 
 FLOOR_SHARE = 64
@@ -48,13 +49,16 @@ class FairBound:
     def refusal(self, owner: str, what: str) -> str:
         """Why the owner gets no more, for people to read."""
         return (
-            f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} of {self.capacity} are free; "
+            f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} "
+            f"of {self.capacity} are free; "
             "nobody may hold more than is left for others"
         )
 
     def check(self, held: dict[str, int]) -> None:
         """Raises AssertionError where this is not what each owner holds."""
-        assert self._held == held and self.total == sum(held.values()) <= self.capacity, "what owners hold is miscounted"
+        assert self._held == held and self.total == sum(held.values()) <= self.capacity, (
+            "what owners hold is miscounted"
+        )
 
 
 class Account(FairBound):

@@ -1,9 +1,11 @@
-"""The key spaces that this server knows, and the kinds of representations that sessions have declared for their blocks.
+"""The key spaces that this server knows, and the kinds of representations that sessions have
+declared for their blocks.
 
-Always true: equal fingerprints have one number, and so have equal kinds of representations in one key space; numbers are never given
-away anew. What is registered can be served: a block of each group fits the arena. A key space that a session has, or that has
-a slot, is known. There is room for another one as long as its tenant has one that no session has: the first to be forgotten is the one
-left longest ago among those without a block, or else among all.
+Always true: equal fingerprints have one number, and so have equal kinds of representations in one
+key space; numbers are never given away anew. What is registered can be served: a block of each
+group fits the arena. A key space that a session has, or that has a slot, is known. There is room
+for another one as long as its tenant has one that no session has: the first to be forgotten is the
+one left longest ago among those without a block, or else among all.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,7 +24,8 @@ MAX_WEIGHT_BYTES = 32 << 20
 FORGET_S = 600.0
 """A key space without a block is forgotten so long after its last session."""
 _ENTRY_BYTES = 96
-"""What a string or a number costs besides its characters, here and in the file of the server's state."""
+"""What a string or a number costs besides its characters, here and in the file of the server's
+state."""
 
 
 def _invalid(message: str) -> HotKVError:
@@ -34,7 +37,9 @@ def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) ->
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
-    return _ENTRY_BYTES * num_entries + 3 * sum(len(text) for text in (*names, *key_space.extra, key_space.model))
+    return _ENTRY_BYTES * num_entries + 3 * sum(
+        len(text) for text in (*names, *key_space.extra, key_space.model)
+    )
 
 
 @dataclass(slots=True)
@@ -59,7 +64,11 @@ class Catalog:
         # Those that no session has and since when, in that order.
         self._left_s: dict[int, float] = {}
         self._holdings: dict[str, _Holding] = {}
-        self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants) if num_tenants else MAX_KEY_SPACES
+        self.max_of_tenant = (
+            min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
+            if num_tenants
+            else MAX_KEY_SPACES
+        )
         self.max_weight_bytes = MAX_WEIGHT_BYTES // max(1, num_tenants)
 
     def __repr__(self) -> str:
@@ -74,17 +83,26 @@ class Catalog:
         """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
         record = self.records.get(number)
         if record is None:
-            raise HotKVError(Reason.UNKNOWN_KEY_SPACE, f"key_space_id {number} is unknown; `hotkv status` lists those that are known")
+            raise HotKVError(
+                Reason.UNKNOWN_KEY_SPACE,
+                f"key_space_id {number} is unknown; `hotkv status` lists those that are known",
+            )
         return record
 
-    def register(self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float) -> tuple[int, tuple[int, ...]]:
-        """Number of a key space, and the group index of each kind of representation; they are noted on first sight."""
+    def register(
+        self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
+    ) -> tuple[int, tuple[int, ...]]:
+        """Number of a key space, and the group index of each kind of representation; they are noted
+        on first sight."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
             raise HotKVError(
                 Reason.OVERLOADED,
-                f"key_space: of {len(self.records)} that this server knows {count} are this tenant's, all in sessions: close some",
+                (
+                    f"key_space: of {len(self.records)} that this server knows {count} are this "
+                    "tenant's, all in sessions: close some"
+                ),
             )
         number = self._numbers.get(key_space.fingerprint)
         if number is None:
@@ -95,7 +113,9 @@ class Catalog:
             self._left_s[number] = now_s
             self._count(key_space, 1, weight_bytes(key_space))
             self._space.tenants.add_key_space(number, key_space.tenant)
-            self._space.index.add_key_space(number, [key_space.group_salt(g) for g in range(len(key_space.groups))])
+            self._space.index.add_key_space(
+                number, [key_space.group_salt(g) for g in range(len(key_space.groups))]
+            )
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 
     def knows(self, key_space: KeySpace) -> bool:
@@ -115,7 +135,8 @@ class Catalog:
             self._left_s[number] = now_s
 
     def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
-        """The key space to forget before this one can be registered; 0 where there is room, or none that might be forgotten.
+        """The key space to forget before this one can be registered; 0 where there is room, or none
+        that might be forgotten.
 
         Raises HotKVError where it can't be registered at all.
         """
@@ -124,11 +145,19 @@ class Catalog:
             return 0
         known = self._numbers.get(key_space.fingerprint)
         owner = self._owner(key_space)
-        mine = [number for number in self._left_s if number != known and self._owner(self.records[number].key_space) == owner]
-        return next((number for number in mine if not self._space.tenants.bytes_of(number)), mine[0] if mine else 0)
+        mine = [
+            number
+            for number in self._left_s
+            if number != known and self._owner(self.records[number].key_space) == owner
+        ]
+        return next(
+            (number for number in mine if not self._space.tenants.bytes_of(number)),
+            mine[0] if mine else 0,
+        )
 
     def outlived(self, now_s: float) -> Iterator[int]:
-        """Those without a block that no session has had for long. Don't change the catalog meanwhile."""
+        """Those without a block that no session has had for long. Don't change the catalog
+        meanwhile."""
         for number, left_s in self._left_s.items():
             if left_s > now_s - FORGET_S:
                 return
@@ -136,7 +165,8 @@ class Catalog:
                 yield number
 
     def forget(self, number: int) -> bool:
-        """It is known no more; False, and all is as it was, where a session has it or something is left of its blocks."""
+        """It is known no more; False, and all is as it was, where a session has it or something is
+        left of its blocks."""
         if number not in self._left_s or self._space.tenants.bytes_of(number):
             return False
         record = self.records.pop(number)
@@ -154,7 +184,10 @@ class Catalog:
 
     def _count(self, key_space: KeySpace, count: int, num_bytes: int) -> None:
         holding = self._holdings.setdefault(self._owner(key_space), _Holding())
-        holding.count, holding.weight_bytes = holding.count + count, holding.weight_bytes + num_bytes
+        holding.count, holding.weight_bytes = (
+            holding.count + count,
+            holding.weight_bytes + num_bytes,
+        )
         if not holding.count:
             del self._holdings[self._owner(key_space)]
 
@@ -185,13 +218,23 @@ class Catalog:
         group_index = MAX_GROUPS + len(record.representations)
         self.records[number] = replace(record, representations=(*record.representations, kind))
         self.revision += 1
-        self._count(record.key_space, 0, weight_bytes(record.key_space, (kind,)) - weight_bytes(record.key_space))
-        self._space.representations.declare(number, group_index, record.key_space.representation_salt(kind))
+        self._count(
+            record.key_space,
+            0,
+            weight_bytes(record.key_space, (kind,)) - weight_bytes(record.key_space),
+        )
+        self._space.representations.declare(
+            number, group_index, record.key_space.representation_salt(kind)
+        )
         return group_index
 
     def _check(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> None:
         if key_space.num_shards > MAX_SHARDS:
-            raise _invalid(f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} are supported")
+            raise _invalid(
+                f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} "
+                "are "
+                "supported"
+            )
         for index, group in enumerate(key_space.groups):
             self._check_fits(f"key_space.groups[{index}]: a block", group.slot_bytes)
 
@@ -200,28 +243,55 @@ class Catalog:
         if len(set(kinds)) != len(kinds):
             raise _invalid("representations lists one twice; give each once")
         if len({*known, *kinds}) > MAX_REPRESENTATIONS:
-            raise HotKVError(Reason.OVERLOADED, f"representations: this server already knows {len(known)} kinds of them for the key space")
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"representations: this server already knows {len(known)} kinds of them for "
+                    "the "
+                    "key space"
+                ),
+            )
         for index, kind in enumerate(kinds):
             name = f"representations[{index}]"
             if kind.group_index >= len(key_space.groups):
-                raise _invalid(f"{name}.group_index is {kind.group_index}; this key space has {len(key_space.groups)} groups")
+                raise _invalid(
+                    f"{name}.group_index is {kind.group_index}; this key space has "
+                    f"{len(key_space.groups)} groups"
+                )
             if len(kind.shard_bytes) != key_space.num_shards:
-                raise _invalid(f"{name}.shard_byte_counts has {len(kind.shard_bytes)} entries; this key space has {key_space.num_shards}")
+                raise _invalid(
+                    f"{name}.shard_byte_counts has {len(kind.shard_bytes)} entries; this key "
+                    f"space has {key_space.num_shards}"
+                )
             self._check_fits(f"{name}: that of a block", kind.slot_bytes)
 
     def _check_fits(self, what: str, slot_bytes: int) -> None:
         pool = self._space.pool
         if pool.capacity_slots(slot_bytes) == 0:
-            raise _invalid(f"{what} of {slot_bytes} bytes does not fit the arena of {pool.num_slabs * pool.slab_bytes}")
+            raise _invalid(
+                f"{what} of {slot_bytes} bytes does not fit the arena of "
+                f"{pool.num_slabs * pool.slab_bytes}"
+            )
 
     def check_invariants(self, in_sessions: list[int]) -> None:
-        """Raises AssertionError where the books disagree. `in_sessions`: the key space of each session."""
-        assert self._sessions == {number: in_sessions.count(number) for number in set(in_sessions)}, "sessions of key spaces miscounted"
-        assert set(self.records) == set(self._sessions) | set(self._left_s), "a key space is neither in use nor left"
+        """Raises AssertionError where the books disagree. `in_sessions`: the key space of each
+        session."""
+        assert self._sessions == {
+            number: in_sessions.count(number) for number in set(in_sessions)
+        }, "sessions of key spaces miscounted"
+        assert set(self.records) == set(self._sessions) | set(self._left_s), (
+            "a key space is neither in use nor left"
+        )
         assert not set(self._sessions) & set(self._left_s), "a key space is in use and left"
-        assert self._numbers == {record.key_space.fingerprint: number for number, record in self.records.items()}, "fingerprints disagree"
-        assert self._rows == {0, *(number % KEY_SPACE_ROWS for number in self.records)}, "rows disagree"
-        assert len(self._rows) == len(self.records) + 1 <= MAX_KEY_SPACES + 1, "two key spaces share a row"
+        assert self._numbers == {
+            record.key_space.fingerprint: number for number, record in self.records.items()
+        }, "fingerprints disagree"
+        assert self._rows == {0, *(number % KEY_SPACE_ROWS for number in self.records)}, (
+            "rows disagree"
+        )
+        assert len(self._rows) == len(self.records) + 1 <= MAX_KEY_SPACES + 1, (
+            "two key spaces share a row"
+        )
         counted: dict[str, _Holding] = {}
         for record in self.records.values():
             holding = counted.setdefault(self._owner(record.key_space), _Holding())

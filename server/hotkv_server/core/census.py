@@ -19,8 +19,8 @@ PART_ENTRIES = 1 << 17
 class Census:
     """What is there. What comes or goes while it is taken is counted or not.
 
-    num_blocks: ready. representation_bytes: slots of representations, in whatever state. blocks, representations: ready ones, int64 by row
-    of the key space, see KEY_SPACE_ROWS.
+    num_blocks: ready. representation_bytes: slots of representations, in whatever state. blocks,
+    representations: ready ones, int64 by row of the key space, see KEY_SPACE_ROWS.
     """
 
     num_blocks: int
@@ -34,11 +34,19 @@ class Census:
 def take(space: Space) -> Iterator[Census]:
     """The census as far as it has come, after each part; the last one is whole."""
     index = space.index
-    census = Census(0, 0, 0, 0, np.zeros(KEY_SPACE_ROWS, np.int64), np.zeros(KEY_SPACE_ROWS, np.int64))
+    census = Census(
+        0, 0, 0, 0, np.zeros(KEY_SPACE_ROWS, np.int64), np.zeros(KEY_SPACE_ROWS, np.int64)
+    )
     for start in range(0, max(1, index.num_numbers), PART_ENTRIES):
         records = index.table.records[start : min(start + PART_ENTRIES, index.num_numbers)]
-        pins, unverified = index.pins[start : start + len(records)], index.unverified[start : start + len(records)]
-        states, groups = records[:, table.W_GROUP_STATE] >> np.uint32(16), records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF)
+        pins, unverified = (
+            index.pins[start : start + len(records)],
+            index.unverified[start : start + len(records)],
+        )
+        states, groups = (
+            records[:, table.W_GROUP_STATE] >> np.uint32(16),
+            records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF),
+        )
         is_ready, is_block = states == table.STATE_READY, groups < MAX_GROUPS
         sizes = records[:, table.W_SIZE].astype(np.int64) * table.SLOT_ALIGN
         owners = records[:, table.W_KEY_SPACE] % KEY_SPACE_ROWS
@@ -47,5 +55,7 @@ def take(space: Space) -> Iterator[Census]:
         census.representation_bytes += int(sizes[(states != 0) & ~is_block].sum())
         census.num_unverified += int(np.count_nonzero(unverified))
         census.blocks += np.bincount(owners[is_ready & is_block], minlength=KEY_SPACE_ROWS)
-        census.representations += np.bincount(owners[is_ready & ~is_block], minlength=KEY_SPACE_ROWS)
+        census.representations += np.bincount(
+            owners[is_ready & ~is_block], minlength=KEY_SPACE_ROWS
+        )
         yield census

@@ -1,9 +1,11 @@
 """Check values: 64 bits in a block's record by which its bytes are known again.
 
-A check value covers one line of 64 bytes in every `stride`, at a place that shifts from stride to stride, and the last line of every
-shard; a stride of 1 covers all bytes. It is bound to the block's key, so that another block's bytes never pass. Its low 4 bits say the
-stride, so values of unlike strides may lie in one table; 0 is no check value. Not against an adversary: who can write the arena can
-write the table. Sums over lines and shards are added, so that each shard's may be taken by the copy that wrote it; `dataplane` takes them.
+A check value covers one line of 64 bytes in every `stride`, at a place that shifts from stride to
+stride, and the last line of every shard; a stride of 1 covers all bytes. It is bound to the block's
+key, so that another block's bytes never pass. Its low 4 bits say the stride, so values of unlike
+strides may lie in one table; 0 is no check value. Not against an adversary: who can write the arena
+can write the table. Sums over lines and shards are added, so that each shard's may be taken by the
+copy that wrote it; `dataplane` takes them.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ _KEY_FACTOR, _TAG = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(15)
 class Evidence:
     """Blocks of one shape whose bytes are to be compared with their check values.
 
-    `entries` [n] of the index, slot `offsets` [n] in the arena, mixed `keys` [n], check values [n]; `shard_bytes`: the shape.
+    `entries` [n] of the index, slot `offsets` [n] in the arena, mixed `keys` [n], check values [n];
+    `shard_bytes`: the shape.
     """
 
     entries: NDArray[np.uint32]
@@ -34,7 +37,8 @@ class Evidence:
 
 
 def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
-    """Check values [n] of blocks from the sums over all their shards and their mixed keys [n]; none where `stride` is 0."""
+    """Check values [n] of blocks from the sums over all their shards and their mixed keys [n]; none
+    where `stride` is 0."""
     if not stride:
         return np.zeros(len(sums), np.uint64)
     values: Sums = _bound(sums, keys) | np.uint64(stride.bit_length())
@@ -50,7 +54,9 @@ def strides_of(checks: Sums) -> Int64s:
 def agree(sums: Sums, evidence: Evidence) -> NDArray[np.bool_]:
     """Whose sums [n] are those of their check value; False where there is none."""
     tags = evidence.checks & _TAG
-    agreeing: NDArray[np.bool_] = (tags > 0) & (_bound(sums, evidence.keys) | tags == evidence.checks)
+    agreeing: NDArray[np.bool_] = (tags > 0) & (
+        _bound(sums, evidence.keys) | tags == evidence.checks
+    )
     return agreeing
 
 

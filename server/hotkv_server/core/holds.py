@@ -1,8 +1,9 @@
 """Holds: entries that requests asked to keep for a time, pinned until it is over.
 
-Always true: an entry is held once, until the latest time anybody asked for; a held entry has exactly one pin from here; held bytes never
-exceed the budget, nor those of a tenant what is its share of it; what does not fit is not held. Holds belong to nobody: they outlive the
-session that asked.
+Always true: an entry is held once, until the latest time anybody asked for; a held entry has
+exactly one pin from here; held bytes never exceed the budget, nor those of a tenant what is its
+share of it; what does not fit is not held. Holds belong to nobody: they outlive the session that
+asked.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ PART_ENTRIES = 1 << 18
 
 
 class Holds:
-    """When the hold of each entry ends, float64 by entry number, seconds of `now_s`, 0 for none. None ends before `_next_end_s`."""
+    """When the hold of each entry ends, float64 by entry number, seconds of `now_s`, 0 for none.
+    None ends before `_next_end_s`."""
 
     def __init__(self, index: BlockIndex, tenants: TenantBook, share: float) -> None:
         self.held_bytes = 0
@@ -45,7 +47,8 @@ class Holds:
         return f"Holds({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
-        """Keeps ready entries of one tenant until then; returns how many of them are held, from the first on where the budget ends."""
+        """Keeps ready entries of one tenant until then; returns how many of them are held, from the
+        first on where the budget ends."""
         entries = _distinct(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
@@ -55,7 +58,10 @@ class Holds:
         if len(fitting):
             self._index.pin(fitting, 1)
             self._until_s[fitting] = until_s
-            self._next_end_s, self._next_new_end_s = min(self._next_end_s, until_s), min(self._next_new_end_s, until_s)
+            self._next_end_s, self._next_new_end_s = (
+                min(self._next_end_s, until_s),
+                min(self._next_new_end_s, until_s),
+            )
             self._count(self._tenant(fitting), len(fitting), int(sizes[len(fitting) - 1]))
         return len(known) + len(fitting)
 
@@ -66,7 +72,11 @@ class Holds:
 
     def _tenant(self, entries: Entries) -> int:
         """That of the first entry: all are of one."""
-        return int(self._tenants.of(self._index.key_spaces(entries[:1]))[0]) if self._tenants.is_used else 0
+        return (
+            int(self._tenants.of(self._index.key_spaces(entries[:1]))[0])
+            if self._tenants.is_used
+            else 0
+        )
 
     def _room_bytes(self, fresh: Entries) -> int:
         """What may still be held for the tenant of these entries."""
@@ -78,7 +88,8 @@ class Holds:
         return min(room_bytes, max(0, bound - self._bytes_of.get(tenant, 0)))
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Lets go of entries whose time is over, in parts: anything else may be called between two."""
+        """Lets go of entries whose time is over, in parts: anything else may be called between
+        two."""
         if now_s < self._next_end_s:
             return
         soonest_s, self._next_new_end_s = np.inf, np.inf
@@ -101,7 +112,11 @@ class Holds:
         self._index.pin(entries, -1)
         self._until_s[entries] = 0.0
         sizes = self._index.slot_bytes(entries)
-        owners = self._tenants.of(self._index.key_spaces(entries)) if self._tenants.is_used else np.zeros(len(entries), np.int64)
+        owners = (
+            self._tenants.of(self._index.key_spaces(entries))
+            if self._tenants.is_used
+            else np.zeros(len(entries), np.int64)
+        )
         for tenant in np.unique(owners).tolist():
             mine = owners == tenant
             self._count(tenant, -int(np.count_nonzero(mine)), -int(sizes[mine].sum()))
@@ -114,7 +129,9 @@ class Holds:
         """Raises AssertionError where the books disagree. Linear in capacity."""
         held = self.entries()
         assert len(held) == self._num_held, "held entries miscounted"
-        assert self.held_bytes == int(self._index.slot_bytes(held).sum()) <= self.budget_bytes, "held bytes miscounted"
+        assert self.held_bytes == int(self._index.slot_bytes(held).sum()) <= self.budget_bytes, (
+            "held bytes miscounted"
+        )
         assert sum(self._bytes_of.values()) == self.held_bytes, "held bytes of tenants miscounted"
         assert np.all(self._index.pins[held] > 0), "a held entry is not pinned"
         assert np.all(self._until_s[held] >= self._next_end_s), "a hold ends unseen"

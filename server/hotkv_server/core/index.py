@@ -1,7 +1,9 @@
-"""The block index: the one writer of the shared block table, and what the server alone knows of each entry.
+"""The block index: the one writer of the shared block table, and what the server alone knows of
+each entry.
 
-Always true: an entry number is free, reserved, ready or detached; a key has at most one entry that is reserved or ready; only ready
-entries can be found by readers. Entries are rows of arrays, never Python objects. Nothing here evicts or allocates slots.
+Always true: an entry number is free, reserved, ready or detached; a key has at most one entry that
+is reserved or ready; only ready entries can be found by readers. Entries are rows of arrays, never
+Python objects. Nothing here evicts or allocates slots.
 """
 
 from collections.abc import Sequence
@@ -21,10 +23,12 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key. `num_entries`: those that are not free. `limit`: most that there may be, as so many records have memory.
+    """Entries by key. `num_entries`: those that are not free. `limit`: most that there may be, as
+    so many records have memory.
 
-    `unverified`: their bytes must agree with their check value before they are loaded, because they came back from an old table, or because
-    they did not agree and somebody's lease keeps them. `_salts` [row of the key space, group]: mixed into hashes.
+    `unverified`: their bytes must agree with their check value before they are loaded, because they
+    came back from an old table, or because they did not agree and somebody's lease keeps them.
+    `_salts` [row of the key space, group]: mixed into hashes.
     """
 
     def __init__(self, block_table: BlockTable) -> None:
@@ -35,7 +39,8 @@ class BlockIndex:
         self.num_entries = 0
         self.limit = self.capacity
         self._num_backed = 0
-        # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all from `_next_unused` on.
+        # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all
+        # from `_next_unused` on.
         self._free_head = 0
         self._next_unused = 1
         # Untouched pages of it take no memory.
@@ -43,7 +48,8 @@ class BlockIndex:
         self._kernels = native.load("hotkv_server.core.kernels") or twins
 
     def back(self, num_entries: int) -> None:
-        """So many entries have memory in the table now; until the first call all have. Not fewer than are in use."""
+        """So many entries have memory in the table now; until the first call all have. Not fewer
+        than are in use."""
         assert num_entries >= self.num_entries, "entries in use have lost their memory"
         # Pages of the pins come now, a few at a time, and not with the first lease of many blocks.
         self.pins[self._num_backed + 1 : num_entries + 1] += np.uint32(0)
@@ -53,7 +59,8 @@ class BlockIndex:
         return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
 
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
-        """Declares a key space and the salts of its groups; or more of them, from `first_group` on."""
+        """Declares a key space and the salts of its groups; or more of them, from `first_group`
+        on."""
         self._salts[key_space_id % KEY_SPACE_ROWS, first_group : first_group + len(salts)] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:
@@ -61,16 +68,27 @@ class BlockIndex:
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Entry words [n]: 0 for a miss, high bit set while reserved. `hashes`: [n, 8] words."""
-        return self.table.find(hashes, self._salt(key_space_id, group_index), key_space_id, group_index)[0]
+        return self.table.find(
+            hashes, self._salt(key_space_id, group_index), key_space_id, group_index
+        )[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Entry words [n] by tag alone, as readers of the table see them; faster than `find`, and a hint."""
+        """Entry words [n] by tag alone, as readers of the table see them; faster than `find`, and a
+        hint."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(
-        self, key_space_id: int, group_index: int, hashes: Words, offsets: Int64s, slot_bytes: int, depths: Int64s, lease_number: int
+        self,
+        key_space_id: int,
+        group_index: int,
+        hashes: Words,
+        offsets: Int64s,
+        slot_bytes: int,
+        depths: Int64s,
+        lease_number: int,
     ) -> Entries:
-        """Adds reserved entries for keys that are not in the index; fewer, from the first on, where the index is full."""
+        """Adds reserved entries for keys that are not in the index; fewer, from the first on, where
+        the index is full."""
         count = min(len(hashes), self.limit - self.num_entries)
         entries = np.empty(count, np.uint32)
         fitted, self._free_head, self._next_unused = self._kernels.insert(
@@ -92,21 +110,29 @@ class BlockIndex:
         return entries[:fitted]
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Notes the entry before each reserved one in its chain. A hint: that entry may go, and its number be used anew."""
+        """Notes the entry before each reserved one in its chain. A hint: that entry may go, and its
+        number be used anew."""
         self.table.records[entries, table.W_PARENT] = parents
 
-    def link(self, key_space_id: int, group_index: int, words: Entries, parent: Words | None) -> None:
-        """Notes for the entry words [n] of a chain (0 where there is none) which entry comes before each; `parent` [8] before the first.
+    def link(
+        self, key_space_id: int, group_index: int, words: Entries, parent: Words | None
+    ) -> None:
+        """Notes for the entry words [n] of a chain (0 where there is none) which entry comes before
+        each; `parent` [8] before the first.
 
-        For those that were there already too: the block before them may have come back under another number.
+        For those that were there already too: the block before them may have come back under
+        another number.
         """
         first = np.uint32(0)
         if parent is not None:
             first = self.find(key_space_id, group_index, parent.reshape(1, 8))[0] & ~RESERVED_FLAG
         self._kernels.link(self.table.records, words, first)
 
-    def chain_to(self, key_space_id: int, group_index: int, last: Words | None, most: int) -> Entries:
-        """Ready blocks of the chain that ends with the hash `last` [8], as far as they are linked; none where that one is not ready."""
+    def chain_to(
+        self, key_space_id: int, group_index: int, last: Words | None, most: int
+    ) -> Entries:
+        """Ready blocks of the chain that ends with the hash `last` [8], as far as they are linked;
+        none where that one is not ready."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self.find(key_space_id, group_index, last.reshape(1, 8))
@@ -120,14 +146,18 @@ class BlockIndex:
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds `mark` to the shard masks of reserved entries and returns the masks; they lie in the check value's upper half."""
+        """Adds `mark` to the shard masks of reserved entries and returns the masks; they lie in the
+        check value's upper half."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
 
     def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
-        """Makes reserved entries ready: from here on every reader finds them. `keys`: of `mixed`."""
-        done = int(self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks))
+        """Makes reserved entries ready: from here on every reader finds them. `keys`: of
+        `mixed`."""
+        done = int(
+            self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
+        )
         assert done == len(entries), "published an entry that is not in the table"
 
     def remove(self, entries: Entries, keys: Keys) -> list[Words]:
@@ -143,15 +173,20 @@ class BlockIndex:
         """Records [n, 18] in parts of one key space, group and slot size."""
         if not len(rows) or self._kernels.is_uniform(rows):
             return [rows] if len(rows) else []
-        owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array([0xFFFF_FFFF, 0xFFFF, 0xFFFF_FFFF], np.uint32)
+        owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array(
+            [0xFFFF_FFFF, 0xFFFF, 0xFFFF_FFFF], np.uint32
+        )
         _, part_of = np.unique(owners, axis=0, return_inverse=True)
         return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
 
     def detach(self, entries: Entries) -> None:
-        """Takes ready entries out of the table; their numbers and slots stay taken until `remove_detached`."""
+        """Takes ready entries out of the table; their numbers and slots stay taken until
+        `remove_detached`."""
         groups = self.table.records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF)
         self._unlink(entries, self.mixed(entries))
-        self.table.records[entries, table.W_GROUP_STATE] = groups | np.uint32(table.STATE_DETACHED << 16)
+        self.table.records[entries, table.W_GROUP_STATE] = groups | np.uint32(
+            table.STATE_DETACHED << 16
+        )
         self.table.records[entries, table.W_REPRESENTATION] = 0
 
     def remove_detached(self, entries: Entries) -> None:
@@ -163,7 +198,9 @@ class BlockIndex:
 
     def _unlink(self, entries: Entries, keys: Keys) -> Words:
         rows = np.empty((len(entries), table.RECORD_WORDS), np.uint32)
-        done = int(self._kernels.unlink(self.table.buckets, self.table.records, keys, entries, rows))
+        done = int(
+            self._kernels.unlink(self.table.buckets, self.table.records, keys, entries, rows)
+        )
         assert done == len(entries), "removed an entry that is not in the table"
         return rows
 
@@ -180,11 +217,14 @@ class BlockIndex:
     def evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
         """Which entries are ready and not pinned, only those of one slot size if given."""
         out = np.empty(len(entries), np.bool_)
-        self._kernels.evictable(self.table.records, self.pins, entries, slot_bytes // SLOT_ALIGN, out)
+        self._kernels.evictable(
+            self.table.records, self.pins, entries, slot_bytes // SLOT_ALIGN, out
+        )
         return out
 
     def ancestors(self, entry: int, most: int) -> Entries:
-        """Ready entries before this one in its chain, from the farthest to the nearest, as far as its links hold."""
+        """Ready entries before this one in its chain, from the farthest to the nearest, as far as
+        its links hold."""
         nearest_first = np.empty(most, np.uint32)
         count = int(self._kernels.ancestors(self.table.records, entry, nearest_first))
         return nearest_first[:count][::-1].copy()
@@ -210,26 +250,38 @@ class BlockIndex:
         return self._next_unused
 
     def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
-        """State of every entry number that was ever used, or of those from `first` to `end`: 0 free, STATE_RESERVED, STATE_READY or
-        STATE_DETACHED.
+        """State of every entry number that was ever used, or of those from `first` to `end`: 0
+        free, STATE_RESERVED, STATE_READY or STATE_DETACHED.
         """
         upto = self._next_unused if end is None else min(end, self._next_unused)
         return self.table.records[first:upto, table.W_GROUP_STATE] >> np.uint32(16)
 
     def is_ready(self, entries: Entries) -> NDArray[np.bool_]:
         """Which entries [n] are ready."""
-        ready: NDArray[np.bool_] = self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY
+        ready: NDArray[np.bool_] = (
+            self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY
+        )
         return ready
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
         """Which entries [n] are ready or detached: their slots hold whole blocks."""
-        return np.isin(self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16), (table.STATE_READY, table.STATE_DETACHED))
+        return np.isin(
+            self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16),
+            (table.STATE_READY, table.STATE_DETACHED),
+        )
 
-    def ready_blocks(self, key_space_id: int = 0, first: int = 0, end: int | None = None) -> Entries:
-        """Numbers of ready entries, of one key space if given, without representations: of all, or of those from `first` to `end`."""
-        records = self.table.records[first : self._next_unused if end is None else min(end, self._next_unused)]
+    def ready_blocks(
+        self, key_space_id: int = 0, first: int = 0, end: int | None = None
+    ) -> Entries:
+        """Numbers of ready entries, of one key space if given, without representations: of all, or
+        of those from `first` to `end`."""
+        records = self.table.records[
+            first : self._next_unused if end is None else min(end, self._next_unused)
+        ]
         states = records[:, table.W_GROUP_STATE]
-        mask = (states >> np.uint32(16) == table.STATE_READY) & (states & np.uint32(0xFFFF) < MAX_GROUPS)
+        mask = (states >> np.uint32(16) == table.STATE_READY) & (
+            states & np.uint32(0xFFFF) < MAX_GROUPS
+        )
         if key_space_id:
             mask &= records[:, table.W_KEY_SPACE] == key_space_id
         return (first + np.flatnonzero(mask)).astype(np.uint32)
@@ -237,7 +289,11 @@ class BlockIndex:
     def keys(self, entries: Entries) -> tuple[NDArray[np.uint32], NDArray[np.uint32], Words]:
         """Key space ids [n], group indices [n] and hash words [n, 8] of entries."""
         rows = self.table.records[entries]
-        return rows[:, table.W_KEY_SPACE], rows[:, table.W_GROUP_STATE] & np.uint32(0xFFFF), np.ascontiguousarray(rows[:, :8])
+        return (
+            rows[:, table.W_KEY_SPACE],
+            rows[:, table.W_GROUP_STATE] & np.uint32(0xFFFF),
+            np.ascontiguousarray(rows[:, :8]),
+        )
 
     def key_spaces(self, entries: Entries) -> NDArray[np.uint32]:
         """Key space ids [n] of entries."""
@@ -245,7 +301,8 @@ class BlockIndex:
         return key_spaces
 
     def mixed(self, entries: Entries) -> Keys:
-        """Keys of entries as 64 bits [n]: the hash mixed with key space and group, as the table does."""
+        """Keys of entries as 64 bits [n]: the hash mixed with key space and group, as the table
+        does."""
         out = np.empty(len(entries), np.uint64)
         self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
         return out
@@ -255,8 +312,13 @@ class BlockIndex:
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def mixed_runs(self, key_space_id: int, runs: Sequence[Run]) -> Keys:
-        """The same keys of all blocks of runs, one after the other; representations are left out."""
-        keys = [self.mixed_hashes(key_space_id, run.group_index, run.hashes) for run in runs if run.group_index < MAX_GROUPS]
+        """The same keys of all blocks of runs, one after the other; representations are left
+        out."""
+        keys = [
+            self.mixed_hashes(key_space_id, run.group_index, run.hashes)
+            for run in runs
+            if run.group_index < MAX_GROUPS
+        ]
         if len(keys) == 1:
             return keys[0]
         return np.concatenate(keys) if keys else np.empty(0, np.uint64)
@@ -270,24 +332,32 @@ class BlockIndex:
         return numbers
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where table, states and free numbers disagree. Linear in capacity."""
+        """Raises AssertionError where table, states and free numbers disagree. Linear in
+        capacity."""
         buckets = self.table.buckets
         words = buckets[:, table.ENTRIES :].reshape(-1)
         linked = words[words != 0]
         numbers = linked & ~RESERVED_FLAG
         states = self.states()
         detached = np.flatnonzero(states == table.STATE_DETACHED)
-        assert len(np.unique(numbers)) == len(numbers) == self.num_entries - len(detached), "entries linked twice or miscounted"
-        assert np.all(self.pins[detached] > 0), "a detached entry that nobody reads was kept"
-        assert np.all(states[numbers] == np.where(linked >= RESERVED_FLAG, table.STATE_RESERVED, table.STATE_READY)), (
-            "state and flag differ"
+        assert len(np.unique(numbers)) == len(numbers) == self.num_entries - len(detached), (
+            "entries linked twice or miscounted"
         )
+        assert np.all(self.pins[detached] > 0), "a detached entry that nobody reads was kept"
+        assert np.all(
+            states[numbers]
+            == np.where(linked >= RESERVED_FLAG, table.STATE_RESERVED, table.STATE_READY)
+        ), "state and flag differ"
         free = self._free_numbers()
-        assert np.array_equal(np.sort(free), 1 + np.flatnonzero(states[1:] == 0)), "the chain of free numbers is broken"
+        assert np.array_equal(np.sort(free), 1 + np.flatnonzero(states[1:] == 0)), (
+            "the chain of free numbers is broken"
+        )
         assert self.num_entries == self._next_unused - 1 - len(free), "entries miscounted"
         assert np.all(buckets[:, table.SEQ] % 2 == 0), "a bucket was left locked"
         assert np.all(self.pins[free] == 0), "a free entry is pinned"
-        assert not np.any(self.unverified[np.flatnonzero(states == table.STATE_RESERVED)]), "a reserved entry counts as not verified"
+        assert not np.any(self.unverified[np.flatnonzero(states == table.STATE_RESERVED)]), (
+            "a reserved entry counts as not verified"
+        )
         assert not np.any(self.unverified[free]), "a free entry counts as not verified"
         mixed = self.mixed(numbers)
         homes = table.home_buckets(mixed, len(buckets))

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that write the block table, and those of index and pool. Import through `hotkv.native.load`; `twins` has them in numpy.
+"""Numba kernels that write the block table, and those of index and pool. Import through
+`hotkv.native.load`; `twins` has them in numpy.
 
-The server is the table's one writer. `mixed`: 64-bit keys of entries; records and buckets are laid out as `hotkv.table` says. An entry
-number that is free again holds the next such number in its record's place for the offset.
+The server is the table's one writer. `mixed`: 64-bit keys of entries; records and buckets are laid
+out as `hotkv.table` says. An entry number that is free again holds the next such number in its
+record's place for the offset.
 """
 
 from typing import Any
@@ -27,7 +29,17 @@ from hotkv.kernels import (
 )
 from hotkv_server.core.values import KEY_SPACE_ROWS
 
-CHECK, KEY_SPACE, GROUP_STATE, OFFSET, SIZE, GENERATION, PARENT, DEPTH, REPRESENTATION = 8, 10, 11, 12, 13, 14, 15, 16, 17
+CHECK, KEY_SPACE, GROUP_STATE, OFFSET, SIZE, GENERATION, PARENT, DEPTH, REPRESENTATION = (
+    8,
+    10,
+    11,
+    12,
+    13,
+    14,
+    15,
+    16,
+    17,
+)
 SLOT_ALIGN = 4096
 RESERVED, READY = 1, 2
 LOW_HALF = np.uint64(0xFFFF_FFFF)
@@ -40,7 +52,9 @@ def _prefix(rows: Any, row: Any) -> Any:
     return np.uint64(rows[row, 0]) | (np.uint64(rows[row, 1]) << np.uint64(32))
 
 
-@numba.njit("void(uint32[:, ::1], uint64[:, ::1], uint32[::1], uint64[::1])", nogil=True, cache=True)
+@numba.njit(
+    "void(uint32[:, ::1], uint64[:, ::1], uint32[::1], uint64[::1])", nogil=True, cache=True
+)
 def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
     """Mixed keys of entries."""
     for i in range(entries.shape[0]):
@@ -48,13 +62,20 @@ def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
             prefetch(records, np.int64(entries[i + AHEAD]))
         entry = entries[i]
         out[i] = mix(
-            _prefix(records, entry), salts[records[entry, KEY_SPACE] & KEY_SPACE_MASK, records[entry, GROUP_STATE] & np.uint32(0xFFFF)]
+            _prefix(records, entry),
+            salts[
+                records[entry, KEY_SPACE] & KEY_SPACE_MASK,
+                records[entry, GROUP_STATE] & np.uint32(0xFFFF),
+            ],
         )
 
 
-@numba.njit("void(uint32[:, ::1], uint32[::1], uint32[::1], uint32, boolean[::1])", nogil=True, cache=True)
+@numba.njit(
+    "void(uint32[:, ::1], uint32[::1], uint32[::1], uint32, boolean[::1])", nogil=True, cache=True
+)
 def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> None:
-    """Which entries are ready and not pinned, of one size in units of SLOT_ALIGN unless that is 0."""
+    """Which entries are ready and not pinned, of one size in units of SLOT_ALIGN unless that is
+    0."""
     for i in range(entries.shape[0]):
         entry = entries[i]
         is_ready = records[entry, GROUP_STATE] >> np.uint32(16) == READY
@@ -71,11 +92,19 @@ def add_pins(pins: Any, entries: Any, change: Any) -> bool:
     return good
 
 
-@numba.njit("int64(int64[::1], int64[::1], int64[:], int64, int64, int64, int64[::1])", nogil=True, cache=True)
-def count_slots(used: Any, owner: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any, emptied: Any) -> int:
-    """Adds `change` to the used slots of each offset's slab. Returns how many slabs came to 0; `emptied` [offsets] begins with them.
+@numba.njit(
+    "int64(int64[::1], int64[::1], int64[:], int64, int64, int64, int64[::1])",
+    nogil=True,
+    cache=True,
+)
+def count_slots(
+    used: Any, owner: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any, emptied: Any
+) -> int:
+    """Adds `change` to the used slots of each offset's slab. Returns how many slabs came to 0;
+    `emptied` [offsets] begins with them.
 
-    Returns -1, with nothing changed, where a slab is not lent to this size; -2 where one fell below 0.
+    Returns -1, with nothing changed, where a slab is not lent to this size; -2 where one fell below
+    0.
     """
     for i in range(offsets.shape[0]):
         if owner[offsets[i] // slab_bytes] != slot_bytes:
@@ -160,7 +189,8 @@ def insert(
     next_unused: Any,
     entries: Any,
 ) -> Any:
-    """Links reserved entries for keys that are not in the table, their numbers in `entries`, until one does not fit.
+    """Links reserved entries for keys that are not in the table, their numbers in `entries`, until
+    one does not fit.
 
     Returns how many fitted, and the new head of the free numbers and first number never used.
     """
@@ -214,7 +244,8 @@ def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32)", nogil=True, cache=True)
 def link(records: Any, entries: Any, first: Any) -> None:
-    """Notes which entry comes before each of a chain, 0 where there is none; `first` comes before the first."""
+    """Notes which entry comes before each of a chain, 0 where there is none; `first` comes before
+    the first."""
     before = first
     for i in range(entries.shape[0]):
         if entries[i] != 0:
@@ -224,13 +255,18 @@ def link(records: Any, entries: Any, first: Any) -> None:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32, uint32[::1])", nogil=True, cache=True)
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
-    """Adds `mark` to the shard mask of each reserved entry; `masks` says what it is then. It lies in the check value's upper half."""
+    """Adds `mark` to the shard mask of each reserved entry; `masks` says what it is then. It lies
+    in the check value's upper half."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark
         masks[i] = records[entries[i], CHECK + 1]
 
 
-@numba.njit("int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint64[::1])", nogil=True, cache=True)
+@numba.njit(
+    "int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint64[::1])",
+    nogil=True,
+    cache=True,
+)
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
     """Makes reserved entries ready, with their check values; returns how many were found."""
     done = 0
@@ -245,16 +281,26 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
         records[entries[i], CHECK] = np.uint32(checks[i] & LOW_HALF)
         records[entries[i], CHECK + 1] = np.uint32(checks[i] >> np.uint64(32))
         # Behind all else of the record: what a kill leaves ready is whole.
-        store32(records, entries[i], GROUP_STATE, (records[entries[i], GROUP_STATE] & np.uint32(0xFFFF)) | np.uint32(READY << 16))
+        store32(
+            records,
+            entries[i],
+            GROUP_STATE,
+            (records[entries[i], GROUP_STATE] & np.uint32(0xFFFF)) | np.uint32(READY << 16),
+        )
         buckets[bucket, ENTRIES + way] = entries[i]
         store32(buckets, bucket, SEQ, seq + np.uint32(2))
         done += 1
     return done
 
 
-@numba.njit("int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint32[:, ::1])", nogil=True, cache=True)
+@numba.njit(
+    "int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint32[:, ::1])",
+    nogil=True,
+    cache=True,
+)
 def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any) -> int:
-    """Takes entries out of the table and clears their state; `rows` gets their records as they were. Returns how many were found."""
+    """Takes entries out of the table and clears their state; `rows` gets their records as they
+    were. Returns how many were found."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:
@@ -288,7 +334,8 @@ def is_uniform(rows: Any) -> bool:
 
 @numba.njit("int64(uint32[:, ::1], uint32[::1], int64)", nogil=True, cache=True)
 def release(records: Any, entries: Any, free_head: Any) -> int:
-    """Puts entry numbers that are in use no more at the head of the free ones; returns the new head."""
+    """Puts entry numbers that are in use no more at the head of the free ones; returns the new
+    head."""
     for i in range(entries.shape[0]):
         records[entries[i], OFFSET] = np.uint32(free_head)
         free_head = np.int64(entries[i])
@@ -297,14 +344,21 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
-    """Ready entries before a block in its chain, nearest first, as far as the links hold; returns how many, at most as `out` is long."""
+    """Ready entries before a block in its chain, nearest first, as far as the links hold; returns
+    how many, at most as `out` is long."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]
         # The link is a hint: the number may have another block by now.
-        if parent == 0 or records[parent, GROUP_STATE] >> np.uint32(16) != READY or records[parent, KEY_SPACE] != records[entry, KEY_SPACE]:
+        if (
+            parent == 0
+            or records[parent, GROUP_STATE] >> np.uint32(16) != READY
+            or records[parent, KEY_SPACE] != records[entry, KEY_SPACE]
+        ):
             break
-        if records[parent, GROUP_STATE] & np.uint32(0xFFFF) != records[entry, GROUP_STATE] & np.uint32(0xFFFF):
+        if records[parent, GROUP_STATE] & np.uint32(0xFFFF) != records[
+            entry, GROUP_STATE
+        ] & np.uint32(0xFFFF):
             break
         if records[parent, DEPTH] + np.uint32(1) != records[entry, DEPTH]:
             break

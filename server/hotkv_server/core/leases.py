@@ -1,9 +1,10 @@
 """Read and write leases: who holds which entries, and until when.
 
-Always true: every lease has an owning engine, the session that took it, and an expiry; a lease with running copies is
-never settled, however late it is; what a read lease pins is unpinned exactly once, what a write lease reserved is
-published or dropped exactly once. A lease knows which blocks it was asked for, so that its id answers for no others. Leases count for their
-`owner`, by number and by `weight` in bytes, see `bounds`. This module keeps the books; `cache.py` acts on them.
+Always true: every lease has an owning engine, the session that took it, and an expiry; a lease with
+running copies is never settled, however late it is; what a read lease pins is unpinned exactly
+once, what a write lease reserved is published or dropped exactly once. A lease knows which blocks
+it was asked for, so that its id answers for no others. Leases count for their `owner`, by number
+and by `weight` in bytes, see `bounds`. This module keeps the books; `cache.py` acts on them.
 """
 
 import math
@@ -28,13 +29,15 @@ Keys = NDArray[np.uint64]
 
 
 def content_of(groups: Sequence[HashList]) -> int:
-    """64 bits of the groups and hashes that a call names, in their order. Odds of 2⁻⁶⁴ that another call has the same."""
+    """64 bits of the groups and hashes that a call names, in their order. Odds of 2⁻⁶⁴ that another
+    call has the same."""
     return hash(tuple((g.group_index, g.hashes.tobytes()) for g in groups))
 
 
 @dataclass(slots=True)
 class ReadLease:
-    """Pins ready entries. `groups`: per queried group, (group index, entry number per asked hash, 0 where not pinned).
+    """Pins ready entries. `groups`: per queried group, (group index, entry number per asked hash, 0
+    where not pinned).
 
     `content`: of the call that took it, see `content_of`.
     """
@@ -57,17 +60,23 @@ class ReadLease:
 
     def entries(self) -> Entries:
         """All pinned entries."""
-        listed = np.concatenate([entries for _, entries in self.groups]) if self.groups else np.empty(0, np.uint32)
+        listed = (
+            np.concatenate([entries for _, entries in self.groups])
+            if self.groups
+            else np.empty(0, np.uint32)
+        )
         pinned: Entries = listed[listed != 0]
         return pinned
 
 
 @dataclass(slots=True)
 class WriteLease:
-    """Owns reserved entries until each is published or dropped. Its first call decides which blocks it owns, for all ranks.
+    """Owns reserved entries until each is published or dropped. Its first call decides which blocks
+    it owns, for all ranks.
 
-    `listed`: mixed keys of the blocks that the first call named. `entries`: entry numbers still reserved. `shards_seen`: bitmask of shards
-    whose store has ended. `parts`: entries whose bytes some copy has written, and the sums of those bytes.
+    `listed`: mixed keys of the blocks that the first call named. `entries`: entry numbers still
+    reserved. `shards_seen`: bitmask of shards whose store has ended. `parts`: entries whose bytes
+    some copy has written, and the sums of those bytes.
     """
 
     engine_id: str
@@ -98,7 +107,8 @@ class WriteLease:
         self.parts.append((entries[order], sums[order]))
 
     def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
-        """Notes the sums [n] of what a copy has written of entries [n], each once; returns those over all copies of the complete ones."""
+        """Notes the sums [n] of what a copy has written of entries [n], each once; returns those
+        over all copies of the complete ones."""
         if not self.parts and complete.all():
             # The usual case of one shard: no later copy will ask for them.
             return sums
@@ -109,8 +119,16 @@ class WriteLease:
         """Sums [n] over all copies of entries [n]."""
         total = np.zeros(len(entries), np.uint64)
         for written, sums in self.parts:
-            at = np.minimum(np.searchsorted(written, entries), len(written) - 1) if len(written) else np.empty(0, np.int64)
-            total += np.where(written[at] == entries, sums[at], np.uint64(0)) if len(written) else np.uint64(0)
+            at = (
+                np.minimum(np.searchsorted(written, entries), len(written) - 1)
+                if len(written)
+                else np.empty(0, np.int64)
+            )
+            total += (
+                np.where(written[at] == entries, sums[at], np.uint64(0))
+                if len(written)
+                else np.uint64(0)
+            )
         return total
 
 
@@ -119,7 +137,11 @@ Lease = ReadLease | WriteLease
 
 def num_listed(lease: Lease) -> int:
     """Blocks that a lease was asked for."""
-    return sum(len(entries) for _, entries in lease.groups) if isinstance(lease, ReadLease) else len(lease.listed)
+    return (
+        sum(len(entries) for _, entries in lease.groups)
+        if isinstance(lease, ReadLease)
+        else len(lease.listed)
+    )
 
 
 def read_weight(num_lists: int, num_blocks: int) -> int:
@@ -128,7 +150,8 @@ def read_weight(num_lists: int, num_blocks: int) -> int:
 
 
 def write_weight(num_blocks: int, num_shards: int) -> int:
-    """About how many bytes a write lease takes at most that was asked for so many blocks: keys and entries, entries and sums a shard."""
+    """About how many bytes a write lease takes at most that was asked for so many blocks: keys and
+    entries, entries and sums a shard."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 
@@ -154,7 +177,8 @@ class LeaseBook:
         return f"LeaseBook({len(self._by_key)} leases)"
 
     def next_number(self) -> int:
-        """A number for a new lease; numbers fit 32 bits and are not reused while a lease holds them."""
+        """A number for a new lease; numbers fit 32 bits and are not reused while a lease holds
+        them."""
         while self._next_number in self._by_number or self._next_number == 0:
             self._next_number = (self._next_number + 1) & 0xFFFF_FFFF
         number = self._next_number
@@ -216,17 +240,30 @@ class LeaseBook:
         if now_s < self._next_end_s:
             return []
         # Those that are late count too: one whose copies go on stays.
-        self._next_end_s = min((lease.expires_s for lease in self._by_key.values()), default=math.inf)
+        self._next_end_s = min(
+            (lease.expires_s for lease in self._by_key.values()), default=math.inf
+        )
         return [lease for lease in self._by_key.values() if lease.expires_s <= now_s]
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree."""
         everything = list(self._by_key.items())
-        assert all(key == (lease.engine_id, lease.lease_id) and self._by_number[lease.number] is lease for key, lease in everything)
-        assert len(self._by_number) == len(everything) == sum(map(len, self._by_session.values())), "leases miscounted"
-        assert all(self._by_session[lease.session_number][lease.number] is lease for _, lease in everything), "leases of sessions disagree"
-        assert self._num_with_id == Counter(lease.lease_id for _, lease in everything), "lease ids miscounted"
-        assert all(lease.expires_s >= self._next_end_s for _, lease in everything), "a lease expires unseen"
+        assert all(
+            key == (lease.engine_id, lease.lease_id) and self._by_number[lease.number] is lease
+            for key, lease in everything
+        )
+        assert (
+            len(self._by_number) == len(everything) == sum(map(len, self._by_session.values()))
+        ), "leases miscounted"
+        assert all(
+            self._by_session[lease.session_number][lease.number] is lease for _, lease in everything
+        ), "leases of sessions disagree"
+        assert self._num_with_id == Counter(lease.lease_id for _, lease in everything), (
+            "lease ids miscounted"
+        )
+        assert all(lease.expires_s >= self._next_end_s for _, lease in everything), (
+            "a lease expires unseen"
+        )
         self.bound.check(Counter(lease.owner for _, lease in everything))
         listed: Counter[str] = Counter()
         for _, lease in everything:

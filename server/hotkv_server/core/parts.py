@@ -1,6 +1,8 @@
-"""Long work of the core in parts: each generator does one part a step, and between two steps anything else may be called.
+"""Long work of the core in parts: each generator does one part a step, and between two steps
+anything else may be called.
 
-What a piece finds changed since the first step, it leaves alone, unless it says so. A part takes milliseconds, however large the cache is.
+What a piece finds changed since the first step, it leaves alone, unless it says so. A part takes
+milliseconds, however large the cache is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,21 +41,28 @@ def end_leases(core: CacheCore, session_number: int) -> Iterator[None]:
         yield
 
 
-def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: table.Words) -> Iterator[tuple[int, int]]:
+def evict(
+    core: CacheCore, key_space_id: int, group_index: int, hashes: table.Words
+) -> Iterator[tuple[int, int]]:
     """Drops those of the named blocks that are not pinned; (dropped, kept) of each part."""
     index = core.space.index
     named = core.named(key_space_id, group_index, hashes)
     generations = index.table.records[named, table.W_GENERATION]
     for start in range(0, len(named), BLOCKS):
         entries = named[start : start + BLOCKS]
-        same = index.table.records[entries, table.W_GENERATION] == generations[start : start + BLOCKS]
-        entries = entries[same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)]
+        same = (
+            index.table.records[entries, table.W_GENERATION] == generations[start : start + BLOCKS]
+        )
+        entries = entries[
+            same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)
+        ]
         dropped = core.space.evict(entries)
         yield dropped, len(entries) - dropped
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> Iterator[tuple[int, int]]:
-    """Drops all blocks of a key space (0: of all) that are there at the first step, but for pinned ones; (dropped, kept) of each part.
+    """Drops all blocks of a key space (0: of all) that are there at the first step, but for pinned
+    ones; (dropped, kept) of each part.
 
     What comes meanwhile may go too.
     """
@@ -65,17 +74,27 @@ def evict_all(core: CacheCore, key_space_id: int) -> Iterator[tuple[int, int]]:
 
 
 def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
-    """Forgets all blocks of a key space that are there at the first step; how many of them were ready, part by part.
+    """Forgets all blocks of a key space that are there at the first step; how many of them were
+    ready, part by part.
 
-    After the last step none of them is found again. What is reserved or being written at the first step never becomes ready, unless it
-    does so before its turn: then it is forgotten with the others. What comes meanwhile may go too.
+    After the last step none of them is found again. What is reserved or being written at the first
+    step never becomes ready, unless it does so before its turn: then it is forgotten with the
+    others. What comes meanwhile may go too.
     """
     core.key_space(key_space_id)
-    writing = [lease for lease in core.leases.all() if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id]
-    # All of them before the first block: whatever becomes ready before its lease's turn is found below.
+    writing = [
+        lease
+        for lease in core.leases.all()
+        if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id
+    ]
+    # All of them before the first block: whatever becomes ready before its lease's turn is found
+    # below.
     for part in _portions(writing):
         for lease in part:
-            if isinstance(lease, WriteLease) and core.leases.get(lease.engine_id, lease.lease_id) is lease:
+            if (
+                isinstance(lease, WriteLease)
+                and core.leases.get(lease.engine_id, lease.lease_id) is lease
+            ):
                 core.abort(lease)
         yield 0
     for entries in _ready_blocks(core, key_space_id):
@@ -83,7 +102,9 @@ def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
         yield len(entries)
 
 
-def use(core: CacheCore, session_number: int, hash_list: HashList, now_s: float, retention: Retention) -> Iterator[None]:
+def use(
+    core: CacheCore, session_number: int, hash_list: HashList, now_s: float, retention: Retention
+) -> Iterator[None]:
     """As `CacheCore.touch` of one list, with what is to be kept in parts of its own."""
     core.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
     for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
@@ -94,9 +115,11 @@ def use(core: CacheCore, session_number: int, hash_list: HashList, now_s: float,
 
 
 def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
-    """Makes room for those blocks of the runs that are not there, as reserving them would; no part where little is to be done.
+    """Makes room for those blocks of the runs that are not there, as reserving them would; no part
+    where little is to be done.
 
-    For a core whose `makes_room` is False: the runs are reserved right after the last step. Runs that the core would refuse are left alone.
+    For a core whose `makes_room` is False: the runs are reserved right after the last step. Runs
+    that the core would refuse are left alone.
     """
     record, index = core.catalog.record(key_space_id), core.space.index
     wanted: dict[tuple[int, int], int] = {}
@@ -108,7 +131,11 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
         if run.group_index >= MAX_GROUPS:
             blocks = index.find(key_space_id, record.block_group(run.group_index), run.hashes)
             kept.append(blocks[table.is_ready(blocks)])
-        kept.append(index.chain_to(key_space_id, record.block_group(run.group_index), run.parent, MAX_REFRESHED))
+        kept.append(
+            index.chain_to(
+                key_space_id, record.block_group(run.group_index), run.parent, MAX_REFRESHED
+            )
+        )
         kept.append(words[table.is_ready(words)])
         kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
         wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
@@ -118,7 +145,9 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
         making = core.space.make_room(key_space_id, is_kind * MAX_GROUPS, slot_bytes, count)
         while True:
             if len(staying):
-                same = (index.table.records[staying, table.W_GENERATION] == generations) & index.is_ready(staying)
+                same = (
+                    index.table.records[staying, table.W_GENERATION] == generations
+                ) & index.is_ready(staying)
                 staying, generations = staying[same], generations[same]
             index.pin(staying, 1)
             has_more = next(making, _END) is not _END
@@ -134,16 +163,22 @@ _END = object()
 
 
 def _ready_blocks(core: CacheCore, key_space_id: int) -> Iterator[Entries]:
-    """Blocks of a key space (0: of all) that are ready when they come: all that are there at the first step, some that come later."""
+    """Blocks of a key space (0: of all) that are ready when they come: all that are there at the
+    first step, some that come later."""
     for start in range(0, core.space.index.num_numbers, SCANNED_ENTRIES):
         found = core.space.index.ready_blocks(key_space_id, start, start + SCANNED_ENTRIES)
         for at in range(0, max(1, len(found)), BLOCKS):
-            yield _still_ready(core, found[at : at + BLOCKS], key_space_id) if at else found[:BLOCKS]
+            yield (
+                _still_ready(core, found[at : at + BLOCKS], key_space_id) if at else found[:BLOCKS]
+            )
 
 
 def _still_ready(core: CacheCore, entries: Entries, key_space_id: int) -> Entries:
     records = core.space.index.table.records
-    states, groups = records[entries, table.W_GROUP_STATE] >> np.uint32(16), records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF)
+    states, groups = (
+        records[entries, table.W_GROUP_STATE] >> np.uint32(16),
+        records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF),
+    )
     mask = (states == table.STATE_READY) & (groups < MAX_GROUPS)
     if key_space_id:
         mask &= records[entries, table.W_KEY_SPACE] == key_space_id
@@ -163,7 +198,11 @@ def _portions(leases: Sequence[Lease]) -> Iterator[Sequence[Lease]]:
 
 def _end(core: CacheCore, leases: Sequence[Lease]) -> int:
     """Ends those leases that have not ended yet; returns how many."""
-    live = [lease for lease in leases if not lease.released and core.leases.get(lease.engine_id, lease.lease_id) is lease]
+    live = [
+        lease
+        for lease in leases
+        if not lease.released and core.leases.get(lease.engine_id, lease.lease_id) is lease
+    ]
     for lease in live:
         core.end_lease(lease)
     return len(live)

@@ -1,9 +1,12 @@
-"""Representations in the index: entries of their own, each with a slot of its own size, linked with the block that it belongs to.
+"""Representations in the index: entries of their own, each with a slot of its own size, linked with
+the block that it belongs to.
 
-Always true: a ready representation and one ready block of the same key space and hash name each other; a block has at most one, the
-version stored last. The eviction policy does not know representations and nobody is told when they go: they go with their block, or for
-another version. Alone they go only where a block needs the room, when their slab is lent to another slot size or nothing else of their
-size may go; the block stays. A pinned one can't be found any more when it goes, and keeps its slot until its last reader is done.
+Always true: a ready representation and one ready block of the same key space and hash name each
+other; a block has at most one, the version stored last. The eviction policy does not know
+representations and nobody is told when they go: they go with their block, or for another version.
+Alone they go only where a block needs the room, when their slab is lent to another slot size or
+nothing else of their size may go; the block stays. A pinned one can't be found any more when it
+goes, and keeps its slot until its last reader is done.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +30,8 @@ def blocks_first(groups: list[int]) -> list[int]:
 
 
 class Representations:
-    """Those of one index. `declared`: False as long as there can be none, so that who uses none pays nothing."""
+    """Those of one index. `declared`: False as long as there can be none, so that who uses none
+    pays nothing."""
 
     def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:
         self.declared = False
@@ -47,7 +51,9 @@ class Representations:
         """Which of the entries [n] are representations."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
-        are: NDArray[np.bool_] = self._records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF) >= MAX_GROUPS
+        are: NDArray[np.bool_] = (
+            self._records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF) >= MAX_GROUPS
+        )
         return are
 
     def ready(self) -> Entries:
@@ -61,14 +67,16 @@ class Representations:
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
-        """Slot bytes [n] that go with each entry: its own, and for a block those of its representation."""
+        """Slot bytes [n] that go with each entry: its own, and for a block those of its
+        representation."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Per entry [n] the block whose hotness counts for it: that of a ready representation, else the entry itself."""
+        """Per entry [n] the block whose hotness counts for it: that of a ready representation, else
+        the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
@@ -76,14 +84,21 @@ class Representations:
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
         """Which of the entries [n] are representations of a block that is ready."""
-        are: NDArray[np.bool_] = self.among(entries) & (self._records[entries, table.W_REPRESENTATION] != 0)
+        are: NDArray[np.bool_] = self.among(entries) & (
+            self._records[entries, table.W_REPRESENTATION] != 0
+        )
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved ones ready, each for a ready block, in place of what that had. `checks`: as in `Space.publish`."""
+        """Makes reserved ones ready, each for a ready block, in place of what that had. `checks`:
+        as in `Space.publish`."""
         former = self.of(blocks)
         self._go(former[former != 0])
-        self._index.publish(entries, self._index.mixed(entries), np.zeros(len(entries), np.uint64) if checks is None else checks)
+        self._index.publish(
+            entries,
+            self._index.mixed(entries),
+            np.zeros(len(entries), np.uint64) if checks is None else checks,
+        )
         self._records[blocks, table.W_REPRESENTATION] = entries
         self._records[entries, table.W_REPRESENTATION] = blocks
 
@@ -115,7 +130,11 @@ class Representations:
         mine = self.among(live)
         assert np.all(links[mine & is_ready] != 0), "a representation has no block"
         linked, other = live[links != 0], links[links != 0]
-        assert np.array_equal(self._records[other, table.W_REPRESENTATION], linked), "a link does not hold both ways"
+        assert np.array_equal(self._records[other, table.W_REPRESENTATION], linked), (
+            "a link does not hold both ways"
+        )
         assert np.all(self.among(linked) != self.among(other)), "a link joins two of a kind"
         keys = [*range(8), table.W_KEY_SPACE]
-        assert np.array_equal(self._records[linked][:, keys], self._records[other][:, keys]), "a link joins two keys"
+        assert np.array_equal(self._records[linked][:, keys], self._records[other][:, keys]), (
+            "a link joins two keys"
+        )

@@ -1,11 +1,13 @@
 """A new core takes over what an old one, however it ended, left in its block table.
 
-Always true: only what was ready comes back, under its own key and in its own slot; whatever contradicts the key spaces, the arena or
-another entry is dropped, never guessed at. Buckets of the old table are not read, its records are; the new table is another file,
-so a restore that is killed has changed nothing. Bytes are not looked at here: what comes back is marked as not verified.
+Always true: only what was ready comes back, under its own key and in its own slot; whatever
+contradicts the key spaces, the arena or another entry is dropped, never guessed at. Buckets of the
+old table are not read, its records are; the new table is another file, so a restore that is killed
+has changed nothing. Bytes are not looked at here: what comes back is marked as not verified.
 
-An old record is trusted as far as one word: a server marks it ready after all else of it is written, and takes the mark back before
-its slot is used anew. So a kill leaves nothing ready that is not whole.
+An old record is trusted as far as one word: a server marks it ready after all else of it is
+written, and takes the mark back before its slot is used anew. So a kill leaves nothing ready that
+is not whole.
 """
 
 from collections.abc import Mapping
@@ -38,20 +40,30 @@ class Restored:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
 
 
-def restore(core: CacheCore, old: Words, key_spaces: Mapping[int, int], last_used_s: NDArray[np.float64] | None, now_s: float) -> Restored:
+def restore(
+    core: CacheCore,
+    old: Words,
+    key_spaces: Mapping[int, int],
+    last_used_s: NDArray[np.float64] | None,
+    now_s: float,
+) -> Restored:
     """Fills an empty core from the records [n, 18] of an old table.
 
-    `key_spaces`: number in the old table to number in this core, whose catalog knows them with their representations in the old order.
-    `last_used_s` float64 [n] by old entry number, in seconds of `now_s`, nan for what is newer; None where it is
-    not known.
+    `key_spaces`: number in the old table to number in this core, whose catalog knows them with
+    their representations in the old order. `last_used_s` float64 [n] by old entry number, in
+    seconds of `now_s`, nan for what is newer; None where it is not known.
     """
     assert not core.space.index.num_entries, "restored into a core that is in use"
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
-    report.drop("unfinished", int(np.isin(states, (table.STATE_RESERVED, table.STATE_DETACHED)).sum()))
+    report.drop(
+        "unfinished", int(np.isin(states, (table.STATE_RESERVED, table.STATE_DETACHED)).sum())
+    )
     rows = np.flatnonzero(states == table.STATE_READY)
     numbers = _new_numbers(old[rows, table.W_KEY_SPACE], key_spaces)
-    rows, numbers = _kept(report, "misshapen", rows, numbers, _well_shaped(core, old[rows], numbers))
+    rows, numbers = _kept(
+        report, "misshapen", rows, numbers, _well_shaped(core, old[rows], numbers)
+    )
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, old[rows]))
     new_of = np.zeros(len(old), np.uint32)
     _link_entries(core, old, rows, numbers, new_of)
@@ -59,13 +71,17 @@ def restore(core: CacheCore, old: Words, key_spaces: Mapping[int, int], last_use
     report.drop("duplicate or beyond capacity", len(rows) - len(came))
     for size in np.unique(old[came, table.W_SIZE]).tolist():
         here = came[old[came, table.W_SIZE] == size]
-        core.space.pool.claim(size * SLOT_ALIGN, old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN)
+        core.space.pool.claim(
+            size * SLOT_ALIGN, old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
+        )
     _publish(core, old, came, new_of, last_used_s, now_s, report)
     core.space.keep_bounds()
     return report
 
 
-def _kept(report: Restored, reason: str, rows: Int64s, numbers: Entries, good: BoolMask) -> tuple[Int64s, Entries]:
+def _kept(
+    report: Restored, reason: str, rows: Int64s, numbers: Entries, good: BoolMask
+) -> tuple[Int64s, Entries]:
     report.drop(reason, int((~good).sum()))
     return rows[good], numbers[good]
 
@@ -84,7 +100,8 @@ def _groups(records: Words) -> Entries:
 
 
 def _well_shaped(core: CacheCore, records: Words, numbers: Entries) -> BoolMask:
-    """Which records have a known shape, the slot size that belongs to it, and a slot inside the arena where slots of that size lie."""
+    """Which records have a known shape, the slot size that belongs to it, and a slot inside the
+    arena where slots of that size lie."""
     good = np.zeros(len(records), np.bool_)
     groups, pool = _groups(records), core.space.pool
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
@@ -105,8 +122,11 @@ def _well_shaped(core: CacheCore, records: Words, numbers: Entries) -> BoolMask:
 
 
 def _apart(core: CacheCore, records: Words) -> BoolMask:
-    """Which records share no byte with another, and no slab with a slot of another size; of those that do, none is right for certain."""
-    offsets, sizes = (records[:, word].astype(np.int64) * SLOT_ALIGN for word in (table.W_OFFSET, table.W_SIZE))
+    """Which records share no byte with another, and no slab with a slot of another size; of those
+    that do, none is right for certain."""
+    offsets, sizes = (
+        records[:, word].astype(np.int64) * SLOT_ALIGN for word in (table.W_OFFSET, table.W_SIZE)
+    )
     order = np.argsort(offsets, kind="stable")
     ends = np.maximum.accumulate((offsets + sizes)[order])
     good = np.ones(len(records), np.bool_)
@@ -114,7 +134,10 @@ def _apart(core: CacheCore, records: Words) -> BoolMask:
     good[order[touching]] = good[order[touching + 1]] = False
     pool = core.space.pool
     first, last = pool.slab_of(offsets), pool.slab_of(offsets + sizes - 1)
-    smallest, largest = np.full(pool.num_slabs, np.iinfo(np.int64).max), np.zeros(pool.num_slabs, np.int64)
+    smallest, largest = (
+        np.full(pool.num_slabs, np.iinfo(np.int64).max),
+        np.zeros(pool.num_slabs, np.int64),
+    )
     for step in range(int((last - first).max(initial=0)) + 1):
         spans = first + step <= last
         np.minimum.at(smallest, first[spans] + step, sizes[spans])
@@ -124,8 +147,11 @@ def _apart(core: CacheCore, records: Words) -> BoolMask:
     return good
 
 
-def _link_entries(core: CacheCore, old: Words, rows: Int64s, numbers: Entries, new_of: Entries) -> None:
-    """Makes reserved entries for records; those that find no place, or whose key is there already, stay 0 in `new_of`."""
+def _link_entries(
+    core: CacheCore, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
+) -> None:
+    """Makes reserved entries for records; those that find no place, or whose key is there already,
+    stay 0 in `new_of`."""
     index, groups = core.space.index, _groups(old[rows])
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
         here = rows[(numbers == number) & (groups == group)]
@@ -141,21 +167,37 @@ def _link_entries(core: CacheCore, old: Words, rows: Int64s, numbers: Entries, n
 
 
 def _publish(
-    core: CacheCore, old: Words, came: Int64s, new_of: Entries, last_used_s: NDArray[np.float64] | None, now_s: float, report: Restored
+    core: CacheCore,
+    old: Words,
+    came: Int64s,
+    new_of: Entries,
+    last_used_s: NDArray[np.float64] | None,
+    now_s: float,
+    report: Restored,
 ) -> None:
     """Makes blocks ready, then the representations whose block came back; the rest is dropped."""
     space, index = core.space, core.space.index
-    checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[:, 0]
+    checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[
+        :, 0
+    ]
     is_block = _groups(old[came]) < MAX_GROUPS
-    used_s = np.full(len(came), now_s) if last_used_s is None else np.minimum(np.nan_to_num(last_used_s[came], nan=now_s), now_s)
+    used_s = (
+        np.full(len(came), now_s)
+        if last_used_s is None
+        else np.minimum(np.nan_to_num(last_used_s[came], nan=now_s), now_s)
+    )
     order = np.lexsort((old[came, table.W_DEPTH], used_s))
-    for part in np.array_split(order[is_block[order]], ADMIT_PARTS if last_used_s is not None else 1):
+    for part in np.array_split(
+        order[is_block[order]], ADMIT_PARTS if last_used_s is not None else 1
+    ):
         if len(part):
             part = part[np.argsort(old[came[part], table.W_DEPTH], kind="stable")]
             space.publish(new_of[came[part]], float(used_s[part].max()), checks=checks[part])
     blocks = came[is_block]
     parents = old[blocks, table.W_PARENT]
-    index.set_parents(new_of[blocks], np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0))
+    index.set_parents(
+        new_of[blocks], np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0)
+    )
     kinds, kind_checks = came[~is_block], checks[~is_block]
     links = np.minimum(old[kinds, table.W_REPRESENTATION], len(old) - 1)
     good = (links == old[kinds, table.W_REPRESENTATION]) & _linked(core, old, kinds, links, new_of)
@@ -168,10 +210,16 @@ def _publish(
     report.drop("representation without its block", int((~good).sum()))
 
 
-def _linked(core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries) -> BoolMask:
-    """Which representations have a block that came back, of their key, which names them; `links`: the records they name."""
+def _linked(
+    core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
+) -> BoolMask:
+    """Which representations have a block that came back, of their key, which names them; `links`:
+    the records they name."""
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])
-    expected = [core.catalog.record(number).block_group(group) for number, group in zip(numbers.tolist(), groups.tolist(), strict=True)]
+    expected = [
+        core.catalog.record(number).block_group(group)
+        for number, group in zip(numbers.tolist(), groups.tolist(), strict=True)
+    ]
     linked = new_of[links]
     block_numbers, block_groups, block_hashes = core.space.index.keys(linked)
     good: BoolMask = (

@@ -1,8 +1,9 @@
 """The elastic pool: an arena cut into slabs, each lent to one slot size.
 
-Owns which byte of the arena belongs to which slot. Always true: a slot is free or used, never both; a slab whose last
-slot is freed goes back at once and may be lent to any other size; a slot larger than a slab spans contiguous slabs; only slabs that have
-memory are lent (`back`). It never moves or evicts anything: an allocation that does not fit is granted short.
+Owns which byte of the arena belongs to which slot. Always true: a slot is free or used, never both;
+a slab whose last slot is freed goes back at once and may be lent to any other size; a slot larger
+than a slab spans contiguous slabs; only slabs that have memory are lent (`back`). It never moves or
+evicts anything: an allocation that does not fit is granted short.
 """
 
 from collections.abc import Callable
@@ -40,9 +41,11 @@ class SlabClassStats:
 class PoolFigures:
     """How well the arena is divided, as far as it has memory.
 
-    `lent_bytes`: slabs lent to some slot size. `idle_bytes`: free slots in them. `tail_bytes`: what in them no slot covers, because slot
-    sizes don't divide slabs. `stranded_bytes`: free slabs that don't lie together as the widest slot size known needs them; 0 where no
-    slot spans slabs. `shares`: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) of each size that has slabs.
+    `lent_bytes`: slabs lent to some slot size. `idle_bytes`: free slots in them. `tail_bytes`: what
+    in them no slot covers, because slot sizes don't divide slabs. `stranded_bytes`: free slabs that
+    don't lie together as the widest slot size known needs them; 0 where no slot spans slabs.
+    `shares`: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) of each
+    size that has slabs.
     """
 
     arena_bytes: int
@@ -59,7 +62,8 @@ class PoolFigures:
 
     @property
     def imbalance_ratio(self) -> float:
-        """½ Σ |share of lent slabs - share of used bytes| over slot sizes: lent memory that lies with other sizes than those that use it.
+        """½ Σ |share of lent slabs - share of used bytes| over slot sizes: lent memory that lies
+        with other sizes than those that use it.
 
         0 where every size has slabs in proportion to its bytes; below 1.
         """
@@ -68,7 +72,8 @@ class PoolFigures:
 
 
 class FreeSlots:
-    """Offsets of free slots: the last that came is handed out first. In chunks: one array of millions would be copied at every change."""
+    """Offsets of free slots: the last that came is handed out first. In chunks: one array of
+    millions would be copied at every change."""
 
     __slots__ = ("_chunks", "_num")
 
@@ -128,7 +133,14 @@ class FreeSlots:
 class _SlabClass:
     """Slots of one size."""
 
-    __slots__ = ("free", "keeps_emptied", "num_slabs", "slabs_per_slot", "slot_bytes", "slots_per_slab")
+    __slots__ = (
+        "free",
+        "keeps_emptied",
+        "num_slabs",
+        "slabs_per_slot",
+        "slot_bytes",
+        "slots_per_slab",
+    )
 
     def __init__(self, slot_bytes: int, slab_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -141,30 +153,43 @@ class _SlabClass:
 
 
 class SlabPool:
-    """Slots of any size out of one arena. All offsets are bytes from its start, multiples of SLOT_ALIGN.
+    """Slots of any size out of one arena. All offsets are bytes from its start, multiples of
+    SLOT_ALIGN.
 
-    `num_slabs`: of the whole arena. `num_backed`: those that have memory, `num_free_slabs` of them lent to nobody.
+    `num_slabs`: of the whole arena. `num_backed`: those that have memory, `num_free_slabs` of them
+    lent to nobody.
     """
 
     def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
-        """`is_backed`: all of it has memory. Otherwise none of it has, until `back` and `claim` say so."""
+        """`is_backed`: all of it has memory. Otherwise none of it has, until `back` and `claim` say
+        so."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
-            raise ValueError(f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}")
+            raise ValueError(
+                f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}"
+            )
         if arena_bytes < slab_bytes:
             raise ValueError(f"arena_bytes is {arena_bytes}, smaller than one slab of {slab_bytes}")
         self.slab_bytes = slab_bytes
         self.num_slabs = arena_bytes // slab_bytes
         self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # Per slab: the slot size it is lent to, _FREE or ABSENT, and its used slots. A spanning slot counts in its first slab.
+        # Per slab: the slot size it is lent to, _FREE or ABSENT, and its used slots. A spanning
+        # slot counts in its first slab.
         self._owner = np.full(self.num_slabs, _FREE if is_backed else ABSENT, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
         self._kernels = native.load("hotkv_server.core.kernels") or twins
 
     def __repr__(self) -> str:
         lent = ", ".join(f"{s.slot_bytes}B: {s.num_used}/{s.num_slots}" for s in self.stats())
-        coming = f" ({self.num_slabs} with those that have no memory)" if self.num_backed < self.num_slabs else ""
-        return f"SlabPool({self.num_free_slabs}/{self.num_backed}{coming} slabs of {self.slab_bytes} B free; {lent})"
+        coming = (
+            f" ({self.num_slabs} with those that have no memory)"
+            if self.num_backed < self.num_slabs
+            else ""
+        )
+        return (
+            f"SlabPool({self.num_free_slabs}/{self.num_backed}{coming} slabs of "
+            f"{self.slab_bytes} B free; {lent})"
+        )
 
     @property
     def capacity_bytes(self) -> int:
@@ -172,7 +197,8 @@ class SlabPool:
         return self.num_backed * self.slab_bytes
 
     def back(self, num_bytes: int) -> None:
-        """The first `num_bytes` bytes of the arena have memory: what of its slabs lies in them whole may be lent from now on."""
+        """The first `num_bytes` bytes of the arena have memory: what of its slabs lies in them
+        whole may be lent from now on."""
         reached = self._owner[: num_bytes // self.slab_bytes]
         fresh = np.flatnonzero(reached == ABSENT)
         reached[fresh] = _FREE
@@ -200,7 +226,14 @@ class SlabPool:
             idle,
             lent - idle - used,
             int((self._free_runs() % widest).sum()) * self.slab_bytes,
-            tuple((r.slot_bytes, r.num_slabs / self.num_backed, r.num_used * r.slot_bytes / max(1, used)) for r in rows),
+            tuple(
+                (
+                    r.slot_bytes,
+                    r.num_slabs / self.num_backed,
+                    r.num_used * r.slot_bytes / max(1, used),
+                )
+                for r in rows
+            ),
         )
 
     def _free_runs(self) -> Int64s:
@@ -222,7 +255,8 @@ class SlabPool:
         return offsets // self.slab_bytes
 
     def slab_owner(self) -> Int64s:
-        """Slot size each slab is lent to, -1 where free, ABSENT where it has no memory yet; a view, not to be changed."""
+        """Slot size each slab is lent to, -1 where free, ABSENT where it has no memory yet; a view,
+        not to be changed."""
         return self._owner
 
     def available_slots(self, slot_bytes: int) -> int:
@@ -251,7 +285,8 @@ class SlabPool:
     def free(self, slot_bytes: int, offsets: Int64s, *, for_reuse: bool = False) -> None:
         """Gives slots back. They must be in use and of this size.
 
-        `for_reuse`: the caller allocates slots of this size next, so emptied slabs stay with it until then.
+        `for_reuse`: the caller allocates slots of this size next, so emptied slabs stay with it
+        until then.
         """
         if not len(offsets):
             return
@@ -263,15 +298,21 @@ class SlabPool:
             self._give_back(c, emptied)
 
     def _count(self, c: _SlabClass, offsets: Int64s, change: int) -> Int64s:
-        """Adds `change` (1 or -1) to the used slots of each offset's slab; returns the slabs that have none any more."""
+        """Adds `change` (1 or -1) to the used slots of each offset's slab; returns the slabs that
+        have none any more."""
         emptied = np.empty(len(offsets), np.int64)
-        count = int(self._kernels.count_slots(self._used, self._owner, offsets, self.slab_bytes, c.slot_bytes, change, emptied))
+        count = int(
+            self._kernels.count_slots(
+                self._used, self._owner, offsets, self.slab_bytes, c.slot_bytes, change, emptied
+            )
+        )
         assert count != -1, "slot freed with another size than it has"
         assert count != -2, "slot freed twice"
         return emptied[:count]
 
     def _give_back(self, c: _SlabClass, emptied: Int64s) -> None:
-        """Gives back slabs without a used slot; where slots span slabs, the first of each slot is named."""
+        """Gives back slabs without a used slot; where slots span slabs, the first of each slot is
+        named."""
         is_kept = np.ones(self.num_slabs, np.bool_)
         is_kept[emptied] = False
 
@@ -287,7 +328,8 @@ class SlabPool:
         self.num_free_slabs += len(spans)
 
     def claim(self, slot_bytes: int, offsets: Int64s) -> None:
-        """Marks given slots used in a pool that is otherwise untouched: rebuilding after a restart. Raises ValueError on overlap.
+        """Marks given slots used in a pool that is otherwise untouched: rebuilding after a restart.
+        Raises ValueError on overlap.
 
         Their slabs count as having memory from now on; the caller sees to it.
         """
@@ -295,11 +337,19 @@ class SlabPool:
         first = np.unique(self.slab_of(offsets))
         spans = self._spans(c, first)
         in_slab = offsets - self.slab_of(offsets) * self.slab_bytes
-        if len(offsets) and (int(offsets.min()) < 0 or int(spans.max()) >= self.num_slabs or np.any(self._owner[spans] >= 0)):
+        if len(offsets) and (
+            int(offsets.min()) < 0
+            or int(spans.max()) >= self.num_slabs
+            or np.any(self._owner[spans] >= 0)
+        ):
             raise ValueError("slots overlap slabs of another size or lie outside the arena")
         if len(np.unique(spans)) != len(spans):
             raise ValueError("slots overlap slabs of another size or lie outside the arena")
-        if np.any(in_slab % c.slot_bytes) or np.any(in_slab // c.slot_bytes >= c.slots_per_slab) or len(np.unique(offsets)) != len(offsets):
+        if (
+            np.any(in_slab % c.slot_bytes)
+            or np.any(in_slab // c.slot_bytes >= c.slots_per_slab)
+            or len(np.unique(offsets)) != len(offsets)
+        ):
             raise ValueError("slots are misaligned or claimed twice")
         num_free = int((self._owner[spans] == _FREE).sum())
         self._owner[spans] = c.slot_bytes
@@ -327,7 +377,8 @@ class SlabPool:
         return (first_slabs[:, None] + np.arange(c.slabs_per_slot)[None, :]).reshape(-1)
 
     def _lend(self, c: _SlabClass, want_slots: int) -> bool:
-        """Lends enough free slabs for `want_slots`, or as many as there are; False where there was none."""
+        """Lends enough free slabs for `want_slots`, or as many as there are; False where there was
+        none."""
         free = np.flatnonzero(self._owner == _FREE)
         if c.slabs_per_slot == 1:
             first = free[: -(-want_slots // c.slots_per_slab)]
@@ -355,7 +406,9 @@ class SlabPool:
             assert len(mine) == c.num_slabs, "lent slabs miscounted"
             free = c.free.all()
             assert len(np.unique(free)) == len(free) == len(c.free), "slot twice in the free list"
-            assert np.all(self._owner[self.slab_of(free)] == c.slot_bytes), "free slot in a slab of another size"
+            assert np.all(self._owner[self.slab_of(free)] == c.slot_bytes), (
+                "free slot in a slab of another size"
+            )
             slots = c.num_slabs // c.slabs_per_slot * c.slots_per_slab
             assert int(self._used[mine].sum()) == slots - len(c.free), "used slots miscounted"
             if c.slabs_per_slot == 1 and not c.keeps_emptied:

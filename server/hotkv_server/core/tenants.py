@@ -1,10 +1,12 @@
 """What each tenant has of the arena, and what may be taken from whom.
 
-Always true: a tenant with a burst bound never holds more than it; nobody's block goes for another tenant's while its owner holds no more
-than its guarantee, with one exception. Guarantees are claims, too: room for what a tenant takes within its own comes from those
-beyond theirs first; and where its slot size gets no slab otherwise, because each has some block in it that is guaranteed, slabs are
-emptied all the same: whoever loses blocks so is below its guarantee, and takes as much back from those who are not.
-Bytes are those of slots, whatever their state: reserved, ready or detached, blocks and representations.
+Always true: a tenant with a burst bound never holds more than it; nobody's block goes for another
+tenant's while its owner holds no more than its guarantee, with one exception. Guarantees are
+claims, too: room for what a tenant takes within its own comes from those beyond theirs first; and
+where its slot size gets no slab otherwise, because each has some block in it that is guaranteed,
+slabs are emptied all the same: whoever loses blocks so is below its guarantee, and takes as much
+back from those who are not. Bytes are those of slots, whatever their state: reserved, ready or
+detached, blocks and representations.
 """
 
 import enum
@@ -18,7 +20,8 @@ from hotkv_server.core.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantSha
 
 
 class Payers(enum.Enum):
-    """Whose blocks may go for a tenant's new ones: those of others beyond their guarantees; its own as well; whoever's."""
+    """Whose blocks may go for a tenant's new ones: those of others beyond their guarantees; its own
+    as well; whoever's."""
 
     OTHERS = enum.auto()
     ALL = enum.auto()
@@ -29,7 +32,8 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 
 
 class TenantBook:
-    """Bytes by tenant and by key space. `is_used`: False where no shares are configured; then there is one tenant, of everything.
+    """Bytes by tenant and by key space. `is_used`: False where no shares are configured; then there
+    is one tenant, of everything.
 
     `capacity_bytes`: of the arena as far as it has memory.
     """
@@ -39,26 +43,42 @@ class TenantBook:
         self.capacity_bytes = arena_bytes
         self._names = [*shares]
         self._guaranteed = np.array([share.guaranteed_bytes for share in shares.values()], np.int64)
-        self._burst = np.array([share.burst_bytes or _NO_BOUND for share in shares.values()], np.int64)
+        self._burst = np.array(
+            [share.burst_bytes or _NO_BOUND for share in shares.values()], np.int64
+        )
         if np.any(self._guaranteed < 0) or np.any(self._burst < self._guaranteed):
-            raise HotKVError(Reason.INVALID_FIELD, "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given",
+            )
         if int(self._guaranteed.sum()) > arena_bytes:
             total = int(self._guaranteed.sum())
-            raise HotKVError(Reason.INVALID_FIELD, f"tenants: their guaranteed_bytes are {total} together; the arena has {arena_bytes}")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                (
+                    f"tenants: their guaranteed_bytes are {total} together; the arena has "
+                    f"{arena_bytes}"
+                ),
+            )
         self.used = np.zeros(len(shares), np.int64)
         self._of_key_space = np.zeros(KEY_SPACE_ROWS, np.int64)
         self._bytes: dict[int, int] = {}
 
     def __repr__(self) -> str:
-        return f"TenantBook({', '.join(f'{name}: {used}' for name, used in zip(self._names, self.used.tolist(), strict=True))})"
+        uses = zip(self._names, self.used.tolist(), strict=True)
+        return f"TenantBook({', '.join(f'{name}: {used}' for name, used in uses)})"
 
     def add_key_space(self, number: int, tenant: str) -> None:
-        """A tenant without a share has no guarantee and no bound of its own; those that are not named share nothing but that."""
+        """A tenant without a share has no guarantee and no bound of its own; those that are not
+        named share nothing but that."""
         if not self.is_used:
             return
         if tenant not in self._names:
             self._names.append(tenant)
-            self._guaranteed, self._burst = np.append(self._guaranteed, 0), np.append(self._burst, _NO_BOUND)
+            self._guaranteed, self._burst = (
+                np.append(self._guaranteed, 0),
+                np.append(self._burst, _NO_BOUND),
+            )
             self.used = np.append(self.used, 0)
         self._of_key_space[number % KEY_SPACE_ROWS] = self._names.index(tenant)
 
@@ -85,7 +105,10 @@ class TenantBook:
     def usage(self) -> dict[str, tuple[int, TenantShare]]:
         """Bytes that each tenant holds, and its share."""
         bounds = (0 if burst == _NO_BOUND else burst for burst in self._burst.tolist())
-        shares = (TenantShare(guaranteed, burst) for guaranteed, burst in zip(self._guaranteed.tolist(), bounds, strict=True))
+        shares = (
+            TenantShare(guaranteed, burst)
+            for guaranteed, burst in zip(self._guaranteed.tolist(), bounds, strict=True)
+        )
         return dict(zip(self._names, zip(self.used.tolist(), shares, strict=True), strict=True))
 
     def burst_bytes(self, tenant: int) -> int:
@@ -97,19 +120,24 @@ class TenantBook:
         return max(0, int(self._burst[tenant] - self.used[tenant]))
 
     def surely_bytes(self, tenant: int) -> int:
-        """What the tenant could have though all others took their guarantees: bounds what it may pin."""
+        """What the tenant could have though all others took their guarantees: bounds what it may
+        pin."""
         if not self.is_used:
             return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Which entries with these owners [n] may each go, alone, for one of tenant `taker`; `sizes` [n]: bytes that go with them."""
-        allowed: BoolMask = (owners == taker) | (self.used[owners] - sizes >= self._guaranteed[owners])
+        """Which entries with these owners [n] may each go, alone, for one of tenant `taker`;
+        `sizes` [n]: bytes that go with them."""
+        allowed: BoolMask = (owners == taker) | (
+            self.used[owners] - sizes >= self._guaranteed[owners]
+        )
         return allowed
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Of entries that would go for one of `taker` in this order, which may: none takes its owner below the guarantee."""
+        """Of entries that would go for one of `taker` in this order, which may: none takes its
+        owner below the guarantee."""
         allowed: BoolMask = owners == taker
         for owner in np.unique(owners[~allowed]).tolist():
             here = owners == owner
@@ -117,16 +145,21 @@ class TenantBook:
         return allowed
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
-        """Whether a tenant stays within its guarantee with so many bytes more: then others give first."""
+        """Whether a tenant stays within its guarantee with so many bytes more: then others give
+        first."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """In which steps room is made for so many slots, each a total: first what the tenant may claim, then all."""
-        claimed = int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
+        """In which steps room is made for so many slots, each a total: first what the tenant may
+        claim, then all."""
+        claimed = (
+            int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
+        )
         return (claimed, count) if 0 < claimed < count else (count,)
 
     def over_bound(self) -> list[tuple[int, int]]:
-        """Tenants that hold more than their burst bound, and by how many bytes: after a restart with another configuration."""
+        """Tenants that hold more than their burst bound, and by how many bytes: after a restart
+        with another configuration."""
         excess = self.used - self._burst
         return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
 

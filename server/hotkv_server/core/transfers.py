@@ -1,7 +1,7 @@
 """Transfers in flight: which lease each uses, which entries a store is writing.
 
-Always true: a transfer id is used once at a time in its session; every transfer counts in its lease's `num_copies`, and for its owner,
-see `bounds`.
+Always true: a transfer id is used once at a time in its session; every transfer counts in its
+lease's `num_copies`, and for its owner, see `bounds`.
 """
 
 from collections import Counter
@@ -46,7 +46,9 @@ class StoreTransfer:
     positions: list[Int64s] = field(default_factory=list)
     results: list[NDArray[np.uint8]] = field(default_factory=list)
 
-    def add_run(self, group_index: int, entries: Entries, positions: Int64s, results: NDArray[np.uint8]) -> None:
+    def add_run(
+        self, group_index: int, entries: Entries, positions: Int64s, results: NDArray[np.uint8]
+    ) -> None:
         self.groups.append(group_index)
         self.entries.append(entries)
         self.positions.append(positions)
@@ -72,11 +74,19 @@ class TransferBook:
     def check_new(self, session_number: int, transfer_id: str, owner: str) -> None:
         """Raises unless the owner may start a transfer with this id."""
         if not transfer_id:
-            raise HotKVError(Reason.INVALID_FIELD, "transfer_id is empty; choose an id that is unique in the session")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "transfer_id is empty; choose an id that is unique in the session",
+            )
         if (session_number, transfer_id) in self._transfers:
-            raise HotKVError(Reason.DUPLICATE_ID, f"transfer_id {transfer_id!r} is in flight; choose a new id")
+            raise HotKVError(
+                Reason.DUPLICATE_ID, f"transfer_id {transfer_id!r} is in flight; choose a new id"
+            )
         if not self.bound.room(owner):
-            raise HotKVError(Reason.OVERLOADED, f"transfer_id: {self.bound.refusal(owner, 'transfers')}; wait for some to end")
+            raise HotKVError(
+                Reason.OVERLOADED,
+                f"transfer_id: {self.bound.refusal(owner, 'transfers')}; wait for some to end",
+            )
 
     def add(self, transfer: Transfer) -> None:
         self._transfers[transfer.session_number, transfer.transfer_id] = transfer
@@ -103,7 +113,10 @@ class TransferBook:
         busy = [
             entries
             for t in self._transfers.values()
-            if isinstance(t, StoreTransfer) and lease is not None and t.lease is lease and t.shard_index == shard_index
+            if isinstance(t, StoreTransfer)
+            and lease is not None
+            and t.lease is lease
+            and t.shard_index == shard_index
             for entries in t.entries
         ]
         return np.concatenate(busy) if busy else np.empty(0, np.uint32)

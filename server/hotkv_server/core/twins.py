@@ -44,10 +44,14 @@ def mixed_keys(records: Words, salts: Mixed, entries: Words, out: Mixed) -> None
     """Twin of `kernels.mixed_keys`."""
     rows = records[entries]
     prefixes = rows[:, 0].astype(np.uint64) | (rows[:, 1].astype(np.uint64) << np.uint64(32))
-    out[:] = mix_prefixes(prefixes ^ salts[rows[:, W_KEY_SPACE] % KEY_SPACE_ROWS, rows[:, W_GROUP_STATE] & 0xFFFF], 0)
+    out[:] = mix_prefixes(
+        prefixes ^ salts[rows[:, W_KEY_SPACE] % KEY_SPACE_ROWS, rows[:, W_GROUP_STATE] & 0xFFFF], 0
+    )
 
 
-def evictable(records: Words, pins: Words, entries: Words, size: int, out: NDArray[np.bool_]) -> None:
+def evictable(
+    records: Words, pins: Words, entries: Words, size: int, out: NDArray[np.bool_]
+) -> None:
     """Twin of `kernels.evictable`."""
     out[:] = (records[entries, W_GROUP_STATE] >> 16 == STATE_READY) & (pins[entries] == 0)
     if size:
@@ -86,7 +90,9 @@ def count_slots(
     return -2 if np.any(used[slabs] < 0) else len(empty)
 
 
-def lie_in(offsets: NDArray[np.int64], slab_bytes: int, slabs: NDArray[np.bool_], out: NDArray[np.bool_]) -> None:
+def lie_in(
+    offsets: NDArray[np.int64], slab_bytes: int, slabs: NDArray[np.bool_], out: NDArray[np.bool_]
+) -> None:
     """Twin of `kernels.lie_in`."""
     out[:] = slabs[offsets // slab_bytes]
 
@@ -139,7 +145,8 @@ def insert(
 
 
 def _locate(buckets: Words, home: int, entry: int) -> tuple[int, int, NDArray[np.int64]]:
-    """Bucket and way of a linked entry, and the buckets passed on the way; bucket -1 where it is not linked."""
+    """Bucket and way of a linked entry, and the buckets passed on the way; bucket -1 where it is
+    not linked."""
     path = (home + np.arange(min(MAX_PROBE_BUCKETS, len(buckets)))) % len(buckets)
     hits = np.argwhere((buckets[path, ENTRIES : ENTRIES + WAYS] & ~RESERVED_FLAG) == entry)
     if not len(hits):
@@ -200,7 +207,9 @@ def unlink(buckets: Words, records: Words, mixed: Mixed, entries: Words, rows: W
 
 def is_uniform(rows: Words) -> bool:
     """Twin of `kernels.is_uniform`."""
-    owners = rows[:, [W_KEY_SPACE, W_GROUP_STATE, W_SIZE]] & np.array([0xFFFF_FFFF, 0xFFFF, 0xFFFF_FFFF], np.uint32)
+    owners = rows[:, [W_KEY_SPACE, W_GROUP_STATE, W_SIZE]] & np.array(
+        [0xFFFF_FFFF, 0xFFFF, 0xFFFF_FFFF], np.uint32
+    )
     return bool(np.all(owners == owners[:1]))
 
 
@@ -217,8 +226,16 @@ def ancestors(records: Words, entry: int, out: Words) -> int:
     for count in range(len(out)):
         child = records[entry]
         parent = records[child[W_PARENT]]
-        same_chain = parent[W_KEY_SPACE] == child[W_KEY_SPACE] and parent[W_GROUP_STATE] & 0xFFFF == child[W_GROUP_STATE] & 0xFFFF
-        if not child[W_PARENT] or parent[W_GROUP_STATE] >> 16 != STATE_READY or not same_chain or parent[W_DEPTH] + 1 != child[W_DEPTH]:
+        same_chain = (
+            parent[W_KEY_SPACE] == child[W_KEY_SPACE]
+            and parent[W_GROUP_STATE] & 0xFFFF == child[W_GROUP_STATE] & 0xFFFF
+        )
+        if (
+            not child[W_PARENT]
+            or parent[W_GROUP_STATE] >> 16 != STATE_READY
+            or not same_chain
+            or parent[W_DEPTH] + 1 != child[W_DEPTH]
+        ):
             return count
         entry = out[count] = child[W_PARENT]
     return len(out)

@@ -14,16 +14,16 @@ Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
 BoolMask = NDArray[np.bool_]
 KEY_SPACE_ROWS = 1 << 13
-"""Rows of arrays by key space. Numbers of key spaces are never given away anew, so the row is the number modulo this; no two that are known
-share one. A power of two."""
+"""Rows of arrays by key space. Numbers of key spaces are never given away anew, so the row is the
+number modulo this; no two that are known share one. A power of two."""
 MAX_REPRESENTATIONS = 256
 """Most kinds of representations of one key space."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """What a tenant may have of the arena. `guaranteed_bytes`: nobody else's blocks take this from it. `burst_bytes`: beyond this its
-    blocks take room from its own; 0 for no such bound."""
+    """What a tenant may have of the arena. `guaranteed_bytes`: nobody else's blocks take this from
+    it. `burst_bytes`: beyond this its blocks take room from its own; 0 for no such bound."""
 
     guaranteed_bytes: int = 0
     burst_bytes: int = 0
@@ -31,12 +31,14 @@ class TenantShare:
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most that requests may ask to keep.
+    """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most
+    that requests may ask to keep.
 
-    `client_memory_bytes`: most that clients' leases, transfers and sequences take besides the arena. `check_stride`: of check values, see
-    `checks`; 0 for none. `tenants`: shares by name; a tenant that is not named has none of its own and no bound. Times in seconds.
-    `is_backed`: False where the arena has no memory yet; `CacheCore.grow` says how far it has. `makes_room`: False where whoever reserves
-    has made room before, see `parts.make_room`.
+    `client_memory_bytes`: most that clients' leases, transfers and sequences take besides the
+    arena. `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares by name; a
+    tenant that is not named has none of its own and no bound. Times in seconds. `is_backed`: False
+    where the arena has no memory yet; `CacheCore.grow` says how far it has. `makes_room`: False
+    where whoever reserves has made room before, see `parts.make_room`.
     """
 
     arena_bytes: int
@@ -65,7 +67,8 @@ class HashList:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A chain of consecutive blocks of one group: hashes [n, 8] words, parent [8] words or None at the root, depth of the first."""
+    """A chain of consecutive blocks of one group: hashes [n, 8] words, parent [8] words or None at
+    the root, depth of the first."""
 
     group_index: int
     hashes: Words
@@ -83,7 +86,8 @@ class LoadPositions:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """What one run of a transfer copies: which of its blocks (int64 [m], positions in the run), their slot offsets [m] and entries [m]."""
+    """What one run of a transfer copies: which of its blocks (int64 [m], positions in the run),
+    their slot offsets [m] and entries [m]."""
 
     group_index: int
     positions: Int64s
@@ -101,7 +105,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Answer to reserve: BlockResult values uint8 [n] and entry numbers (0 for none) a run in the order asked, and the lifetime."""
+    """Answer to reserve: BlockResult values uint8 [n] and entry numbers (0 for none) a run in the
+    order asked, and the lifetime."""
 
     results: tuple[NDArray[np.uint8], ...]
     entries: tuple[Entries, ...]
@@ -110,7 +115,8 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Effect: tell the sessions of this key space that these blocks are gone. `hashes`: words [n, 8]."""
+    """Effect: tell the sessions of this key space that these blocks are gone. `hashes`: words [n,
+    8]."""
 
     key_space_id: int
     group_index: int
@@ -119,7 +125,8 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One live session. `number` is public, the secret id is the runtime's business. `representations`: group index of each it declares."""
+    """One live session. `number` is public, the secret id is the runtime's business.
+    `representations`: group index of each it declares."""
 
     number: int
     engine_id: str
@@ -156,7 +163,8 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
-    """A key space and its number in this server. `representations`: those that sessions have declared, numbered from MAX_GROUPS on."""
+    """A key space and its number in this server. `representations`: those that sessions have
+    declared, numbered from MAX_GROUPS on."""
 
     number: int
     key_space: KeySpace
@@ -164,11 +172,17 @@ class KeySpaceRecord:
 
     def has(self, group_index: int) -> bool:
         """Whether this is the index of a group or a representation."""
-        return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(self.representations)
+        return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
+            self.representations
+        )
 
     def shape(self, group_index: int) -> GroupSpec | Representation:
         """The group or representation with this index."""
-        return self.key_space.groups[group_index] if group_index < MAX_GROUPS else self.representation(group_index)
+        return (
+            self.key_space.groups[group_index]
+            if group_index < MAX_GROUPS
+            else self.representation(group_index)
+        )
 
     def representation(self, group_index: int) -> Representation:
         """The representation with this index."""
@@ -176,4 +190,8 @@ class KeySpaceRecord:
 
     def block_group(self, group_index: int) -> int:
         """The group of the blocks that have this representation; a group is its own."""
-        return group_index if group_index < MAX_GROUPS else self.representation(group_index).group_index
+        return (
+            group_index
+            if group_index < MAX_GROUPS
+            else self.representation(group_index).group_index
+        )

@@ -19,37 +19,63 @@ PART_BYTES = 32 << 20
 TWIN_PART_LINES = 1 << 14
 """What the twin looks at together: 1 MiB, and some times that while it does."""
 _PHASE_STEP = 37
-_SALTS = np.array([(0x2545_F491 * (2 * i + 1) + 0x9E37_79B9 * i * i) & 0xFFFF_FFFF for i in range(16)], np.uint32)
-_LINE_FACTOR, _FACTOR, _SEED_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD6E8_FEB8_6659_FD93), 0xA076_1D64_78BD_642F
+_SALTS = np.array(
+    [(0x2545_F491 * (2 * i + 1) + 0x9E37_79B9 * i * i) & 0xFFFF_FFFF for i in range(16)], np.uint32
+)
+_LINE_FACTOR, _FACTOR, _SEED_FACTOR = (
+    np.uint64(0x9E37_79B9_7F4A_7C15),
+    np.uint64(0xD6E8_FEB8_6659_FD93),
+    0xA076_1D64_78BD_642F,
+)
 
 
-def add_sums(memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums) -> None:
-    """Adds to `sums` [n] those of one shard's `num_bytes` bytes at `offsets` [n] of the memory, one line in every `strides[i]`.
+def add_sums(
+    memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums
+) -> None:
+    """Adds to `sums` [n] those of one shard's `num_bytes` bytes at `offsets` [n] of the memory, one
+    line in every `strides[i]`.
 
-    Without the GIL; the bytes must not change meanwhile. Raises ValueError where a range leaves the memory.
+    Without the GIL; the bytes must not change meanwhile. Raises ValueError where a range leaves the
+    memory.
     """
-    if len(offsets) and (int(offsets.min()) < 0 or int(offsets.max()) + num_bytes > memory.num_bytes):
+    if len(offsets) and (
+        int(offsets.min()) < 0 or int(offsets.max()) + num_bytes > memory.num_bytes
+    ):
         raise ValueError(f"checks leave {memory.name} of {memory.num_bytes} bytes")
     kernels = native.load("hotkv_server.dataplane.kernels")
     if kernels is None:
         add_sums_twin(memory, offsets, num_bytes, shard, strides, sums)
     else:
-        offsets, strides = np.ascontiguousarray(offsets, np.int64), np.ascontiguousarray(strides, np.int64)
+        offsets, strides = (
+            np.ascontiguousarray(offsets, np.int64),
+            np.ascontiguousarray(strides, np.int64),
+        )
         kernels.add_sums(memory.address, offsets, num_bytes, _seed(shard), strides, _SALTS, sums)
 
 
 class SumThreads:
-    """`add_sums` on several threads where there is much to read: a store from a GPU is copied faster than one thread takes its sums."""
+    """`add_sums` on several threads where there is much to read: a store from a GPU is copied
+    faster than one thread takes its sums."""
 
     def __init__(self, num_threads: int = 0) -> None:
         """0: for half the processors, 1 to MAX_SUM_THREADS."""
-        self._num_threads = num_threads or min(MAX_SUM_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
+        self._num_threads = num_threads or min(
+            MAX_SUM_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)
+        )
         self._threads = ThreadPoolExecutor(self._num_threads, "hotkv-sums")
 
     def __repr__(self) -> str:
         return f"SumThreads({self._num_threads})"
 
-    def add_sums(self, memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums) -> None:
+    def add_sums(
+        self,
+        memory: Region,
+        offsets: Int64s,
+        num_bytes: int,
+        shard: int,
+        strides: Int64s,
+        sums: Sums,
+    ) -> None:
         """As the function; from any thread, which waits."""
         num_parts = min(self._num_threads, len(offsets) * num_bytes // PART_BYTES)
         if num_parts < 2:
@@ -57,7 +83,12 @@ class SumThreads:
             return
         bounds = np.linspace(0, len(offsets), num_parts + 1).astype(np.int64).tolist()
         parts = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
-        begun = [self._threads.submit(add_sums, memory, offsets[part], num_bytes, shard, strides[part], sums[part]) for part in parts]
+        begun = [
+            self._threads.submit(
+                add_sums, memory, offsets[part], num_bytes, shard, strides[part], sums[part]
+            )
+            for part in parts
+        ]
         for future in begun:
             future.result()
 
@@ -71,7 +102,9 @@ def _seed(shard: int) -> np.uint64:
     return np.uint64((shard + 1) * _SEED_FACTOR & 0xFFFF_FFFF_FFFF_FFFF)
 
 
-def add_sums_twin(memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums) -> None:
+def add_sums_twin(
+    memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums
+) -> None:
     """`add_sums` in plain numpy."""
     if not num_bytes:
         return
@@ -84,23 +117,33 @@ def add_sums_twin(memory: Region, offsets: Int64s, num_bytes: int, shard: int, s
         part_slots = max(1, TWIN_PART_LINES // len(lines))
         for part in (mine[i : i + part_slots] for i in range(0, len(mine), part_slots)):
             words = _words(memory, offsets[part], lines, num_bytes) + _SALTS
-            total = (words[..., ::2].astype(np.uint64) * words[..., 1::2].astype(np.uint64)).sum(axis=2, dtype=np.uint64)
-            total = (total ^ ((lines.astype(np.uint64) + np.uint64(1)) * _LINE_FACTOR) ^ _seed(shard)) * _FACTOR
-            sums[part] += ((total ^ (total >> np.uint64(32))) * _FACTOR).sum(axis=1, dtype=np.uint64)
+            total = (words[..., ::2].astype(np.uint64) * words[..., 1::2].astype(np.uint64)).sum(
+                axis=2, dtype=np.uint64
+            )
+            total = (
+                total ^ ((lines.astype(np.uint64) + np.uint64(1)) * _LINE_FACTOR) ^ _seed(shard)
+            ) * _FACTOR
+            sums[part] += ((total ^ (total >> np.uint64(32))) * _FACTOR).sum(
+                axis=1, dtype=np.uint64
+            )
 
 
 def _words(memory: Region, offsets: Int64s, lines: Int64s, num_bytes: int) -> NDArray[np.uint32]:
-    """uint32 [slots, lines, 16] of the slots at `offsets`; the last of `lines` is their last one, filled up with zeros."""
+    """uint32 [slots, lines, 16] of the slots at `offsets`; the last of `lines` is their last one,
+    filled up with zeros."""
     view, tail = memory.array(), num_bytes - int(lines[-1]) * LINE_BYTES
     found = np.zeros((len(offsets), len(lines), LINE_BYTES), np.uint8)
     if len(lines) > 1:
-        found[:, :-1] = sliding_window_view(view, LINE_BYTES)[offsets[:, None] + lines[:-1] * LINE_BYTES]
+        found[:, :-1] = sliding_window_view(view, LINE_BYTES)[
+            offsets[:, None] + lines[:-1] * LINE_BYTES
+        ]
     found[:, -1, :tail] = sliding_window_view(view, tail)[offsets + lines[-1] * LINE_BYTES]
     return found.view(np.uint32)
 
 
 def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
-    """Whose bytes are those of their check value [n]; False where there is none. Blocks for as long as reading takes."""
+    """Whose bytes are those of their check value [n]; False where there is none. Blocks for as long
+    as reading takes."""
     strides = np.maximum(strides_of(evidence.checks), 1)
     sums, begin = np.zeros(len(strides), np.uint64), 0
     for shard, num_bytes in enumerate(evidence.shard_bytes):

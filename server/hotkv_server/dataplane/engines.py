@@ -1,7 +1,8 @@
-"""All copy engines of the server behind one: each plan goes to the engine of its device, and no job begins before its gate has passed.
+"""All copy engines of the server behind one: each plan goes to the engine of its device, and no job
+begins before its gate has passed.
 
-Always true: a gate is asked by one thread at a time and released when it has passed, has failed, or its job was cancelled. While no job
-waits, nobody polls.
+Always true: a gate is asked by one thread at a time and released when it has passed, has failed, or
+its job was cancelled. While no job waits, nobody polls.
 """
 
 import contextlib
@@ -16,13 +17,15 @@ from hotkv_server.device.runtime import HOST, DeviceError
 POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
-"""The pause between two looks at the gates that jobs wait for: this share of the time since one last passed or came, within these bounds.
-So a wait grows by a twentieth at most (by two where a look only begins to read a word), and long ones leave the interpreter to others.
+"""The pause between two looks at the gates that jobs wait for: this share of the time since one
+last passed or came, within these bounds. So a wait grows by a twentieth at most (by two where a
+look only begins to read a word), and long ones leave the interpreter to others.
 """
 
 
 class CopyEngines:
-    """`host` takes what lies on no device, `devices` the rest, by number. Owns them: `close` closes all."""
+    """`host` takes what lies on no device, `devices` the rest, by number. Owns them: `close` closes
+    all."""
 
     def __init__(self, host: CopyEngine, devices: Mapping[int, CopyEngine]) -> None:
         self._engines: dict[int, CopyEngine] = {HOST: host, **devices}
@@ -34,7 +37,10 @@ class CopyEngines:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"CopyEngines({len(self._waiting)} jobs wait, {', '.join(map(repr, self._engines.values()))})"
+        return (
+            f"CopyEngines({len(self._waiting)} jobs wait, "
+            f"{', '.join(map(repr, self._engines.values()))})"
+        )
 
     def submit(self, job: CopyJob) -> None:
         if not self._settle(job):
@@ -66,10 +72,13 @@ class CopyEngines:
 
     def is_alive(self) -> bool:
         """False where a thread of any engine has died, or that of the gates."""
-        return self._thread.is_alive() and all(engine.is_alive() for engine in self._engines.values())
+        return self._thread.is_alive() and all(
+            engine.is_alive() for engine in self._engines.values()
+        )
 
     def stalled_s(self, now_s: float) -> float:
-        """That of the slowest engine, or how long a gate has not answered. Waiting for a gate is no stall."""
+        """That of the slowest engine, or how long a gate has not answered. Waiting for a gate is no
+        stall."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 
@@ -88,7 +97,9 @@ class CopyEngines:
                     self._waiting = [job for job in self._waiting if id(job) not in settled]
                     self._moved_s = time.monotonic()
             del waiting
-            time.sleep(min(max(POLL_SHARE * (time.monotonic() - self._moved_s), POLL_S), MAX_POLL_S))
+            time.sleep(
+                min(max(POLL_SHARE * (time.monotonic() - self._moved_s), POLL_S), MAX_POLL_S)
+            )
 
     def _settle(self, job: CopyJob) -> bool:
         """Starts or ends the job where that can be said yet."""
@@ -101,7 +112,11 @@ class CopyEngines:
             if not job.cancelled and not gate.passed():
                 return False
         except Exception as failure:  # noqa: BLE001 The edge of the effect executor: what can't be waited for is a failed transfer.
-            error = str(failure) if isinstance(failure, DeviceError) else f"{type(failure).__name__}: {failure}"
+            error = (
+                str(failure)
+                if isinstance(failure, DeviceError)
+                else f"{type(failure).__name__}: {failure}"
+            )
         with contextlib.suppress(DeviceError):
             gate.release()
         if error:

@@ -1,4 +1,5 @@
-"""A queue that serves owners in turn: who has put in much waits for itself, not the others for it."""
+"""A queue that serves owners in turn: who has put in much waits for itself, not the others for
+it."""
 
 import threading
 from collections import deque
@@ -8,7 +9,8 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by owner. One owner's come out in the order in which they went in; owners take turns, an item each. Thread-safe."""
+    """Items by owner. One owner's come out in the order in which they went in; owners take turns,
+    an item each. Thread-safe."""
 
     def __init__(self) -> None:
         self._ready = threading.Condition()

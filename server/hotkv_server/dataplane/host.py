@@ -1,7 +1,7 @@
 """Copy engine `host`: memcpy on worker threads, without the GIL.
 
-Jobs are cut into pieces that all threads share; owners take turns, and of one owner the first come is the first served. Between pieces a
-job may be cancelled.
+Jobs are cut into pieces that all threads share; owners take turns, and of one owner the first come
+is the first served. Between pieces a job may be cancelled.
 """
 
 import ctypes
@@ -15,20 +15,26 @@ from hotkv_server.dataplane.fair_queue import FairQueue
 from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Plan, num_shares
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
-"""Large enough that what surrounds a piece does not count, small enough that a cancel takes effect within a millisecond or two."""
+"""Large enough that what surrounds a piece does not count, small enough that a cancel takes effect
+within a millisecond or two."""
 STREAMED_JOB_BYTES = 8 << 20
-"""Jobs of this size are written past the caches: they would not stay there, and nothing is read only to be overwritten."""
+"""Jobs of this size are written past the caches: they would not stay there, and nothing is read
+only to be overwritten."""
 
 
 class HostCopyEngine:
-    """`num_threads` workers over one queue. The queue is bounded by the transfers the core admits."""
+    """`num_threads` workers over one queue. The queue is bounded by the transfers the core
+    admits."""
 
     def __init__(self, num_threads: int) -> None:
         self._kernels: Any = native.load("hotkv.kernels")
         self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
         # When each thread began its piece; 0 while it waits for one.
         self._begun_s = [0.0] * num_threads
-        self._threads = [threading.Thread(target=self._work, args=(i,), name=f"hotkv-copy-{i}", daemon=True) for i in range(num_threads)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(i,), name=f"hotkv-copy-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -36,9 +42,14 @@ class HostCopyEngine:
         return f"HostCopyEngine({len(self._threads)} threads, {len(self._queue)} pieces queued)"
 
     def submit(self, job: CopyJob) -> None:
-        piece_bytes = min(max(job.total_bytes // len(self._threads), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+        piece_bytes = min(
+            max(job.total_bytes // len(self._threads), MIN_PIECE_BYTES), MAX_PIECE_BYTES
+        )
         pieces: list[tuple[CopyJob, Plan, int, int]] = [
-            (job, plan, at, whole) for plan in job.plans for whole in [num_shares(plan, piece_bytes)] for at in range(whole)
+            (job, plan, at, whole)
+            for plan in job.plans
+            for whole in [num_shares(plan, piece_bytes)]
+            for at in range(whole)
         ]
         job.expect(len(pieces))
         self._queue.put(job.owner, pieces)
@@ -96,11 +107,17 @@ class HostCopyEngine:
         else:
             share = plan.share(at, at + 1, whole)
             arrays = (share.dst_offsets, share.src_offsets, share.num_bytes)
-            self._kernels.copy_runs(share.dst.address, share.src.address, *arrays, 0, share.num_runs, streaming)
+            self._kernels.copy_runs(
+                share.dst.address, share.src.address, *arrays, 0, share.num_runs, streaming
+            )
 
 
 def copy_twin(plan: CopyPlan) -> None:
-    """Twin of `kernels.copy_runs`, and of `copy_blocks` for a share of blocks: one memmove a run; ctypes gives the GIL up during each."""
-    dst, src = (plan.dst_offsets + plan.dst.address).tolist(), (plan.src_offsets + plan.src.address).tolist()
+    """Twin of `kernels.copy_runs`, and of `copy_blocks` for a share of blocks: one memmove a run;
+    ctypes gives the GIL up during each."""
+    dst, src = (
+        (plan.dst_offsets + plan.dst.address).tolist(),
+        (plan.src_offsets + plan.src.address).tolist(),
+    )
     for to_address, from_address, count in zip(dst, src, plan.num_bytes.tolist(), strict=True):
         ctypes.memmove(to_address, from_address, count)

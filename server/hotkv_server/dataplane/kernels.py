@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the data plane. Import through `hotkv.native.load`, never at import time. What they compute, and the twin: `checks`."""
+"""Numba kernels of the data plane. Import through `hotkv.native.load`, never at import time. What
+they compute, and the twin: `checks`."""
 
 from typing import Any
 
@@ -21,18 +22,29 @@ _U64 = np.uint64
 
 @intrinsic
 def _products(typingctx: Any, line: Any, salts: Any) -> Any:
-    """Sum of products of neighbours among the 16 words at address `line`, each with its salt of those at address `salts` added first.
+    """Sum of products of neighbours among the 16 words at address `line`, each with its salt of
+    those at address `salts` added first.
 
     Of all words at once: one after the other they take as long as bringing the line in does.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        words, pairs = ir.VectorType(ir.IntType(32), LINE_WORDS), ir.VectorType(ir.IntType(64), LINE_WORDS // 2)
-        loaded, added = (builder.load(builder.inttoptr(address, words.as_pointer()), align=1) for address in args)
+        words, pairs = (
+            ir.VectorType(ir.IntType(32), LINE_WORDS),
+            ir.VectorType(ir.IntType(64), LINE_WORDS // 2),
+        )
+        loaded, added = (
+            builder.load(builder.inttoptr(address, words.as_pointer()), align=1) for address in args
+        )
         salted = builder.bitcast(builder.add(loaded, added), pairs)
-        low, high = (builder.and_(salted, pairs([LOW_HALF] * (LINE_WORDS // 2))), builder.lshr(salted, pairs([32] * (LINE_WORDS // 2))))
+        low, high = (
+            builder.and_(salted, pairs([LOW_HALF] * (LINE_WORDS // 2))),
+            builder.lshr(salted, pairs([32] * (LINE_WORDS // 2))),
+        )
         reduce = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.IntType(64), [pairs]), f"llvm.vector.reduce.add.v{LINE_WORDS // 2}i64"
+            builder.module,
+            ir.FunctionType(ir.IntType(64), [pairs]),
+            f"llvm.vector.reduce.add.v{LINE_WORDS // 2}i64",
         )
         return builder.call(reduce, [builder.mul(low, high)])
 
@@ -43,19 +55,29 @@ def _products(typingctx: Any, line: Any, salts: Any) -> Any:
 def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
     """Sum of products of neighbours, then mixed with the line's number."""
     total = _products(address, salts.ctypes.data)
-    total = (total ^ ((_U64(line) + _U64(1)) * _U64(0x9E37_79B9_7F4A_7C15)) ^ seed) * _U64(0xD6E8_FEB8_6659_FD93)
+    total = (total ^ ((_U64(line) + _U64(1)) * _U64(0x9E37_79B9_7F4A_7C15)) ^ seed) * _U64(
+        0xD6E8_FEB8_6659_FD93
+    )
     return (total ^ (total >> _U64(32))) * _U64(0xD6E8_FEB8_6659_FD93)
 
 
-@numba.njit("void(int64, int64[::1], int64, uint64, int64[::1], uint32[::1], uint64[::1])", nogil=True, cache=True)
-def add_sums(base: Any, offsets: Any, num_bytes: Any, seed: Any, strides: Any, salts: Any, out: Any) -> None:
-    """Adds to out[i] the sum over sampled lines of the `num_bytes` bytes at address base + offsets[i]; every `strides[i]`-th line."""
+@numba.njit(
+    "void(int64, int64[::1], int64, uint64, int64[::1], uint32[::1], uint64[::1])",
+    nogil=True,
+    cache=True,
+)
+def add_sums(
+    base: Any, offsets: Any, num_bytes: Any, seed: Any, strides: Any, salts: Any, out: Any
+) -> None:
+    """Adds to out[i] the sum over sampled lines of the `num_bytes` bytes at address base +
+    offsets[i]; every `strides[i]`-th line."""
     words = np.zeros(LINE_WORDS, np.uint32)
     num_lines = (num_bytes + LINE_BYTES - 1) // LINE_BYTES
     for i in range(offsets.shape[0]):
         start, stride, last, total = base + offsets[i], strides[i], num_lines - 1, _U64(0)
         following = base + offsets[min(i + 1, offsets.shape[0] - 1)]
-        # Places shift by PHASE_STEP from stride to stride; divisions would take longer than the sums.
+        # Places shift by PHASE_STEP from stride to stride; divisions would take longer than the
+        # sums.
         place, step, further = 0, PHASE_STEP % stride, AHEAD_LINES * PHASE_STEP % stride
         for first in range(0, num_lines, stride):
             line, ahead = first + place, first + AHEAD_LINES * stride
@@ -64,7 +86,10 @@ def add_sums(base: Any, offsets: Any, num_bytes: Any, seed: Any, strides: Any, s
                 prefetch_address(start + min(ahead + ahead_place, last) * LINE_BYTES)
             else:
                 number = (ahead - num_lines) // stride
-                prefetch_address(following + min(number * stride + number * PHASE_STEP % stride, last) * LINE_BYTES)
+                prefetch_address(
+                    following
+                    + min(number * stride + number * PHASE_STEP % stride, last) * LINE_BYTES
+                )
             place += step - (stride if place + step >= stride else 0)
             if line < last:
                 total += _mixed(start + line * LINE_BYTES, salts, line, seed)

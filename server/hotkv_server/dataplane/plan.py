@@ -1,8 +1,9 @@
 """Copy plans: which bytes go where.
 
-A plan is checked against both memories before anything moves. What a call asks for is a plan of whole blocks, `BlockCopies`: as large as
-its lists of blocks, however many runs a block has. The host's kernel walks it as it is; who needs runs is given them a part at a time.
-Either way neighbours that are contiguous on both sides are merged.
+A plan is checked against both memories before anything moves. What a call asks for is a plan of
+whole blocks, `BlockCopies`: as large as its lists of blocks, however many runs a block has. The
+host's kernel walks it as it is; who needs runs is given them a part at a time. Either way
+neighbours that are contiguous on both sides are merged.
 """
 
 import ctypes
@@ -22,7 +23,8 @@ PIECE_RUNS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of this process: an address and its size, a name for messages, and the number of the device on which it lies, or HOST."""
+    """Memory of this process: an address and its size, a name for messages, and the number of the
+    device on which it lies, or HOST."""
 
     address: int
     num_bytes: int
@@ -43,12 +45,15 @@ def _check(region: Region, begin: int, end: int) -> None:
 
 def _check_sides(one: Region, other: Region) -> None:
     if HOST not in (one.device, other.device):
-        raise ValueError(f"copy plan goes between {one.name} and {other.name}; one side must be host memory")
+        raise ValueError(
+            f"copy plan goes between {one.name} and {other.name}; one side must be host memory"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """memcpy of `num_bytes[i]` from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, int64 [runs] each."""
+    """memcpy of `num_bytes[i]` from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, int64
+    [runs] each."""
 
     dst: Region
     src: Region
@@ -72,13 +77,23 @@ class CopyPlan:
         return int(self.num_bytes.sum())
 
     @staticmethod
-    def build(dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s) -> "CopyPlan":
+    def build(
+        dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s
+    ) -> "CopyPlan":
         """Merges runs that follow each other on both sides."""
         if len(num_bytes) > 1:
-            follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1])
+            follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (
+                src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1]
+            )
             if follows.any():
                 starts = np.flatnonzero(np.concatenate(([True], ~follows)))
-                return CopyPlan(dst, src, dst_offsets[starts], src_offsets[starts], np.add.reduceat(num_bytes, starts))
+                return CopyPlan(
+                    dst,
+                    src,
+                    dst_offsets[starts],
+                    src_offsets[starts],
+                    np.add.reduceat(num_bytes, starts),
+                )
         return CopyPlan(dst, src, dst_offsets, src_offsets, num_bytes)
 
     @property
@@ -88,13 +103,15 @@ class CopyPlan:
     def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
         """From `begin` to `end` of `whole` equal shares of the runs."""
         mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
-        return CopyPlan(self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine])
+        return CopyPlan(
+            self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks by one recipe, between an engine's memory and the arena. `block_ids`, `slot_offsets`: int64 [blocks], where
-    each lies in either.
+    """Copies of whole blocks by one recipe, between an engine's memory and the arena. `block_ids`,
+    `slot_offsets`: int64 [blocks], where each lies in either.
     """
 
     recipe: Recipe
@@ -108,7 +125,11 @@ class BlockCopies:
         if not len(self.block_ids):
             return
         ends = self.recipe.bases + self.recipe.num_bytes
-        _check(self.engine, int(self.block_ids.min()), int((int(self.block_ids.max()) * self.recipe.strides + ends).max()))
+        _check(
+            self.engine,
+            int(self.block_ids.min()),
+            int((int(self.block_ids.max()) * self.recipe.strides + ends).max()),
+        )
         slot_end = int((self.recipe.slot_offsets + self.recipe.num_bytes).max())
         _check(self.arena, int(self.slot_offsets.min()), int(self.slot_offsets.max()) + slot_end)
         _check_sides(self.engine, self.arena)
@@ -144,7 +165,11 @@ class BlockCopies:
         """The runs from `begin` to `end` of `whole` equal shares of the blocks."""
         mine = self.part(begin, end, whole)
         runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
-        offsets = (runs.engine_offsets, runs.slot_offsets) if self.to_engine else (runs.slot_offsets, runs.engine_offsets)
+        offsets = (
+            (runs.engine_offsets, runs.slot_offsets)
+            if self.to_engine
+            else (runs.slot_offsets, runs.engine_offsets)
+        )
         return CopyPlan.build(self.dst, self.src, *offsets, runs.num_bytes)
 
 
@@ -152,13 +177,23 @@ Plan = CopyPlan | BlockCopies
 
 
 def block_copies(
-    recipes: Sequence[Recipe], block_ids: Int64s, slot_offsets: Int64s, arena: Region, engine: Mapping[str, Region], *, to_engine: bool
+    recipes: Sequence[Recipe],
+    block_ids: Int64s,
+    slot_offsets: Int64s,
+    arena: Region,
+    engine: Mapping[str, Region],
+    *,
+    to_engine: bool,
 ) -> list[BlockCopies]:
     """The plans that move blocks in either direction, one a recipe. `engine`: memory by handle."""
     ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
-    return [BlockCopies(recipe, engine[recipe.handle_id], arena, ids, offsets, to_engine) for recipe in recipes]
+    return [
+        BlockCopies(recipe, engine[recipe.handle_id], arena, ids, offsets, to_engine)
+        for recipe in recipes
+    ]
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
-    """Into how many shares a plan goes so that each has about `piece_bytes`, and not many more runs than PIECE_RUNS; at least one."""
+    """Into how many shares a plan goes so that each has about `piece_bytes`, and not many more runs
+    than PIECE_RUNS; at least one."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

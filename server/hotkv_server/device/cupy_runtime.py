@@ -1,7 +1,9 @@
-"""CUDA on real devices: the driver does all but compile kernels, which CuPy does, once a device, into its cache on disk.
+"""CUDA on real devices: the driver does all but compile kernels, which CuPy does, once a device,
+into its cache on disk.
 
-A device is started when it is first used: its context, shared with whatever else in the process uses CUDA, takes some hundred MiB of its
-memory. Every method makes its device the calling thread's. Streams and events live as long as the process, except events that are closed.
+A device is started when it is first used: its context, shared with whatever else in the process
+uses CUDA, takes some hundred MiB of its memory. Every method makes its device the calling thread's.
+Streams and events live as long as the process, except events that are closed.
 """
 
 import importlib
@@ -17,16 +19,25 @@ from types import ModuleType
 import numpy as np
 
 from hotkv_server.device import driver as cu
-from hotkv_server.device.runtime import DeviceError, DeviceInfo, Event, Extent, Int64s, Priority, Stream
+from hotkv_server.device.runtime import (
+    DeviceError,
+    DeviceInfo,
+    Event,
+    Extent,
+    Int64s,
+    Priority,
+    Stream,
+)
 
 COPY_BLOCKS = 8
 COPY_THREADS = 512
-"""Of a launch of the copy kernel. Bytes in flight = blocks x threads x 128: half a MiB, where PCIe 5 needs about 128 KiB, from 8
-multiprocessors of an H200's 132."""
+"""Of a launch of the copy kernel. Bytes in flight = blocks x threads x 128: half a MiB, where PCIe
+5 needs about 128 KiB, from 8 multiprocessors of an H200's 132."""
 
 _SYSFS = Path("/sys/bus/pci/devices")
 _PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}
-"""CUDA counts down from 0, the lowest, and takes a number beyond the device's range for the nearest."""
+"""CUDA counts down from 0, the lowest, and takes a number beyond the device's range for the
+nearest."""
 _WARP = 32
 _BYTES_OF_WARP = 4096
 """What a warp has in flight: the least share of a copy that is worth another warp."""
@@ -46,16 +57,27 @@ class CudaEvent:
 
 
 class CupyRuntime:
-    """A `DeviceRuntime`. `copy_blocks`, `copy_threads`: of the copy kernel; the threads are at most 512, a multiple of 32.
+    """A `DeviceRuntime`. `copy_blocks`, `copy_threads`: of the copy kernel; the threads are at most
+    512, a multiple of 32.
 
-    Raises DeviceError, and says what to install or to grant, where there is no driver, no device or no CuPy.
+    Raises DeviceError, and says what to install or to grant, where there is no driver, no device or
+    no CuPy.
     """
 
     def __init__(
-        self, *, copy_blocks: int = COPY_BLOCKS, copy_threads: int = COPY_THREADS, library: str = cu.LIBRARY, sysfs: Path = _SYSFS
+        self,
+        *,
+        copy_blocks: int = COPY_BLOCKS,
+        copy_threads: int = COPY_THREADS,
+        library: str = cu.LIBRARY,
+        sysfs: Path = _SYSFS,
     ) -> None:
         if copy_blocks < 1 or not _WARP <= copy_threads <= 512 or copy_threads % _WARP:
-            raise ValueError(f"copy_blocks {copy_blocks}: from 1; copy_threads {copy_threads}: a multiple of 32, from 32 to 512")
+            raise ValueError(
+                f"copy_blocks {copy_blocks}: from 1; copy_threads {copy_threads}: a multiple "
+                "of "
+                "32, from 32 to 512"
+            )
         self._driver = cu.Driver(library)
         self._copy_blocks = copy_blocks
         self._copy_threads = copy_threads
@@ -67,7 +89,10 @@ class CupyRuntime:
         self._modules: list[object] = []
 
     def __repr__(self) -> str:
-        return f"CupyRuntime(devices={len(self._devices)}, started={sorted(self._contexts)}, {self._driver!r})"
+        return (
+            f"CupyRuntime(devices={len(self._devices)}, started={sorted(self._contexts)}, "
+            f"{self._driver!r})"
+        )
 
     def devices(self) -> Sequence[DeviceInfo]:
         return self._devices
@@ -76,12 +101,20 @@ class CupyRuntime:
 
     def new_stream(self, device: int, priority: Priority) -> CudaStream:
         stream = c_void_p()
-        self._call(device, "cuStreamCreateWithPriority", byref(stream), cu.STREAM_NON_BLOCKING, _PRIORITIES[priority])
+        self._call(
+            device,
+            "cuStreamCreateWithPriority",
+            byref(stream),
+            cu.STREAM_NON_BLOCKING,
+            _PRIORITIES[priority],
+        )
         return CudaStream(device, stream.value or 0)
 
     def new_event(self, device: int) -> CudaEvent:
         event = c_void_p()
-        self._call(device, "cuEventCreate", byref(event), cu.EVENT_BLOCKING_SYNC | cu.EVENT_DISABLE_TIMING)
+        self._call(
+            device, "cuEventCreate", byref(event), cu.EVENT_BLOCKING_SYNC | cu.EVENT_DISABLE_TIMING
+        )
         return CudaEvent(device, event.value or 0)
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -119,7 +152,14 @@ class CupyRuntime:
         where = self._enter(device)
         kernel = self._copy_kernels.get(device) or self._compile_copy(device)
         shares = copy_shares(num_copies, max_bytes, self._copy_blocks * self._copy_threads // _WARP)
-        self._driver.launch(where, kernel, self._copy_blocks, self._copy_threads, _handle(stream), (table, num_copies, shares))
+        self._driver.launch(
+            where,
+            kernel,
+            self._copy_blocks,
+            self._copy_threads,
+            _handle(stream),
+            (table, num_copies, shares),
+        )
 
     # Memory
 
@@ -133,7 +173,13 @@ class CupyRuntime:
 
     def allocate_pinned(self, num_bytes: int) -> int:
         address = c_void_p()
-        self._call(self._any_device(), "cuMemHostAlloc", byref(address), num_bytes, cu.HOST_PORTABLE | cu.HOST_MAPPED)
+        self._call(
+            self._any_device(),
+            "cuMemHostAlloc",
+            byref(address),
+            num_bytes,
+            cu.HOST_PORTABLE | cu.HOST_MAPPED,
+        )
         return address.value or 0
 
     def free_pinned(self, address: int) -> None:
@@ -150,7 +196,13 @@ class CupyRuntime:
 
     def open_memory(self, device: int, handle: bytes) -> int:
         address = c_uint64()
-        self._call(device, "cuIpcOpenMemHandle_v2", byref(address), cu.handle_of("memory", handle), cu.IPC_LAZY_PEER_ACCESS)
+        self._call(
+            device,
+            "cuIpcOpenMemHandle_v2",
+            byref(address),
+            cu.handle_of("memory", handle),
+            cu.IPC_LAZY_PEER_ACCESS,
+        )
         return address.value
 
     def extent(self, device: int, address: int) -> Extent:
@@ -171,7 +223,14 @@ class CupyRuntime:
         self._call(event.device, "cuEventDestroy_v2", _handle(event))
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        self._call(stream.device, "cuStreamWaitValue32_v2", _handle(stream), address, value, cu.WAIT_UNTIL_REACHED)
+        self._call(
+            stream.device,
+            "cuStreamWaitValue32_v2",
+            _handle(stream),
+            address,
+            value,
+            cu.WAIT_UNTIL_REACHED,
+        )
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
         self._call(stream.device, "cuStreamWriteValue32_v2", _handle(stream), address, value, 0)
@@ -190,7 +249,9 @@ class CupyRuntime:
 
     def _start(self, device: int) -> int:
         if not 0 <= device < len(self._devices):
-            raise DeviceError(f"device {device}: this process has {len(self._devices)}, counted from 0")
+            raise DeviceError(
+                f"device {device}: this process has {len(self._devices)}, counted from 0"
+            )
         with self._starting:
             if device not in self._contexts:
                 self._contexts[device] = self._driver.retain_context(device)
@@ -203,7 +264,9 @@ class CupyRuntime:
     def _compile_copy(self, device: int) -> int:
         with self._starting:
             if device not in self._copy_kernels:
-                module, kernel = compile_kernel(self._cupy, device, Path(__file__).parent / "kernels" / "copy.cu", "copy_runs")
+                module, kernel = compile_kernel(
+                    self._cupy, device, Path(__file__).parent / "kernels" / "copy.cu", "copy_runs"
+                )
                 self._modules.append(module)
                 self._copy_kernels[device] = kernel
         self._enter(device)
@@ -211,13 +274,15 @@ class CupyRuntime:
 
 
 def copy_shares(num_copies: int, max_bytes: int, num_warps: int) -> int:
-    """Into how many shares the kernel cuts each copy: as many as keep all warps at work, none smaller than what a warp has in flight."""
+    """Into how many shares the kernel cuts each copy: as many as keep all warps at work, none
+    smaller than what a warp has in flight."""
     wanted = math.ceil(_SHARES_PER_WARP * num_warps / num_copies)
     return max(1, min(wanted, math.ceil(max_bytes / _BYTES_OF_WARP)))
 
 
 def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tuple[object, int]:
-    """A loaded module, to be kept, and the handle of its function. Leaves CuPy's idea of the device as the thread's."""
+    """A loaded module, to be kept, and the handle of its function. Leaves CuPy's idea of the device
+    as the thread's."""
     try:
         cupy.cuda.runtime.setDevice(device)
         try:
@@ -226,10 +291,13 @@ def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tu
             os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
             return _load(cupy, source, name)
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise DeviceError(f"loading {source.name} on device {device}: {error}", is_lost=error.status in cu.STICKY) from error
+        raise DeviceError(
+            f"loading {source.name} on device {device}: {error}", is_lost=error.status in cu.STICKY
+        ) from error
     except (cupy.cuda.compiler.CompileException, RuntimeError, ImportError, OSError) as error:
         raise DeviceError(
-            f"compiling {source.name} for device {device}: {error}; CuPy needs NVRTC: install hotkv[cuda12] or "
+            f"compiling {source.name} for device {device}: {error}; CuPy needs NVRTC: install "
+            "hotkv[cuda12] or "
             "hotkv[cuda13] anew, or a CUDA toolkit"
         ) from error
 
@@ -244,17 +312,24 @@ def _import_cupy() -> ModuleType:
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
-        raise DeviceError(f"CuPy does not load: {error}; install hotkv[cuda12] or hotkv[cuda13], whichever fits the driver") from error
+        raise DeviceError(
+            f"CuPy does not load: {error}; install hotkv[cuda12] or hotkv[cuda13], whichever "
+            "fits the driver"
+        ) from error
 
 
 def _find_devices(driver: cu.Driver, sysfs: Path) -> tuple[DeviceInfo, ...]:
     count = driver.num_devices()
     if count == 0:
-        raise DeviceError("the NVIDIA driver shows no device; CUDA_VISIBLE_DEVICES may hide them, or the container was given none")
+        raise DeviceError(
+            "the NVIDIA driver shows no device; CUDA_VISIBLE_DEVICES may hide them, or the "
+            "container was given none"
+        )
     for number in range(count):
         if not driver.attribute(number, cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES):
             raise DeviceError(
-                f"device {number} ({driver.name(number)}) sees registered memory at other addresses than the host does; "
+                f"device {number} ({driver.name(number)}) sees registered memory at other "
+                "addresses than the host does; "
                 "leave it out by CUDA_VISIBLE_DEVICES"
             )
     return tuple(_describe(driver, number, sysfs) for number in range(count))

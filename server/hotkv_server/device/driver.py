@@ -1,13 +1,26 @@
-"""The calls of CUDA's driver that the server makes, typed, through ctypes: each gives the GIL up for as long as it lasts.
+"""The calls of CUDA's driver that the server makes, typed, through ctypes: each gives the GIL up
+for as long as it lasts.
 
-That is why they are not CuPy's: CuPy keeps the GIL in all calls that mostly return at once, and any of them can wait while another thread
-of the process pins memory or opens another process's. Names are the library's symbols, of the version that fits the types here; not every
-driver has the optional ones. Source of names, types and numbers: `cuda.h` of CUDA 13.0.
+That is why they are not CuPy's: CuPy keeps the GIL in all calls that mostly return at once, and any
+of them can wait while another thread of the process pins memory or opens another process's. Names
+are the library's symbols, of the version that fits the types here; not every driver has the
+optional ones. Source of names, types and numbers: `cuda.h` of CUDA 13.0.
 """
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 
 from hotkv_server.device.runtime import DeviceError, Int64s
 
@@ -17,8 +30,9 @@ HANDLE_BYTES = 64
 
 NOT_READY = 600
 STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-"""Errors after which every call of the process fails: hardware (214 ECC, 220 NVLink, 226 contained), faults of a kernel (700 to 721), a
-destroyed context (709), the end of MPS (810), another device (911)."""
+"""Errors after which every call of the process fails: hardware (214 ECC, 220 NVLink, 226
+contained), faults of a kernel (700 to 721), a destroyed context (709), the end of MPS (810),
+another device (911)."""
 
 ATTRIBUTE_HOST_POINTER_IS_DEVICES = 91
 ATTRIBUTE_HOST_NUMA_NODE = 134
@@ -53,7 +67,12 @@ class Location(ctypes.Structure):
 class CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes. The hints count for managed memory only."""
 
-    _fields_ = (("source_order", c_int), ("source_hint", Location), ("destination_hint", Location), ("flags", c_uint))
+    _fields_ = (
+        ("source_order", c_int),
+        ("source_hint", Location),
+        ("destination_hint", Location),
+        ("flags", c_uint),
+    )
 
 
 _DEVICE, _CONTEXT, _STREAM, _EVENT, _ADDRESS = c_int, c_void_p, c_void_p, c_void_p, c_uint64
@@ -96,26 +115,51 @@ _CALLS: Mapping[str, tuple[type, ...]] = {
 _OPTIONAL_CALLS: Mapping[str, tuple[type, ...]] = {
     "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, c_uint32, c_uint),
     "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, c_uint32, c_uint),
-    "cuMemcpyBatchAsync": (*(_ARRAY,) * 3, c_size_t, POINTER(CopyAttributes), POINTER(c_size_t), c_size_t, POINTER(c_size_t), _STREAM),
-    "cuMemcpyBatchAsync_v2": (*(_ARRAY,) * 3, c_size_t, POINTER(CopyAttributes), POINTER(c_size_t), c_size_t, _STREAM),
+    "cuMemcpyBatchAsync": (
+        *(_ARRAY,) * 3,
+        c_size_t,
+        POINTER(CopyAttributes),
+        POINTER(c_size_t),
+        c_size_t,
+        POINTER(c_size_t),
+        _STREAM,
+    ),
+    "cuMemcpyBatchAsync_v2": (
+        *(_ARRAY,) * 3,
+        c_size_t,
+        POINTER(CopyAttributes),
+        POINTER(c_size_t),
+        c_size_t,
+        _STREAM,
+    ),
 }
 
 
 class Driver:
-    """Wants a context to be current where CUDA does. Raises DeviceError that names the call, `where`, CUDA's error and its text."""
+    """Wants a context to be current where CUDA does. Raises DeviceError that names the call,
+    `where`, CUDA's error and its text."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
             self._library = ctypes.CDLL(library)
         except OSError as error:
             raise DeviceError(
-                f"no NVIDIA driver: {error}; install one on the host, and give the container its GPUs (docker: --gpus all; Kubernetes: "
+                f"no NVIDIA driver: {error}; install one on the host, and give the container its "
+                "GPUs (docker: --gpus all; Kubernetes: "
                 "nvidia.com/gpu)"
             ) from None
-        missing = [name for name, types in {**_CALLS, **_OPTIONAL_CALLS}.items() if not self._declare(name, types)]
+        missing = [
+            name
+            for name, types in {**_CALLS, **_OPTIONAL_CALLS}.items()
+            if not self._declare(name, types)
+        ]
         self._missing = frozenset(missing)
         if needed := self._missing & _CALLS.keys():
-            raise DeviceError(f"the NVIDIA driver lacks {', '.join(sorted(needed))}; install one of CUDA 12 or newer")
+            raise DeviceError(
+                f"the NVIDIA driver lacks {', '.join(sorted(needed))}; install one of CUDA "
+                "12 or "
+                "newer"
+            )
         self.call("cuInit", "starting CUDA", 0)
 
     def __repr__(self) -> str:
@@ -135,7 +179,9 @@ class Driver:
     def call(self, name: str, where: str, /, *arguments: object) -> None:
         """Makes a call; `where` stands in the error: a device or what was being done."""
         if name in self._missing:
-            raise DeviceError(f"{name} on {where}: this NVIDIA driver has no such call; install a newer one")
+            raise DeviceError(
+                f"{name} on {where}: this NVIDIA driver has no such call; install a newer one"
+            )
         status = getattr(self._library, name)(*arguments)
         if status != 0:
             raise self.error(name, where, status)
@@ -146,7 +192,9 @@ class Driver:
         self._library.cuGetErrorName(status, byref(texts[0]))
         self._library.cuGetErrorString(status, byref(texts[1]))
         code, text = ((each.value or b"unknown").decode(errors="replace") for each in texts)
-        return DeviceError(f"{name} on {where}: {code} ({status}): {text}", is_lost=status in STICKY)
+        return DeviceError(
+            f"{name} on {where}: {code} ({status}): {text}", is_lost=status in STICKY
+        )
 
     # Devices
 
@@ -168,7 +216,9 @@ class Driver:
 
     def pci_bus_id(self, number: int) -> str:
         text = ctypes.create_string_buffer(_PCI_ID_BYTES)
-        self.call("cuDeviceGetPCIBusId", f"device {number}", text, _PCI_ID_BYTES, self.device(number))
+        self.call(
+            "cuDeviceGetPCIBusId", f"device {number}", text, _PCI_ID_BYTES, self.device(number)
+        )
         return text.value.decode().lower()
 
     def uuid(self, number: int) -> bytes:
@@ -184,22 +234,39 @@ class Driver:
 
     def attribute(self, number: int, attribute: int) -> int:
         value = c_int()
-        self.call("cuDeviceGetAttribute", f"device {number}", byref(value), attribute, self.device(number))
+        self.call(
+            "cuDeviceGetAttribute", f"device {number}", byref(value), attribute, self.device(number)
+        )
         return value.value
 
     def retain_context(self, number: int) -> int:
         """The context that all of this process shares on the device."""
         context = c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", f"device {number}", byref(context), self.device(number))
+        self.call(
+            "cuDevicePrimaryCtxRetain", f"device {number}", byref(context), self.device(number)
+        )
         return context.value or 0
 
     # Calls that need more than their arguments
 
-    def copy_batch(self, where: str, stream: int, dst: Int64s, src: Int64s, num_bytes: Int64s) -> bool:
-        """int64 [copies], contiguous, no size 0. False: this driver has no such call (it came with CUDA 12.8), and nothing was done."""
-        attributes = CopyAttributes(source_order=SOURCE_IN_STREAM_ORDER, flags=PREFER_OVERLAP_WITH_COMPUTE)
+    def copy_batch(
+        self, where: str, stream: int, dst: Int64s, src: Int64s, num_bytes: Int64s
+    ) -> bool:
+        """int64 [copies], contiguous, no size 0. False: this driver has no such call (it came with
+        CUDA 12.8), and nothing was done."""
+        attributes = CopyAttributes(
+            source_order=SOURCE_IN_STREAM_ORDER, flags=PREFER_OVERLAP_WITH_COMPUTE
+        )
         first, failed = c_size_t(0), c_size_t((1 << 64) - 1)
-        given = (dst.ctypes.data, src.ctypes.data, num_bytes.ctypes.data, len(dst), byref(attributes), byref(first), 1)
+        given = (
+            dst.ctypes.data,
+            src.ctypes.data,
+            num_bytes.ctypes.data,
+            len(dst),
+            byref(attributes),
+            byref(first),
+            1,
+        )
         if self.has("cuMemcpyBatchAsync_v2"):
             self.call("cuMemcpyBatchAsync_v2", where, *given, stream)
         elif self.has("cuMemcpyBatchAsync"):
@@ -217,17 +284,40 @@ class Driver:
             raise self.error("cuEventQuery", where, status)
         return bool(status == 0)
 
-    def launch(self, where: str, function: int, num_blocks: int, num_threads: int, stream: int, arguments: Sequence[int]) -> None:
+    def launch(
+        self,
+        where: str,
+        function: int,
+        num_blocks: int,
+        num_threads: int,
+        stream: int,
+        arguments: Sequence[int],
+    ) -> None:
         """A kernel whose parameters are all 8 bytes and which takes no dynamic shared memory."""
         values = [c_uint64(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        self.call("cuLaunchKernel", where, function, num_blocks, 1, 1, num_threads, 1, 1, 0, stream, pointers, None)
+        self.call(
+            "cuLaunchKernel",
+            where,
+            function,
+            num_blocks,
+            1,
+            1,
+            num_threads,
+            1,
+            1,
+            0,
+            stream,
+            pointers,
+            None,
+        )
 
 
 def handle_of(what: str, handle: bytes) -> Handle:
     """Raises DeviceError unless it has 64 bytes."""
     if len(handle) != HANDLE_BYTES:
         raise DeviceError(
-            f"{what}: an interprocess handle has {HANDLE_BYTES} bytes, this one {len(handle)}; send what CUDA gave, unchanged"
+            f"{what}: an interprocess handle has {HANDLE_BYTES} bytes, this one {len(handle)}; "
+            "send what CUDA gave, unchanged"
         )
     return Handle.from_buffer_copy(handle)

@@ -1,8 +1,10 @@
-"""What the server asks of CUDA, as a protocol: `cupy_runtime` answers on a machine with GPUs, `hotkv_server.testing.device` without.
+"""What the server asks of CUDA, as a protocol: `cupy_runtime` answers on a machine with GPUs,
+`hotkv_server.testing.device` without.
 
-Addresses are numbers: unified addressing tells the device by them, and registered host memory has one address everywhere. What is given
-to a stream runs later, in the stream's order; streams know of each other only through events. Methods may be called from any thread,
-give the GIL up where they block, and raise DeviceError.
+Addresses are numbers: unified addressing tells the device by them, and registered host memory has
+one address everywhere. What is given to a stream runs later, in the stream's order; streams know of
+each other only through events. Methods may be called from any thread, give the GIL up where they
+block, and raise DeviceError.
 """
 
 import enum
@@ -20,8 +22,8 @@ HOST = -1
 
 
 class DeviceError(Exception):
-    """A call failed. `is_lost`: every later one on that device will fail too, for as long as this process lives; nothing that was given to
-    its streams touches memory any more.
+    """A call failed. `is_lost`: every later one on that device will fail too, for as long as this
+    process lives; nothing that was given to its streams touches memory any more.
     """
 
     def __init__(self, message: str, *, is_lost: bool = False) -> None:
@@ -31,7 +33,8 @@ class DeviceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A device of this process. `number`: as this process counts them. `numa_node`: of its PCIe slot; -1 where it is not known."""
+    """A device of this process. `number`: as this process counts them. `numa_node`: of its PCIe
+    slot; -1 where it is not known."""
 
     number: int
     uuid: bytes
@@ -43,7 +46,8 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where an allocation of a device begins, and its size. `device`: whose memory it is; negative where that is not known."""
+    """Where an allocation of a device begins, and its size. `device`: whose memory it is; negative
+    where that is not known."""
 
     start: int
     num_bytes: int
@@ -94,27 +98,33 @@ class DeviceRuntime(Protocol):
         """The stream goes on when the event, as last recorded, has passed."""
 
     def passed(self, event: Event) -> bool:
-        """Whether the device has come to the event, as last recorded; does not wait. Raises what went wrong before it."""
+        """Whether the device has come to the event, as last recorded; does not wait. Raises what
+        went wrong before it."""
 
     def synchronize(self, event: Event) -> None:
         """Waits until the device has come to it. Raises what went wrong before it."""
 
-    # Copies: given to the stream, neither memory may change or go before an event after them has passed.
+    # Copies: given to the stream, neither memory may change or go before an event after them has
+    # passed.
 
     def copy(self, stream: Stream, dst: int, src: int, num_bytes: int) -> None:
-        """One copy between any two addresses. The host's side should be registered: else this waits for it, and is slow."""
+        """One copy between any two addresses. The host's side should be registered: else this waits
+        for it, and is slow."""
 
     def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
-        """Many copies in one call, int64 [copies] addresses and sizes, in any order among themselves. All of them between the device of the
-        stream and registered host memory, or all on the device.
+        """Many copies in one call, int64 [copies] addresses and sizes, in any order among
+        themselves. All of them between the device of the stream and registered host memory, or all
+        on the device.
         """
 
     def copy_kernel(self, stream: Stream, table: int, num_copies: int, max_bytes: int) -> None:
         """The same by a kernel of the stream's device, for copies that are short.
 
-        `table`: address of int64 [3, num_copies] (dst, src, bytes) that the device can read. `max_bytes`: the largest of the sizes. Host
-        addresses must be registered. 16 bytes at a time where addresses and sizes allow it. A device runs kernels of one process at a time
-        unless MPS joins them: while this one has its turn, an engine's kernels wait, which they never do for the other two.
+        `table`: address of int64 [3, num_copies] (dst, src, bytes) that the device can read.
+        `max_bytes`: the largest of the sizes. Host addresses must be registered. 16 bytes at a time
+        where addresses and sizes allow it. A device runs kernels of one process at a time unless
+        MPS joins them: while this one has its turn, an engine's kernels wait, which they never do
+        for the other two.
         """
 
     # Memory
@@ -132,7 +142,8 @@ class DeviceRuntime(Protocol):
         """Gives it back."""
 
     def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
-        """Pins host memory for all devices; multiples of the page size. A copy may not cross from one registration to the next."""
+        """Pins host memory for all devices; multiples of the page size. A copy may not cross from
+        one registration to the next."""
 
     def unregister(self, address: int) -> None:
         """Undoes `register` of that address."""
@@ -140,13 +151,16 @@ class DeviceRuntime(Protocol):
     # Between processes
 
     def open_memory(self, device: int, handle: bytes) -> int:
-        """Address of another process's allocation, from its handle of 64 bytes. Opened twice, it has one address, and is closed twice."""
+        """Address of another process's allocation, from its handle of 64 bytes. Opened twice, it
+        has one address, and is closed twice."""
 
     def extent(self, device: int, address: int) -> Extent:
-        """Of the opened allocation in which the address lies. It may begin before the address that was opened."""
+        """Of the opened allocation in which the address lies. It may begin before the address that
+        was opened."""
 
     def close_memory(self, device: int, address: int) -> None:
-        """Lets go of it; what the other process has freed meanwhile, or left by dying, is then really free."""
+        """Lets go of it; what the other process has freed meanwhile, or left by dying, is then
+        really free."""
 
     def open_event(self, device: int, handle: bytes) -> Event:
         """Another process's event, from its handle of 64 bytes."""
@@ -155,7 +169,8 @@ class DeviceRuntime(Protocol):
         """Lets go of it."""
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        """The stream goes on when the uint32 at `address`, of device or registered host memory, has reached `value` (`hotkv.order`)."""
+        """The stream goes on when the uint32 at `address`, of device or registered host memory, has
+        reached `value` (`hotkv.order`)."""
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
         """The stream writes the uint32 there, after all that it was given before."""

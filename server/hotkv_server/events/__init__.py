@@ -1,1 +1,2 @@
-"""Events as vLLM's own publisher sends them, over ZMQ, for routers. Needs msgspec and pyzmq: the extra `events`."""
+"""Events as vLLM's own publisher sends them, over ZMQ, for routers. Needs msgspec and pyzmq: the
+extra `events`."""

@@ -1,9 +1,11 @@
-"""Publishes events over ZMQ in vLLM's frames: topic, sequence number, payload; and replays what a reader has missed.
+"""Publishes events over ZMQ in vLLM's frames: topic, sequence number, payload; and replays what a
+reader has missed.
 
-Always true: each topic looks like an engine's own publisher, with its own unbroken sequence numbers; the event loop only queues, a
-thread translates, encodes and sends; what waits to be sent and what is kept for replay is bounded in bytes. Where the queue is full
-events are lost, newest first; if one of them said that blocks are gone, the topic's next message begins with AllBlocksCleared, so that
-nobody goes on believing in blocks that are not there.
+Always true: each topic looks like an engine's own publisher, with its own unbroken sequence
+numbers; the event loop only queues, a thread translates, encodes and sends; what waits to be sent
+and what is kept for replay is bounded in bytes. Where the queue is full events are lost, newest
+first; if one of them said that blocks are gone, the topic's next message begins with
+AllBlocksCleared, so that nobody goes on believing in blocks that are not there.
 """
 
 import itertools
@@ -30,19 +32,22 @@ POLL_S = 0.05
 STOP_TIMEOUT_S = 2.0
 LINGER_MS = 200
 HIGH_WATER_MESSAGES = 100_000
-"""Messages that ZMQ keeps for a reader that does not read; more are dropped for that reader, as vLLM's publisher does."""
+"""Messages that ZMQ keeps for a reader that does not read; more are dropped for that reader, as
+vLLM's publisher does."""
 EVENT_BYTES = 64
 """Counted for each event besides its arrays."""
 
 
 def binds(endpoint: str) -> bool:
-    """Whether an endpoint is bound or connected to, as vLLM decides it: bound with a wildcard, or ipc; connected otherwise."""
+    """Whether an endpoint is bound or connected to, as vLLM decides it: bound with a wildcard, or
+    ipc; connected otherwise."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """`must_clear`: a loss that readers were not told of; on the event loop only. The rest is the thread's, but for `num_key_spaces`.
+    """`must_clear`: a loss that readers were not told of; on the event loop only. The rest is the
+    thread's, but for `num_key_spaces`.
 
     `sequence`: None before its first message.
     """
@@ -77,7 +82,8 @@ class _Ended:
 
 
 class ZmqPublisher:
-    """See the module. `topic_of`: topic of a key space. Raises zmq.ZMQError where an endpoint can't be had. Close it."""
+    """See the module. `topic_of`: topic of a key space. Raises zmq.ZMQError where an endpoint can't
+    be had. Close it."""
 
     def __init__(
         self,
@@ -106,13 +112,16 @@ class ZmqPublisher:
         self._sent_bytes = 0
         # Topics of which messages are kept for replay.
         self._kept: dict[_Topic, None] = {}
-        # Sequence numbers of new topics begin here: a topic that comes again must not seem to go back.
+        # Sequence numbers of new topics begin here: a topic that comes again must not seem to go
+        # back.
         self._first_number = 0
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         try:
             self._pub = self._open(zmq.PUB, endpoint, bind=binds(endpoint))
-            self._replay = self._open(zmq.ROUTER, replay_endpoint, bind=True) if replay_endpoint else None
+            self._replay = (
+                self._open(zmq.ROUTER, replay_endpoint, bind=True) if replay_endpoint else None
+            )
         except zmq.ZMQError:
             self._context.destroy(0)
             raise
@@ -122,7 +131,8 @@ class ZmqPublisher:
 
     def __repr__(self) -> str:
         return (
-            f"ZmqPublisher({len(self._topics)} topics, {self.published_events} sent, {self.lost_events} lost, {self.queued_bytes} B wait)"
+            f"ZmqPublisher({len(self._topics)} topics, {self.published_events} sent, "
+            f"{self.lost_events} lost, {self.queued_bytes} B wait)"
         )
 
     def _open(self, kind: int, endpoint: str, *, bind: bool) -> "zmq.Socket[bytes]":
@@ -152,7 +162,8 @@ class ZmqPublisher:
         log.info("events of key space %d have topic %s", number, name)
 
     def forget_key_space(self, number: int) -> None:
-        """There are no more events of a key space. With its last one a topic ends, and what is kept of it for replay."""
+        """There are no more events of a key space. With its last one a topic ends, and what is kept
+        of it for replay."""
         topic = self._by_key_space.pop(number)
         topic.num_key_spaces -= 1
         if not topic.num_key_spaces:
@@ -160,8 +171,11 @@ class ZmqPublisher:
         self._queue.put(_Ended(number, topic, is_last=not topic.num_key_spaces))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order, a message for each topic; or loses them where there is no room."""
-        for topic, part in itertools.groupby(events, lambda event: self._by_key_space[event.key_space_id]):
+        """Queues events, in order, a message for each topic; or loses them where there is no
+        room."""
+        for topic, part in itertools.groupby(
+            events, lambda event: self._by_key_space[event.key_space_id]
+        ):
             self._put(topic, unix_time_s, tuple(part))
 
     def settle(self) -> None:
@@ -174,12 +188,19 @@ class ZmqPublisher:
         num_bytes = EVENT_BYTES + sum(EVENT_BYTES + event.num_bytes for event in events)
         if self.queued_bytes + num_bytes > self._buffer_bytes:
             if not self.lost_events:
-                log.warning("events are lost: %d bytes wait to be sent, events.buffer_bytes allows no more", self.queued_bytes)
+                log.warning(
+                    "events are lost: %d bytes wait to be sent, events.buffer_bytes allows no more",
+                    self.queued_bytes,
+                )
             self.lost_events += len(events)
             topic.must_clear |= any(not isinstance(event, BlocksStored) for event in events)
             return
         self._put_bytes += num_bytes
-        self._queue.put(_Item(topic, unix_time_s, events, topic.must_clear, topic.num_key_spaces == 1, num_bytes))
+        self._queue.put(
+            _Item(
+                topic, unix_time_s, events, topic.must_clear, topic.num_key_spaces == 1, num_bytes
+            )
+        )
         topic.must_clear = False
 
     def is_alive(self) -> bool:
@@ -251,7 +272,8 @@ class ZmqPublisher:
                 self._first_number = max(self._first_number, next(ended.topic.sequence))
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
-        """For replay. Clients name models, and so topics: where all together have too much, the one that has most loses its oldest."""
+        """For replay. Clients name models, and so topics: where all together have too much, the one
+        that has most loses its oldest."""
         self._kept[topic] = None
         topic.sent.append((number, payload))
         topic.sent_bytes += len(payload)
@@ -260,7 +282,9 @@ class ZmqPublisher:
             self._forget_oldest(topic)
         while self._sent_bytes > self._buffer_bytes:
             has_its_share = topic.sent_bytes * len(self._kept) <= self._buffer_bytes
-            self._forget_oldest(max(self._kept, key=lambda one: one.sent_bytes) if has_its_share else topic)
+            self._forget_oldest(
+                max(self._kept, key=lambda one: one.sent_bytes) if has_its_share else topic
+            )
 
     def _forget_oldest(self, topic: _Topic) -> None:
         num_bytes = len(topic.sent.popleft()[1])
@@ -268,11 +292,14 @@ class ZmqPublisher:
         self._sent_bytes -= num_bytes
 
     def _serve_replay(self, socket: "zmq.Socket[bytes]") -> None:
-        """Answers a request: an empty frame, the first sequence number wanted, and, if only one topic is wanted, its name."""
+        """Answers a request: an empty frame, the first sequence number wanted, and, if only one
+        topic is wanted, its name."""
         client, *frames = socket.recv_multipart()
         if len(frames) not in (2, 3) or frames[0] or len(frames[1]) > SEQUENCE_BYTES:
             log.warning(
-                "a replay request has %d frames; it takes an empty one, 8 bytes of sequence number and, at will, a topic", len(frames)
+                "a replay request has %d frames; it takes an empty one, 8 bytes of sequence "
+                "number and, at will, a topic",
+                len(frames),
             )
             return
         first = int.from_bytes(frames[1], "big")
@@ -281,5 +308,7 @@ class ZmqPublisher:
                 continue
             for number, payload in topic.sent:
                 if number >= first:
-                    socket.send_multipart((client, b"", topic.name, number.to_bytes(SEQUENCE_BYTES, "big"), payload))
+                    socket.send_multipart(
+                        (client, b"", topic.name, number.to_bytes(SEQUENCE_BYTES, "big"), payload)
+                    )
         socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))

@@ -1,10 +1,12 @@
 """vLLM's event classes, as they are on the wire, and ours in their terms.
 
-The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so that what is encoded here is byte for byte what an engine
-would send; the server does not import vLLM, a test compares them. Host memory is the medium that vLLM names "CPU".
+The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so that what is encoded
+here is byte for byte what an engine would send; the server does not import vLLM, a test compares
+them. Host memory is the medium that vLLM names "CPU".
 
-A run without token ids is published as vLLM publishes one that it can't describe: no tokens and block size 0. A router can't match it
-with a prompt, and passes over it; one that goes by hashes still can.
+A run without token ids is published as vLLM publishes one that it can't describe: no tokens and
+block size 0. A router can't match it with a prompt, and passes over it; one that goes by hashes
+still can.
 """
 
 from collections.abc import Iterable, Mapping
@@ -78,7 +80,8 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> list[ExternalHash]:
-    """Hashes as vLLM's events carry them: the last 8 bytes as a number, or whole. Source: `maybe_convert_block_hash` in vLLM 0.32."""
+    """Hashes as vLLM's events carry them: the last 8 bytes as a number, or whole. Source:
+    `maybe_convert_block_hash` in vLLM 0.32."""
     packed = words.tobytes()
     rows = (packed[start : start + hash_bytes] for start in range(0, len(packed), 32))
     return [int.from_bytes(row[-8:], "big") for row in rows] if as_ints else list(rows)
@@ -91,8 +94,11 @@ class Translator:
         self._key_spaces = key_spaces
         self._as_ints = as_ints
 
-    def translate(self, events: Iterable[Event], *, is_alone: bool) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """`is_alone`: no other key space shares their topic; only then may a cleared key space clear it."""
+    def translate(
+        self, events: Iterable[Event], *, is_alone: bool
+    ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """`is_alone`: no other key space shares their topic; only then may a cleared key space
+        clear it."""
         translated: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         for event in events:
             match event:
@@ -110,7 +116,11 @@ class Translator:
         key_space = self._key_spaces[event.key_space_id]
         group, content = key_space.groups[event.group_index], event.content
         hashes = external_hashes(event.hashes, key_space.hash_bytes, as_ints=self._as_ints)
-        parents = [] if event.parent is None else external_hashes(event.parent, key_space.hash_bytes, as_ints=self._as_ints)
+        parents = (
+            []
+            if event.parent is None
+            else external_hashes(event.parent, key_space.hash_bytes, as_ints=self._as_ints)
+        )
         return BlockStored(
             block_hashes=hashes,
             parent_block_hash=parents[0] if parents else None,
@@ -122,7 +132,9 @@ class Translator:
             extra_keys=list(content.extra_keys) or None,
             group_idx=event.group_index,
             kv_cache_spec_kind=KINDS[group.kind],
-            kv_cache_spec_sliding_window=group.window_tokens if group.kind is GroupKind.SLIDING_WINDOW else None,
+            kv_cache_spec_sliding_window=group.window_tokens
+            if group.kind is GroupKind.SLIDING_WINDOW
+            else None,
         )
 
     def _removed(self, event: BlocksRemoved) -> BlockRemoved:

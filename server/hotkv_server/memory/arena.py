@@ -1,9 +1,12 @@
-"""The arena: the file of host memory in which all slots lie, and what lies beside it: block table, state, times of last use.
+"""The arena: the file of host memory in which all slots lie, and what lies beside it: block table,
+state, times of last use.
 
-All are files of one directory on tmpfs, locked by one server. They outlive it: the next server over the directory goes on with the arena
-as it is and makes a table of its own out of the old one's records (`Leftover`). Until `adopt` the directory is as the old server
-left it, so that a start that is killed has lost nothing. Before the server is ready all buckets of the table have memory, some of its
-records and some of the arena. The rest comes behind: first the records (`records`), then the arena (`filling`).
+All are files of one directory on tmpfs, locked by one server. They outlive it: the next server over
+the directory goes on with the arena as it is and makes a table of its own out of the old one's
+records (`Leftover`). Until `adopt` the directory is as the old server left it, so that a start that
+is killed has lost nothing. Before the server is ready all buckets of the table have memory, some of
+its records and some of the arena. The rest comes behind: first the records (`records`), then the
+arena (`filling`).
 """
 
 import errno
@@ -25,17 +28,33 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.records import FIRST_ENTRIES, RecordsMemory
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
-ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = "arena", "table", "table.new", "state.json", "use", "lock"
+ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
+    "arena",
+    "table",
+    "table.new",
+    "state.json",
+    "use",
+    "lock",
+)
 FILLED_FILE, OWNER_FILE = "filled", "server.json"
 CALIBRATION_FILES = "calibration-*.json"
 """How fast devices copy, one file a device: no part of the cache, kept until the directory goes."""
-FILES: Final = (STATE_FILE, USE_FILE, TABLE_FILE, NEW_TABLE_FILE, FILLED_FILE, ARENA_FILE, OWNER_FILE)
+FILES: Final = (
+    STATE_FILE,
+    USE_FILE,
+    TABLE_FILE,
+    NEW_TABLE_FILE,
+    FILLED_FILE,
+    ARENA_FILE,
+    OWNER_FILE,
+)
 """In the order in which they go: without the state nothing of the rest counts."""
 FIRST_FILL_S = 0.25
 FIRST_FILL_BYTES = 64 << 20
 """How long the start brings the arena in before it goes on, and how much of it at least."""
 TABLE_HUGE_S = 0.1
-"""How long the start brings the table in as huge pages; in small ones a cold lookup waits longer for page tables than for the table."""
+"""How long the start brings the table in as huge pages; in small ones a cold lookup waits longer
+for page tables than for the table."""
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.01
 """Who only looks whether a server runs holds its lock for microseconds."""
@@ -49,7 +68,8 @@ class BusyError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What an old server left. `last_used_s` float64 by entry number, in seconds of the monotonic clock, nan for what is newer."""
+    """What an old server left. `last_used_s` float64 by entry number, in seconds of the monotonic
+    clock, nan for what is newer."""
 
     table: BlockTable
     state: ServerState
@@ -58,7 +78,8 @@ class Leftover:
 
 @dataclass(slots=True)
 class NodeMemory:
-    """Arena and table of one server, and `leftover` of another until `adopt`. `why_empty`: why there is none, empty on a fresh directory.
+    """Arena and table of one server, and `leftover` of another until `adopt`. `why_empty`: why
+    there is none, empty on a fresh directory.
 
     `arena.huge_bytes` says how much of it lies in huge pages, `filling` how far it has memory.
     """
@@ -77,18 +98,21 @@ class NodeMemory:
 
     @staticmethod
     def open(
-        directory: Path, arena_bytes: int, slab_bytes: int, capacity: int, fresh_epoch: int, mode: int = 0o640, *, prefault: bool = True,
+        directory: Path, arena_bytes: int, slab_bytes: int, capacity: int, fresh_epoch: int,
+        mode: int = 0o640, *, prefault: bool = True,
         place: Callable[[int, int], None] | None = None,
     ) -> "NodeMemory":  # fmt: skip
-        """Goes on with what is in the directory where that fits, else makes all files anew, under `fresh_epoch`.
+        """Goes on with what is in the directory where that fits, else makes all files anew, under
+        `fresh_epoch`.
 
-        `prefault`: brings in the table's buckets, some of its records, and of the arena what can be had in FIRST_FILL_S; `records` and
-        `filling` are for the rest. Otherwise memory
-        comes as it is written, and all of the arena counts as filled.
-        `place(address, num_bytes)`: says where the arena's memory is to come from, before any of it is brought in.
+        `prefault`: brings in the table's buckets, some of its records, and of the arena what can be
+        had in FIRST_FILL_S; `records` and `filling` are for the rest. Otherwise memory comes as it
+        is written, and all of the arena counts as filled. `place(address, num_bytes)`: says where
+        the arena's memory is to come from, before any of it is brought in.
 
-        Raises BusyError, or OSError that names what to do where memory is short. What can't be read only for now (no permission, too
-        many files are open) raises OSError too: then the cache is left as it is.
+        Raises BusyError, or OSError that names what to do where memory is short. What can't be read
+        only for now (no permission, too many files are open) raises OSError too: then the cache is
+        left as it is.
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
@@ -108,13 +132,28 @@ class NodeMemory:
                 _remove_files(directory)
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
-            # The next start has two tables for a moment, and should not fail where this one does not.
-            _check_room(directory, geometry.file_bytes + (arena_bytes + geometry.file_bytes if leftover is None else 0), arena_bytes)
+            # The next start has two tables for a moment, and should not fail where this one does
+            # not.
+            _check_room(
+                directory,
+                geometry.file_bytes
+                + (arena_bytes + geometry.file_bytes if leftover is None else 0),
+                arena_bytes,
+            )
             if leftover is None:
                 arena = FileMapping.create(directory / ARENA_FILE, arena_bytes, mode)
             else:
-                arena = FileMapping(_open_own(directory / ARENA_FILE, os.O_RDWR), arena_bytes, str(directory / ARENA_FILE), exclusive=True)
-            table_file = FileMapping.create(directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE), geometry.file_bytes, mode)
+                arena = FileMapping(
+                    _open_own(directory / ARENA_FILE, os.O_RDWR),
+                    arena_bytes,
+                    str(directory / ARENA_FILE),
+                    exclusive=True,
+                )
+            table_file = FileMapping.create(
+                directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE),
+                geometry.file_bytes,
+                mode,
+            )
         except BaseException:
             os.close(lock_fd)
             raise
@@ -126,7 +165,19 @@ class NodeMemory:
             filled_bytes = 0 if leftover is None else read_note(directory / FILLED_FILE, arena)
         filling = Filling(arena, directory / FILLED_FILE, filled_bytes)
         records = RecordsMemory(table_file.fd, geometry, 0 if prefault else capacity)
-        memory = NodeMemory(directory, slab_bytes, arena, table_file, table, filling, records, leftover, why_empty, lock_fd, old_table)
+        memory = NodeMemory(
+            directory,
+            slab_bytes,
+            arena,
+            table_file,
+            table,
+            filling,
+            records,
+            leftover,
+            why_empty,
+            lock_fd,
+            old_table,
+        )
         try:
             if place is not None:
                 place(arena.address, arena.num_bytes)
@@ -141,10 +192,12 @@ class NodeMemory:
         return memory
 
     def adopt(self, state: ServerState, *, is_renumbered: bool = False) -> None:
-        """The new table holds what is kept of the old one and takes its place, and so does its state. Raises OSError.
+        """The new table holds what is kept of the old one and takes its place, and so does its
+        state. Raises OSError.
 
-        `is_renumbered`: one table's key space numbers mean something else in the other; then there is no state while they change places,
-        so that a start that is killed there leaves nothing rather than one key space's blocks in another's name.
+        `is_renumbered`: one table's key space numbers mean something else in the other; then there
+        is no state while they change places, so that a start that is killed there leaves nothing
+        rather than one key space's blocks in another's name.
         """
         if is_renumbered:
             (self.directory / STATE_FILE).unlink()
@@ -165,20 +218,28 @@ class NodeMemory:
         write_state(self.directory / STATE_FILE, state)
 
     def save_use(self, last_used_s: NDArray[np.float64]) -> None:
-        """Notes when entries were last used: float64 by entry number, seconds of the monotonic clock, nan for not known. Raises OSError."""
+        """Notes when entries were last used: float64 by entry number, seconds of the monotonic
+        clock, nan for not known. Raises OSError."""
         scratch = self.directory / f"{USE_FILE}.new"
         with open(scratch, "wb") as file:
-            file.write(USE_HEADER.pack(USE_MAGIC, self.table.geometry.epoch, time.monotonic(), len(last_used_s)))
+            file.write(
+                USE_HEADER.pack(
+                    USE_MAGIC, self.table.geometry.epoch, time.monotonic(), len(last_used_s)
+                )
+            )
             file.write((last_used_s - time.monotonic()).astype("<f4").data)
         scratch.replace(self.directory / USE_FILE)
 
     def open_read_only(self) -> tuple[int, int]:
         """Fresh read-only descriptors of arena and table, to be sent and closed."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self.directory / ARENA_FILE, flags), os.open(self.directory / TABLE_FILE, flags)
+        return os.open(self.directory / ARENA_FILE, flags), os.open(
+            self.directory / TABLE_FILE, flags
+        )
 
     def release(self) -> None:
-        """Lets another server have the directory with all that is in it. Blocks while a piece of the arena is being brought in."""
+        """Lets another server have the directory with all that is in it. Blocks while a piece of
+        the arena is being brought in."""
         self.filling.close()
         os.close(self._lock_fd)
 
@@ -189,20 +250,23 @@ class NodeMemory:
 
 
 def clear(directory: Path) -> None:
-    """Forgets what servers have left in the directory. Raises BusyError where one is running, OSError."""
+    """Forgets what servers have left in the directory. Raises BusyError where one is running,
+    OSError."""
     if directory.is_dir():
         remove_files(directory, _locked(directory))
 
 
 def remove_files(directory: Path, lock_fd: int) -> None:
-    """Removes all files, then the lock, which is given up, and the directory where nothing else is in it."""
+    """Removes all files, then the lock, which is given up, and the directory where nothing else is
+    in it."""
     _remove_all(directory, lock_fd)
     if not any(directory.iterdir()):
         directory.rmdir()
 
 
 def remove_by_descriptor(directory_fd: int) -> None:
-    """Removes the files of a directory that is open, whatever its path means by now; the directory stays.
+    """Removes the files of a directory that is open, whatever its path means by now; the directory
+    stays.
 
     Raises BusyError if a server runs on it, and then has removed nothing; OSError.
     """
@@ -225,7 +289,8 @@ def _remove_files(directory: Path) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Descriptor of the locked file, with this process's pid in it. Raises BusyError, or OSError."""
+    """Descriptor of the locked file, with this process's pid in it. Raises BusyError, or
+    OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     for left in reversed(range(LOCK_TRIES)):
         try:
@@ -237,7 +302,9 @@ def lock_file(path: Path) -> int:
                 continue
             pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
             os.close(fd)
-            raise BusyError(f"{path.parent} is in use by hotkv-server with pid {pid or 'unknown'}") from error
+            raise BusyError(
+                f"{path.parent} is in use by hotkv-server with pid {pid or 'unknown'}"
+            ) from error
     os.truncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
@@ -246,7 +313,8 @@ def lock_file(path: Path) -> int:
 def _locked(directory: Path) -> int:
     while True:
         fd = lock_file(directory / LOCK_FILE)
-        # Who removes the directory's files removes the lock while it is held: then this is a lock on nothing.
+        # Who removes the directory's files removes the lock while it is held: then this is a lock
+        # on nothing.
         try:
             if os.stat(directory / LOCK_FILE).st_ino == os.fstat(fd).st_ino:
                 return fd
@@ -260,8 +328,10 @@ def _check_room(directory: Path, needed_bytes: int, arena_bytes: int) -> None:
     free_bytes = space.f_bavail * space.f_frsize
     if free_bytes < needed_bytes:
         raise OSError(
-            f"{directory} has {free_bytes >> 20} MiB free, arena and table need {needed_bytes >> 20} MiB more: lower arena.bytes "
-            f"({arena_bytes >> 20} MiB), or enlarge the file system (Docker, Kubernetes: mount a directory of the node's /dev/shm)"
+            f"{directory} has {free_bytes >> 20} MiB free, arena and table need "
+            f"{needed_bytes >> 20} MiB more: lower arena.bytes "
+            f"({arena_bytes >> 20} MiB), or enlarge the file system (Docker, Kubernetes: mount a "
+            "directory of the node's /dev/shm)"
         )
 
 
@@ -276,7 +346,8 @@ def _open_own(path: Path, flags: int) -> int:
 
 
 def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Leftover, FileMapping]:
-    """Raises StateError, ValueError or OSError where the files are not whole or were made with other settings."""
+    """Raises StateError, ValueError or OSError where the files are not whole or were made with
+    other settings."""
     state = read_state(directory / STATE_FILE)
     if state.slab_bytes != slab_bytes:
         raise StateError(f"arena.slab_bytes was {state.slab_bytes} and is {slab_bytes} now")
@@ -290,7 +361,9 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
     try:
         old = BlockTable.open(mapping.array())
         if old.geometry.arena_bytes != arena_bytes:
-            raise StateError(f"the block table is that of an arena of {old.geometry.arena_bytes} bytes")
+            raise StateError(
+                f"the block table is that of an arena of {old.geometry.arena_bytes} bytes"
+            )
     except BaseException:
         mapping.close()
         raise
@@ -307,7 +380,12 @@ def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None
         return None
     magic, epoch, saved_s, count = USE_HEADER.unpack_from(content)
     whole = len(content) == USE_HEADER.size + 4 * count
-    if magic != USE_MAGIC or epoch != geometry.epoch or not whole or not saved_s <= time.monotonic():
+    if (
+        magic != USE_MAGIC
+        or epoch != geometry.epoch
+        or not whole
+        or not saved_s <= time.monotonic()
+    ):
         return None
     used_s = np.full(geometry.capacity + 1, np.nan)
     ages = np.frombuffer(content, "<f4", offset=USE_HEADER.size)[: len(used_s)].astype(np.float64)

@@ -1,9 +1,11 @@
-"""Bringing the arena in: from its start, in pieces, as huge pages if the kernel gives them. The start does a little, a thread the rest.
+"""Bringing the arena in: from its start, in pieces, as huge pages if the kernel gives them. The
+start does a little, a thread the rest.
 
-Always true: the first `filled_bytes` bytes have memory, which they keep, and the number only grows; a note beside the arena tells the next
-server. Nobody but this touches what lies beyond, so nothing is written where memory might be missing. When memory runs short, filling ends
-for good and `problem` says so: no piece is begun that would leave the machine or the control group less than `RESERVE_BYTES`, because
-the kernel would end a process for it.
+Always true: the first `filled_bytes` bytes have memory, which they keep, and the number only grows;
+a note beside the arena tells the next server. Nobody but this touches what lies beyond, so nothing
+is written where memory might be missing. When memory runs short, filling ends for good and
+`problem` says so: no piece is begun that would leave the machine or the control group less than
+`RESERVE_BYTES`, because the kernel would end a process for it.
 """
 
 import logging
@@ -23,8 +25,8 @@ log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
-"""Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest comes as it comes, to be turned into huge pages
-behind."""
+"""Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest comes
+as it comes, to be turned into huge pages behind."""
 COMING_S = 1.0
 """How far ahead `coming_bytes` looks."""
 PAUSE_S = 0.01
@@ -33,7 +35,8 @@ NOTE_MAGIC: Final = b"HOTKVFI1"
 
 
 def read_note(path: Path, arena: FileMapping) -> int:
-    """How far an earlier server has filled this arena file, in bytes; 0 if the note is missing or of another file."""
+    """How far an earlier server has filled this arena file, in bytes; 0 if the note is missing or
+    of another file."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -46,7 +49,8 @@ def read_note(path: Path, arena: FileMapping) -> int:
 
 
 class Filling:
-    """See the module. `filled_bytes`: what is known to have memory already. Owned by the thread that makes it, until `start`."""
+    """See the module. `filled_bytes`: what is known to have memory already. Owned by the thread
+    that makes it, until `start`."""
 
     def __init__(self, arena: FileMapping, note: Path, filled_bytes: int) -> None:
         self.problem = ""
@@ -63,7 +67,10 @@ class Filling:
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
-        return f"Filling({self._filled_bytes >> 20} of {self._arena.num_bytes >> 20} MiB{', ' + self.problem if self.problem else ''})"
+        return (
+            f"Filling({self._filled_bytes >> 20} of {self._arena.num_bytes >> 20} "
+            f"MiB{', ' + self.problem if self.problem else ''})"
+        )
 
     @property
     def filled_bytes(self) -> int:
@@ -77,17 +84,26 @@ class Filling:
 
     @property
     def coming_bytes(self) -> int:
-        """How much more gets memory within COMING_S, at the pace of the last piece; 0 when filling has ended."""
-        return 0 if self.problem else int(min(self._arena.num_bytes - self._filled_bytes, self._bytes_per_s * COMING_S))
+        """How much more gets memory within COMING_S, at the pace of the last piece; 0 when filling
+        has ended."""
+        return (
+            0
+            if self.problem
+            else int(min(self._arena.num_bytes - self._filled_bytes, self._bytes_per_s * COMING_S))
+        )
 
     def progress(self) -> str:
         """What goes on or went wrong, for people; nothing when all is filled."""
         if self.problem or self.is_done:
             return self.problem
-        return f"bringing the arena in: {self._filled_bytes >> 20} of {self._arena.num_bytes >> 20} MiB"
+        return (
+            f"bringing the arena in: {self._filled_bytes >> 20} of "
+            f"{self._arena.num_bytes >> 20} MiB"
+        )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
-        """Fills for so long, and one piece and `least_bytes` at least. Blocks. Raises OSError if not even one piece can be had."""
+        """Fills for so long, and one piece and `least_bytes` at least. Blocks. Raises OSError if
+        not even one piece can be had."""
         deadline_s = time.monotonic() + budget_s
         while not self.is_done and not self.problem:
             try:
@@ -100,23 +116,31 @@ class Filling:
                 break
 
     def bring_in(self, start: int, num_bytes: int) -> None:
-        """Brings in a part that lies beyond what is filled, because something is there. Before `start`. Blocks; raises OSError."""
+        """Brings in a part that lies beyond what is filled, because something is there. Before
+        `start`. Blocks; raises OSError."""
         self._arena.populate(start, num_bytes)
 
     def wait(self, end: int) -> None:
-        """Blocks until the first `end` bytes are filled; fills them itself before `start`. Raises OSError if that can't be any more."""
+        """Blocks until the first `end` bytes are filled; fills them itself before `start`. Raises
+        OSError if that can't be any more."""
         while self._thread is None and self._filled_bytes < end:
             self._fill_next()
         with self._changed:
-            self._changed.wait_for(lambda: self._filled_bytes >= end or bool(self.problem) or self._stop.is_set())
+            self._changed.wait_for(
+                lambda: self._filled_bytes >= end or bool(self.problem) or self._stop.is_set()
+            )
         if self._filled_bytes < end:
             raise OSError(self.problem or "the server stops")
 
-    def start(self, on_filled: Callable[[int, int], None], *, settles: bool, first: Iterable[object] = ()) -> None:
-        """Fills the rest in the background. `on_filled`: called from its thread after each piece, with `filled_bytes` and `coming_bytes`.
+    def start(
+        self, on_filled: Callable[[int, int], None], *, settles: bool, first: Iterable[object] = ()
+    ) -> None:
+        """Fills the rest in the background. `on_filled`: called from its thread after each piece,
+        with `filled_bytes` and `coming_bytes`.
 
-        `settles`: then goes over all of it as `settle` does; else somebody else does so. `first`: what is brought in before, step by
-        step, on the same thread; if that raises OSError, nothing more is filled.
+        `settles`: then goes over all of it as `settle` does; else somebody else does so. `first`:
+        what is brought in before, step by step, on the same thread; if that raises OSError, nothing
+        more is filled.
         """
 
         def work() -> None:
@@ -152,10 +176,14 @@ class Filling:
             os.close(self._note_fd)
             self._note_fd = -1
 
-    def settle(self, start: int = 0, num_bytes: int | None = None, pause_s: float = PAUSE_S) -> None:
-        """Waits until a part is filled, maps its pages and turns them into huge pages, as far as the kernel goes along. Raises OSError.
+    def settle(
+        self, start: int = 0, num_bytes: int | None = None, pause_s: float = PAUSE_S
+    ) -> None:
+        """Waits until a part is filled, maps its pages and turns them into huge pages, as far as
+        the kernel goes along. Raises OSError.
 
-        Blocks; for a thread of its own. In pieces and pauses, because whatever else maps memory in this process waits for each of them.
+        Blocks; for a thread of its own. In pieces and pauses, because whatever else maps memory in
+        this process waits for each of them.
         """
         end = self._filled_bytes if num_bytes is None else start + num_bytes
         self.wait(end)
@@ -179,7 +207,12 @@ class Filling:
             on_filled(self._filled_bytes, self.coming_bytes)
         if self.is_done and began_bytes < self._filled_bytes:
             took_s = time.monotonic() - began_s
-            log.info("arena filled bytes=%d huge_bytes=%d took_s=%.1f", self._filled_bytes, self._arena.huge_bytes, took_s)
+            log.info(
+                "arena filled bytes=%d huge_bytes=%d took_s=%.1f",
+                self._filled_bytes,
+                self._arena.huge_bytes,
+                took_s,
+            )
 
     def _fill_next(self) -> None:
         """Blocks for one piece. Raises OSError when memory is short."""
@@ -200,7 +233,9 @@ class Filling:
     def _bring_in_next(self, start: int, length: int) -> None:
         if self._takes_huge:
             began_s = time.monotonic()
-            reached = self._arena.make_huge(start, HUGE_PAGE_BUDGET_S, COLLAPSE_BYTES, start + length)
+            reached = self._arena.make_huge(
+                start, HUGE_PAGE_BUDGET_S, COLLAPSE_BYTES, start + length
+            )
             self._takes_huge = reached > start and time.monotonic() - began_s < HUGE_PAGE_BUDGET_S
             self._huge_end = reached
         self._arena.populate(start, length)
@@ -208,14 +243,23 @@ class Filling:
     def _end_early(self, error: OSError) -> None:
         with self._changed:
             self.problem = (
-                f"the arena has memory up to {self._filled_bytes >> 20} of {self._arena.num_bytes >> 20} MiB, no more is free ({error}): "
-                "make room (hotkv-server arenas lists what servers left behind) or lower arena.bytes, then restart"
+                f"the arena has memory up to {self._filled_bytes >> 20} of "
+                f"{self._arena.num_bytes >> 20} MiB, no more is free ({error}): "
+                "make room (hotkv-server arenas lists what servers left behind) or lower "
+                "arena.bytes, then restart"
             )
             self._changed.notify_all()
         log.warning("%s", self.problem)
 
     def _write_note(self) -> None:
-        """One write of a few bytes to memory: whole or not at all, also when the server is killed."""
+        """One write of a few bytes to memory: whole or not at all, also when the server is
+        killed."""
         if self._note_fd < 0:
-            self._note_fd = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._note_fd, NOTE.pack(NOTE_MAGIC, os.fstat(self._arena.fd).st_ino, self._filled_bytes), 0)
+            self._note_fd = os.open(
+                self._note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
+        os.pwrite(
+            self._note_fd,
+            NOTE.pack(NOTE_MAGIC, os.fstat(self._arena.fd).st_ino, self._filled_bytes),
+            0,
+        )

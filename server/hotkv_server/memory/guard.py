@@ -1,11 +1,13 @@
 """Keeps the server alive when a client cuts short a file that the server has mapped.
 
-Touching a page beyond the end of a file raises SIGBUS, whose default ends the process, and no check beforehand helps: the file may be
-cut in the middle of a copy. So memory of clients is guarded: at the first such touch the whole mapping is replaced by empty memory of the
-server's own, its owner is told, and the copy goes on over zeros that nobody will keep. A SIGBUS anywhere else ends the process as ever.
+Touching a page beyond the end of a file raises SIGBUS, whose default ends the process, and no check
+beforehand helps: the file may be cut in the middle of a copy. So memory of clients is guarded: at
+the first such touch the whole mapping is replaced by empty memory of the server's own, its owner is
+told, and the copy goes on over zeros that nobody will keep. A SIGBUS anywhere else ends the process
+as ever.
 
-The handler is Python. A thread that copies holds neither the interpreter nor any lock at that moment, so it may wait for the
-interpreter there.
+The handler is Python. A thread that copies holds neither the interpreter nor any lock at that
+moment, so it may wait for the interpreter there.
 """
 
 import ctypes
@@ -21,7 +23,12 @@ _CODE_OFFSET, _ADDRESS_OFFSET = 8, 16
 class _Action(ctypes.Structure):
     """struct sigaction of glibc and musl on 64-bit Linux."""
 
-    _fields_ = (("handler", ctypes.c_void_p), ("mask", ctypes.c_byte * 128), ("flags", ctypes.c_int), ("restorer", ctypes.c_void_p))
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_byte * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
 
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -33,7 +40,8 @@ _guarded: dict[int, tuple[int, Callable[[], None]]] = {}
 
 
 def guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
-    """From now on a touch beyond the file's end calls `on_fault`, in the thread that touched; it must put memory in the mapping's place."""
+    """From now on a touch beyond the file's end calls `on_fault`, in the thread that touched; it
+    must put memory in the mapping's place."""
     _guarded[address] = num_bytes, on_fault
 
 
@@ -59,6 +67,8 @@ _on_bus_error = _Handler(_handle)
 
 def install() -> None:
     """Once, at start. Raises OSError."""
-    action = _Action(ctypes.cast(_on_bus_error, ctypes.c_void_p), (ctypes.c_byte * 128)(), _SA_SIGINFO, None)
+    action = _Action(
+        ctypes.cast(_on_bus_error, ctypes.c_void_p), (ctypes.c_byte * 128)(), _SA_SIGINFO, None
+    )
     if _libc.sigaction(signal.SIGBUS, ctypes.byref(action), None):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,7 +1,9 @@
-"""Arenas that servers have left in shared memory: which there are, whose they are, whether a server runs on them; gives their memory back.
+"""Arenas that servers have left in shared memory: which there are, whose they are, whether a server
+runs on them; gives their memory back.
 
-Always true: an arena whose lock is held is never removed, nor anything in its directory; of others only the server's own files are. The
-folder may be one that everybody may write, so links in it are not followed.
+Always true: an arena whose lock is held is never removed, nor anything in its directory; of others
+only the server's own files are. The folder may be one that everybody may write, so links in it are
+not followed.
 """
 
 import contextlib
@@ -15,20 +17,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotkv_server.memory.arena import ARENA_FILE, FILES, LOCK_FILE, OWNER_FILE, STATE_FILE, TABLE_FILE, BusyError, remove_by_descriptor
+from hotkv_server.memory.arena import (
+    ARENA_FILE,
+    FILES,
+    LOCK_FILE,
+    OWNER_FILE,
+    STATE_FILE,
+    TABLE_FILE,
+    BusyError,
+    remove_by_descriptor,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 DEPTH = 2
-"""Directories below the folder in which arenas are looked for: /dev/shm/hotkv-1234 and /dev/shm/mine/arena."""
+"""Directories below the folder in which arenas are looked for: /dev/shm/hotkv-1234 and
+/dev/shm/mine/arena."""
 MAX_OWNER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaLeft:
-    """An arena directory. `name`: from the folder on. `num_bytes`: memory that its files have. `arena_bytes`: size of the arena.
+    """An arena directory. `name`: from the folder on. `num_bytes`: memory that its files have.
+    `arena_bytes`: size of the arena.
 
-    `is_running`: a server holds the lock; None where this user may not look. `pid`, `runtime_dir`, `version`: of the last server, 0 or
-    empty if not known. `idle_s`: since the last sign of it.
+    `is_running`: a server holds the lock; None where this user may not look. `pid`, `runtime_dir`,
+    `version`: of the last server, 0 or empty if not known. `idle_s`: since the last sign of it.
     """
 
     name: str
@@ -51,12 +64,15 @@ class ArenaLeft:
 def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
     """Notes beside the arena who has it, for people. Raises OSError."""
     scratch = directory / f"{OWNER_FILE}.new"
-    scratch.write_text(json.dumps({"runtime_dir": str(runtime_dir), "version": version, "pid": os.getpid()}))
+    scratch.write_text(
+        json.dumps({"runtime_dir": str(runtime_dir), "version": version, "pid": os.getpid()})
+    )
     scratch.replace(directory / OWNER_FILE)
 
 
 def find(folder: Path = SHARED_MEMORY) -> list[ArenaLeft]:
-    """All arenas below a folder, in the order of their names; those that another user hides are left out."""
+    """All arenas below a folder, in the order of their names; those that another user hides are
+    left out."""
     return sorted(_below(folder, "", DEPTH), key=lambda found: found.name)
 
 
@@ -71,7 +87,11 @@ def remove(found: ArenaLeft) -> int:
         try:
             remove_by_descriptor(fd)
         except BusyError as error:
-            raise BusyError(f"{found.path} is in use by a running server, pid {_pid(fd) or 'unknown'}: stop it first") from error
+            raise BusyError(
+                f"{found.path} is in use by a running server, pid {_pid(fd) or 'unknown'}: "
+                "stop "
+                "it first"
+            ) from error
     finally:
         os.close(fd)
     with contextlib.suppress(OSError):
@@ -104,7 +124,9 @@ def _look(path: Path, name: str) -> ArenaLeft | None:
     try:
         times = [_stat(fd, file) for file in (*FILES, LOCK_FILE)]
         files = [status for status in times if status is not None]
-        if _stat(fd, LOCK_FILE) is None or not any(_stat(fd, file) for file in (ARENA_FILE, TABLE_FILE, STATE_FILE)):
+        if _stat(fd, LOCK_FILE) is None or not any(
+            _stat(fd, file) for file in (ARENA_FILE, TABLE_FILE, STATE_FILE)
+        ):
             return None
         arena, owner = _stat(fd, ARENA_FILE), _owner(fd)
         return ArenaLeft(
@@ -140,7 +162,9 @@ def _allocated_bytes(directory_fd: int) -> int:
 def _read(directory_fd: int, name: str) -> bytes:
     """The file's beginning; empty where it can't be read."""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+        fd = os.open(
+            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd
+        )
     except OSError:
         return b""
     try:
@@ -165,9 +189,14 @@ def _pid(directory_fd: int) -> int:
 
 
 def _is_locked(directory_fd: int) -> bool | None:
-    """Whether a server holds the lock. Takes it for a moment, shared: `lock_file` tries more than once."""
+    """Whether a server holds the lock. Takes it for a moment, shared: `lock_file` tries more than
+    once."""
     try:
-        fd = os.open(LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+        fd = os.open(
+            LOCK_FILE,
+            os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            dir_fd=directory_fd,
+        )
     except OSError:
         return None
     try:

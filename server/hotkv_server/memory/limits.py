@@ -1,4 +1,5 @@
-"""What the machine grants: locked memory, memory of the control group, huge pages. Read at start, to say what would not fit."""
+"""What the machine grants: locked memory, memory of the control group, huge pages. Read at start,
+to say what would not fit."""
 
 import resource
 from pathlib import Path
@@ -17,14 +18,18 @@ def memlock_bytes() -> int:
 
 
 def cgroup_bytes() -> int:
-    """Least memory limit of this process's control group and those above it; NO_LIMIT where there is none or none can be read."""
+    """Least memory limit of this process's control group and those above it; NO_LIMIT where there
+    is none or none can be read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 
 def _cgroups() -> list[Path]:
-    """Directories of this process's control group and those above it; none where it has none (version 2)."""
+    """Directories of this process's control group and those above it; none where it has none
+    (version 2)."""
     try:
-        own = next(line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::"))
+        own = next(
+            line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
+        )
     except (OSError, StopIteration):
         return []
     group = CGROUPS / own.strip("/")
@@ -41,7 +46,8 @@ def _number(path: Path) -> int:
 
 
 def _field(path: Path, name: str, unit: int) -> int:
-    """What follows a name in a file of names and numbers, times the unit; NO_LIMIT where it does not stand there."""
+    """What follows a name in a file of names and numbers, times the unit; NO_LIMIT where it does
+    not stand there."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())
         return next((int(row[1]) * unit for row in rows if row[:1] == [name]), NO_LIMIT)
@@ -50,7 +56,8 @@ def _field(path: Path, name: str, unit: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that may be taken before the kernel has to end a process for it: of the machine, and of this process's control groups.
+    """Memory that may be taken before the kernel has to end a process for it: of the machine, and
+    of this process's control groups.
 
     NO_LIMIT if the kernel does not say. What files keep in the page cache counts as available.
     """
@@ -58,8 +65,13 @@ def available_bytes() -> int:
     for directory in _cgroups():
         limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
         if NO_LIMIT not in (limit, used):
-            cached = [_field(directory / "memory.stat", name, 1) for name in ("inactive_file", "active_file")]
-            least = min(least, max(0, limit - used + sum(count for count in cached if count != NO_LIMIT)))
+            cached = [
+                _field(directory / "memory.stat", name, 1)
+                for name in ("inactive_file", "active_file")
+            ]
+            least = min(
+                least, max(0, limit - used + sum(count for count in cached if count != NO_LIMIT))
+            )
     return least
 
 

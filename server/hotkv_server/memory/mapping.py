@@ -1,7 +1,8 @@
 """A mapped file: bytes at an address, for as long as it is open.
 
-Owns one descriptor and one mapping; both go with `close`. The address is congruent to the file offset modulo 2 MiB, without which
-the kernel gives no huge pages, and which Python's own mmap does not promise. A view from `array` must not be used after `close`.
+Owns one descriptor and one mapping; both go with `close`. The address is congruent to the file
+offset modulo 2 MiB, without which the kernel gives no huge pages, and which Python's own mmap does
+not promise. A view from `array` must not be used after `close`.
 """
 
 import ctypes
@@ -27,7 +28,14 @@ _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -41,9 +49,12 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, fd: i
 
 
 def _map_aligned(fd: int, num_bytes: int) -> int:
-    """Maps the file, shared and writable, at an address that is a multiple of 2 MiB; returns the address."""
+    """Maps the file, shared and writable, at an address that is a multiple of 2 MiB; returns the
+    address."""
     reserved_bytes = num_bytes + HUGE_PAGE_BYTES
-    reserved = _map(None, reserved_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    reserved = _map(
+        None, reserved_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1
+    )
     aligned = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     try:
         _map(aligned, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
@@ -59,7 +70,8 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 
 
 def has_holes(fd: int) -> bool:
-    """True where parts of a file have no memory yet: who touches them first allocates it, and is charged for it."""
+    """True where parts of a file have no memory yet: who touches them first allocates it, and is
+    charged for it."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 
@@ -67,16 +79,27 @@ def has_holes(fd: int) -> bool:
 class FileMapping:
     """A shared mapping of `num_bytes` of a file, from its start."""
 
-    def __init__(self, fd: int, num_bytes: int, name: str, *, exclusive: bool = False, on_cut: Callable[[], None] | None = None) -> None:
-        """Takes the descriptor over, also where it raises. Raises ValueError where the file is shorter than `num_bytes`.
+    def __init__(
+        self,
+        fd: int,
+        num_bytes: int,
+        name: str,
+        *,
+        exclusive: bool = False,
+        on_cut: Callable[[], None] | None = None,
+    ) -> None:
+        """Takes the descriptor over, also where it raises. Raises ValueError where the file is
+        shorter than `num_bytes`.
 
-        `exclusive`: the file is the server's own, so what is missing of it may be brought in. `on_cut`: the file is a client's, who may
-        cut it short at any time; called, from any thread, when this process has touched what is gone: from then on the mapping is
-        empty memory.
+        `exclusive`: the file is the server's own, so what is missing of it may be brought in.
+        `on_cut`: the file is a client's, who may cut it short at any time; called, from any thread,
+        when this process has touched what is gone: from then on the mapping is empty memory.
         """
         try:
             if os.fstat(fd).st_size < num_bytes:
-                raise ValueError(f"{name} has {os.fstat(fd).st_size} bytes, fewer than the {num_bytes} declared")
+                raise ValueError(
+                    f"{name} has {os.fstat(fd).st_size} bytes, fewer than the {num_bytes} declared"
+                )
             self.address = _map_aligned(fd, num_bytes)
         except BaseException:
             os.close(fd)
@@ -93,7 +116,9 @@ class FileMapping:
             guard.guard(self.address, num_bytes, self._replace)
 
     def __repr__(self) -> str:
-        return f"FileMapping({self.name!r}, {self.num_bytes} bytes{'' if self._open else ', closed'})"
+        return (
+            f"FileMapping({self.name!r}, {self.num_bytes} bytes{'' if self._open else ', closed'})"
+        )
 
     @staticmethod
     def create(path: Path, num_bytes: int, mode: int) -> "FileMapping":
@@ -109,7 +134,8 @@ class FileMapping:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def is_whole(self) -> bool:
-        """False where somebody has cut the file short, so that touching the mapping would kill this process."""
+        """False where somebody has cut the file short, so that touching the mapping would kill this
+        process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:
@@ -117,7 +143,8 @@ class FileMapping:
         return has_holes(self.fd)
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
-        """Brings every page of a part in, with the page tables. Blocks; raises OSError where memory is short."""
+        """Brings every page of a part in, with the page tables. Blocks; raises OSError where memory
+        is short."""
         num_bytes = self.num_bytes - start if num_bytes is None else num_bytes
         try:
             self._advise(_POPULATE_WRITE, start, num_bytes)
@@ -125,16 +152,21 @@ class FileMapping:
             if error.errno != errno.EINVAL:
                 raise
             if self._exclusive:
-                # A kernel before 5.14. Pages are touched only by reading, as somebody may be writing them, and once they have memory:
-                # touching what can't have any would end the process.
+                # A kernel before 5.14. Pages are touched only by reading, as somebody may be
+                # writing them, and once they have memory: touching what can't have any would end
+                # the process.
                 os.posix_fallocate(self.fd, start, num_bytes)
                 self.array()[start : start + num_bytes : mmap.PAGESIZE].max(initial=0)
 
-    def make_huge(self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES, end: int | None = None) -> int:
-        """Brings pages in as huge pages from `start` to `end`, for as long as that takes no more than `budget_s` and the kernel gives them.
+    def make_huge(
+        self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES, end: int | None = None
+    ) -> int:
+        """Brings pages in as huge pages from `start` to `end`, for as long as that takes no more
+        than `budget_s` and the kernel gives them.
 
-        Returns where it ended, a multiple of 2 MiB; single pages that the kernel refused may lie before. Adds to `huge_bytes`.
-        Blocks. A kernel that must compact memory first is slow, hence the budget.
+        Returns where it ended, a multiple of 2 MiB; single pages that the kernel refused may lie
+        before. Adds to `huge_bytes`. Blocks. A kernel that must compact memory first is slow, hence
+        the budget.
         """
         deadline_s = time.monotonic() + budget_s
         whole = (self.num_bytes if end is None else end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -143,7 +175,10 @@ class FileMapping:
             got = self._collapse(start, length)
             if got < length and length > HUGE_PAGE_BYTES:
                 # Somebody held a page for a moment: the others are had one by one.
-                got = sum(self._collapse(at, HUGE_PAGE_BYTES) for at in range(start, start + length, HUGE_PAGE_BYTES))
+                got = sum(
+                    self._collapse(at, HUGE_PAGE_BYTES)
+                    for at in range(start, start + length, HUGE_PAGE_BYTES)
+                )
             if got == 0:
                 break
             self.huge_bytes += got
@@ -170,7 +205,8 @@ class FileMapping:
             os.close(self.fd)
 
     def _replace(self) -> None:
-        """Puts empty memory in the place of what is gone. In the middle of the access that failed."""
+        """Puts empty memory in the place of what is gone. In the middle of the access that
+        failed."""
         self._is_cut = True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         _map(self.address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)

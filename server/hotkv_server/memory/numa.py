@@ -1,7 +1,8 @@
-"""NUMA: on which nodes of the machine the arena lies, and on which processors a device's copy threads run.
+"""NUMA: on which nodes of the machine the arena lies, and on which processors a device's copy
+threads run.
 
-What the machine has is read from /sys, without CUDA, because memory must be placed before it is brought in. A machine that does not grant
-it runs on, with one line in the log.
+What the machine has is read from /sys, without CUDA, because memory must be placed before it is
+brought in. A machine that does not grant it runs on, with one line in the log.
 """
 
 import contextlib
@@ -51,14 +52,21 @@ def memory_nodes(sys: Path = SYS) -> tuple[int, ...]:
 
 def processors(node: int, sys: Path = SYS) -> frozenset[int]:
     """Processors of a node; empty for UNKNOWN."""
-    return frozenset(_read_list(sys / f"devices/system/node/node{node}/cpulist")) if node >= 0 else frozenset()
+    return (
+        frozenset(_read_list(sys / f"devices/system/node/node{node}/cpulist"))
+        if node >= 0
+        else frozenset()
+    )
 
 
 def node_of(pci_bus_id: str, sys: Path = SYS) -> int:
-    """Node of a PCI device, or UNKNOWN. `pci_bus_id`: as CUDA or /sys writes it; CUDA may write eight digits of the domain."""
+    """Node of a PCI device, or UNKNOWN. `pci_bus_id`: as CUDA or /sys writes it; CUDA may write
+    eight digits of the domain."""
     domain, _, rest = pci_bus_id.lower().partition(":")
     try:
-        return int((sys / "bus/pci/devices" / f"{int(domain, 16):04x}:{rest}" / "numa_node").read_text())
+        return int(
+            (sys / "bus/pci/devices" / f"{int(domain, 16):04x}:{rest}" / "numa_node").read_text()
+        )
     except (OSError, ValueError):
         return UNKNOWN
 
@@ -76,29 +84,38 @@ def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Memory goes to these nodes: in turns where there are several; elsewhere when they are full."""
+    """Memory goes to these nodes: in turns where there are several; elsewhere when they are
+    full."""
 
     nodes: tuple[int, ...]
 
 
 def choose(wanted: str, sys: Path = SYS) -> Placement | None:
-    """What `arena.numa` asks for on this machine; None for no placement. Raises ValueError for a node without memory.
+    """What `arena.numa` asks for on this machine; None for no placement. Raises ValueError for a
+    node without memory.
 
-    auto: the nodes of the GPUs, all of them in turns; nothing on a machine with one node, or without GPUs.
+    auto: the nodes of the GPUs, all of them in turns; nothing on a machine with one node, or
+    without GPUs.
     """
     nodes = memory_nodes(sys)
     if wanted == "none":
         return None
     if wanted.isdecimal():
         if int(wanted) not in nodes:
-            raise ValueError(f"is {wanted}, and the nodes with memory are {', '.join(map(str, nodes)) or 'not known'}")
+            raise ValueError(
+                f"is {wanted}, and the nodes with memory are "
+                f"{', '.join(map(str, nodes)) or 'not known'}"
+            )
         return Placement((int(wanted),))
-    chosen = nodes if wanted == "interleave" else tuple(node for node in gpu_nodes(sys) if node in nodes)
+    chosen = (
+        nodes if wanted == "interleave" else tuple(node for node in gpu_nodes(sys) if node in nodes)
+    )
     return Placement(chosen) if len(nodes) > 1 and chosen else None
 
 
 def place(address: int, num_bytes: int, placement: Placement) -> str:
-    """Has memory that is not there yet come from these nodes. Returns why it can't be had, or nothing."""
+    """Has memory that is not there yet come from these nodes. Returns why it can't be had, or
+    nothing."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"not known how to ask for it on {platform.machine()}"
@@ -109,15 +126,27 @@ def place(address: int, num_bytes: int, placement: Placement) -> str:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
     libc = ctypes.CDLL(None, use_errno=True)
     mode = _PREFERRED if len(placement.nodes) == 1 else _INTERLEAVE
-    arguments = (number, address, num_bytes, mode, ctypes.addressof(words), _MASK_WORDS * _WORD_BITS + 1, 0)
+    arguments = (
+        number,
+        address,
+        num_bytes,
+        mode,
+        ctypes.addressof(words),
+        _MASK_WORDS * _WORD_BITS + 1,
+        0,
+    )
     if libc.syscall(*(ctypes.c_long(argument) for argument in arguments)):
-        return f"{os.strerror(ctypes.get_errno())} (containers: it takes CAP_SYS_NICE, or a seccomp profile that allows mbind)"
+        return (
+            f"{os.strerror(ctypes.get_errno())} (containers: it takes CAP_SYS_NICE, or a "
+            "seccomp profile that allows mbind)"
+        )
     return ""
 
 
 @contextlib.contextmanager
 def on_processors(wanted: frozenset[int]) -> Iterator[None]:
-    """Threads that are started inside run on these processors, as far as this process may use them; on any where it may use none."""
+    """Threads that are started inside run on these processors, as far as this process may use them;
+    on any where it may use none."""
     before = os.sched_getaffinity(0)
     usable = wanted & before
     if not usable or usable == before:

@@ -1,7 +1,9 @@
-"""Pinning of the arena for devices: registered with CUDA piece by piece, from its start, in a thread of its own.
+"""Pinning of the arena for devices: registered with CUDA piece by piece, from its start, in a
+thread of its own.
 
-Always true: the first `pinned_bytes` bytes are registered, in pieces of `piece_bytes`; the share only grows until `close`, which undoes
-all. A refusal ends the thread: what is not pinned is copied slowly, and `error` says what to grant.
+Always true: the first `pinned_bytes` bytes are registered, in pieces of `piece_bytes`; the share
+only grows until `close`, which undoes all. A refusal ends the thread: what is not pinned is copied
+slowly, and `error` says what to grant.
 """
 
 import logging
@@ -17,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class ArenaPinner:
-    """See the module. `prepare(start, num_bytes)`: called before a part is pinned, the last time that its pages may move."""
+    """See the module. `prepare(start, num_bytes)`: called before a part is pinned, the last time
+    that its pages may move."""
 
     def __init__(
         self,
@@ -28,7 +31,10 @@ class ArenaPinner:
         prepare: Callable[[int, int], None] | None = None,
     ) -> None:
         if piece_bytes <= 0 or piece_bytes % mmap.PAGESIZE or address % mmap.PAGESIZE:
-            raise ValueError(f"piece_bytes is {piece_bytes}; it must be a positive multiple of {mmap.PAGESIZE}, as the address must")
+            raise ValueError(
+                f"piece_bytes is {piece_bytes}; it must be a positive multiple of "
+                f"{mmap.PAGESIZE}, as the address must"
+            )
         self.address = address
         self.num_bytes = num_bytes
         self.piece_bytes = piece_bytes
@@ -43,7 +49,10 @@ class ArenaPinner:
         self._thread = threading.Thread(target=self._work, name="hotkv-pin", daemon=True)
 
     def __repr__(self) -> str:
-        return f"ArenaPinner({self._pinned_bytes >> 20} of {self.num_bytes >> 20} MiB{', ' + self.error if self.error else ''})"
+        return (
+            f"ArenaPinner({self._pinned_bytes >> 20} of {self.num_bytes >> 20} "
+            f"MiB{', ' + self.error if self.error else ''})"
+        )
 
     @property
     def pinned_bytes(self) -> int:
@@ -57,7 +66,13 @@ class ArenaPinner:
 
     def is_alive(self) -> bool:
         """False where the thread has died before its time."""
-        return self.is_done or bool(self.error) or self._stop.is_set() or self._thread.ident is None or self._thread.is_alive()
+        return (
+            self.is_done
+            or bool(self.error)
+            or self._stop.is_set()
+            or self._thread.ident is None
+            or self._thread.is_alive()
+        )
 
     def pin_next(self) -> None:
         """Registers one more piece. Blocks. Raises DeviceError."""
@@ -93,7 +108,12 @@ class ArenaPinner:
                 self.took_s = time.monotonic() - started_s
         except (DeviceError, OSError) as error:
             self.error = refusal(error, self.num_bytes)
-            log.warning("arena not pinned beyond bytes=%d of=%d: %s", self._pinned_bytes, self.num_bytes, self.error)
+            log.warning(
+                "arena not pinned beyond bytes=%d of=%d: %s",
+                self._pinned_bytes,
+                self.num_bytes,
+                self.error,
+            )
         else:
             log.info("arena pinned bytes=%d took_s=%.1f", self._pinned_bytes, self.took_s)
 
@@ -103,7 +123,12 @@ def refusal(error: Exception, num_bytes: int) -> str:
     granted = limits.memlock_bytes()
     if granted < num_bytes:
         return (
-            f"{error}; is there enough free memory? Locked memory is limited to {granted} bytes, which not all drivers count: grant "
-            "LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (Docker), or raise the container runtime's own limit (Kubernetes)"
+            f"{error}; is there enough free memory? Locked memory is limited to {granted} bytes, "
+            "which not all drivers count: grant "
+            "LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (Docker), or raise the "
+            "container runtime's own limit (Kubernetes)"
         )
-    return f"{error}; is there enough free memory, and may this process use the device (/dev/nvidia*, CAP_IPC_LOCK in containers)?"
+    return (
+        f"{error}; is there enough free memory, and may this process use the device "
+        "(/dev/nvidia*, CAP_IPC_LOCK in containers)?"
+    )

@@ -1,7 +1,9 @@
-"""Memory for the records of the block table: from the first on, in pieces. The start does some, the thread that fills the arena the rest.
+"""Memory for the records of the block table: from the first on, in pieces. The start does some, the
+thread that fills the arena the rest.
 
-Always true: the first `num_entries` records have memory, and the number only grows; the core has no more entries than that, so nothing is
-written where memory might be missing, which would end the process.
+Always true: the first `num_entries` records have memory, and the number only grows; the core has no
+more entries than that, so nothing is written where memory might be missing, which would end the
+process.
 """
 
 import os
@@ -10,12 +12,14 @@ from collections.abc import Iterator
 from hotkv.table import RECORD_WORDS, TableGeometry
 
 FIRST_ENTRIES = 1 << 21
-"""What the start brings in: 144 MiB, enough for an arena of 32 GiB with as many blocks as there are by default."""
+"""What the start brings in: 144 MiB, enough for an arena of 32 GiB with as many blocks as there are
+by default."""
 PIECE_ENTRIES = 1 << 20
 
 
 class RecordsMemory:
-    """Of one table file, whose buckets have memory. `num_entries`: how many there may be for now."""
+    """Of one table file, whose buckets have memory. `num_entries`: how many there may be for
+    now."""
 
     def __init__(self, fd: int, geometry: TableGeometry, num_entries: int) -> None:
         self.num_entries = num_entries
@@ -31,17 +35,20 @@ class RecordsMemory:
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:
-        """Brings in the first so many, or all that there are. Blocks; raises OSError if memory is short, and nothing has changed then."""
+        """Brings in the first so many, or all that there are. Blocks; raises OSError if memory is
+        short, and nothing has changed then."""
         end = min(num_entries, self._geometry.capacity)
         if end > self.num_entries:
             start_bytes, end_bytes = (
-                self._geometry.records_offset_bytes + count * RECORD_WORDS * 4 for count in (self.num_entries, end + 1)
+                self._geometry.records_offset_bytes + count * RECORD_WORDS * 4
+                for count in (self.num_entries, end + 1)
             )
             os.posix_fallocate(self._fd, start_bytes, end_bytes - start_bytes)
             self.num_entries = end
 
     def back_rest(self) -> Iterator[int]:
-        """Brings in the rest; `num_entries` after each piece. Blocks for a piece at a time; raises OSError if memory is short."""
+        """Brings in the rest; `num_entries` after each piece. Blocks for a piece at a time; raises
+        OSError if memory is short."""
         while not self.is_done:
             self.back(self.num_entries + PIECE_ENTRIES)
             yield self.num_entries

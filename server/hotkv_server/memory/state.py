@@ -1,7 +1,9 @@
-"""What of a server's catalog outlives it: a small file beside arena and table that says what their bytes mean.
+"""What of a server's catalog outlives it: a small file beside arena and table that says what their
+bytes mean.
 
-Written anew, as a whole, before the first block of a new key space can be stored; so whatever is ready in the table has its key space
-here. A file of another format version, or one that does not agree with itself, is refused, never read in part.
+Written anew, as a whole, before the first block of a new key space can be stored; so whatever is
+ready in the table has its key space here. A file of another format version, or one that does not
+agree with itself, is refused, never read in part.
 """
 
 import json
@@ -26,7 +28,8 @@ class StateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KnownKeySpace:
-    """A key space as the old server numbered it, with the kinds of its representations in the order of their numbers."""
+    """A key space as the old server numbered it, with the kinds of its representations in the order
+    of their numbers."""
 
     number: int
     key_space: KeySpace
@@ -45,9 +48,13 @@ def write_state(path: Path, state: ServerState) -> None:
     """Replaces the file. Raises OSError; the old file is whole then."""
     scratch = path.with_name(f"{path.name}.new")
     scratch.unlink(missing_ok=True)
-    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = os.open(
+        scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
     with os.fdopen(fd, "w") as file:
-        file.write(f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": [')
+        file.write(
+            f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
+        )
         for at, known in enumerate(state.key_spaces):
             file.write("," * (at > 0) + _entry(known))
         file.write("]}")
@@ -61,11 +68,15 @@ def _entry(known: KnownKeySpace) -> str:
         text = _texts[known.key_space] = json.dumps(asdict(known.key_space))
     kinds = json.dumps([asdict(kind) for kind in known.representations])
     fingerprint = known.key_space.fingerprint.hex()
-    return f'{{"number": {known.number}, "fingerprint": "{fingerprint}", "key_space": {text}, "representations": {kinds}}}'
+    return (
+        f'{{"number": {known.number}, "fingerprint": "{fingerprint}", "key_space": {text}, '
+        f'"representations": {kinds}}}'
+    )
 
 
 def read_state(path: Path) -> ServerState:
-    """Raises StateError where there is no file, or not one of this format; OSError where it can't be read now."""
+    """Raises StateError where there is no file, or not one of this format; OSError where it can't
+    be read now."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError) as error:
@@ -88,13 +99,22 @@ def read_state(path: Path) -> ServerState:
 def _known(entry: Mapping[str, Any]) -> KnownKeySpace:
     fields = dict(entry["key_space"])
     groups = tuple(
-        GroupSpec(**{**group, **_tuples(group, "shard_bytes", "layer_names"), "kind": GroupKind(group["kind"])})
+        GroupSpec(
+            **{
+                **group,
+                **_tuples(group, "shard_bytes", "layer_names"),
+                "kind": GroupKind(group["kind"]),
+            }
+        )
         for group in fields.pop("groups")
     )
     key_space = KeySpace(**{**fields, **_tuples(fields, "extra"), "groups": groups})
     if key_space.fingerprint.hex() != entry["fingerprint"]:
         raise ValueError("a key space does not have its fingerprint")
-    kinds = tuple(Representation(**{**kind, **_tuples(kind, "shard_bytes")}) for kind in entry["representations"])
+    kinds = tuple(
+        Representation(**{**kind, **_tuples(kind, "shard_bytes")})
+        for kind in entry["representations"]
+    )
     return KnownKeySpace(int(entry["number"]), key_space, kinds)
 
 

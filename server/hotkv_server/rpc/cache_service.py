@@ -15,27 +15,35 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    async def Lookup(self, request: cache_pb2.LookupRequest, context: Any) -> cache_pb2.LookupResponse:
+    async def Lookup(
+        self, request: cache_pb2.LookupRequest, context: Any
+    ) -> cache_pb2.LookupResponse:
         async def call() -> cache_pb2.LookupResponse:
             session = self._node.session(request.session_id) if request.session_id else None
             return calls.lookup(self._node, session, request)
 
         return await answer(self._node, context, call)
 
-    async def AcquireLease(self, request: cache_pb2.AcquireLeaseRequest, context: Any) -> cache_pb2.AcquireLeaseResponse:
+    async def AcquireLease(
+        self, request: cache_pb2.AcquireLeaseRequest, context: Any
+    ) -> cache_pb2.AcquireLeaseResponse:
         async def call() -> cache_pb2.AcquireLeaseResponse:
             acquired = calls.acquire(self._node, self._node.session(request.session_id), request)
             return await acquired if isinstance(acquired, asyncio.Task) else acquired
 
         return await answer(self._node, context, call)
 
-    async def ReserveBlocks(self, request: cache_pb2.ReserveBlocksRequest, context: Any) -> cache_pb2.ReserveBlocksResponse:
+    async def ReserveBlocks(
+        self, request: cache_pb2.ReserveBlocksRequest, context: Any
+    ) -> cache_pb2.ReserveBlocksResponse:
         async def call() -> cache_pb2.ReserveBlocksResponse:
             return await calls.reserve(self._node, self._node.session(request.session_id), request)
 
         return await answer(self._node, context, call)
 
-    async def ReleaseLease(self, request: cache_pb2.ReleaseLeaseRequest, context: Any) -> cache_pb2.ReleaseLeaseResponse:
+    async def ReleaseLease(
+        self, request: cache_pb2.ReleaseLeaseRequest, context: Any
+    ) -> cache_pb2.ReleaseLeaseResponse:
         async def call() -> cache_pb2.ReleaseLeaseResponse:
             return calls.release(self._node, self._node.session(request.session_id), request)
 
@@ -52,11 +60,15 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         async def call() -> cache_pb2.StoreResponse:
             storing = await calls.store(self._node, self._node.session(request.session_id), request)
             end = await storing
-            return convert.store_response(request.transfer_id, [run.group_index for run in request.runs], end)
+            return convert.store_response(
+                request.transfer_id, [run.group_index for run in request.runs], end
+            )
 
         return await answer(self._node, context, call)
 
-    async def CancelTransfer(self, request: cache_pb2.CancelTransferRequest, context: Any) -> cache_pb2.CancelTransferResponse:
+    async def CancelTransfer(
+        self, request: cache_pb2.CancelTransferRequest, context: Any
+    ) -> cache_pb2.CancelTransferResponse:
         async def call() -> cache_pb2.CancelTransferResponse:
             return calls.cancel(self._node, self._node.session(request.session_id), request)
 

@@ -1,4 +1,5 @@
-"""The calls that the session stream and CacheService share: message in, message out, on a given session."""
+"""The calls that the session stream and CacheService share: message in, message out, on a given
+session."""
 
 import asyncio
 
@@ -24,54 +25,87 @@ def _transfer_id(text: str) -> str:
     return convert.identifier("transfer_id", text)
 
 
-def lookup(node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest) -> cache_pb2.LookupResponse:
+def lookup(
+    node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
+) -> cache_pb2.LookupResponse:
     """Which blocks are ready; without a session the request names its key space."""
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
-        raise HotKVError(Reason.INVALID_FIELD, "key_space_id is 0 and session_id is empty; give one of them")
-    # Only in its own key space has a session representations; elsewhere a group index is the core's.
+        raise HotKVError(
+            Reason.INVALID_FIELD, "key_space_id is 0 and session_id is empty; give one of them"
+        )
+    # Only in its own key space has a session representations; elsewhere a group index is the
+    # core's.
     is_own = session is not None and number == session.record.key_space_id
     if node.has_tenants and not is_own:
         raise _hidden(session, number)
     group_index = session.group_index if session is not None and is_own else int
     groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes, group_index)
-    return cache_pb2.LookupResponse(groups=convert.flags(request.groups, node.core.lookup(number, groups)))
+    return cache_pb2.LookupResponse(
+        groups=convert.flags(request.groups, node.core.lookup(number, groups))
+    )
 
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
-    """Where there are tenants: what is not the session's own is refused as if it did not exist, without a look whether it does."""
+    """Where there are tenants: what is not the session's own is refused as if it did not exist,
+    without a look whether it does."""
     if session is None:
-        return HotKVError(Reason.UNAUTHENTICATED, "session_id is empty; where there are tenants a lookup needs a session")
-    return HotKVError(Reason.UNKNOWN_KEY_SPACE, f"key_space_id {key_space_id} is unknown; leave it 0 for the session's own")
+        return HotKVError(
+            Reason.UNAUTHENTICATED,
+            "session_id is empty; where there are tenants a lookup needs a session",
+        )
+    return HotKVError(
+        Reason.UNKNOWN_KEY_SPACE,
+        f"key_space_id {key_space_id} is unknown; leave it 0 for the session's own",
+    )
 
 
 def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
-    """The refusal of a lease; where there are tenants, that of another engine's lease is as if it did not exist."""
+    """The refusal of a lease; where there are tenants, that of another engine's lease is as if it
+    did not exist."""
     if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
         return error
     rights_log.warning("refused %s: %s", session.name, error)
-    return HotKVError(Reason.UNKNOWN_LEASE, f"lease_id {lease_id!r} is unknown, released or expired; acquire it again")
+    return HotKVError(
+        Reason.UNKNOWN_LEASE,
+        f"lease_id {lease_id!r} is unknown, released or expired; acquire it again",
+    )
 
 
 def acquire(
     node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Pins ready blocks; says where they lie to a session that was given the arena, later if they have to be compared first."""
+    """Pins ready blocks; says where they lie to a session that was given the arena, later if they
+    have to be compared first."""
     if request.wants_offsets and not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
-            "wants_offsets is set, but this session was not given the arena: it has no link, or its tenant may not map it; load the blocks",
+            (
+                "wants_offsets is set, but this session was not given the arena: it has no link, "
+                "or "
+                "its tenant may not map it; load the blocks"
+            ),
         )
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     lease_id = _lease_id(request.lease_id)
-    masks, ttl_s = node.acquire(session, lease_id, groups, convert.seconds("ttl_ms", request.ttl_ms))
+    masks, ttl_s = node.acquire(
+        session, lease_id, groups, convert.seconds("ttl_ms", request.ttl_ms)
+    )
     if not request.wants_offsets:
-        return cache_pb2.AcquireLeaseResponse(groups=convert.flags(request.groups, masks), ttl_ms=int(ttl_s * 1000))
+        return cache_pb2.AcquireLeaseResponse(
+            groups=convert.flags(request.groups, masks), ttl_ms=int(ttl_s * 1000)
+        )
     granted = node.in_place.grant(session, lease_id)
-    return asyncio.create_task(_in_place_later(request, granted)) if isinstance(granted, asyncio.Task) else _in_place(request, granted)
+    return (
+        asyncio.create_task(_in_place_later(request, granted))
+        if isinstance(granted, asyncio.Task)
+        else _in_place(request, granted)
+    )
 
 
-def _in_place(request: cache_pb2.AcquireLeaseRequest, granted: InPlaceGrant) -> cache_pb2.AcquireLeaseResponse:
+def _in_place(
+    request: cache_pb2.AcquireLeaseRequest, granted: InPlaceGrant
+) -> cache_pb2.AcquireLeaseResponse:
     return cache_pb2.AcquireLeaseResponse(
         groups=convert.flags(request.groups, granted.pinned),
         ttl_ms=int(granted.ttl_s * 1000),
@@ -79,23 +113,33 @@ def _in_place(request: cache_pb2.AcquireLeaseRequest, granted: InPlaceGrant) -> 
     )
 
 
-async def _in_place_later(request: cache_pb2.AcquireLeaseRequest, granted: "asyncio.Task[InPlaceGrant]") -> cache_pb2.AcquireLeaseResponse:
+async def _in_place_later(
+    request: cache_pb2.AcquireLeaseRequest, granted: "asyncio.Task[InPlaceGrant]"
+) -> cache_pb2.AcquireLeaseResponse:
     return _in_place(request, await granted)
 
 
-async def reserve(node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest) -> cache_pb2.ReserveBlocksResponse:
+async def reserve(
+    node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest
+) -> cache_pb2.ReserveBlocksResponse:
     """Reserves slots."""
     runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
-    ttl_s, retention = convert.seconds("ttl_ms", request.ttl_ms), convert.retention("retention", request.retention)
+    ttl_s, retention = (
+        convert.seconds("ttl_ms", request.ttl_ms),
+        convert.retention("retention", request.retention),
+    )
     lease_id = _lease_id(request.lease_id)
     await node.make_room(session, lease_id, runs)
     values, ttl_s = node.reserve(session, lease_id, runs, ttl_s, retention)
     return cache_pb2.ReserveBlocksResponse(
-        runs=convert.results([run.group_index for run in request.runs], values), ttl_ms=int(ttl_s * 1000)
+        runs=convert.results([run.group_index for run in request.runs], values),
+        ttl_ms=int(ttl_s * 1000),
     )
 
 
-def release(node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest) -> cache_pb2.ReleaseLeaseResponse:
+def release(
+    node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest
+) -> cache_pb2.ReleaseLeaseResponse:
     """Gives a lease back."""
     try:
         released = node.core.release(session.record.number, _lease_id(request.lease_id))
@@ -106,20 +150,31 @@ def release(node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseReq
     return cache_pb2.ReleaseLeaseResponse(released=released)
 
 
-def load(node: Node, session: LiveSession, request: cache_pb2.LoadRequest) -> "asyncio.Future[TransferEnd]":
+def load(
+    node: Node, session: LiveSession, request: cache_pb2.LoadRequest
+) -> "asyncio.Future[TransferEnd]":
     """Starts a load."""
     positions, block_ids = convert.load_runs(request.runs, session.group_index)
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
     transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
     try:
         return node.transfers.load(
-            session, transfer_id, lease_id, positions, block_ids, timeout_s, convert.device_mark(request), request.ByteSize()
+            session,
+            transfer_id,
+            lease_id,
+            positions,
+            block_ids,
+            timeout_s,
+            convert.device_mark(request),
+            request.ByteSize(),
         )
     except HotKVError as error:
         raise _of_lease(node, session, lease_id, error) from None
 
 
-async def store(node: Node, session: LiveSession, request: cache_pb2.StoreRequest) -> "asyncio.Future[TransferEnd]":
+async def store(
+    node: Node, session: LiveSession, request: cache_pb2.StoreRequest
+) -> "asyncio.Future[TransferEnd]":
     """Starts a store, once there is room for it."""
     runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
     block_ids = [convert.int32s("runs.block_ids", run.block_ids) for run in request.runs]
@@ -144,14 +199,20 @@ async def store(node: Node, session: LiveSession, request: cache_pb2.StoreReques
 
 async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
     """Notes what the engine used."""
-    num_hashes = sum(len(report.hashes) for report in request.requests) // session.key_space.hash_bytes
+    num_hashes = (
+        sum(len(report.hashes) for report in request.requests) // session.key_space.hash_bytes
+    )
     if len(request.requests) > MAX_REPORTS or num_hashes > node.core.config.max_blocks_per_call:
         raise HotKVError(
             Reason.TOO_LARGE,
-            f"requests: {len(request.requests)} with {num_hashes} hashes; at most {MAX_REPORTS} with {node.core.config.max_blocks_per_call}"
+            f"requests: {len(request.requests)} with {num_hashes} hashes; at most {MAX_REPORTS} "
+            f"with {node.core.config.max_blocks_per_call}"
             " are accepted in a message; send several",
         )
-    node.touch(session, convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index))
+    node.touch(
+        session,
+        convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index),
+    )
     await node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
 
 
@@ -159,11 +220,17 @@ def _sequence_id(text: str) -> str:
     return convert.identifier("sequence_id", text)
 
 
-def create_sequence(node: Node, session: LiveSession, request: sparse_pb2.CreateSequenceRequest) -> sparse_pb2.CreateSequenceResponse:
+def create_sequence(
+    node: Node, session: LiveSession, request: sparse_pb2.CreateSequenceRequest
+) -> sparse_pb2.CreateSequenceResponse:
     """Begins a sequence of sparse decode."""
     if not 0 <= request.group_index < len(session.key_space.groups):
         raise HotKVError(
-            Reason.INVALID_FIELD, f"group_index is {request.group_index}; this key space has {len(session.key_space.groups)} groups"
+            Reason.INVALID_FIELD,
+            (
+                f"group_index is {request.group_index}; this key space has "
+                f"{len(session.key_space.groups)} groups"
+            ),
         )
     spec = None
     if request.HasField("select"):
@@ -171,35 +238,56 @@ def create_sequence(node: Node, session: LiveSession, request: sparse_pb2.Create
         if kind not in PREFIX_CLOSED:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"group_index is {request.group_index}, a group of {kind.name}, which does not attend to its whole context; select from a "
+                f"group_index is {request.group_index}, a group of {kind.name}, which does not "
+                "attend to its whole context; select from a "
                 "group of FULL_ATTENTION or MLA",
             )
         spec = sparse_convert.select_spec(request.select, session, request.group_index)
         record = node.core.catalog.record(session.record.key_space_id)
-        if spec.representation_group < MAX_GROUPS or record.block_group(spec.representation_group) != request.group_index:
+        if (
+            spec.representation_group < MAX_GROUPS
+            or record.block_group(spec.representation_group) != request.group_index
+        ):
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"select.representation_group_index is {request.select.representation_group_index}; name a representation of group "
+                "select.representation_group_index is "
+                f"{request.select.representation_group_index}; name a representation of group "
                 f"{request.group_index} that the session declares",
             )
         spec.check_slots(record.representation(spec.representation_group).shard_bytes)
     hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
-    return sparse_convert.create_response(node.sparse.create(session, _sequence_id(request.sequence_id), request.group_index, hashes, spec))
-
-
-def append_blocks(node: Node, session: LiveSession, request: sparse_pb2.AppendBlocksRequest) -> sparse_pb2.AppendBlocksResponse:
-    """Adds blocks to a sequence."""
-    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
-    sequence = node.sparse.append(session, _sequence_id(request.sequence_id), request.first_position, hashes)
-    return sparse_pb2.AppendBlocksResponse(
-        block_count=len(sequence.hashes), lease_id=sequence.lease_id, covered_block_count=len(sequence.slots)
+    return sparse_convert.create_response(
+        node.sparse.create(
+            session, _sequence_id(request.sequence_id), request.group_index, hashes, spec
+        )
     )
 
 
-async def delete_sequence(node: Node, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest) -> sparse_pb2.DeleteSequenceResponse:
+def append_blocks(
+    node: Node, session: LiveSession, request: sparse_pb2.AppendBlocksRequest
+) -> sparse_pb2.AppendBlocksResponse:
+    """Adds blocks to a sequence."""
+    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
+    sequence = node.sparse.append(
+        session, _sequence_id(request.sequence_id), request.first_position, hashes
+    )
+    return sparse_pb2.AppendBlocksResponse(
+        block_count=len(sequence.hashes),
+        lease_id=sequence.lease_id,
+        covered_block_count=len(sequence.slots),
+    )
+
+
+async def delete_sequence(
+    node: Node, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest
+) -> sparse_pb2.DeleteSequenceResponse:
     """Ends a sequence; answers when nothing is selected for it any more."""
-    hot_sets = sparse_convert.hot_sets(request.hot_sets, session.key_space.num_shards, 2 * node.core.config.max_blocks_per_call)
-    return sparse_pb2.DeleteSequenceResponse(deleted=await node.sparse.delete(session, _sequence_id(request.sequence_id), hot_sets))
+    hot_sets = sparse_convert.hot_sets(
+        request.hot_sets, session.key_space.num_shards, 2 * node.core.config.max_blocks_per_call
+    )
+    return sparse_pb2.DeleteSequenceResponse(
+        deleted=await node.sparse.delete(session, _sequence_id(request.sequence_id), hot_sets)
+    )
 
 
 def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSparse) -> None:
@@ -213,6 +301,10 @@ async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
     return session_pb2.Flushed(block_count=await node.flush(session.record.key_space_id))
 
 
-def cancel(node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest) -> cache_pb2.CancelTransferResponse:
+def cancel(
+    node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest
+) -> cache_pb2.CancelTransferResponse:
     """Asks a transfer to end early."""
-    return cache_pb2.CancelTransferResponse(found=node.transfers.cancel(session, request.transfer_id))
+    return cache_pb2.CancelTransferResponse(
+        found=node.transfers.cancel(session, request.transfer_id)
+    )

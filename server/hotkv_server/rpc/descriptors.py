@@ -1,8 +1,10 @@
-"""The descriptor socket: tickets go out, engine memory comes in, read-only arena and table go out, by SCM_RIGHTS.
+"""The descriptor socket: tickets go out, engine memory comes in, read-only arena and table go out,
+by SCM_RIGHTS.
 
-A peer that connects is known by the kernel's word: it must be an allowed user or one of a tenant's. It asks for a ticket, which proves its
-user in a session, or links a session. A link is closed by us only when nothing touches the session's memory any more, and by the kernel
-when this process dies; so its end tells the client that its memory is its own again.
+A peer that connects is known by the kernel's word: it must be an allowed user or one of a tenant's.
+It asks for a ticket, which proves its user in a session, or links a session. A link is closed by us
+only when nothing touches the session's memory any more, and by the kernel when this process dies;
+so its end tells the client that its memory is its own again.
 """
 
 import asyncio
@@ -35,7 +37,8 @@ MAX_PENDING_OF_USER = 256
 REQUEST_TIMEOUT_S = 10.0
 ACCEPT_PAUSE_S = 0.5
 SPARE_DESCRIPTORS = 256
-"""Of those that the process may have, so many, or a quarter if that is less, are for connections, not for clients' memory."""
+"""Of those that the process may have, so many, or a quarter if that is less, are for connections,
+not for clients' memory."""
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:
@@ -44,9 +47,18 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 
 class DescriptorServer:
-    """Listens on `path`; serves tickets and links until closed. `allowed_uids`: of peers that no tenant lists."""
+    """Listens on `path`; serves tickets and links until closed. `allowed_uids`: of peers that no
+    tenant lists."""
 
-    def __init__(self, node: Node, path: Path, mode: int, allowed_uids: frozenset[int], gate: Gate, tickets: Tickets) -> None:
+    def __init__(
+        self,
+        node: Node,
+        path: Path,
+        mode: int,
+        allowed_uids: frozenset[int],
+        gate: Gate,
+        tickets: Tickets,
+    ) -> None:
         self._node = node
         self._path = path
         self._allowed_uids = allowed_uids
@@ -85,7 +97,9 @@ class DescriptorServer:
             return
         except OSError as error:
             # Out of descriptors: the next try would fail as well, at once and for ever.
-            log.error("descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error)
+            log.error(
+                "descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error
+            )
             self._node.refusals[Reason.OVERLOADED] += 1
             self._loop.remove_reader(self._listener.fileno())
             self._paused = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
@@ -96,7 +110,10 @@ class DescriptorServer:
         except OSError:
             connection.close()
             return
-        if len(self._pending) >= MAX_PENDING or self._pending_of_user[peer.uid] >= MAX_PENDING_OF_USER:
+        if (
+            len(self._pending) >= MAX_PENDING
+            or self._pending_of_user[peer.uid] >= MAX_PENDING_OF_USER
+        ):
             self._node.refusals[Reason.OVERLOADED] += 1
             connection.close()
             return
@@ -135,24 +152,40 @@ class DescriptorServer:
         fds: list[int] = []
         kept: set[int] = set()
         try:
-            packet, fds, message_flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, MAX_DESCRIPTORS)
+            packet, fds, message_flags, _ = socket.recv_fds(
+                connection, MAX_PACKET_BYTES, MAX_DESCRIPTORS
+            )
             if message_flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
                 raise HotKVError(
-                    Reason.TOO_LARGE, f"the packet is longer than {MAX_PACKET_BYTES} bytes or carries over {MAX_DESCRIPTORS} descriptors"
+                    Reason.TOO_LARGE,
+                    (
+                        f"the packet is longer than {MAX_PACKET_BYTES} bytes or carries over "
+                        f"{MAX_DESCRIPTORS} descriptors"
+                    ),
                 )
             if peer.uid not in self._allowed_uids and not self._gate.may_link(peer):
                 raise HotKVError(
                     Reason.NOT_ALLOWED,
-                    f"user id {peer.uid} may not link; allow it with security.allowed_uids, or list it in one of security.tenants",
+                    (
+                        f"user id {peer.uid} may not link; allow it with security.allowed_uids, or "
+                        "list it in one of security.tenants"
+                    ),
                 )
             if fds and max(fds) >= self._max_fd:
                 raise HotKVError(
                     Reason.OVERLOADED,
-                    "the server has nearly all descriptors in use that it may have; raise its limit (LimitNOFILE, ulimit -n)",
+                    (
+                        "the server has nearly all descriptors in use that it may have; raise its "
+                        "limit (LimitNOFILE, ulimit -n)"
+                    ),
                 )
             request = self._parse(packet)
             if request.wants_ticket:
-                connection.send(session_pb2.LinkResponse(ticket=self._tickets.issue(peer, time.monotonic())).SerializeToString())
+                connection.send(
+                    session_pb2.LinkResponse(
+                        ticket=self._tickets.issue(peer, time.monotonic())
+                    ).SerializeToString()
+                )
                 return False
             session = self._node.session(request.session_id)
             self._gate.admit(peer, session.key_space.tenant)
@@ -175,10 +208,16 @@ class DescriptorServer:
             for fd in set(fds) - kept:
                 os.close(fd)
 
-    def _take(self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]) -> None:
-        """Hands the descriptors to the session, all or none of them; adds to `kept` those that are its own now."""
+    def _take(
+        self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
+    ) -> None:
+        """Hands the descriptors to the session, all or none of them; adds to `kept` those that are
+        its own now."""
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
-            raise HotKVError(Reason.INVALID_FIELD, f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors",
+            )
         if session.close_link is not None:
             raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
         for handle_id, fd in zip(request.handle_ids, fds, strict=True):
@@ -191,7 +230,11 @@ class DescriptorServer:
                 received.append(handle_id)
         except (HotKVError, ValueError, OSError) as error:
             session.forget(received)
-            raise error if isinstance(error, HotKVError) else HotKVError(Reason.INVALID_LAYOUT, f"handle_ids: {error}") from error
+            raise (
+                error
+                if isinstance(error, HotKVError)
+                else HotKVError(Reason.INVALID_LAYOUT, f"handle_ids: {error}")
+            ) from error
 
     def _parse(self, packet: bytes) -> session_pb2.LinkRequest:
         try:

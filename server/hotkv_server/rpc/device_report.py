@@ -1,4 +1,5 @@
-"""What operators are shown of devices: what they have copied, how fast each way of copying was measured to be, and what is wrong."""
+"""What operators are shown of devices: what they have copied, how fast each way of copying was
+measured to be, and what is wrong."""
 
 from hotkv.v1 import admin_pb2
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures
@@ -30,7 +31,10 @@ def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> adm
         problem=figures.problem,
         copies=[
             admin_pb2.DeviceCopies(
-                direction=moved.direction.value, method=moved.method, byte_count=moved.num_bytes, piece_count=moved.num_pieces
+                direction=moved.direction.value,
+                method=moved.method,
+                byte_count=moved.num_bytes,
+                piece_count=moved.num_pieces,
             )
             for moved in figures.moved
         ],
@@ -38,7 +42,14 @@ def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> adm
         flying_piece_count=figures.num_in_flight,
         failed_job_count=figures.num_failed,
         speeds=[
-            admin_pb2.CopySpeed(direction=direction.value, method=method.value, page_byte_count=page_bytes, gb_per_s=speed)
-            for (direction, method, page_bytes), speed in (calibration.speeds.items() if calibration is not None else ())
+            admin_pb2.CopySpeed(
+                direction=direction.value,
+                method=method.value,
+                page_byte_count=page_bytes,
+                gb_per_s=speed,
+            )
+            for (direction, method, page_bytes), speed in (
+                calibration.speeds.items() if calibration is not None else ()
+            )
         ],
     )

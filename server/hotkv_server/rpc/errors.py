@@ -1,5 +1,6 @@
-"""One table from reasons to canonical gRPC codes, and how a refusal leaves the server: counted by reason, and logged where it is about
-rights. Lines of that log are bounded, so that who is refused a thousand times a second fills no disk.
+"""One table from reasons to canonical gRPC codes, and how a refusal leaves the server: counted by
+reason, and logged where it is about rights. Lines of that log are bounded, so that who is refused a
+thousand times a second fills no disk.
 """
 
 import logging
@@ -79,8 +80,13 @@ rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """False for what gRPC logs, with a traceback each time, when a client has gone while its answer was being written."""
-    return not (record.exc_info and record.exc_info[0] is not None and record.exc_info[0].__name__ == "ExecuteBatchError")
+    """False for what gRPC logs, with a traceback each time, when a client has gone while its answer
+    was being written."""
+    return not (
+        record.exc_info
+        and record.exc_info[0] is not None
+        and record.exc_info[0].__name__ == "ExecuteBatchError"
+    )
 
 
 logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_the_server)
@@ -88,17 +94,22 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_the_server)
 
 def detail(error: HotKVError) -> errors_pb2.ErrorDetail:
     """The refusal on the wire."""
-    return errors_pb2.ErrorDetail(reason=errors_pb2.ErrorReason.ValueType(int(error.reason)), message=error.message)
+    return errors_pb2.ErrorDetail(
+        reason=errors_pb2.ErrorReason.ValueType(int(error.reason)), message=error.message
+    )
 
 
 def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
-    """What to answer for any exception: refusals as they are, anything else is a defect, logged here. `who` asked, for the log."""
+    """What to answer for any exception: refusals as they are, anything else is a defect, logged
+    here. `who` asked, for the log."""
     if isinstance(error, HotKVError):
         refusal = error
     else:
         log.error("a call failed in the server: %s", who, exc_info=error)
         node.health.note("a call", error)
-        refusal = HotKVError(Reason.INTERNAL, f"the server failed: {type(error).__name__}; its log says more")
+        refusal = HotKVError(
+            Reason.INTERNAL, f"the server failed: {type(error).__name__}; its log says more"
+        )
     node.refusals[refusal.reason] += 1
     if refusal.reason in ABOUT_RIGHTS:
         rights_log.warning("refused %s: %s", who, refusal)
@@ -107,7 +118,9 @@ def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
 
 async def abort(context: Any, error: HotKVError) -> NoReturn:
     """Ends a call with the refusal's code, message and machine-readable reason."""
-    await context.abort(CODES[error.reason], error.message, ((METADATA_KEY, detail(error).SerializeToString()),))
+    await context.abort(
+        CODES[error.reason], error.message, ((METADATA_KEY, detail(error).SerializeToString()),)
+    )
     raise AssertionError("abort returned")
 
 

@@ -16,7 +16,9 @@ class EventService(events_pb2_grpc.EventServiceServicer):
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    async def Subscribe(self, request: events_pb2.SubscribeRequest, context: Any) -> AsyncIterator[events_pb2.SubscribeResponse]:
+    async def Subscribe(
+        self, request: events_pb2.SubscribeRequest, context: Any
+    ) -> AsyncIterator[events_pb2.SubscribeResponse]:
         node = self._node
 
         def message(item: TimedEvent) -> events_pb2.Event | None:
@@ -27,5 +29,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         def response(events: list[events_pb2.Event], lost: int) -> events_pb2.SubscribeResponse:
             return events_pb2.SubscribeResponse(events=events, lost_event_count=lost)
 
-        async for part in stream(context, node, request.key_space_id, node.events.feeds, message, response):
+        async for part in stream(
+            context, node, request.key_space_id, node.events.feeds, message, response
+        ):
             yield part

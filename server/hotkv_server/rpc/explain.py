@@ -1,6 +1,7 @@
 """Explain: of each block of a prompt, would it hit, and if not, why.
 
-What is asked of the cache takes a moment, and is asked on the event loop; hashing and putting into words is done in a thread.
+What is asked of the cache takes a moment, and is asked on the event loop; hashing and putting into
+words is done in a thread.
 """
 
 import asyncio
@@ -24,7 +25,8 @@ MAX_BLOCKS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Of one group: hash words [n, 8], entry words [n], and which of them are remembered as evicted."""
+    """Of one group: hash words [n, 8], entry words [n], and which of them are remembered as
+    evicted."""
 
     hashes: Words
     words: NDArray[np.uint32]
@@ -48,14 +50,29 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             if request.key_space_id:
                 raise
             continue
-        room -= sum(len(hashes) * space.hash_block_tokens // group.block_tokens for group in space.groups)
+        room -= sum(
+            len(hashes) * space.hash_block_tokens // group.block_tokens for group in space.groups
+        )
         if room < 0:
-            raise HotKVError(Reason.TOO_LARGE, f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a shorter prompt")
+            raise HotKVError(
+                Reason.TOO_LARGE,
+                (
+                    f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a "
+                    "shorter prompt"
+                ),
+            )
         found: list[_Found] = []
         for index in range(len(space.groups)):
             found.append(_look(node, number, space, index, hashes))
             await asyncio.sleep(0)
-        await asyncio.to_thread(_explain, response.key_spaces.add(), space, number, found, len(hashes) * space.hash_block_tokens)
+        await asyncio.to_thread(
+            _explain,
+            response.key_spaces.add(),
+            space,
+            number,
+            found,
+            len(hashes) * space.hash_block_tokens,
+        )
     return response
 
 
@@ -64,9 +81,13 @@ def _prompt_hashes(space: KeySpace, request: admin_pb2.ExplainRequest) -> Words:
         return convert.hashes("hashes", request.hashes, space.hash_bytes)
     tokens = convert.int32s("token_ids", request.token_ids)
     try:
-        computed = token_block_hashes(tokens.tolist(), space.hash_block_tokens, space.hash_algorithm, space.hash_seed)
+        computed = token_block_hashes(
+            tokens.tolist(), space.hash_block_tokens, space.hash_algorithm, space.hash_seed
+        )
     except ValueError as error:
-        raise HotKVError(Reason.INVALID_FIELD, f"token_ids: {error}; give hashes instead") from error
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"token_ids: {error}; give hashes instead"
+        ) from error
     return convert.hashes("token_ids", b"".join(computed), space.hash_bytes)
 
 
@@ -75,11 +96,22 @@ def _look(node: Node, number: int, space: KeySpace, group_index: int, hashes: Wo
     step = space.groups[group_index].block_tokens // space.hash_block_tokens
     mine = np.ascontiguousarray(hashes[step - 1 :: step])
     core_space = node.core.space
-    return _Found(mine, core_space.index.find(number, group_index, mine), core_space.was_evicted(number, group_index, mine))
+    return _Found(
+        mine,
+        core_space.index.find(number, group_index, mine),
+        core_space.was_evicted(number, group_index, mine),
+    )
 
 
-def _explain(explanation: admin_pb2.KeySpaceExplanation, space: KeySpace, number: int, found: Sequence[_Found], num_tokens: int) -> None:
-    """Puts all that was found into words. Filled in place: to copy a message of this size would hold the interpreter."""
+def _explain(
+    explanation: admin_pb2.KeySpaceExplanation,
+    space: KeySpace,
+    number: int,
+    found: Sequence[_Found],
+    num_tokens: int,
+) -> None:
+    """Puts all that was found into words. Filled in place: to copy a message of this size would
+    hold the interpreter."""
     masks = []
     for index, group in enumerate(found):
         masks.append((group.words != 0) & (group.words < RESERVED_FLAG))
@@ -92,29 +124,44 @@ def _explain(explanation: admin_pb2.KeySpaceExplanation, space: KeySpace, number
             else:
                 verdict, text = "ready", ""
             packed = convert.unpadded(group.hashes[depth : depth + 1], space.hash_bytes)
-            explanation.blocks.add(group_index=index, depth=depth, block_hash=packed, verdict=verdict, detail=text)
+            explanation.blocks.add(
+                group_index=index, depth=depth, block_hash=packed, verdict=verdict, detail=text
+            )
     hit = longest_hit(space.groups, masks, num_tokens)
     limiting = _limiting_group(space, masks, hit, num_tokens)
-    explanation.key_space_id, explanation.hit_token_count, explanation.token_count = number, hit, num_tokens
+    explanation.key_space_id, explanation.hit_token_count, explanation.token_count = (
+        number,
+        hit,
+        num_tokens,
+    )
     explanation.limiting_group_index = limiting
     explanation.summary = _summary(explanation.blocks, limiting, hit, num_tokens)
 
 
-def _limiting_group(space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int) -> int:
-    """The first group that misses a block it would need for one aligned step more; -1 where the whole prompt hits."""
+def _limiting_group(
+    space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
+) -> int:
+    """The first group that misses a block it would need for one aligned step more; -1 where the
+    whole prompt hits."""
     groups = space.groups
     step = max(group.block_tokens for group in groups)
     if hit + step > num_tokens:
         return -1
-    for index, (mask, needed) in enumerate(zip(masks, needed_blocks(groups, hit + step), strict=True)):
+    for index, (mask, needed) in enumerate(
+        zip(masks, needed_blocks(groups, hit + step), strict=True)
+    ):
         if not mask[needed.start : needed.stop].all():
             return index
     return -1
 
 
-def _summary(blocks: Iterable[admin_pb2.BlockExplanation], limiting: int, hit: int, num_tokens: int) -> str:
+def _summary(
+    blocks: Iterable[admin_pb2.BlockExplanation], limiting: int, hit: int, num_tokens: int
+) -> str:
     if limiting < 0:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
     missing = next((b for b in blocks if b.group_index == limiting and b.verdict != "ready"), None)
-    why = f"block {missing.depth} is {missing.verdict}" if missing else "a block it needs is missing"
+    why = (
+        f"block {missing.depth} is {missing.verdict}" if missing else "a block it needs is missing"
+    )
     return f"{hit} of {num_tokens} tokens hit; group {limiting} stops there: {why}"

@@ -1,8 +1,9 @@
-"""Calls that may last without being anybody's: those that watch health, or read reflection, sessions that have not said who they are, and
-requests that have not come whole.
+"""Calls that may last without being anybody's: those that watch health, or read reflection,
+sessions that have not said who they are, and requests that have not come whole.
 
-Always true: a new one is taken, whoever holds how many; where there are too many the one that has lasted longest ends for it. So nobody
-keeps others out by holding calls open. What has a time in which to come ends after it.
+Always true: a new one is taken, whoever holds how many; where there are too many the one that has
+lasted longest ends for it. So nobody keeps others out by holding calls open. What has a time in
+which to come ends after it.
 """
 
 import asyncio
@@ -22,7 +23,8 @@ class Guests:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # Oldest first, with the time by which each must have gone; and those that have been told to go, and why.
+        # Oldest first, with the time by which each must have gone; and those that have been told to
+        # go, and why.
         self._until_s: dict[asyncio.Task[object], float] = {}
         self._told: dict[asyncio.Task[object], str] = {}
 
@@ -34,11 +36,15 @@ class Guests:
 
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
-        """Counts the task that runs this; raises OVERLOADED in it, wherever it waits, when it is to go."""
+        """Counts the task that runs this; raises OVERLOADED in it, wherever it waits, when it is to
+        go."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
         if len(self._until_s) >= self._most:
-            self._tell(next(iter(self._until_s)), "this call was open longest of all that wait without a session; open it again")
+            self._tell(
+                next(iter(self._until_s)),
+                "this call was open longest of all that wait without a session; open it again",
+            )
         self._until_s[task] = time.monotonic() + for_s
         try:
             yield

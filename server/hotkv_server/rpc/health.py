@@ -1,7 +1,9 @@
-"""Health checking, as gRPC's own service does it (grpc.health.v1), but that a watcher who does not read holds up nobody.
+"""Health checking, as gRPC's own service does it (grpc.health.v1), but that a watcher who does not
+read holds up nobody.
 
-The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and takes the same one to note a change: one client with
-a closed window would keep the server from saying how it is, and so from feeding its watchdog.
+The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and takes the same
+one to note a change: one client with a closed window would keep the server from saying how it is,
+and so from feeding its watchdog.
 """
 
 import asyncio
@@ -25,22 +27,36 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def set(self, serving: Mapping[str, bool]) -> None:
         """How each service is from now on."""
         kinds = health_pb2.HealthCheckResponse
-        states = {name: kinds.SERVING if is_serving else kinds.NOT_SERVING for name, is_serving in serving.items()}
+        states = {
+            name: kinds.SERVING if is_serving else kinds.NOT_SERVING
+            for name, is_serving in serving.items()
+        }
         if states != self._states:
             self._states, changed, self._changed = states, self._changed, asyncio.Event()
             changed.set()
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> health_pb2.HealthCheckResponse:
         state = self._states.get(request.service)
         if state is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "service is unknown; leave it empty for the server itself")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                "service is unknown; leave it empty for the server itself",
+            )
         return health_pb2.HealthCheckResponse(status=state)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The state now and at each change that is still true when the watcher has read the one before."""
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The state now and at each change that is still true when the watcher has read the one
+        before."""
         told = None
         while True:
-            changed, state = self._changed, self._states.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            changed, state = (
+                self._changed,
+                self._states.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN),
+            )
             if state != told:
                 told = state
                 yield health_pb2.HealthCheckResponse(status=state)

@@ -1,8 +1,9 @@
 """What is true of every method before its service sees a request.
 
-Bytes that are no message of the protocol, or one of too many parts (`weight`), get a canonical code with a reason, like every other bad
-input: gRPC itself would answer UNKNOWN and log a traceback. That goes for health, reflection and channelz too; their streams are `guests`.
-Where admin methods are guarded, nobody calls one without proof.
+Bytes that are no message of the protocol, or one of too many parts (`weight`), get a canonical code
+with a reason, like every other bad input: gRPC itself would answer UNKNOWN and log a traceback.
+That goes for health, reflection and channelz too; their streams are `guests`. Where admin methods
+are guarded, nobody calls one without proof.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,10 +23,18 @@ from hotkv_server.runtime.node import Node
 PREFIX = "/hotkv.v1."
 ADMIN_PREFIXES = (f"{PREFIX}AdminService/", f"{PREFIX}EventService/")
 MALFORMED = HotKVError(
-    Reason.INVALID_FIELD, "the request is no message of this method; generate the client from the server's protocol version"
+    Reason.INVALID_FIELD,
+    (
+        "the request is no message of this method; generate the client from the server's protocol "
+        "version"
+    ),
 )
 TOO_HEAVY = HotKVError(
-    Reason.TOO_LARGE, f"the request has more than {MAX_PARTS} fields and list entries; send several, with hashes and ids packed in each"
+    Reason.TOO_LARGE,
+    (
+        f"the request has more than {MAX_PARTS} fields and list entries; send several, with hashes "
+        "and ids packed in each"
+    ),
 )
 
 Guard = Callable[[Any], None]
@@ -33,7 +42,8 @@ Guard = Callable[[Any], None]
 
 
 class Malformed:
-    """Stands for a request that could not be parsed, or was not for its weight; `error` says which."""
+    """Stands for a request that could not be parsed, or was not for its weight; `error` says
+    which."""
 
     def __init__(self, error: HotKVError) -> None:
         self.error = error
@@ -67,17 +77,26 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self._guests = guests
         self._guard = guard
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
+    ) -> Any:
         handler = await continuation(details)
         if handler is None:
             return None
-        parse, respond, is_ours = _lenient(handler.request_deserializer), handler.response_serializer, details.method.startswith(PREFIX)
+        parse, respond, is_ours = (
+            _lenient(handler.request_deserializer),
+            handler.response_serializer,
+            details.method.startswith(PREFIX),
+        )
         guard = self._guard if details.method.startswith(ADMIN_PREFIXES) else None
-        # Each method takes a stream, so that a request that is long in coming can be ended: gRPC gives no hold on one that takes a message.
+        # Each method takes a stream, so that a request that is long in coming can be ended: gRPC
+        # gives no hold on one that takes a message.
         if handler.unary_unary is not None:
 
             async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
-                return await handler.unary_unary(await self._only(requests, context, guard), context)
+                return await handler.unary_unary(
+                    await self._only(requests, context, guard), context
+                )
 
             return grpc.stream_unary_rpc_method_handler(answered, parse, respond)
         if handler.unary_stream is not None:
@@ -94,7 +113,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parse, respond)
 
         async def conversed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            async for response in self._as_guest(handler.stream_stream(self._each(requests, context), context), context):
+            async for response in self._as_guest(
+                handler.stream_stream(self._each(requests, context), context), context
+            ):
                 yield response
 
         return grpc.stream_stream_rpc_method_handler(conversed, parse, respond)

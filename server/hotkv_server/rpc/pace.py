@@ -1,7 +1,8 @@
 """How fast a client that makes no sense is answered.
 
-What is no message costs the event loop as much as a call, and its sender sends the next one as soon as it is answered. So few a second are
-answered at once, and the rest wait their turn, all clients' together: nobody who speaks the protocol is among them.
+What is no message costs the event loop as much as a call, and its sender sends the next one as soon
+as it is answered. So few a second are answered at once, and the rest wait their turn, all clients'
+together: nobody who speaks the protocol is among them.
 """
 
 import asyncio
@@ -10,11 +11,13 @@ import time
 BURST_S = 2.0
 """What may come at once, as so many seconds' worth."""
 MAX_WAIT_S = 1.0
-"""No answer waits longer: a flood over many connections is bounded by the calls that the server takes at a time."""
+"""No answer waits longer: a flood over many connections is bounded by the calls that the server
+takes at a time."""
 
 
 class Pace:
-    """`per_s`: malformed messages and refused sessions that are answered a second. Event loop only."""
+    """`per_s`: malformed messages and refused sessions that are answered a second. Event loop
+    only."""
 
     def __init__(self, per_s: float) -> None:
         self._interval_s = 1 / per_s

@@ -1,4 +1,5 @@
-"""Who is on the other end: of a Unix socket by the kernel's word, of a call over TCP by its token or client certificate."""
+"""Who is on the other end: of a Unix socket by the kernel's word, of a call over TCP by its token
+or client certificate."""
 
 import socket
 import struct
@@ -17,7 +18,9 @@ MAX_TOKEN = 4096
 
 def of_socket(connection: socket.socket) -> Peer:
     """The process that connected, with all groups that it had then. Raises OSError."""
-    pid, uid, gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    pid, uid, gid = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
     except OSError:
@@ -28,10 +31,20 @@ def of_socket(connection: socket.socket) -> Peer:
 
 
 def of_call(context: Any) -> Peer:
-    """Who calls over TCP. The names of a certificate are there only where the handshake has verified it."""
-    names = {name.decode(errors="replace") for key, values in context.auth_context().items() if key in CERTIFICATE_NAMES for name in values}
+    """Who calls over TCP. The names of a certificate are there only where the handshake has
+    verified it."""
+    names = {
+        name.decode(errors="replace")
+        for key, values in context.auth_context().items()
+        if key in CERTIFICATE_NAMES
+        for name in values
+    }
     token = ""
     for key, value in context.invocation_metadata() or ():
-        if key == AUTHORIZATION and isinstance(value, str) and value[: len(BEARER)].lower() == BEARER:
+        if (
+            key == AUTHORIZATION
+            and isinstance(value, str)
+            and value[: len(BEARER)].lower() == BEARER
+        ):
             token = value[len(BEARER) :].strip()[:MAX_TOKEN]
     return Peer(f"peer={context.peer()}", token=token, certificate_names=frozenset(names))

@@ -1,10 +1,11 @@
-"""Memory of messages on their way: gRPC takes what is sent to any stream, up to the largest message each, and says to nobody how much
-that is together.
+"""Memory of messages on their way: gRPC takes what is sent to any stream, up to the largest message
+each, and says to nobody how much that is together.
 
-So what malloc has given out is compared with what the books explain. Where the rest grows beyond a bound, calls end that may hold it: first
-those that are nobody's, then sessions of which nothing whole has come for a moment, those first that have nothing here. An engine whose
-session ends opens another; a client that sends its messages whole is not in the way for long. What stays although all these have ended is
-the server's own, and from then on explained.
+So what malloc has given out is compared with what the books explain. Where the rest grows beyond a
+bound, calls end that may hold it: first those that are nobody's, then sessions of which nothing
+whole has come for a moment, those first that have nothing here. An engine whose session ends opens
+another; a client that sends its messages whole is not in the way for long. What stays although all
+these have ended is the server's own, and from then on explained.
 """
 
 import asyncio
@@ -30,14 +31,27 @@ FREE_BYTES = 32 << 20
 """So much that is free within the heap is given back."""
 SILENT_S = 0.5
 GUESTS_TICK, BARE_TICK, SILENT_TICK = 2, 4, 6
-"""When, after so many ticks beyond the bound, calls without a session end; silent sessions that have nothing here; all silent ones."""
+"""When, after so many ticks beyond the bound, calls without a session end; silent sessions that
+have nothing here; all silent ones."""
 PATIENCE_TICKS = 20
 GROWTH_BYTES = 16 << 20
-"""After that, what grows by so much is ended like before; what stays for so many ticks more is no message."""
+"""After that, what grows by so much is ended like before; what stays for so many ticks more is no
+message."""
 SESSION_BYTES = 64 << 10
 """About what a session takes, with its connection."""
 WHY = "the server holds too many bytes of messages that have not come whole; send again"
-_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+_FIELDS = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -77,7 +91,8 @@ class Pressure:
         self._bound_bytes = UNEXPLAINED_BYTES + ENTRY_BYTES * node.core.config.capacity
         # Of the process itself: at the start, and what has stayed since.
         self._first_bytes = self._own_bytes = 0
-        # Ticks in a row beyond the bound; the least that was seen since all had been ended that could be.
+        # Ticks in a row beyond the bound; the least that was seen since all had been ended that
+        # could be.
         self._num_high = 0
         self._least_bytes = 0
         self._task: asyncio.Task[None] | None = None
@@ -88,7 +103,9 @@ class Pressure:
     def start(self) -> None:
         """From here on what the process takes more must be explained."""
         if self._read_heap is not None:
-            self._first_bytes = self._own_bytes = self._read_heap().used_bytes - self._explained_bytes()
+            self._first_bytes = self._own_bytes = (
+                self._read_heap().used_bytes - self._explained_bytes()
+            )
         self._task = asyncio.create_task(self._run(), name="pressure")
 
     def stop(self) -> None:
@@ -106,7 +123,9 @@ class Pressure:
             self.judge(heap.used_bytes - self._own_bytes - self._explained_bytes())
             if heap.free_bytes > FREE_BYTES and not self._num_high:
                 # What was freed lies between what is in use.
-                await asyncio.get_running_loop().run_in_executor(None, ctypes.CDLL(None).malloc_trim, 0)
+                await asyncio.get_running_loop().run_in_executor(
+                    None, ctypes.CDLL(None).malloc_trim, 0
+                )
                 await asyncio.sleep(1.0)
 
     def judge(self, unexplained_bytes: int) -> None:
@@ -120,7 +139,10 @@ class Pressure:
         if self._num_high == GUESTS_TICK:
             self._end(unexplained_bytes, [])
         elif self._num_high == BARE_TICK:
-            self._end(unexplained_bytes, [session for session in self._silent() if not self._has_anything(session)])
+            self._end(
+                unexplained_bytes,
+                [session for session in self._silent() if not self._has_anything(session)],
+            )
         elif self._num_high == SILENT_TICK:
             self._end(unexplained_bytes, self._silent())
             self._least_bytes = unexplained_bytes
@@ -132,7 +154,10 @@ class Pressure:
             elif self._num_high >= SILENT_TICK + PATIENCE_TICKS:
                 self._own_bytes += unexplained_bytes
                 self._num_high = 0
-                log.warning("%d MiB more are the server's own: they stay although calls have ended", unexplained_bytes >> 20)
+                log.warning(
+                    "%d MiB more are the server's own: they stay although calls have ended",
+                    unexplained_bytes >> 20,
+                )
 
     def _end(self, unexplained_bytes: int, sessions: list[LiveSession]) -> None:
         """Ends all guests, and these sessions."""
@@ -141,9 +166,12 @@ class Pressure:
             session.end(HotKVError(Reason.OVERLOADED, WHY))
         if num_guests or sessions:
             log.warning(
-                "%d MiB of messages are not whole: %d calls without a session and %d silent sessions are ended",
-                unexplained_bytes >> 20, num_guests, len(sessions),
-            )  # fmt: skip
+                "%d MiB of messages are not whole: %d calls without a session and %d silent "
+                "sessions are ended",
+                unexplained_bytes >> 20,
+                num_guests,
+                len(sessions),
+            )
 
     def _silent(self) -> list[LiveSession]:
         """Sessions of which nothing has come for a moment."""
@@ -152,7 +180,12 @@ class Pressure:
 
     def _has_anything(self, session: LiveSession) -> bool:
         """Whether it would lose more than its connection."""
-        return bool(session.memory or session.jobs or session.num_reads or self._node.core.leases.of_session(session.record.number))
+        return bool(
+            session.memory
+            or session.jobs
+            or session.num_reads
+            or self._node.core.leases.of_session(session.record.number)
+        )
 
     def _explained_bytes(self) -> int:
         return self._node.books_bytes() + SESSION_BYTES * len(self._node.sessions)

@@ -1,10 +1,8 @@
 """Puts the gRPC servers together, one for each way in, and says what each serves.
 
-| way in | services |
-|---|---|
-| `grpc.sock` | sessions, cache, sparse; health, reflection |
-| `admin.sock` | admin, events; health, reflection, channelz |
-| TCP, where asked for | sessions, cache, sparse, health; reflection, and admin with events behind a proof, where asked for |
+| way in | services | |---|---| | `grpc.sock` | sessions, cache, sparse; health, reflection | |
+`admin.sock` | admin, events; health, reflection, channelz | | TCP, where asked for | sessions,
+cache, sparse, health; reflection, and admin with events behind a proof, where asked for |
 
 Connections, calls and message sizes are bounded on each.
 """
@@ -59,8 +57,9 @@ MAX_READ_BYTES = 256 << 10
 MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_TRANSFERS + MAX_GUESTS + 4096
-"""Calls at once on one way in; the next one gets RESOURCE_EXHAUSTED. Each kind that may last has a bound of its own that nobody uses up for
-others, so there is always room for what is answered at once, health above all.
+"""Calls at once on one way in; the next one gets RESOURCE_EXHAUSTED. Each kind that may last has a
+bound of its own that nobody uses up for others, so there is always room for what is answered at
+once, health above all.
 """
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
@@ -84,7 +83,8 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 LIVENESS = "live"
-"""Under this name health says whether a restart would help; under all others, whether there is an answer to calls."""
+"""Under this name health says whether a restart would help; under all others, whether there is an
+answer to calls."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
@@ -92,7 +92,11 @@ def _name(module: Any, service: str) -> str:
     return str(module.DESCRIPTOR.services_by_name[service].full_name)
 
 
-USER_NAMES = (_name(session_pb2, "SessionService"), _name(cache_pb2, "CacheService"), _name(sparse_pb2, "SparseService"))
+USER_NAMES = (
+    _name(session_pb2, "SessionService"),
+    _name(cache_pb2, "CacheService"),
+    _name(sparse_pb2, "SparseService"),
+)
 ADMIN_NAMES = (_name(admin_pb2, "AdminService"), _name(events_pb2, "EventService"))
 
 
@@ -112,7 +116,8 @@ class Endpoints:
 
 
 class RpcServer:
-    """The gRPC side of a node. Not serving until `start`. Raises OSError, UnsafeError or ValueError where it can't listen."""
+    """The gRPC side of a node. Not serving until `start`. Raises OSError, UnsafeError or ValueError
+    where it can't listen."""
 
     def __init__(self, node: Node, gate: Gate, tickets: Tickets, endpoints: Endpoints) -> None:
         self._node = node
@@ -123,7 +128,10 @@ class RpcServer:
         self._guests = Guests(MAX_GUESTS)
         self._pressure = Pressure(node, self._guests, heap_reader())
         self._pace = Pace(endpoints.malformed_per_s)
-        self._modes = {endpoints.socket: endpoints.socket_mode, endpoints.admin_socket: endpoints.admin_socket_mode}
+        self._modes = {
+            endpoints.socket: endpoints.socket_mode,
+            endpoints.admin_socket: endpoints.admin_socket_mode,
+        }
         self._servers = [self._users(), self._admins()]
         self.tcp_port = 0
         if endpoints.tcp_address:
@@ -131,7 +139,9 @@ class RpcServer:
 
     def _server(self, guard: Guard | None = None) -> grpc.aio.Server:
         server = grpc.aio.server(
-            interceptors=[EdgeInterceptor(self._node, self._pace, self._guests, guard)], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS
+            interceptors=[EdgeInterceptor(self._node, self._pace, self._guests, guard)],
+            options=OPTIONS,
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
@@ -139,7 +149,9 @@ class RpcServer:
     def _add_user_services(self, server: grpc.aio.Server, sessions: SessionService) -> None:
         session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self._node), server)
-        sparse_pb2_grpc.add_SparseServiceServicer_to_server(SparseService(self._node, self._pace, self._guests), server)
+        sparse_pb2_grpc.add_SparseServiceServicer_to_server(
+            SparseService(self._node, self._pace, self._guests), server
+        )
 
     def _add_admin_services(self, server: grpc.aio.Server) -> None:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._node), server)
@@ -148,9 +160,19 @@ class RpcServer:
     def _users(self) -> grpc.aio.Server:
         server = self._server()
         self._add_user_services(
-            server, SessionService(self._node, self._gate, self._peer_of_ticket, self._pace, self._guests, has_descriptor_socket=True)
+            server,
+            SessionService(
+                self._node,
+                self._gate,
+                self._peer_of_ticket,
+                self._pace,
+                self._guests,
+                has_descriptor_socket=True,
+            ),
         )
-        reflection.enable_server_reflection((*USER_NAMES, health_names.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection(
+            (*USER_NAMES, health_names.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
         _listen(server, self._endpoints.socket)
         return server
 
@@ -158,7 +180,10 @@ class RpcServer:
         server = self._server()
         self._add_admin_services(server)
         channelz.add_channelz_servicer(server)
-        reflection.enable_server_reflection((*ADMIN_NAMES, health_names.SERVICE_NAME, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection(
+            (*ADMIN_NAMES, health_names.SERVICE_NAME, CHANNELZ_NAME, reflection.SERVICE_NAME),
+            server,
+        )
         _listen(server, self._endpoints.admin_socket)
         return server
 
@@ -166,7 +191,15 @@ class RpcServer:
         endpoints, names = self._endpoints, [*USER_NAMES, health_names.SERVICE_NAME]
         server = self._server(lambda context: self._gate.admit_admin(peers.of_call(context)))
         self._add_user_services(
-            server, SessionService(self._node, self._gate, _peer_of_call, self._pace, self._guests, has_descriptor_socket=False)
+            server,
+            SessionService(
+                self._node,
+                self._gate,
+                _peer_of_call,
+                self._pace,
+                self._guests,
+                has_descriptor_socket=False,
+            ),
         )
         if endpoints.admin_on_tcp:
             self._add_admin_services(server)
@@ -181,18 +214,23 @@ class RpcServer:
                 self.tcp_port = server.add_secure_port(endpoints.tcp_address, credentials)
         except RuntimeError as error:
             raise OSError(
-                f"tcp_address: can't listen on {endpoints.tcp_address}: it is in use, or no address of this machine; choose another with "
+                f"tcp_address: can't listen on {endpoints.tcp_address}: it is in use, or no "
+                "address of this machine; choose another with "
                 "--tcp-address"
             ) from error
         return server
 
     def _peer_of_ticket(self, opening: session_pb2.OpenSession, context: Any) -> Peer:
-        """Nobody where there is no ticket. Raises UNAUTHENTICATED where it is of no use, and one is needed."""
+        """Nobody where there is no ticket. Raises UNAUTHENTICATED where it is of no use, and one is
+        needed."""
         if not opening.ticket:
             return Peer("unix socket, no ticket")
         peer = self._tickets.redeem(opening.ticket, time.monotonic())
         if peer is None and not self._gate.is_open:
-            raise HotKVError(Reason.UNAUTHENTICATED, "ticket was used before, is too old or never given out; fetch one for each session")
+            raise HotKVError(
+                Reason.UNAUTHENTICATED,
+                "ticket was used before, is too old or never given out; fetch one for each session",
+            )
         return peer or Peer("unix socket, a ticket of no use")
 
     async def start(self) -> None:
@@ -205,8 +243,15 @@ class RpcServer:
         self.set_health(is_ready=True, is_alive=True)
 
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
-        """What health answers: `is_ready` for the server and for each service, `is_alive` under the name LIVENESS."""
-        self._health.set({"": is_ready, LIVENESS: is_alive, **dict.fromkeys((*USER_NAMES, *ADMIN_NAMES), is_ready)})
+        """What health answers: `is_ready` for the server and for each service, `is_alive` under the
+        name LIVENESS."""
+        self._health.set(
+            {
+                "": is_ready,
+                LIVENESS: is_alive,
+                **dict.fromkeys((*USER_NAMES, *ADMIN_NAMES), is_ready),
+            }
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Stops taking calls, and ends those in flight after `grace_s`."""
@@ -225,5 +270,12 @@ def _listen(server: grpc.aio.Server, path: Path) -> None:
     try:
         server.add_insecure_port(f"unix:{path}")
     except RuntimeError as error:
-        why = f"longer than {MAX_SOCKET_PATH_BYTES} bytes" if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES else "not writable, or full"
-        raise OSError(f"runtime_dir: can't listen on {path}: it is {why}; choose another directory with --runtime-dir") from error
+        why = (
+            f"longer than {MAX_SOCKET_PATH_BYTES} bytes"
+            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES
+            else "not writable, or full"
+        )
+        raise OSError(
+            f"runtime_dir: can't listen on {path}: it is {why}; choose another directory with "
+            "--runtime-dir"
+        ) from error

@@ -1,11 +1,12 @@
 """SessionService: one stream is one session.
 
-Calls are answered in the order they come, except transfers, which are answered when they end, and leases whose blocks have to be compared
-with their check values first. While a client has many answers to read its
-calls wait; one that does not read is closed. However the stream ends, the session is settled and closed.
+Calls are answered in the order they come, except transfers, which are answered when they end, and
+leases whose blocks have to be compared with their check values first. While a client has many
+answers to read its calls wait; one that does not read is closed. However the stream ends, the
+session is settled and closed.
 
-A session acts for one tenant. Where there are tenants its peer has proven that it may, and its engine id is made the tenant's own: no
-other tenant can name its leases.
+A session acts for one tenant. Where there are tenants its peer has proven that it may, and its
+engine id is made the tenant's own: no other tenant can name its leases.
 """
 
 import asyncio
@@ -38,7 +39,8 @@ ROLES = {
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 LAST_WORDS_S = 2.0
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
-"""A client that has so many to read, or so much, is asked for nothing more until it has read some."""
+"""A client that has so many to read, or so much, is asked for nothing more until it has read
+some."""
 KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
 """One that leaves more than this unread, and reads none of it for so long, is closed."""
 OUTBOX_BYTES = 32 << 20
@@ -46,13 +48,23 @@ NOTICE_PAUSE_S = 0.02
 """Between two messages with notices that nothing else calls for."""
 
 Identify = Callable[[session_pb2.OpenSession, Any], Peer]
-"""What the peer of a call has proven, given its first message and its context. Raises HotKVError for a proof that is of no use."""
+"""What the peer of a call has proven, given its first message and its context. Raises HotKVError
+for a proof that is of no use."""
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See session.proto."""
 
-    def __init__(self, node: Node, gate: Gate, identify: Identify, pace: Pace, guests: Guests, *, has_descriptor_socket: bool) -> None:
+    def __init__(
+        self,
+        node: Node,
+        gate: Gate,
+        identify: Identify,
+        pace: Pace,
+        guests: Guests,
+        *,
+        has_descriptor_socket: bool,
+    ) -> None:
         self._node = node
         self._gate = gate
         self._pace = pace
@@ -67,7 +79,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         try:
             with self._guests.stay():
                 first = await _first(request_iterator)
-            who = f"{who} engine={first.open_session.engine_id[:64]!r} tenant={first.open_session.key_space.tenant[:64]!r}"
+            who = (
+                f"{who} engine={first.open_session.engine_id[:64]!r} "
+                f"tenant={first.open_session.key_space.tenant[:64]!r}"
+            )
             peer = self._identify(first.open_session, context)
             who = f"{who} {peer}"
             session = await self._open(first.open_session, peer)
@@ -90,34 +105,57 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if opening.protocol_version != hotkv.PROTOCOL_VERSION:
             raise HotKVError(
                 Reason.VERSION_MISMATCH,
-                f"protocol_version is {opening.protocol_version}; this server {hotkv.__version__} speaks {hotkv.PROTOCOL_VERSION}: "
+                f"protocol_version is {opening.protocol_version}; this server "
+                f"{hotkv.__version__} speaks {hotkv.PROTOCOL_VERSION}: "
                 "install the same version of hotkv on both sides",
             )
         if opening.role not in ROLES:
-            raise HotKVError(Reason.INVALID_FIELD, f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)",
+            )
         convert.name("engine_id", opening.engine_id)
         convert.name("client_name", opening.client_name)
-        key_space, representations = convert.key_space(opening.key_space), convert.representations(opening.representations)
+        key_space, representations = (
+            convert.key_space(opening.key_space),
+            convert.representations(opening.representations),
+        )
         tenant = self._gate.admit(peer, key_space.tenant)
         self._check_sessions(tenant)
-        engine_id = opening.engine_id if tenant is None or not opening.engine_id else f"{tenant.name}/{opening.engine_id}"
+        engine_id = (
+            opening.engine_id
+            if tenant is None or not opening.engine_id
+            else f"{tenant.name}/{opening.engine_id}"
+        )
         session = await self._node.open_session(
             engine_id, ROLES[opening.role], key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,
         )  # fmt: skip
         if tenant is not None:
             session.maps_arena, session.maps_table = False, tenant.sees_table
-            log.info("session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer)
+            log.info(
+                "session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer
+            )
         return session
 
     def _check_sessions(self, tenant: Tenant | None) -> None:
         if tenant is None or not tenant.max_sessions:
             return
-        num_open = sum(session.key_space.tenant == tenant.name for session in self._node.sessions.values())
+        num_open = sum(
+            session.key_space.tenant == tenant.name for session in self._node.sessions.values()
+        )
         if num_open >= tenant.max_sessions:
-            raise HotKVError(Reason.OVERLOADED, f"{num_open} sessions of this tenant are open, which is all it may have; close some first")
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"{num_open} sessions of this tenant are open, which is all it may have; close "
+                    "some first"
+                ),
+            )
 
-    def _opened(self, first: session_pb2.ConnectRequest, session: LiveSession) -> session_pb2.ConnectResponse:
+    def _opened(
+        self, first: session_pb2.ConnectRequest, session: LiveSession
+    ) -> session_pb2.ConnectResponse:
         return session_pb2.ConnectResponse(
             request_id=first.request_id,
             session_opened=session_pb2.SessionOpened(
@@ -139,7 +177,9 @@ async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session
     except (StopAsyncIteration, asyncio.TimeoutError):
         first = session_pb2.ConnectRequest()
     if first.WhichOneof("body") != "open_session":
-        raise HotKVError(Reason.INVALID_FIELD, "open_session is missing; send it as the first message")
+        raise HotKVError(
+            Reason.INVALID_FIELD, "open_session is missing; send it as the first message"
+        )
     return first
 
 
@@ -161,11 +201,19 @@ class _Stream:
         self._has_logged_refusal = False
         session.on_end = self._end
 
-    async def run(self, requests: AsyncIterator[session_pb2.ConnectRequest], opened: session_pb2.ConnectResponse) -> HotKVError | None:
+    async def run(
+        self,
+        requests: AsyncIterator[session_pb2.ConnectRequest],
+        opened: session_pb2.ConnectResponse,
+    ) -> HotKVError | None:
         """Until the client ends the stream, or the server does; why for the latter."""
         self._send(opened)
         reader = asyncio.create_task(self._read(requests))
-        endings = {reader, asyncio.create_task(self._write()), asyncio.create_task(self._ended.wait())}
+        endings = {
+            reader,
+            asyncio.create_task(self._write()),
+            asyncio.create_task(self._ended.wait()),
+        }
         notices = asyncio.create_task(self._forward_notices())
         try:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
@@ -196,7 +244,11 @@ class _Stream:
                 response = self._refused(error)
                 if not request.request_id and not self._has_logged_refusal:
                     self._has_logged_refusal = True
-                    log.warning("refused without an answer session=%d: %s", self._session.record.number, response.error.message)
+                    log.warning(
+                        "refused without an answer session=%d: %s",
+                        self._session.record.number,
+                        response.error.message,
+                    )
             if response is not None and request.request_id:
                 response.request_id = request.request_id
                 self._send(response)
@@ -204,7 +256,9 @@ class _Stream:
             del request, response
 
     def _refused(self, error: Exception) -> session_pb2.ConnectResponse:
-        return session_pb2.ConnectResponse(error=detail(as_refusal(self._node, error, self._session.name)))
+        return session_pb2.ConnectResponse(
+            error=detail(as_refusal(self._node, error, self._session.name))
+        )
 
     async def _write(self) -> None:
         while True:
@@ -224,13 +278,16 @@ class _Stream:
         return self._outbox.qsize() >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
 
     def _judge(self, num_written: int) -> None:
-        """Closes the session if its client has read nothing since so much was written, and much waits."""
+        """Closes the session if its client has read nothing since so much was written, and much
+        waits."""
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self._has_much_unread():
             if self._num_written == num_written:
                 self._end(UNREAD)
             else:
-                self._watch = asyncio.get_running_loop().call_later(SLOW_READER_S, self._judge, self._num_written)
+                self._watch = asyncio.get_running_loop().call_later(
+                    SLOW_READER_S, self._judge, self._num_written
+                )
 
     def _send(self, message: session_pb2.ConnectResponse) -> None:
         """After all notices from before."""
@@ -248,10 +305,13 @@ class _Stream:
         if self._unread_bytes > OUTBOX_BYTES:
             self._end(UNREAD)
         elif self._watch is None and (self._unread_bytes > KEPT_BYTES or self._has_much_unread()):
-            self._watch = asyncio.get_running_loop().call_later(SLOW_READER_S, self._judge, self._num_written)
+            self._watch = asyncio.get_running_loop().call_later(
+                SLOW_READER_S, self._judge, self._num_written
+            )
 
     async def _forward_notices(self) -> None:
-        """One store may evict blocks that many sessions know: they are told together of what goes in a while."""
+        """One store may evict blocks that many sessions know: they are told together of what goes
+        in a while."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)
@@ -270,18 +330,30 @@ class _Stream:
                 groups.append(cache_pb2.GroupHashes(group_index=notice.group_index, hashes=packed))
                 num_blocks += len(notice.hashes)
             else:
-                self._put(session_pb2.ConnectResponse(drain_notice=session_pb2.DrainNotice(deadline_ms=int(notice.deadline_s * 1000))))
+                self._put(
+                    session_pb2.ConnectResponse(
+                        drain_notice=session_pb2.DrainNotice(
+                            deadline_ms=int(notice.deadline_s * 1000)
+                        )
+                    )
+                )
         if groups:
             self._put_evicted(groups)
 
     def _put_evicted(self, groups: list[cache_pb2.GroupHashes]) -> None:
-        self._put(session_pb2.ConnectResponse(eviction_notice=session_pb2.EvictionNotice(groups=groups)))
+        self._put(
+            session_pb2.ConnectResponse(eviction_notice=session_pb2.EvictionNotice(groups=groups))
+        )
 
-    async def _handle(self, request: session_pb2.ConnectRequest) -> session_pb2.ConnectResponse | None:
+    async def _handle(
+        self, request: session_pb2.ConnectRequest
+    ) -> session_pb2.ConnectResponse | None:
         node, session = self._node, self._session
         match request.WhichOneof("body"):
             case "lookup":
-                return session_pb2.ConnectResponse(lookup=calls.lookup(node, session, request.lookup))
+                return session_pb2.ConnectResponse(
+                    lookup=calls.lookup(node, session, request.lookup)
+                )
             case "acquire_lease":
                 acquired = calls.acquire(node, session, request.acquire_lease)
                 if not isinstance(acquired, asyncio.Task):
@@ -289,30 +361,50 @@ class _Stream:
                 acquired.add_done_callback(lambda done: self._answer_lease(request, done))
                 return None
             case "reserve_blocks":
-                return session_pb2.ConnectResponse(reserve_blocks=await calls.reserve(node, session, request.reserve_blocks))
+                return session_pb2.ConnectResponse(
+                    reserve_blocks=await calls.reserve(node, session, request.reserve_blocks)
+                )
             case "release_lease":
-                return session_pb2.ConnectResponse(release_lease=calls.release(node, session, request.release_lease))
+                return session_pb2.ConnectResponse(
+                    release_lease=calls.release(node, session, request.release_lease)
+                )
             case "load":
                 load = calls.load(node, session, request.load)
                 # What answers a transfer does not keep its message.
-                load.add_done_callback(partial(self._answer_load, request.request_id, request.load.transfer_id))
+                load.add_done_callback(
+                    partial(self._answer_load, request.request_id, request.load.transfer_id)
+                )
                 return None
             case "store":
                 store = await calls.store(node, session, request.store)
                 groups = [run.group_index for run in request.store.runs]
-                store.add_done_callback(partial(self._answer_store, request.request_id, request.store.transfer_id, groups))
+                store.add_done_callback(
+                    partial(
+                        self._answer_store, request.request_id, request.store.transfer_id, groups
+                    )
+                )
                 return None
             case "cancel_transfer":
-                return session_pb2.ConnectResponse(cancel_transfer=calls.cancel(node, session, request.cancel_transfer))
+                return session_pb2.ConnectResponse(
+                    cancel_transfer=calls.cancel(node, session, request.cancel_transfer)
+                )
             case "report_use":
                 await calls.report_use(node, session, request.report_use)
                 return None
             case "create_sequence":
-                return session_pb2.ConnectResponse(create_sequence=calls.create_sequence(node, session, request.create_sequence))
+                return session_pb2.ConnectResponse(
+                    create_sequence=calls.create_sequence(node, session, request.create_sequence)
+                )
             case "append_blocks":
-                return session_pb2.ConnectResponse(append_blocks=calls.append_blocks(node, session, request.append_blocks))
+                return session_pb2.ConnectResponse(
+                    append_blocks=calls.append_blocks(node, session, request.append_blocks)
+                )
             case "delete_sequence":
-                return session_pb2.ConnectResponse(delete_sequence=await calls.delete_sequence(node, session, request.delete_sequence))
+                return session_pb2.ConnectResponse(
+                    delete_sequence=await calls.delete_sequence(
+                        node, session, request.delete_sequence
+                    )
+                )
             case "report_sparse":
                 calls.report_sparse(node, session, request.report_sparse)
                 return None
@@ -322,12 +414,19 @@ class _Stream:
                 return session_pb2.ConnectResponse(pong=session_pb2.Pong())
             case "register_memory":
                 memory = request.register_memory
-                taken = await node.register_memory(session, convert.layout(memory.layout), convert.device_order(memory.order))
-                return session_pb2.ConnectResponse(memory_registered=convert.memory_registered(*taken))
+                taken = await node.register_memory(
+                    session, convert.layout(memory.layout), convert.device_order(memory.order)
+                )
+                return session_pb2.ConnectResponse(
+                    memory_registered=convert.memory_registered(*taken)
+                )
             case "malformed":
                 raise await self._slowed(request.error)
             case "open_session":
-                raise HotKVError(Reason.INVALID_FIELD, "open_session was sent twice; open another stream for another session")
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    "open_session was sent twice; open another stream for another session",
+                )
             case _:
                 raise HotKVError(Reason.INVALID_FIELD, "body is empty or of a newer protocol")
 
@@ -336,7 +435,11 @@ class _Stream:
         await self._pace.turn()
         return error
 
-    def _answer_lease(self, request: session_pb2.ConnectRequest, done: "asyncio.Task[cache_pb2.AcquireLeaseResponse]") -> None:
+    def _answer_lease(
+        self,
+        request: session_pb2.ConnectRequest,
+        done: "asyncio.Task[cache_pb2.AcquireLeaseResponse]",
+    ) -> None:
         if done.cancelled():
             return
         try:
@@ -346,12 +449,20 @@ class _Stream:
         answer.request_id = request.request_id
         self._send(answer)
 
-    def _answer_load(self, request_id: int, transfer_id: str, done: "asyncio.Future[TransferEnd]") -> None:
+    def _answer_load(
+        self, request_id: int, transfer_id: str, done: "asyncio.Future[TransferEnd]"
+    ) -> None:
         if not done.cancelled():
             answer = convert.load_response(transfer_id, done.result())
             self._send(session_pb2.ConnectResponse(request_id=request_id, load=answer))
 
-    def _answer_store(self, request_id: int, transfer_id: str, groups: list[int], done: "asyncio.Future[TransferEnd]") -> None:
+    def _answer_store(
+        self,
+        request_id: int,
+        transfer_id: str,
+        groups: list[int],
+        done: "asyncio.Future[TransferEnd]",
+    ) -> None:
         if not done.cancelled():
             answer = convert.store_response(transfer_id, groups, done.result())
             self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))

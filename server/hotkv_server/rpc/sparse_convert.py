@@ -1,4 +1,5 @@
-"""Between the wire's messages of sparse decode and the values behind them; as `convert`, every refusal names its field."""
+"""Between the wire's messages of sparse decode and the values behind them; as `convert`, every
+refusal names its field."""
 
 import math
 from collections.abc import Iterable
@@ -28,10 +29,13 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 
 
 def positions(field: str, packed: bytes, most: int) -> I32:
-    """Positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative ones, TOO_LARGE for more than `most`."""
+    """Positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative ones,
+    TOO_LARGE for more than `most`."""
     values = convert.int32s(field, packed).astype(np.int32)
     if len(values) > most:
-        raise _invalid(f"{field} has {len(values)} entries; at most {most} are accepted", Reason.TOO_LARGE)
+        raise _invalid(
+            f"{field} has {len(values)} entries; at most {most} are accepted", Reason.TOO_LARGE
+        )
     if len(values) and int(values.min()) < 0:
         raise _invalid(f"{field} has {int(values.min())}; positions count blocks from 0")
     return values
@@ -49,13 +53,20 @@ def hot_sets(messages: Iterable[sparse_pb2.HotSet], num_shards: int, most: int) 
     for m in messages:
         _check_layer("hot_sets.layer_index", m.layer_index)
         if not 0 <= m.shard_index < num_shards:
-            raise _invalid(f"hot_sets.shard_index is {m.shard_index}; this key space has {num_shards} shards")
+            raise _invalid(
+                f"hot_sets.shard_index is {m.shard_index}; this key space has {num_shards} shards"
+            )
         if (m.layer_index, m.shard_index) in sets:
-            raise _invalid(f"hot_sets lists layer {m.layer_index} and shard {m.shard_index} twice; give each one set")
+            raise _invalid(
+                f"hot_sets lists layer {m.layer_index} and shard {m.shard_index} twice; give "
+                "each one set"
+            )
         values = positions("hot_sets.positions", m.positions, most)
         most -= len(values)
         # Each block counts where it comes first.
-        sets[m.layer_index, m.shard_index] = values[np.sort(np.unique(values, return_index=True)[1])]
+        sets[m.layer_index, m.shard_index] = values[
+            np.sort(np.unique(values, return_index=True)[1])
+        ]
     return sets
 
 
@@ -67,13 +78,18 @@ def _check_layer(field: str, layer: int) -> None:
 def hot_set_messages(sets: HotSets) -> list[sparse_pb2.HotSet]:
     """Hot sets on the wire."""
     return [
-        sparse_pb2.HotSet(layer_index=layer, shard_index=shard, positions=values.astype("<i4").tobytes())
+        sparse_pb2.HotSet(
+            layer_index=layer, shard_index=shard, positions=values.astype("<i4").tobytes()
+        )
         for (layer, shard), values in sets.items()
     ]
 
 
-def select_spec(message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int) -> SelectSpec:
-    """How to select from blocks of a group; whether that fits the representation is for `check_slots`."""
+def select_spec(
+    message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
+) -> SelectSpec:
+    """How to select from blocks of a group; whether that fits the representation is for
+    `check_slots`."""
     return SelectSpec(
         _config(message),
         session.group_index(message.representation_group_index),
@@ -92,10 +108,16 @@ def _centres(messages: Iterable[sparse_pb2.LayerCentre]) -> dict[int, PackedCent
     centres: dict[int, PackedCentre] = {}
     for m in messages:
         if m.layer_index in centres:
-            raise _invalid(f"select.centres lists layer {m.layer_index} twice; give each one centre")
+            raise _invalid(
+                f"select.centres lists layer {m.layer_index} twice; give each one centre"
+            )
         bias = {of.scorer: of.bias for of in m.biases}
         if len(bias) < len(m.biases):
-            raise _invalid(f"select.centres.biases lists a scorer of layer {m.layer_index} twice; give each one bias")
+            raise _invalid(
+                f"select.centres.biases lists a scorer of layer {m.layer_index} twice; give "
+                "each "
+                "one bias"
+            )
         centres[m.layer_index] = PackedCentre(m.mu, bias)
     return centres
 
@@ -109,10 +131,14 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
         raise _invalid("select.layer_scorers lists a layer twice; give each one scorer")
     kind = message.WhichOneof("sparse_topk")
     if kind is None:
-        raise _invalid("select.sparse_topk is missing; give a number of tokens or a share of the context")
+        raise _invalid(
+            "select.sparse_topk is missing; give a number of tokens or a share of the context"
+        )
     try:
         return SparseConfig(
-            sparse_topk=message.sparse_topk_token_count if kind == "sparse_topk_token_count" else message.sparse_topk_ratio,
+            sparse_topk=message.sparse_topk_token_count
+            if kind == "sparse_topk_token_count"
+            else message.sparse_topk_ratio,
             adaptive_p=message.adaptive_p or None,
             scorer=message.scorer,
             sink_tokens=message.sink_token_count,
@@ -142,9 +168,20 @@ def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) ->
     """One layer's query; what the sequence makes of it is for `check_request`."""
     query = _float32s("query", message.query)
     if len(query) % spec.head_size:
-        raise _invalid(f"query has {len(message.query)} bytes; float32 heads of {spec.head_size} channels take {4 * spec.head_size} each")
-    log_mass = _float32s("always_log_mass", message.always_log_mass) if message.always_log_mass else None
-    return SelectRequest(message.layer_index, message.shard_index, query.reshape(-1, spec.head_size), message.context_token_count, log_mass)
+        raise _invalid(
+            f"query has {len(message.query)} bytes; float32 heads of {spec.head_size} channels "
+            f"take {4 * spec.head_size} each"
+        )
+    log_mass = (
+        _float32s("always_log_mass", message.always_log_mass) if message.always_log_mass else None
+    )
+    return SelectRequest(
+        message.layer_index,
+        message.shard_index,
+        query.reshape(-1, spec.head_size),
+        message.context_token_count,
+        log_mass,
+    )
 
 
 def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
@@ -185,10 +222,15 @@ def layer_growth(messages: Iterable[sparse_pb2.LayerCounters]) -> list[LayerGrow
             value = getattr(m, name)
             if not (math.isfinite(value) and 0 <= value <= MAX_COUNT):
                 raise _invalid(f"layers.{name} is {value}; counters grow by 0 to {MAX_COUNT:.0e}")
-        growth.append(LayerGrowth(m.layer_index, np.array([getattr(m, name) for name in SPARSE_COUNTERS])))
+        growth.append(
+            LayerGrowth(m.layer_index, np.array([getattr(m, name) for name in SPARSE_COUNTERS]))
+        )
     return growth
 
 
 def layer_counters(growth: LayerGrowth) -> sparse_pb2.LayerCounters:
     """A layer's counters on the wire."""
-    return sparse_pb2.LayerCounters(layer_index=growth.layer_index, **dict(zip(SPARSE_COUNTERS, growth.values.tolist(), strict=True)))
+    return sparse_pb2.LayerCounters(
+        layer_index=growth.layer_index,
+        **dict(zip(SPARSE_COUNTERS, growth.values.tolist(), strict=True)),
+    )

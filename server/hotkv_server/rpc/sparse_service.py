@@ -1,8 +1,9 @@
 """SparseService: the unary forms, and the stream of selections.
 
-Selections of one stream are made one after the other, and the next request is read when the answer has been sent: a client that does not
-read is not served. A refused request is answered, and the stream goes on. It is its session's: one that names none within seconds ends, and
-so does one whose session has ended.
+Selections of one stream are made one after the other, and the next request is read when the answer
+has been sent: a client that does not read is not served. A refused request is answered, and the
+stream goes on. It is its session's: one that names none within seconds ends, and so does one whose
+session has ended.
 """
 
 import asyncio
@@ -36,21 +37,31 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
         self._guests = guests
         self._streams = FairBound(MAX_SELECT_STREAMS)
 
-    async def CreateSequence(self, request: sparse_pb2.CreateSequenceRequest, context: Any) -> sparse_pb2.CreateSequenceResponse:
+    async def CreateSequence(
+        self, request: sparse_pb2.CreateSequenceRequest, context: Any
+    ) -> sparse_pb2.CreateSequenceResponse:
         async def call() -> sparse_pb2.CreateSequenceResponse:
-            return calls.create_sequence(self._node, self._node.session(request.session_id), request)
+            return calls.create_sequence(
+                self._node, self._node.session(request.session_id), request
+            )
 
         return await answer(self._node, context, call)
 
-    async def AppendBlocks(self, request: sparse_pb2.AppendBlocksRequest, context: Any) -> sparse_pb2.AppendBlocksResponse:
+    async def AppendBlocks(
+        self, request: sparse_pb2.AppendBlocksRequest, context: Any
+    ) -> sparse_pb2.AppendBlocksResponse:
         async def call() -> sparse_pb2.AppendBlocksResponse:
             return calls.append_blocks(self._node, self._node.session(request.session_id), request)
 
         return await answer(self._node, context, call)
 
-    async def DeleteSequence(self, request: sparse_pb2.DeleteSequenceRequest, context: Any) -> sparse_pb2.DeleteSequenceResponse:
+    async def DeleteSequence(
+        self, request: sparse_pb2.DeleteSequenceRequest, context: Any
+    ) -> sparse_pb2.DeleteSequenceResponse:
         async def call() -> sparse_pb2.DeleteSequenceResponse:
-            return await calls.delete_sequence(self._node, self._node.session(request.session_id), request)
+            return await calls.delete_sequence(
+                self._node, self._node.session(request.session_id), request
+            )
 
         return await answer(self._node, context, call)
 
@@ -70,7 +81,9 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
                         yield self._refused(error, context)
             owner = self._node.core.owner(session.record)
             if not self._streams.room(owner):
-                raise HotKVError(Reason.OVERLOADED, self._streams.refusal(owner, "streams of selections"))
+                raise HotKVError(
+                    Reason.OVERLOADED, self._streams.refusal(owner, "streams of selections")
+                )
         except StopAsyncIteration:
             return
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
@@ -88,7 +101,9 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
             self._streams.give(owner, 1)
 
     def _refused(self, error: Exception, context: Any) -> sparse_pb2.SelectBlocksResponse:
-        return sparse_pb2.SelectBlocksResponse(error=detail(as_refusal(self._node, error, f"peer={context.peer()}")))
+        return sparse_pb2.SelectBlocksResponse(
+            error=detail(as_refusal(self._node, error, f"peer={context.peer()}"))
+        )
 
     async def _session(self, request: sparse_pb2.SelectBlocksRequest | Malformed) -> LiveSession:
         if isinstance(request, Malformed):
@@ -96,11 +111,15 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
             raise request.error
         return self._node.session(request.session_id)
 
-    async def _select(self, request: sparse_pb2.SelectBlocksRequest | Malformed) -> sparse_pb2.SelectBlocksResponse:
+    async def _select(
+        self, request: sparse_pb2.SelectBlocksRequest | Malformed
+    ) -> sparse_pb2.SelectBlocksResponse:
         session = await self._session(request)
         assert not isinstance(request, Malformed)
         spec = self._node.sparse.spec(session, request.sequence_id)
-        selected = await self._node.sparse.select(session, request.sequence_id, sparse_convert.select_request(request, spec))
+        selected = await self._node.sparse.select(
+            session, request.sequence_id, sparse_convert.select_request(request, spec)
+        )
         return sparse_convert.select_response(selected)
 
 
@@ -111,11 +130,16 @@ async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
     except asyncio.TimeoutError:
         raise HotKVError(
             Reason.INVALID_FIELD,
-            f"no request of a session has come within {FIRST_REQUEST_TIMEOUT_S:g} s; open the stream with the first selection",
+            (
+                f"no request of a session has come within {FIRST_REQUEST_TIMEOUT_S:g} s; open the "
+                "stream with the first selection"
+            ),
         ) from None
 
 
-async def _while_open(first: Any, requests: AsyncIterator[Any], session: LiveSession) -> AsyncIterator[Any]:
+async def _while_open(
+    first: Any, requests: AsyncIterator[Any], session: LiveSession
+) -> AsyncIterator[Any]:
     """Requests until the client or the session ends."""
     yield first
     while True:

@@ -1,6 +1,7 @@
 """Server streams over a feed: what both kinds share.
 
-The first answer is empty and says that reading has begun. A reader that is too slow misses items and is told how many.
+The first answer is empty and says that reading has begun. A reader that is too slow misses items
+and is told how many.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -28,7 +29,8 @@ async def stream(
     message: Callable[[Item], Part | None],
     response: Callable[[list[Part], int], Response],
 ) -> AsyncIterator[Response]:
-    """Answers until the client ends the call. `message`: an item on the wire, None for one that was not asked for.
+    """Answers until the client ends the call. `message`: an item on the wire, None for one that was
+    not asked for.
 
     A key space that is not known is refused.
     """

@@ -1,7 +1,8 @@
 """The server's certificates for TCP: read at start, read again when their files change.
 
-New files that can't be used (a key that does not fit, half a file, a key that everybody may read) are named in the log once, and the old
-ones stay in use. gRPC asks at each handshake, in a thread of its own.
+New files that can't be used (a key that does not fit, half a file, a key that everybody may read)
+are named in the log once, and the old ones stay in use. gRPC asks at each handshake, in a thread of
+its own.
 """
 
 import logging
@@ -21,7 +22,8 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. `client_ca`: who signs client certificates, which are then demanded of every client; None for none."""
+    """PEM files. `client_ca`: who signs client certificates, which are then demanded of every
+    client; None for none."""
 
     certificate: Path
     key: Path
@@ -29,10 +31,15 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        return (self.certificate, self.key) if self.client_ca is None else (self.certificate, self.key, self.client_ca)
+        return (
+            (self.certificate, self.key)
+            if self.client_ca is None
+            else (self.certificate, self.key, self.client_ca)
+        )
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Raises OSError, ssl.SSLError (a ValueError's or OSError's child) or UnsafeError where they can't be used."""
+        """Raises OSError, ssl.SSLError (a ValueError's or OSError's child) or UnsafeError where
+        they can't be used."""
         check_private_key(self.key)
         judge = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         judge.load_cert_chain(self.certificate, self.key)
@@ -40,7 +47,9 @@ class TlsFiles:
         if self.client_ca is not None:
             judge.load_verify_locations(self.client_ca)
             root = self.client_ca.read_bytes()
-        return grpc.ssl_server_certificate_configuration([(self.key.read_bytes(), self.certificate.read_bytes())], root)
+        return grpc.ssl_server_certificate_configuration(
+            [(self.key.read_bytes(), self.certificate.read_bytes())], root
+        )
 
     def stamp(self) -> Stamp:
         """Changes whenever a file does. Raises OSError."""
@@ -57,7 +66,11 @@ class Certificates:
         self._stamp = files.stamp()
         self._complaint = ""
         self.num_reloads = 0
-        self.credentials = grpc.dynamic_ssl_server_credentials(files.read(), self._changed, files.client_ca is not None)  # type: ignore[arg-type]
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            files.read(),
+            self._changed,  # type: ignore[arg-type]
+            files.client_ca is not None,
+        )
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """What has come since the handshake before; None for nothing that is of use."""

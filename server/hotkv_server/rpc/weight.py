@@ -1,7 +1,9 @@
-"""How much work a message is, before it is parsed: two bytes can stand for an object, and a parser makes them all.
+"""How much work a message is, before it is parsed: two bytes can stand for an object, and a parser
+makes them all.
 
-Walks the wire format without making objects, counts what would become one, and gives up above a bound. What a message carries in packed
-bytes (hashes, ids, tokens) is skipped in one step: it costs next to nothing, and is bounded where it is used.
+Walks the wire format without making objects, counts what would become one, and gives up above a
+bound. What a message carries in packed bytes (hashes, ids, tokens) is skipped in one step: it costs
+next to nothing, and is bounded where it is used.
 """
 
 from functools import cache
@@ -11,22 +13,29 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 MAX_PARTS = 1 << 15
-"""Most fields, list entries and messages in one request: some 20 ms of the event loop. A layout of 100 layers has a tenth of it."""
+"""Most fields, list entries and messages in one request: some 20 ms of the event loop. A layout of
+100 layers has a tenth of it."""
 FREE_BYTES = 8192
 """A message this short is not weighed: it can't have many parts."""
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 Children = dict[int, "Descriptor | None"]
-"""By field number: the message in it; None for numbers, of which a list is packed. Strings and bytes are not there."""
+"""By field number: the message in it; None for numbers, of which a list is packed. Strings and
+bytes are not there."""
 
 
 @cache
 def _children(kind: Descriptor) -> Children:
-    return {field.number: field.message_type for field in kind.fields if field.message_type is not None or field.type not in _WORD_KINDS}
+    return {
+        field.number: field.message_type
+        for field in kind.fields
+        if field.message_type is not None or field.type not in _WORD_KINDS
+    }
 
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
-    """Whether a message of this kind has at most MAX_PARTS parts. Raises DecodeError where it ends too soon."""
+    """Whether a message of this kind has at most MAX_PARTS parts. Raises DecodeError where it ends
+    too soon."""
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -36,7 +45,8 @@ def is_light(kind: Descriptor, data: bytes) -> bool:
 
 
 def count(kind: Descriptor, data: bytes) -> int:
-    """Parts of the message; ends early above MAX_PARTS. Raises IndexError where the bytes end too soon."""
+    """Parts of the message; ends early above MAX_PARTS. Raises IndexError where the bytes end too
+    soon."""
     parts = 0
     todo: list[tuple[Descriptor, int, int]] = [(kind, 0, len(data))]
     while todo and parts <= MAX_PARTS:
@@ -45,7 +55,9 @@ def count(kind: Descriptor, data: bytes) -> int:
         while at < end and parts <= MAX_PARTS:
             tag, at = _varint(data, at)
             parts += 1
-            match tag & 7:  # The wire type: varint, 8 bytes, length and bytes, 4 bytes; groups are tags without content.
+            # The wire type: varint, 8 bytes, length and bytes, 4 bytes; groups are tags without
+            # content.
+            match tag & 7:
                 case 0:
                     _, at = _varint(data, at)
                 case 1:

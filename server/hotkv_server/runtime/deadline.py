@@ -1,6 +1,7 @@
 """The deadline of a transfer: its timeout, and before it the longest wait for its mark.
 
-A transfer that waits for the engine's own device is not late: its timeout begins when the mark has passed, or at once where there is none.
+A transfer that waits for the engine's own device is not late: its timeout begins when the mark has
+passed, or at once where there is none.
 """
 
 import asyncio
@@ -13,7 +14,8 @@ MARK_TIMEOUT_S = 600.0
 
 
 class Deadline:
-    """Cancels a job that is late; `message` says so then. All on the event loop, but for `mark_passed`."""
+    """Cancels a job that is late; `message` says so then. All on the event loop, but for
+    `mark_passed`."""
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: 0 for the default."""
@@ -27,7 +29,9 @@ class Deadline:
         """Has the job watched."""
         self._job = job
         if has_mark:
-            self._timer = self._loop.call_later(MARK_TIMEOUT_S, self._late, f"the mark did not pass within {MARK_TIMEOUT_S:.0f} s")
+            self._timer = self._loop.call_later(
+                MARK_TIMEOUT_S, self._late, f"the mark did not pass within {MARK_TIMEOUT_S:.0f} s"
+            )
         else:
             self._start()
 
@@ -45,7 +49,9 @@ class Deadline:
         if self._timer is not None:
             self._timer.cancel()
         if self._job is not None:
-            self._timer = self._loop.call_later(self._timeout_s, self._late, f"the transfer took longer than {self._timeout_s} s")
+            self._timer = self._loop.call_later(
+                self._timeout_s, self._late, f"the transfer took longer than {self._timeout_s} s"
+            )
 
     def _late(self, message: str) -> None:
         self.message = message

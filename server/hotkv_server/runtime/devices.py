@@ -1,7 +1,8 @@
 """The devices that this server sees, and what it has opened of engines' memory on them.
 
-Always true: an allocation is open once, however many sessions name it, and is closed when the last of them lets go; so nothing of an
-engine that is gone stays. Opening and closing wait for the device: never on the event loop. Methods may be called from any thread.
+Always true: an allocation is open once, however many sessions name it, and is closed when the last
+of them lets go; so nothing of an engine that is gone stays. Opening and closing wait for the
+device: never on the event loop. Methods may be called from any thread.
 """
 
 import logging
@@ -12,7 +13,14 @@ from dataclasses import dataclass
 
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures
-from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, Event, Priority, Stream
+from hotkv_server.device.runtime import (
+    DeviceError,
+    DeviceInfo,
+    DeviceRuntime,
+    Event,
+    Priority,
+    Stream,
+)
 from hotkv_server.memory.pinning import ArenaPinner
 
 log = logging.getLogger(__name__)
@@ -20,12 +28,17 @@ log = logging.getLogger(__name__)
 
 def uuid_text(device_uuid: bytes) -> str:
     """As nvidia-smi writes it."""
-    return f"GPU-{uuid.UUID(bytes=device_uuid)}" if len(device_uuid) == 16 else f"GPU-{device_uuid.hex()}"
+    return (
+        f"GPU-{uuid.UUID(bytes=device_uuid)}"
+        if len(device_uuid) == 16
+        else f"GPU-{device_uuid.hex()}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """An engine's allocation, opened at `address`. `num_bytes`: from there to its end, None where CUDA does not tell."""
+    """An engine's allocation, opened at `address`. `num_bytes`: from there to its end, None where
+    CUDA does not tell."""
 
     address: int
     num_bytes: int | None
@@ -49,9 +62,11 @@ class _Opened:
 
 
 class Devices:
-    """See the module. Without a runtime there are none, and `why_none` says why, as part of a refusal.
+    """See the module. Without a runtime there are none, and `why_none` says why, as part of a
+    refusal.
 
-    `engines`: copy engines by device; `pinner`: what pins the arena, None where nothing does. Neither is owned.
+    `engines`: copy engines by device; `pinner`: what pins the arena, None where nothing does.
+    Neither is owned.
     """
 
     def __init__(
@@ -72,7 +87,10 @@ class Devices:
         self._idle: dict[int, list[Queue]] = {}
 
     def __repr__(self) -> str:
-        return f"Devices({', '.join(info.name for info in self.infos) or self.why_none}, {len(self._memory)} allocations open)"
+        return (
+            f"Devices({', '.join(info.name for info in self.infos) or self.why_none}, "
+            f"{len(self._memory)} allocations open)"
+        )
 
     @property
     def runtime(self) -> DeviceRuntime:
@@ -83,7 +101,11 @@ class Devices:
 
     def figures(self) -> list[tuple[DeviceInfo, CudaCopyFigures]]:
         """Of all devices that have a copy engine."""
-        return [(info, self.engines[info.number].figures()) for info in self.infos if info.number in self.engines]
+        return [
+            (info, self.engines[info.number].figures())
+            for info in self.infos
+            if info.number in self.engines
+        ]
 
     @property
     def pinned_bytes(self) -> int:
@@ -99,9 +121,12 @@ class Devices:
         """The number of a device. Raises ValueError that names it and those that there are."""
         number = next((info.number for info in self.infos if info.uuid == device_uuid), None)
         if number is None and self._runtime is not None:
-            seen = ", ".join(f"{uuid_text(info.uuid)} ({info.name})" for info in self.infos) or "none"
+            seen = (
+                ", ".join(f"{uuid_text(info.uuid)} ({info.name})" for info in self.infos) or "none"
+            )
             raise ValueError(
-                f"device {uuid_text(device_uuid)} is none that this server sees, which are: {seen}; give the server's container all GPUs "
+                f"device {uuid_text(device_uuid)} is none that this server sees, which are: "
+                f"{seen}; give the server's container all GPUs "
                 "of its engines, whole (no MIG slices)"
             )
         if number is None:
@@ -109,7 +134,8 @@ class Devices:
         return number
 
     def take_queue(self, device: int) -> Queue:
-        """A queue that nobody uses. Streams live as long as the process, so sessions that come and go share some. Raises DeviceError."""
+        """A queue that nobody uses. Streams live as long as the process, so sessions that come and
+        go share some. Raises DeviceError."""
         with self._lock:
             if idle := self._idle.get(device):
                 return idle.pop()
@@ -123,13 +149,19 @@ class Devices:
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
         """An engine's allocation, open until as many calls of `close_memory`. Blocks.
 
-        Raises DeviceError, also where another tenant has it open: who has come by a handle does not so come by the memory. ValueError where
-        it is another device's: CUDA opens that too, where devices reach each other.
+        Raises DeviceError, also where another tenant has it open: who has come by a handle does not
+        so come by the memory. ValueError where it is another device's: CUDA opens that too, where
+        devices reach each other.
         """
         with self._lock:
             opened = self._memory.get((device, handle))
             if opened is not None and opened.tenant != tenant:
-                log.warning("refused a handle of another tenant's memory device=%d tenant=%r owner=%r", device, tenant, opened.tenant)
+                log.warning(
+                    "refused a handle of another tenant's memory device=%d tenant=%r owner=%r",
+                    device,
+                    tenant,
+                    opened.tenant,
+                )
                 raise DeviceError("no such memory")
             if opened is None:
                 opened = self._memory[device, handle] = _Opened(self._open(device, handle), tenant)
@@ -142,11 +174,17 @@ class Devices:
         try:
             extent = runtime.extent(device, address)
             if extent.device >= 0 and extent.device != device:
-                raise ValueError(f"is that of device {device}, and the memory is of device {extent.device}")
+                raise ValueError(
+                    f"is that of device {device}, and the memory is of device {extent.device}"
+                )
             return Allocation(address, extent.start + extent.num_bytes - address)
         except DeviceError as error:
             if not error.is_lost:
-                log.warning("size of engine memory not known, the layout's counts device=%d: %s", device, error)
+                log.warning(
+                    "size of engine memory not known, the layout's counts device=%d: %s",
+                    device,
+                    error,
+                )
                 return Allocation(address, None)
             self._close(device, address)
             raise

@@ -1,8 +1,10 @@
-"""Engine memory: files that are mapped and device allocations that are opened, from registration to the session's end.
+"""Engine memory: files that are mapped and device allocations that are opened, from registration to
+the session's end.
 
-Always true: it is closed as a whole, once, and not before the last transfer that touches it has ended; a registration that fails leaves
-nothing open. Opening and closing block: never on the event loop. No transfer begins into a file with holes: whoever touches a page first
-is charged for it, so a client could have the server allocate memory for it.
+Always true: it is closed as a whole, once, and not before the last transfer that touches it has
+ended; a registration that fails leaves nothing open. Opening and closing block: never on the event
+loop. No transfer begins into a file with holes: whoever touches a page first is charged for it, so
+a client could have the server allocate memory for it.
 """
 
 import os
@@ -22,12 +24,14 @@ from hotkv_server.runtime.devices import Allocation, Devices
 from hotkv_server.runtime.order import SessionOrder, check_order, open_order
 
 HUGE_PAGE_BUDGET_S = 1.0
-"""Longest time that registering memory spends on huge pages: copies of it, and the engine's own work on it, are faster with them."""
+"""Longest time that registering memory spends on huge pages: copies of it, and the engine's own
+work on it, are faster with them."""
 
 
 @dataclass(slots=True)
 class EngineMemory:
-    """Registered memory of a session: its layout and, per handle, where it lies. `allocations`: (device, IPC handle) that it has open."""
+    """Registered memory of a session: its layout and, per handle, where it lies. `allocations`:
+    (device, IPC handle) that it has open."""
 
     layout: Layout
     devices: Devices
@@ -53,22 +57,41 @@ class EngineMemory:
         """False where a file was cut short since it was mapped."""
         return all(mapping.is_whole() for mapping in self.mappings.values())
 
-    def check_use(self, block_ids: Sequence[NDArray[np.int64]], representations: Iterable[int]) -> None:
-        """Raises where a transfer of these blocks, and of these representations as the layout counts them, can't be."""
+    def check_use(
+        self, block_ids: Sequence[NDArray[np.int64]], representations: Iterable[int]
+    ) -> None:
+        """Raises where a transfer of these blocks, and of these representations as the layout
+        counts them, can't be."""
         for ids in block_ids:
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.layout.num_blocks):
-                raise HotKVError(Reason.INVALID_FIELD, f"runs.block_ids go beyond the {self.layout.num_blocks} blocks of the layout")
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    f"runs.block_ids go beyond the {self.layout.num_blocks} blocks of the layout",
+                )
         for group_index in representations:
             if not self.layout.covers(group_index):
                 raise HotKVError(
                     Reason.INVALID_FIELD,
-                    f"runs.group_index {group_index} is a representation that the layout has no tensors of; register some",
+                    (
+                        f"runs.group_index {group_index} is a representation that the layout has "
+                        "no "
+                        "tensors of; register some"
+                    ),
                 )
         for handle_id, mapping in self.mappings.items():
             if not mapping.is_whole():
-                raise HotKVError(Reason.INVALID_LAYOUT, f"handles: the file of {handle_id!r} has been truncated; register it again")
+                raise HotKVError(
+                    Reason.INVALID_LAYOUT,
+                    f"handles: the file of {handle_id!r} has been truncated; register it again",
+                )
             if mapping.has_holes():
-                raise HotKVError(Reason.INVALID_LAYOUT, f"handles: memory of the file of {handle_id!r} was given back; register it again")
+                raise HotKVError(
+                    Reason.INVALID_LAYOUT,
+                    (
+                        f"handles: memory of the file of {handle_id!r} was given back; register it "
+                        "again"
+                    ),
+                )
 
     def close(self) -> None:
         """Lets go of all. Blocks where it has memory of devices."""
@@ -80,50 +103,66 @@ class EngineMemory:
 
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
-    """Raises HotKVError where the layout names devices that this server has not, or the order contradicts itself."""
+    """Raises HotKVError where the layout names devices that this server has not, or the order
+    contradicts itself."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
                 devices.find(handle.device_uuid)
             except ValueError as error:
-                raise HotKVError(Reason.INVALID_LAYOUT, f"layout.handles[{index}].cuda_ipc: {error}") from error
+                raise HotKVError(
+                    Reason.INVALID_LAYOUT, f"layout.handles[{index}].cuda_ipc: {error}"
+                ) from error
     try:
         check_order(order, layout)
     except ValueError as error:
         raise HotKVError(Reason.INVALID_FIELD, f"order.{error}") from error
 
 
-def _opened(devices: Devices, device: int, index: int, handle: MemoryHandle, tenant: str) -> Allocation:
-    """The allocation of a layout's handle. Raises DeviceError that names the handle and what containers need, ValueError that names the
-    field.
+def _opened(
+    devices: Devices, device: int, index: int, handle: MemoryHandle, tenant: str
+) -> Allocation:
+    """The allocation of a layout's handle. Raises DeviceError that names the handle and what
+    containers need, ValueError that names the field.
     """
     try:
         return devices.open_memory(device, handle.cuda_handle, tenant)
     except ValueError as error:
-        raise ValueError(f"handles[{index}].cuda_ipc.device_uuid {error}; send the UUID of the device that the memory lies on") from error
+        raise ValueError(
+            f"handles[{index}].cuda_ipc.device_uuid {error}; send the UUID of the device that "
+            "the memory lies on"
+        ) from error
     except DeviceError as error:
         raise DeviceError(
-            f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers it needs the server's PID namespace, "
+            f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers "
+            "it needs the server's PID namespace, "
             "hostPID, and both the same GPUs)",
             is_lost=error.is_lost,
         ) from error
 
 
 def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None:
-    """Raises ValueError where the handle states more than the allocation has: copies beyond would cost the server the device."""
+    """Raises ValueError where the handle states more than the allocation has: copies beyond would
+    cost the server the device."""
     end = handle.base_offset_bytes + handle.num_bytes
     if allocation.num_bytes is not None and end > allocation.num_bytes:
         raise ValueError(
-            f"handles[{index}].byte_count: {handle.handle_id!r} ends at byte {end}, beyond the {allocation.num_bytes} bytes of its "
+            f"handles[{index}].byte_count: {handle.handle_id!r} ends at byte {end}, beyond the "
+            f"{allocation.num_bytes} bytes of its "
             "allocation; state where the memory lies in what CUDA allocated"
         )
 
 
 def open_engine_memory(
-    layout: Layout, order: DeviceOrder, fds: dict[str, int], devices: Devices, on_cut: Callable[[], None], tenant: str = ""
+    layout: Layout,
+    order: DeviceOrder,
+    fds: dict[str, int],
+    devices: Devices,
+    on_cut: Callable[[], None],
+    tenant: str = "",
 ) -> EngineMemory:
-    """Maps all files with their page tables and opens all allocations. Blocks. Takes the descriptors over. `on_cut`: see FileMapping.
-    `tenant`: whose memory it is.
+    """Maps all files with their page tables and opens all allocations. Blocks. Takes the
+    descriptors over. `on_cut`: see FileMapping. `tenant`: whose memory it is.
 
     Raises INVALID_LAYOUT.
     """
@@ -136,18 +175,25 @@ def open_engine_memory(
                 allocation = _opened(devices, device, index, handle, tenant)
                 memory.allocations.append((device, handle.cuda_handle))
                 _check_end(index, handle, allocation)
-                memory.regions[handle.handle_id] = Region(allocation.address + base, handle.num_bytes, name, device)
+                memory.regions[handle.handle_id] = Region(
+                    allocation.address + base, handle.num_bytes, name, device
+                )
                 continue
             if has_holes(fds[handle.handle_id]):
                 raise ValueError(
-                    f"handles[{index}].file_mapping: parts of the file of {handle.handle_id!r} have no memory yet; write or fallocate all "
+                    f"handles[{index}].file_mapping: parts of the file of {handle.handle_id!r} "
+                    "have no memory yet; write or fallocate all "
                     "of it before it is registered"
                 )
-            mapping = FileMapping(fds.pop(handle.handle_id), base + handle.num_bytes, handle.handle_id, on_cut=on_cut)
+            mapping = FileMapping(
+                fds.pop(handle.handle_id), base + handle.num_bytes, handle.handle_id, on_cut=on_cut
+            )
             memory.mappings[handle.handle_id] = mapping
             mapping.make_huge(0, HUGE_PAGE_BUDGET_S)
             mapping.populate()
-            memory.regions[handle.handle_id] = Region(mapping.address + base, handle.num_bytes, name)
+            memory.regions[handle.handle_id] = Region(
+                mapping.address + base, handle.num_bytes, name
+            )
         memory.order = open_order(order, devices, memory.mappings, memory.regions)
     except BaseException as error:
         memory.close()

@@ -1,8 +1,9 @@
 """Events: which blocks became ready, and which are gone, for routers and tools.
 
-Always true: a block's `BlocksStored` comes after it is ready, `BlocksRemoved` after it can't be found any more; what is stored in one
-event is one unbroken run of a chain, so that its token ids are exactly those of its blocks. Publishing never waits: who can't keep up
-loses events, and is told.
+Always true: a block's `BlocksStored` comes after it is ready, `BlocksRemoved` after it can't be
+found any more; what is stored in one event is one unbroken run of a chain, so that its token ids
+are exactly those of its blocks. Publishing never waits: who can't keep up loses events, and is
+told.
 """
 
 import time
@@ -20,7 +21,8 @@ from hotkv_server.core.values import EvictionNotice, Run
 from hotkv_server.runtime.feed import Feeds
 
 ExtraKey = str | bytes | tuple[str, int]
-"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the place of its first token."""
+"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the
+place of its first token."""
 KEY_BYTES = 64
 """What an extra key takes besides its characters."""
 BlockExtraKeys = tuple[ExtraKey, ...] | None
@@ -30,7 +32,8 @@ BlockExtraKeys = tuple[ExtraKey, ...] | None
 class RunContent:
     """What an engine says of a run besides its hashes, for events.
 
-    `token_ids` int32 [blocks · block_tokens], empty where it sent none. `extra_keys`: one entry a block, or none at all.
+    `token_ids` int32 [blocks · block_tokens], empty where it sent none. `extra_keys`: one entry a
+    block, or none at all.
     """
 
     token_ids: NDArray[np.int32]
@@ -47,7 +50,8 @@ class RunContent:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """An unbroken run of blocks became ready. `parent` [8] words or None at the root; `depth` of the first block."""
+    """An unbroken run of blocks became ready. `parent` [8] words or None at the root; `depth` of
+    the first block."""
 
     key_space_id: int
     group_index: int
@@ -91,7 +95,8 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time, seconds since 1970, and its key space, which the server may have forgotten when somebody reads this."""
+    """An event with its time, seconds since 1970, and its key space, which the server may have
+    forgotten when somebody reads this."""
 
     unix_time_s: float
     event: Event
@@ -144,7 +149,8 @@ class EventHub:
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace) -> None:
-        """Declares a key space on first sight: who knew of blocks in it, from an earlier server, may forget them."""
+        """Declares a key space on first sight: who knew of blocks in it, from an earlier server,
+        may forget them."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:
             self.publisher.add_key_space(number, key_space)
@@ -162,32 +168,56 @@ class EventHub:
             now_s = time.time()
             if self.publisher is not None:
                 self.publisher.publish(now_s, events)
-            self.feeds.put(TimedEvent(now_s, event, self._key_spaces[event.key_space_id]) for event in events)
+            self.feeds.put(
+                TimedEvent(now_s, event, self._key_spaces[event.key_space_id]) for event in events
+            )
 
 
 def stored_events(
-    key_space_id: int, key_space: KeySpace, runs: Sequence[Run], contents: Sequence[RunContent], results: Sequence[NDArray[np.uint8]]
+    key_space_id: int,
+    key_space: KeySpace,
+    runs: Sequence[Run],
+    contents: Sequence[RunContent],
+    results: Sequence[NDArray[np.uint8]],
 ) -> list[Event]:
-    """One event for each unbroken run of blocks that a store has made ready; none for representations."""
+    """One event for each unbroken run of blocks that a store has made ready; none for
+    representations."""
     events: list[Event] = []
     for run, content, values in zip(runs, contents, results, strict=True):
         if run.group_index >= MAX_GROUPS:
             continue
         block_tokens = key_space.groups[run.group_index].block_tokens
         edges = np.diff(np.concatenate(([0], values == BlockResult.STORED, [0])).astype(np.int8))
-        for first, end in zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True):
-            # Copies: a part of an array would keep the whole message in memory, and count as a part.
+        for first, end in zip(
+            np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True
+        ):
+            # Copies: a part of an array would keep the whole message in memory, and count as a
+            # part.
             tokens = content.token_ids[first * block_tokens : end * block_tokens].copy()
             part = RunContent(tokens, content.lora_name, content.extra_keys[first:end])
             parent = run.hashes[first - 1].copy() if first else run.parent
-            events.append(BlocksStored(key_space_id, run.group_index, run.hashes[first:end].copy(), parent, run.depth + first, part))
+            events.append(
+                BlocksStored(
+                    key_space_id,
+                    run.group_index,
+                    run.hashes[first:end].copy(),
+                    parent,
+                    run.depth + first,
+                    part,
+                )
+            )
     return events
 
 
 def removed_events(notices: Sequence[EvictionNotice], flushed_key_space_id: int) -> list[Event]:
     """Events of evictions; those of a flushed key space as one."""
-    removed = [BlocksRemoved(notice.key_space_id, notice.group_index, notice.hashes) for notice in notices]
+    removed = [
+        BlocksRemoved(notice.key_space_id, notice.group_index, notice.hashes) for notice in notices
+    ]
     if not flushed_key_space_id:
         return list(removed)
-    cleared = KeySpaceCleared(flushed_key_space_id, tuple(event for event in removed if event.key_space_id == flushed_key_space_id))
+    cleared = KeySpaceCleared(
+        flushed_key_space_id,
+        tuple(event for event in removed if event.key_space_id == flushed_key_space_id),
+    )
     return [*(event for event in removed if event.key_space_id != flushed_key_space_id), cleared]

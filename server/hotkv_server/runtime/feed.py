@@ -1,7 +1,7 @@
 """Feeds: what happens in the node, for readers who look on.
 
-Always true: a feed is bounded in bytes; who reads too slowly misses the newest items and is told how many; the node never waits for a
-reader.
+Always true: a feed is bounded in bytes; who reads too slowly misses the newest items and is told
+how many; the node never waits for a reader.
 """
 
 import asyncio
@@ -39,7 +39,8 @@ class Feed(Generic[T]):
         self._ready = asyncio.Event()
 
     def put(self, item: T) -> bool:
-        """Keeps the item for the reader; False where it is lost to it. A single item is kept whatever its size."""
+        """Keeps the item for the reader; False where it is lost to it. A single item is kept
+        whatever its size."""
         num_bytes = item.num_bytes + ITEM_BYTES
         kept = not self._items or self._num_bytes + num_bytes <= FEED_BYTES
         if kept:
@@ -51,7 +52,8 @@ class Feed(Generic[T]):
         return kept
 
     async def get(self, most: int) -> tuple[list[T], int]:
-        """The next items, at least one, and how many were lost after those of the call before. Waits."""
+        """The next items, at least one, and how many were lost after those of the call before.
+        Waits."""
         await self._ready.wait()
         items = [self._items.popleft() for _ in range(min(most, len(self._items)))]
         self._num_bytes -= sum(item.num_bytes + ITEM_BYTES for item in items)
@@ -86,9 +88,12 @@ class Feeds(Generic[T]):
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Feed[T]]:
-        """A feed from now on until the end of the block. Raises OVERLOADED where there are too many."""
+        """A feed from now on until the end of the block. Raises OVERLOADED where there are too
+        many."""
         if len(self._open) >= MAX_READERS:
-            raise HotKVError(Reason.OVERLOADED, f"{MAX_READERS} readers are connected; end one of them")
+            raise HotKVError(
+                Reason.OVERLOADED, f"{MAX_READERS} readers are connected; end one of them"
+            )
         feed: Feed[T] = Feed()
         self._open.add(feed)
         try:

@@ -1,8 +1,11 @@
-"""What keeps the server at work, and whether it still does: every loop, task and thread stands here under its name.
+"""What keeps the server at work, and whether it still does: every loop, task and thread stands here
+under its name.
 
-Always true: what has died stays named; what stalls is named for as long as it does; while anything is named the server says that it does
-not serve, and its watchdog is not fed. A broken invariant of the core is final: nothing that it says afterwards counts, so nothing is
-promised or kept any more and the process ends; the next one goes by what memory holds, not by these books. On the event loop only.
+Always true: what has died stays named; what stalls is named for as long as it does; while anything
+is named the server says that it does not serve, and its watchdog is not fed. A broken invariant of
+the core is final: nothing that it says afterwards counts, so nothing is promised or kept any more
+and the process ends; the next one goes by what memory holds, not by these books. On the event loop
+only.
 """
 
 import asyncio
@@ -28,7 +31,11 @@ BOOKS = ("hotkv_server.core", "hotkv.table")
 """Modules whose assertions are invariants of the cache; others' are mistakes of one call."""
 ENTRY_NAMES = ("entry", "entries", "bad")
 """What the core calls entries of the index."""
-STATES = {table.STATE_RESERVED: "reserved", table.STATE_READY: "ready", table.STATE_DETACHED: "flushed"}
+STATES = {
+    table.STATE_RESERVED: "reserved",
+    table.STATE_READY: "ready",
+    table.STATE_DETACHED: "flushed",
+}
 
 
 def _never(now_s: float) -> float:
@@ -37,7 +44,8 @@ def _never(now_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A sign of life. `stalled_s`: given the time, how long it has been stuck; 0 for what works or waits for work."""
+    """A sign of life. `stalled_s`: given the time, how long it has been stuck; 0 for what works or
+    waits for work."""
 
     name: str
     is_alive: Callable[[], bool]
@@ -61,16 +69,26 @@ class Health:
         return f"Health({len(self._signs)} signs, {'; '.join(self._problems) or 'all well'})"
 
     def watch(
-        self, name: str, is_alive: Callable[[], bool], stalled_s: Callable[[float], float] = _never, limit_s: float = STALLED_S
+        self,
+        name: str,
+        is_alive: Callable[[], bool],
+        stalled_s: Callable[[float], float] = _never,
+        limit_s: float = STALLED_S,
     ) -> None:
         """Has something watched from now on."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
     def watch_fault(self, fault: Callable[[], str]) -> None:
-        """Has something watched that says itself what is wrong with it; nothing while all is well."""
+        """Has something watched that says itself what is wrong with it; nothing while all is
+        well."""
         self._faults.append(fault)
 
-    def watch_task(self, task: "asyncio.Task[None]", stalled_s: Callable[[float], float] = _never, limit_s: float = STALLED_S) -> None:
+    def watch_task(
+        self,
+        task: "asyncio.Task[None]",
+        stalled_s: Callable[[float], float] = _never,
+        limit_s: float = STALLED_S,
+    ) -> None:
         """Has a task watched that never ends, under its name; why it ended is logged."""
 
         def ended(done: "asyncio.Task[None]") -> None:
@@ -82,26 +100,42 @@ class Health:
         self.watch(task.get_name(), lambda: not task.done(), stalled_s, limit_s)
 
     def check(self, now_s: float) -> None:
-        """Looks at all signs. A stall counts when it is seen twice: a process that was stopped for a while comes back at once."""
+        """Looks at all signs. A stall counts when it is seen twice: a process that was stopped for
+        a while comes back at once."""
         dead = [f"{sign.name} has died" for sign in self._signs if not sign.is_alive()]
         dead += filter(None, (fault() for fault in self._faults))
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
         stalled = {sign.name for sign in self._signs if times_s[sign.name] > sign.limit_s}
-        found = (*dead, *(f"{name} has been stuck for {times_s[name]:.0f} s" for name in sorted(stalled & self._stalled)))
+        found = (
+            *dead,
+            *(
+                f"{name} has been stuck for {times_s[name]:.0f} s"
+                for name in sorted(stalled & self._stalled)
+            ),
+        )
         if bool(found) != bool(self._problems):
-            log.log(logging.ERROR if found else logging.INFO, "health problems=%s", "; ".join(found) or "none")
+            log.log(
+                logging.ERROR if found else logging.INFO,
+                "health problems=%s",
+                "; ".join(found) or "none",
+            )
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
         """What keeps the server from serving, one sentence each; none where all is well."""
         breach = (f"an invariant broke in {self.breach}",) if self.breach else ()
         late_s = 0.0 if self._checked_s is None else now_s - self._checked_s
-        return (*breach, *self._problems, *([f"nobody has looked for {late_s:.0f} s"] if late_s > STALLED_S else []))
+        return (
+            *breach,
+            *self._problems,
+            *([f"nobody has looked for {late_s:.0f} s"] if late_s > STALLED_S else []),
+        )
 
     # Broken invariants
 
     def note(self, where: str, error: BaseException) -> None:
-        """Takes note of an exception that nobody expected, and that is logged. From the core's assertions there is no way back."""
+        """Takes note of an exception that nobody expected, and that is logged. From the core's
+        assertions there is no way back."""
         if not isinstance(error, AssertionError) or not is_of_the_books(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
@@ -127,11 +161,14 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 def is_of_the_books(error: BaseException) -> bool:
     """Whether the exception came through the core or the block table."""
-    return any(str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error))
+    return any(
+        str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
+    )
 
 
 def stories(error: BaseException) -> list[str]:
-    """What the books say of the blocks that the failing calls had in hand, innermost first; at most MAX_STORIES."""
+    """What the books say of the blocks that the failing calls had in hand, innermost first; at most
+    MAX_STORIES."""
     index: BlockIndex | None = None
     found: dict[int, None] = {}
     for at in reversed(list(_frames(error))):
@@ -155,14 +192,18 @@ def story(index: BlockIndex, entry: int) -> str:
     state = int(record[table.W_GROUP_STATE]) >> 16
     return (
         f"entry={entry} state={STATES.get(state, 'free')} key_space={record[table.W_KEY_SPACE]} "
-        f"group={int(record[table.W_GROUP_STATE]) & 0xFFFF} hash={record[:8].tobytes().hex()[:16]} depth={record[table.W_DEPTH]} "
-        f"slot={record[table.W_OFFSET]} size={record[table.W_SIZE]} generation={record[table.W_GENERATION]} pins={index.pins[entry]} "
-        f"parent={record[table.W_PARENT]} representation={record[table.W_REPRESENTATION]} unverified={bool(index.unverified[entry])}"
+        f"group={int(record[table.W_GROUP_STATE]) & 0xFFFF} "
+        f"hash={record[:8].tobytes().hex()[:16]} depth={record[table.W_DEPTH]} "
+        f"slot={record[table.W_OFFSET]} size={record[table.W_SIZE]} "
+        f"generation={record[table.W_GENERATION]} pins={index.pins[entry]} "
+        f"parent={record[table.W_PARENT]} representation={record[table.W_REPRESENTATION]} "
+        f"unverified={bool(index.unverified[entry])}"
     )
 
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
-    """Looks at all signs now and then, and awaits `tell` after each look. Runs until it is cancelled."""
+    """Looks at all signs now and then, and awaits `tell` after each look. Runs until it is
+    cancelled."""
     while True:
         health.check(time.monotonic())
         await tell()

@@ -1,8 +1,9 @@
 """Leased blocks that a client reads in place, through its own mapping of the arena.
 
-Always true: no offset goes out of a block whose bytes nobody has compared since they came back from an old server, or that did not agree;
-the call that asks compares first, on a copy thread. A block that does not agree is condemned and is not granted. Each lease is compared
-once at a time, however many calls ask for it.
+Always true: no offset goes out of a block whose bytes nobody has compared since they came back from
+an old server, or that did not agree; the call that asks compares first, on a copy thread. A block
+that does not agree is condemned and is not granted. Each lease is compared once at a time, however
+many calls ask for it.
 """
 
 import asyncio
@@ -23,7 +24,8 @@ from hotkv_server.runtime.verify import Verifier
 
 @dataclass(frozen=True, slots=True)
 class InPlaceGrant:
-    """What a lease grants to a reader of the arena: one mask and one array of slot offsets a group, -1 where not granted."""
+    """What a lease grants to a reader of the arena: one mask and one array of slot offsets a group,
+    -1 where not granted."""
 
     pinned: tuple[BoolMask, ...]
     offsets: tuple[NDArray[np.int64], ...]
@@ -31,7 +33,8 @@ class InPlaceGrant:
 
 
 class InPlace:
-    """Over one core. `tell` is called when blocks have been condemned. Belongs to the event loop's thread."""
+    """Over one core. `tell` is called when blocks have been condemned. Belongs to the event loop's
+    thread."""
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
         self._core = core
@@ -43,9 +46,11 @@ class InPlace:
     def __repr__(self) -> str:
         return f"InPlace({len(self._comparing)} leases being compared)"
 
-    def grant(self, session: LiveSession, lease_id: str) -> "InPlaceGrant | asyncio.Task[InPlaceGrant]":
-        """What the session's read lease grants, at once if all of it has been compared. The task raises UNKNOWN_LEASE if the lease ends
-        meanwhile.
+    def grant(
+        self, session: LiveSession, lease_id: str
+    ) -> "InPlaceGrant | asyncio.Task[InPlaceGrant]":
+        """What the session's read lease grants, at once if all of it has been compared. The task
+        raises UNKNOWN_LEASE if the lease ends meanwhile.
         """
         offsets = self._core.slot_offsets(session.record.number, lease_id)
         lease = self._core.leases.get(session.record.engine_id, lease_id)
@@ -71,7 +76,11 @@ class InPlace:
         if lease.released or self._core.leases.get(lease.engine_id, lease.lease_id) is not lease:
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
-                f"lease_id {lease.lease_id!r} was released or has expired while its blocks were compared; acquire again",
+                (
+                    f"lease_id {lease.lease_id!r} was released or has expired while its blocks "
+                    "were "
+                    "compared; acquire again"
+                ),
             )
         return _granted(lease, self._core.slot_offsets(session.record.number, lease.lease_id))
 
@@ -81,4 +90,8 @@ class InPlace:
 
 
 def _granted(lease: ReadLease, offsets: tuple[NDArray[np.int64], ...]) -> InPlaceGrant:
-    return InPlaceGrant(tuple(found >= 0 for found in offsets), offsets, max(0.0, lease.expires_s - time.monotonic()))
+    return InPlaceGrant(
+        tuple(found >= 0 for found in offsets),
+        offsets,
+        max(0.0, lease.expires_s - time.monotonic()),
+    )

@@ -1,7 +1,8 @@
 """How late the event loop is, and what it was at when it was latest.
 
-A call of its own, due every TICK_S, measures: what it comes late by, everybody's calls have waited. A thread looks at the loop when it is
-late for long, and notes which function of hotkv it is in. Kept for WINDOW_S.
+A call of its own, due every TICK_S, measures: what it comes late by, everybody's calls have waited.
+A thread looks at the loop when it is late for long, and notes which function of hotkv it is in.
+Kept for WINDOW_S.
 """
 
 import asyncio
@@ -22,7 +23,8 @@ HELD_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Of the last WINDOW_S, in seconds. `held_by`: function in which the loop was seen when it was latest; empty where nobody looked."""
+    """Of the last WINDOW_S, in seconds. `held_by`: function in which the loop was seen when it was
+    latest; empty where nobody looked."""
 
     p50_s: float
     p99_s: float
@@ -85,11 +87,16 @@ class LoopLag:
 
 
 def _function_of(frame: FrameType | None) -> str:
-    """Which function of hotkv's runs in a frame, as module:name; whatever runs where it is none of hotkv's."""
+    """Which function of hotkv's runs in a frame, as module:name; whatever runs where it is none of
+    hotkv's."""
     innermost = frame
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("hotkv"):
             return f"{module}:{frame.f_code.co_name}"
         frame = frame.f_back
-    return "" if innermost is None else f"{innermost.f_globals.get('__name__', '')}:{innermost.f_code.co_name}"
+    return (
+        ""
+        if innermost is None
+        else f"{innermost.f_globals.get('__name__', '')}:{innermost.f_code.co_name}"
+    )

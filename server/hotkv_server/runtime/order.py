@@ -1,10 +1,12 @@
-"""Device order on the server's side: what tells that an engine's device has passed a mark (`hotkv.order`).
+"""Device order on the server's side: what tells that an engine's device has passed a mark
+(`hotkv.order`).
 
-Always true: no stream of this server waits for a mark. A device serialises much that this process does (closing memory, loading kernels)
-behind all of its streams, so a stream that waited for an engine which never gets there would hold up everybody. Marks are asked for
-instead: events by query; words in a file by reading them; words in device memory by copying all of them, at most 4 KiB, to the host, one
-copy at a time and only while somebody asks. A mark that is never reached holds nobody but its own transfer, and nothing is ever written
-into an engine's memory.
+Always true: no stream of this server waits for a mark. A device serialises much that this process
+does (closing memory, loading kernels) behind all of its streams, so a stream that waited for an
+engine which never gets there would hold up everybody. Marks are asked for instead: events by query;
+words in a file by reading them; words in device memory by copying all of them, at most 4 KiB, to
+the host, one copy at a time and only while somebody asks. A mark that is never reached holds nobody
+but its own transfer, and nothing is ever written into an engine's memory.
 """
 
 import ctypes
@@ -16,7 +18,14 @@ from typing import Protocol
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.layout import Layout
-from hotkv.order import EVENT_HANDLE_BYTES, MAX_MARKS, DeviceMark, DeviceOrder, OrderKind, has_reached
+from hotkv.order import (
+    EVENT_HANDLE_BYTES,
+    MAX_MARKS,
+    DeviceMark,
+    DeviceOrder,
+    OrderKind,
+    has_reached,
+)
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Event
 from hotkv_server.memory.mapping import FileMapping
@@ -103,7 +112,8 @@ class FileWords:
 
 
 class DeviceWords:
-    """Words in device memory, read through a copy of them in host memory that is as old as the last question."""
+    """Words in device memory, read through a copy of them in host memory that is as old as the last
+    question."""
 
     kind = OrderKind.FLAGS
 
@@ -133,15 +143,21 @@ class DeviceWords:
                 raise DeviceError("the session's words are closed")
             if self._reading and self._runtime.passed(self._queue.event):
                 self._reading = False
-            # While they are read a word is the old or the new one, and both are true: words only count up.
-            if has_reached(ctypes.c_uint32.from_address(self._landing + mark.index * WORD_BYTES).value, mark.value):
+            # While they are read a word is the old or the new one, and both are true: words only
+            # count up.
+            if has_reached(
+                ctypes.c_uint32.from_address(self._landing + mark.index * WORD_BYTES).value,
+                mark.value,
+            ):
                 return True
             if not self._reading:
                 self._read(self._queue)
             return False
 
     def _read(self, queue: Queue) -> None:
-        self._runtime.copy(queue.stream, self._landing, self._region.address, self.num_marks * WORD_BYTES)
+        self._runtime.copy(
+            queue.stream, self._landing, self._region.address, self.num_marks * WORD_BYTES
+        )
         self._reading = True
         self._runtime.record(queue.event, queue.stream)
 
@@ -161,7 +177,8 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """How marks of a session are made: `marks` is None for HOST. `message`: why no more was taken of what was offered."""
+    """How marks of a session are made: `marks` is None for HOST. `message`: why no more was taken
+    of what was offered."""
 
     marks: Marks | None = None
     message: str = ""
@@ -174,14 +191,25 @@ class SessionOrder:
         """What holds a transfer until the mark. Raises INVALID_FIELD."""
         if self.marks is None:
             raise HotKVError(
-                Reason.INVALID_FIELD, "after: this session has no device order (HOST); send the transfer when its mark has passed"
+                Reason.INVALID_FIELD,
+                (
+                    "after: this session has no device order (HOST); send the transfer when its "
+                    "mark "
+                    "has passed"
+                ),
             )
         if not 0 <= mark.index < self.marks.num_marks:
             raise HotKVError(
-                Reason.INVALID_FIELD, f"after.index is {mark.index}; this session has {self.marks.num_marks} marks, counted from 0"
+                Reason.INVALID_FIELD,
+                (
+                    f"after.index is {mark.index}; this session has {self.marks.num_marks} marks, "
+                    "counted from 0"
+                ),
             )
         if not 0 <= mark.value < 1 << 32:
-            raise HotKVError(Reason.INVALID_FIELD, f"after.value is {mark.value}; it must be a number of 32 bits")
+            raise HotKVError(
+                Reason.INVALID_FIELD, f"after.value is {mark.value}; it must be a number of 32 bits"
+            )
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:
@@ -191,7 +219,8 @@ class SessionOrder:
 
 
 class MarkGate:
-    """Gate of one transfer, for copy engines. `on_released`: called from any thread, when nobody asks any more."""
+    """Gate of one transfer, for copy engines. `on_released`: called from any thread, when nobody
+    asks any more."""
 
     def __init__(self, marks: Marks, mark: DeviceMark, on_released: Callable[[], None]) -> None:
         self._marks = marks
@@ -213,32 +242,49 @@ def check_order(offer: DeviceOrder, layout: Layout) -> None:
     if offer.device_uuid and len(offer.device_uuid) != 16:
         raise ValueError(f"device_uuid has {len(offer.device_uuid)} bytes; it must have 16")
     if len(offer.event_handles) > MAX_MARKS:
-        raise ValueError(f"event_handles has {len(offer.event_handles)} entries; at most {MAX_MARKS} are supported")
+        raise ValueError(
+            f"event_handles has {len(offer.event_handles)} entries; at most {MAX_MARKS} are "
+            "supported"
+        )
     if offer.event_handles and not offer.device_uuid:
         raise ValueError("device_uuid is empty; events need it")
     for index, handle in enumerate(offer.event_handles):
         if len(handle) != EVENT_HANDLE_BYTES:
-            raise ValueError(f"event_handles[{index}] has {len(handle)} bytes; it must have {EVENT_HANDLE_BYTES}")
+            raise ValueError(
+                f"event_handles[{index}] has {len(handle)} bytes; it must have {EVENT_HANDLE_BYTES}"
+            )
     if not offer.flags_handle_id:
         if offer.num_flags:
             raise ValueError(f"flag_count is {offer.num_flags} without flags_handle_id")
         return
     if not 0 < offer.num_flags <= MAX_MARKS:
         raise ValueError(f"flag_count is {offer.num_flags}; allowed are 1 to {MAX_MARKS}")
-    memory = next((handle for handle in layout.handles if handle.handle_id == offer.flags_handle_id), None)
+    memory = next(
+        (handle for handle in layout.handles if handle.handle_id == offer.flags_handle_id), None
+    )
     if memory is None:
-        raise ValueError(f"flags_handle_id is {offer.flags_handle_id!r}, which is not among the layout's handles")
+        raise ValueError(
+            f"flags_handle_id is {offer.flags_handle_id!r}, which is not among the layout's handles"
+        )
     if memory.base_offset_bytes % WORD_BYTES or offer.num_flags * WORD_BYTES > memory.num_bytes:
         raise ValueError(
-            f"flags_handle_id: {memory.handle_id!r} has {memory.num_bytes} bytes from {memory.base_offset_bytes} on; {offer.num_flags} "
+            f"flags_handle_id: {memory.handle_id!r} has {memory.num_bytes} bytes from "
+            f"{memory.base_offset_bytes} on; {offer.num_flags} "
             f"words need {offer.num_flags * WORD_BYTES}, at a multiple of {WORD_BYTES}"
         )
 
 
-def open_order(offer: DeviceOrder, devices: Devices, mappings: dict[str, FileMapping], regions: dict[str, Region]) -> SessionOrder:
-    """Takes of a checked offer what works: words, else events, else nothing. Blocks; never raises for what does not work.
+def open_order(
+    offer: DeviceOrder,
+    devices: Devices,
+    mappings: dict[str, FileMapping],
+    regions: dict[str, Region],
+) -> SessionOrder:
+    """Takes of a checked offer what works: words, else events, else nothing. Blocks; never raises
+    for what does not work.
 
-    Words first, since only the engine's queue writes them: what an event says when the engine that made it has died is not documented.
+    Words first, since only the engine's queue writes them: what an event says when the engine that
+    made it has died is not documented.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:
@@ -253,8 +299,13 @@ def open_order(offer: DeviceOrder, devices: Devices, mappings: dict[str, FileMap
             reasons.append(f"words can't be read ({error})")
     if offer.event_handles:
         try:
-            marks = EventMarks(devices.runtime, devices.find(offer.device_uuid), offer.event_handles)
+            marks = EventMarks(
+                devices.runtime, devices.find(offer.device_uuid), offer.event_handles
+            )
             return SessionOrder(marks, "; ".join(reasons))
         except (DeviceError, ValueError) as error:
-            reasons.append(f"events don't work here ({error}); containers need one PID and IPC namespace (hostPID, hostIPC)")
+            reasons.append(
+                f"events don't work here ({error}); containers need one PID and IPC namespace "
+                "(hostPID, hostIPC)"
+            )
     return SessionOrder(None, "; ".join(reasons))

@@ -1,7 +1,7 @@
 """What engines report of the requests they have scheduled.
 
-A report names the prompt by its hashes, never by its tokens. Which blocks a device hit used follows from the hit rule, so that engines
-need not send hashes per group.
+A report names the prompt by its hashes, never by its tokens. Which blocks a device hit used follows
+from the hit rule, so that engines need not send hashes per group.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from hotkv_server.core.values import HashList
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One scheduled request. `hashes` [n, 8] words: of the prompt, one for each full hash block. See `hotkv.v1.RequestReport`."""
+    """One scheduled request. `hashes` [n, 8] words: of the prompt, one for each full hash block.
+    See `hotkv.v1.RequestReport`."""
 
     hashes: Words
     prompt_tokens: int
@@ -28,29 +29,38 @@ class Report:
     retention: Retention
 
     def check(self, key_space: KeySpace, max_blocks: int) -> None:
-        """Raises INVALID_FIELD where the numbers contradict each other, TOO_LARGE for more than `max_blocks` hashes."""
+        """Raises INVALID_FIELD where the numbers contradict each other, TOO_LARGE for more than
+        `max_blocks` hashes."""
         if len(self.hashes) > max_blocks:
-            raise HotKVError(Reason.TOO_LARGE, f"requests.hashes has {len(self.hashes)} hashes; at most {max_blocks} are accepted")
+            raise HotKVError(
+                Reason.TOO_LARGE,
+                f"requests.hashes has {len(self.hashes)} hashes; at most {max_blocks} are accepted",
+            )
         if len(self.hashes) * key_space.hash_block_tokens > self.prompt_tokens:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"requests.hashes has {len(self.hashes)} hashes of {key_space.hash_block_tokens} tokens each; "
+                f"requests.hashes has {len(self.hashes)} hashes of {key_space.hash_block_tokens} "
+                "tokens each; "
                 f"prompt_token_count is {self.prompt_tokens}",
             )
         if not 0 <= self.device_hit_tokens <= self.hit_tokens <= self.prompt_tokens:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"requests: device_hit_token_count {self.device_hit_tokens}, hit_token_count {self.hit_tokens} and "
+                f"requests: device_hit_token_count {self.device_hit_tokens}, hit_token_count "
+                f"{self.hit_tokens} and "
                 f"prompt_token_count {self.prompt_tokens} must rise in this order, from 0",
             )
 
     def used_blocks(self, key_space: KeySpace) -> list[HashList]:
-        """Per group, the blocks that the device hit needed; with a retention, all blocks of the prompt."""
+        """Per group, the blocks that the device hit needed; with a retention, all blocks of the
+        prompt."""
         lists, needs = [], needed_blocks(key_space.groups, self.device_hit_tokens)
         for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
             step = group.block_tokens // key_space.hash_block_tokens
             hashes = np.ascontiguousarray(self.hashes[step - 1 :: step])
-            chosen = hashes if self.retention != NO_RETENTION else hashes[needed.start : needed.stop]
+            chosen = (
+                hashes if self.retention != NO_RETENTION else hashes[needed.start : needed.stop]
+            )
             if len(chosen):
                 lists.append(HashList(index, chosen))
         return lists

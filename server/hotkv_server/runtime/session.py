@@ -1,6 +1,7 @@
 """A live session: its secret id, its memory, its transfers, and the messages waiting for it.
 
-Always true: the outbox is bounded; a session that does not read is closed, and nobody else waits for it.
+Always true: the outbox is bounded; a session that does not read is closed, and nobody else waits
+for it.
 """
 
 import asyncio
@@ -19,7 +20,9 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.runtime.engine_memory import EngineMemory
 
 OUTBOX_MESSAGES = 4096
-UNREAD = HotKVError(Reason.OVERLOADED, "the client does not read what it is sent; the session is closed")
+UNREAD = HotKVError(
+    Reason.OVERLOADED, "the client does not read what it is sent; the session is closed"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ Notice = EvictionNotice | Drain
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """`secret_id` opens unary calls and the descriptor socket to its holder; `on_end` ends the stream, given why."""
+    """`secret_id` opens unary calls and the descriptor socket to its holder; `on_end` ends the
+    stream, given why."""
 
     record: SessionRecord
     secret_id: str
@@ -63,7 +67,10 @@ class LiveSession:
     stored_bytes: int = 0
 
     def __repr__(self) -> str:
-        return f"LiveSession({self.record.number}, {self.record.engine_id!r}, {self.record.role}, {len(self.jobs)} transfers)"
+        return (
+            f"LiveSession({self.record.number}, {self.record.engine_id!r}, "
+            f"{self.record.role}, {len(self.jobs)} transfers)"
+        )
 
     @property
     def name(self) -> str:
@@ -76,7 +83,8 @@ class LiveSession:
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
-        """The core's index of a group as this session names it: the representations that it declares come after the key space's groups.
+        """The core's index of a group as this session names it: the representations that it
+        declares come after the key space's groups.
 
         Raises INVALID_FIELD; what is negative is for the core to refuse.
         """
@@ -86,7 +94,11 @@ class LiveSession:
         if named - num_groups >= len(kinds):
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"group_index is {named}; this key space has {num_groups} groups and the session declares {len(kinds)} representations",
+                (
+                    f"group_index is {named}; this key space has {num_groups} groups and the "
+                    "session "
+                    f"declares {len(kinds)} representations"
+                ),
             )
         return kinds[named - num_groups]
 
@@ -109,19 +121,24 @@ class LiveSession:
             self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Takes over a descriptor that came over the descriptor socket, also where it raises: DUPLICATE_ID for a handle that has come
-        before, ValueError for a fence that is too short, OSError for one that can't be mapped.
+        """Takes over a descriptor that came over the descriptor socket, also where it raises:
+        DUPLICATE_ID for a handle that has come before, ValueError for a fence that is too short,
+        OSError for one that can't be mapped.
         """
         if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
-            raise HotKVError(Reason.DUPLICATE_ID, f"handle_ids: a descriptor for {handle_id!r} has come before; open another session")
+            raise HotKVError(
+                Reason.DUPLICATE_ID,
+                f"handle_ids: a descriptor for {handle_id!r} has come before; open another session",
+            )
         if handle_id == FENCE_HANDLE:
             self.fence = FileMapping(fd, FENCE_WORDS * 4, handle_id, on_cut=self.cancel_transfers)
         else:
             self.received_fds[handle_id] = fd
 
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes descriptors that have come with a link that failed in the end, before anything was made of them."""
+        """Closes descriptors that have come with a link that failed in the end, before anything was
+        made of them."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()
@@ -135,31 +152,41 @@ class LiveSession:
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises unless a store with this fence index can be revoked, or says by 0 that it need not be."""
+        """Raises unless a store with this fence index can be revoked, or says by 0 that it need not
+        be."""
         if not 0 <= fence_index < FENCE_WORDS:
-            raise HotKVError(Reason.INVALID_FIELD, f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}",
+            )
         if fence_index and self.fence is None:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"fence_index is {fence_index}, but this session has linked no fence, so that the store could not be revoked; send the "
-                f"page's descriptor as {FENCE_HANDLE!r} with the link, or 0 for a store that is never revoked",
+                f"fence_index is {fence_index}, but this session has linked no fence, so that "
+                "the store could not be revoked; send the "
+                f"page's descriptor as {FENCE_HANDLE!r} with the link, or 0 for a store that is "
+                "never revoked",
             )
         if fence_index and self.fence is not None and not self.fence.is_whole():
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"fence_index is {fence_index}, but the file of the fence is shorter than its {FENCE_WORDS * 4} bytes by now; "
+                f"fence_index is {fence_index}, but the file of the fence is shorter than its "
+                f"{FENCE_WORDS * 4} bytes by now; "
                 "open another session with a whole one",
             )
 
     def is_revoked(self, fence_index: int) -> bool:
-        """Whether the engine has taken its blocks back, or could not have said so. Asked after a copy and before its commit: none keeps
-        overwritten bytes.
+        """Whether the engine has taken its blocks back, or could not have said so. Asked after a
+        copy and before its commit: none keeps overwritten bytes.
         """
         if not fence_index:
             return False
         if self.fence is None:
             return True
-        return not self.fence.is_whole() or ctypes.c_uint32.from_address(self.fence.address + 4 * fence_index).value != 0
+        return (
+            not self.fence.is_whole()
+            or ctypes.c_uint32.from_address(self.fence.address + 4 * fence_index).value != 0
+        )
 
     def release_memory(self) -> None:
         """Unmaps its memory, closes descriptors that were never registered, and ends the link."""

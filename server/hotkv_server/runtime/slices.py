@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
-    """What the steps of each slice gave, and whether more come: at least one slice. The caller goes on before others are served."""
+    """What the steps of each slice gave, and whether more come: at least one slice. The caller goes
+    on before others are served."""
     has_more = True
     taken: list[T]
     while has_more:

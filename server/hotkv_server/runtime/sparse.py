@@ -1,8 +1,10 @@
-"""Sparse decode on behalf of engines: their sequences, what they report, and selections for those that can't map the arena.
+"""Sparse decode on behalf of engines: their sequences, what they report, and selections for those
+that can't map the arena.
 
-Always true: what a selection reads is pinned until it has ended, as for a load; selections run on threads of their own, those of one
-sequence one after the other, and everything else on the event loop; what engines report is bounded, and what they report of unknown
-sequences is ignored and counted.
+Always true: what a selection reads is pinned until it has ended, as for a load; selections run on
+threads of their own, those of one sequence one after the other, and everything else on the event
+loop; what engines report is bounded, and what they report of unknown sequences is ignored and
+counted.
 """
 
 import asyncio
@@ -64,7 +66,11 @@ class SparseDecode:
         self._core = core
         self._arena = arena
         self._verifier = verifier
-        self.sequences = SequenceBook(MAX_SEQUENCES, core.config.max_blocks_per_call // 2, Account(core.client_memory, HASH_BYTES))
+        self.sequences = SequenceBook(
+            MAX_SEQUENCES,
+            core.config.max_blocks_per_call // 2,
+            Account(core.client_memory, HASH_BYTES),
+        )
         self.remembered = RememberedHotSets(REMEMBERED_BYTES)
         self.figures = LayerFigures()
         self.counters = SparseCounters()
@@ -74,7 +80,9 @@ class SparseDecode:
         self._running: dict[asyncio.Task[Selected], float] = {}
 
     def __repr__(self) -> str:
-        return f"SparseDecode({self.sequences!r}, {self.remembered!r}, {self.num_selects} selections)"
+        return (
+            f"SparseDecode({self.sequences!r}, {self.remembered!r}, {self.num_selects} selections)"
+        )
 
     @property
     def num_selects(self) -> int:
@@ -91,11 +99,20 @@ class SparseDecode:
 
     # Sequences
 
-    def create(self, session: LiveSession, sequence_id: str, group_index: int, hashes: Words, spec: SelectSpec | None) -> Created:
+    def create(
+        self,
+        session: LiveSession,
+        sequence_id: str,
+        group_index: int,
+        hashes: Words,
+        spec: SelectSpec | None,
+    ) -> Created:
         """A sequence over these blocks. The same call again finds the same sequence."""
         key_space_id = session.record.key_space_id
         owner = self._core.owner(session.record)
-        sequence, is_new = self.sequences.create(session.record.number, sequence_id, group_index, hashes, spec, owner)
+        sequence, is_new = self.sequences.create(
+            session.record.number, sequence_id, group_index, hashes, spec, owner
+        )
         if is_new and spec is not None:
             try:
                 self._cover(session, sequence)
@@ -108,8 +125,11 @@ class SparseDecode:
         self.counters.recalled_hot_sets += is_new and len(recalled.hot_sets) > 0
         return Created(sequence, recalled)
 
-    def append(self, session: LiveSession, sequence_id: str, first_position: int, hashes: Words) -> LiveSequence:
-        """The sequence with these blocks as well; where the server selects, under a lease on all that is ready now.
+    def append(
+        self, session: LiveSession, sequence_id: str, first_position: int, hashes: Words
+    ) -> LiveSequence:
+        """The sequence with these blocks as well; where the server selects, under a lease on all
+        that is ready now.
 
         A server that drains grants no new lease, so the old one stays.
         """
@@ -119,7 +139,8 @@ class SparseDecode:
         return sequence
 
     async def delete(self, session: LiveSession, sequence_id: str, hot_sets: HotSets) -> bool:
-        """Ends a sequence; remembers its hot sets, the server's own where it kept some. False where there is none."""
+        """Ends a sequence; remembers its hot sets, the server's own where it kept some. False where
+        there is none."""
         sequence = self.sequences.pop(session.record.number, sequence_id)
         if sequence is None:
             return False
@@ -133,28 +154,45 @@ class SparseDecode:
             kept = {at: hot.recency() for at, hot in sequence.hot_sets.items()}
         key_space_id = session.record.key_space_id
         tenant = self._core.space.tenants.number(key_space_id)
-        self.remembered.remember(key_space_id, sequence.group_index, sequence.hashes, {**kept, **hot_sets}, tenant)
+        self.remembered.remember(
+            key_space_id, sequence.group_index, sequence.hashes, {**kept, **hot_sets}, tenant
+        )
         return True
 
     def close_session(self, session: LiveSession, *, is_last: bool) -> None:
-        """Ends the session's sequences, and the figures of its engine where it was the engine's last."""
+        """Ends the session's sequences, and the figures of its engine where it was the engine's
+        last."""
         self.sequences.drop_session(session.record.number)
         if is_last:
             self.figures.drop(session.record.engine_id)
 
     def _cover(self, session: LiveSession, sequence: LiveSequence) -> None:
-        """Leases the leading blocks that are ready with their representations, in place of the lease before."""
+        """Leases the leading blocks that are ready with their representations, in place of the
+        lease before."""
         assert sequence.spec is not None, "nothing is leased where the engine selects"
         number, key_space_id = session.record.number, session.record.key_space_id
         if sequence.lease_id:
             self._core.release(number, sequence.lease_id)
-        sequence.lease_id, sequence.entries, sequence.slots = "", np.empty(0, np.uint32), np.empty(0, np.int64)
+        sequence.lease_id, sequence.entries, sequence.slots = (
+            "",
+            np.empty(0, np.uint32),
+            np.empty(0, np.int64),
+        )
         groups = (sequence.spec.representation_group, sequence.group_index)
-        found = [table.is_ready(self._core.space.index.find(key_space_id, group, sequence.hashes)) for group in groups]
+        found = [
+            table.is_ready(self._core.space.index.find(key_space_id, group, sequence.hashes))
+            for group in groups
+        ]
         count = _leading(found)
         while count:
             lease_id = f"sequence-{secrets.token_hex(8)}"
-            grant = self._core.acquire(number, lease_id, [HashList(g, sequence.hashes[:count]) for g in groups], 0, time.monotonic())
+            grant = self._core.acquire(
+                number,
+                lease_id,
+                [HashList(g, sequence.hashes[:count]) for g in groups],
+                0,
+                time.monotonic(),
+            )
             if _leading(grant.pinned) == count:
                 lease = self._core.leases.get(session.record.engine_id, lease_id)
                 assert isinstance(lease, ReadLease), "the lease was granted"
@@ -167,8 +205,11 @@ class SparseDecode:
 
     # Reports
 
-    def report(self, session: LiveSession, used: Mapping[str, I32], layers: Sequence[LayerGrowth]) -> None:
-        """Notes what an engine's step did: positions of blocks by sequence, and growth of counters."""
+    def report(
+        self, session: LiveSession, used: Mapping[str, I32], layers: Sequence[LayerGrowth]
+    ) -> None:
+        """Notes what an engine's step did: positions of blocks by sequence, and growth of
+        counters."""
         now_s = time.monotonic()
         self.counters.reports += 1
         for growth in layers:
@@ -181,10 +222,15 @@ class SparseDecode:
                 self._count_used(session, sequence, sequence.use(positions, now_s))
 
     def _count_used(self, session: LiveSession, sequence: LiveSequence, positions: I32) -> None:
-        """A sequence uses the blocks at these positions, and is likely to want them again: they count for hotness."""
+        """A sequence uses the blocks at these positions, and is likely to want them again: they
+        count for hotness."""
         if len(positions):
             self.counters.used_blocks += len(positions)
-            self._core.touch(session.record.number, [HashList(sequence.group_index, sequence.hashes[positions])], time.monotonic())
+            self._core.touch(
+                session.record.number,
+                [HashList(sequence.group_index, sequence.hashes[positions])],
+                time.monotonic(),
+            )
 
     # Selections
 
@@ -192,14 +238,24 @@ class SparseDecode:
         """How the server selects for a sequence. Raises INVALID_FIELD where it does not."""
         spec = self.sequences.get(session.record.number, sequence_id).spec
         if spec is None:
-            raise HotKVError(Reason.INVALID_FIELD, f"sequence_id {sequence_id!r} was created without select; create one with it")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"sequence_id {sequence_id!r} was created without select; create one with it",
+            )
         return spec
 
-    async def select(self, session: LiveSession, sequence_id: str, request: SelectRequest) -> Selected:
+    async def select(
+        self, session: LiveSession, sequence_id: str, request: SelectRequest
+    ) -> Selected:
         """Selects for one layer of a sequence; answers when nothing is read any more."""
         if len(self._running) >= MAX_SELECTS:
-            raise HotKVError(Reason.OVERLOADED, f"{MAX_SELECTS} selections are waiting; send fewer at a time")
-        sequence, spec = self.sequences.get(session.record.number, sequence_id), self.spec(session, sequence_id)
+            raise HotKVError(
+                Reason.OVERLOADED, f"{MAX_SELECTS} selections are waiting; send fewer at a time"
+            )
+        sequence, spec = (
+            self.sequences.get(session.record.number, sequence_id),
+            self.spec(session, sequence_id),
+        )
         began_s = time.perf_counter()
         # Shielded: a client that goes away does not cut short what reads the arena.
         task = asyncio.create_task(self._select(session, sequence, spec, request))
@@ -217,7 +273,9 @@ class SparseDecode:
         task.add_done_callback(ended)
         return await asyncio.shield(task)
 
-    async def _select(self, session: LiveSession, sequence: LiveSequence, spec: SelectSpec, request: SelectRequest) -> Selected:
+    async def _select(
+        self, session: LiveSession, sequence: LiveSequence, spec: SelectSpec, request: SelectRequest
+    ) -> Selected:
         async with sequence.lock:
             slots = sequence.slots
             where = check_request(spec, request, len(slots))
@@ -226,36 +284,53 @@ class SparseDecode:
                 await self._verify(sequence)
                 hot = sequence.hot_set(spec, request.layer, request.shard)
                 loop = asyncio.get_running_loop()
-                selected = await loop.run_in_executor(self._threads, select, spec, self._arena, slots, request, where, hot)
+                selected = await loop.run_in_executor(
+                    self._threads, select, spec, self._arena, slots, request, where, hot
+                )
             finally:
                 if transfer_id:
                     self._core.end_load(session.record.number, transfer_id, True)
         if not session.closing:
-            self._count_used(session, sequence, sequence.use(selected.selection.blocks, time.monotonic()))
+            self._count_used(
+                session, sequence, sequence.use(selected.selection.blocks, time.monotonic())
+            )
         return selected
 
     def _begin(self, session: LiveSession, sequence: LiveSequence) -> str:
-        """Keeps what is under the sequence's lease until the transfer with the id returned ends; no id where nothing is leased."""
+        """Keeps what is under the sequence's lease until the transfer with the id returned ends; no
+        id where nothing is leased."""
         if session.closing:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
         if not sequence.lease_id:
             return ""
         engine_id, config = session.record.engine_id, self._core.config
-        if self._core.leases.renew(engine_id, sequence.lease_id, time.monotonic() + config.lease_ttl_s) is None:
+        if (
+            self._core.leases.renew(
+                engine_id, sequence.lease_id, time.monotonic() + config.lease_ttl_s
+            )
+            is None
+        ):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
-                f"sequence_id {sequence.sequence_id!r}: its lease has ended; append its blocks again, or none, for a new one",
+                (
+                    f"sequence_id {sequence.sequence_id!r}: its lease has ended; append its blocks "
+                    "again, or none, for a new one"
+                ),
             )
         transfer_id = f"select-{secrets.token_hex(8)}"
         self._core.begin_load(session.record.number, transfer_id, sequence.lease_id, [])
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares representations that came back from an old server, as a load does, before any is read; nothing to do, as a rule."""
+        """Compares representations that came back from an old server, as a load does, before any is
+        read; nothing to do, as a rule."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
-                f"sequence_id {sequence.sequence_id!r}: a representation's bytes are not those that were stored; append its blocks again",
+                (
+                    f"sequence_id {sequence.sequence_id!r}: a representation's bytes are not those "
+                    "that were stored; append its blocks again"
+                ),
             )
 
 

@@ -60,8 +60,14 @@ def counters(node: Node) -> dict[str, float]:
     publisher = node.events.publisher
     values["events_published_total"] = float(publisher.published_events) if publisher else 0.0
     values["events_lost_total"] = float(publisher.lost_events) if publisher else 0.0
-    values.update((f"reported_{name}_total", float(value)) for name, value in asdict(node.report_counters).items())
-    values.update((f"sparse_{name}_total", float(value)) for name, value in asdict(node.sparse.counters).items())
+    values.update(
+        (f"reported_{name}_total", float(value))
+        for name, value in asdict(node.report_counters).items()
+    )
+    values.update(
+        (f"sparse_{name}_total", float(value))
+        for name, value in asdict(node.sparse.counters).items()
+    )
     return values
 
 
@@ -97,7 +103,9 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "draining": float(node.core.draining),
         "held_bytes": float(node.core.holds.held_bytes),
         "held_budget_bytes": float(node.core.holds.budget_bytes),
-        "events_queued_bytes": float(node.events.publisher.queued_bytes if node.events.publisher else 0),
+        "events_queued_bytes": float(
+            node.events.publisher.queued_bytes if node.events.publisher else 0
+        ),
         "event_readers": float(len(node.events.feeds)),
         "request_watchers": float(len(node.watched)),
         "sparse_sequences": float(len(node.sparse.sequences)),
@@ -105,6 +113,8 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "sparse_selects_in_flight": float(node.sparse.num_selects),
         "sparse_remembered_contexts": float(len(node.sparse.remembered)),
         "sparse_remembered_bytes": float(node.sparse.remembered.num_bytes),
-        "notices_queued": float(max((s.notices.qsize() for s in node.sessions.values()), default=0)),
+        "notices_queued": float(
+            max((s.notices.qsize() for s in node.sessions.values()), default=0)
+        ),
         **{f"eviction_{name}": value for name, value in node.core.space.policy.figures().items()},
     }

@@ -1,4 +1,5 @@
-"""A new server over what an old one left: its key spaces, then its blocks, then a look at their bytes."""
+"""A new server over what an old one left: its key spaces, then its blocks, then a look at their
+bytes."""
 
 import logging
 import time
@@ -18,10 +19,14 @@ from hotkv_server.runtime.verify import Verifier
 log = logging.getLogger(__name__)
 
 
-def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None) -> None:
-    """Fills an empty core with what `memory` found, if anything. Raises OSError where the files can't be written.
+def take_over(
+    core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
+) -> None:
+    """Fills an empty core with what `memory` found, if anything. Raises OSError where the files
+    can't be written.
 
-    Compares bytes for `check_s` at most; None: nothing is ever compared, and so everything is trusted.
+    Compares bytes for `check_s` at most; None: nothing is ever compared, and so everything is
+    trusted.
     """
     core.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
     core.back_entries(memory.records.num_entries)
@@ -33,10 +38,21 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
         numbers: dict[int, int] = {}
         for known in left.state.key_spaces:
             try:
-                numbers[known.number] = core.catalog.register(known.key_space, known.representations, began_s)[0]
+                numbers[known.number] = core.catalog.register(
+                    known.key_space, known.representations, began_s
+                )[0]
             except HotKVError as error:
-                log.warning("key space dropped number=%d model=%r reason=%r", known.number, known.key_space.model, error.message)
-        num_ready = int(np.count_nonzero(left.table.records[:, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY))
+                log.warning(
+                    "key space dropped number=%d model=%r reason=%r",
+                    known.number,
+                    known.key_space.model,
+                    error.message,
+                )
+        num_ready = int(
+            np.count_nonzero(
+                left.table.records[:, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY
+            )
+        )
         memory.records.back(num_ready)
         core.back_entries(memory.records.num_entries)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s)
@@ -55,7 +71,8 @@ def take_over(core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: 
 
 
 def _bring_in_claimed(pool: SlabPool, memory: NodeMemory) -> None:
-    """Brings in slabs beyond what is filled in which blocks came back: stores may use the rest of them at once. Raises OSError.
+    """Brings in slabs beyond what is filled in which blocks came back: stores may use the rest of
+    them at once. Raises OSError.
 
     There are none unless the old server ran with `arena.prefault` off.
     """
@@ -66,21 +83,32 @@ def _bring_in_claimed(pool: SlabPool, memory: NodeMemory) -> None:
 
 
 def _log(restored: Restored, verifier: Verifier, num_later: int, took_s: float) -> None:
+    dropped = (f"{why.replace(' ', '_')}:{count}" for why, count in restored.dropped.items())
     log.info(
-        "restored blocks=%d representations=%d verified=%d condemned=%d unverified=%d dropped=%s took_s=%.2f",
-        restored.blocks, restored.representations, verifier.verified_blocks, verifier.condemned_blocks, num_later,
-        ",".join(f"{reason.replace(' ', '_')}:{count}" for reason, count in restored.dropped.items()) or "0", took_s,
-    )  # fmt: skip
+        "restored blocks=%d representations=%d verified=%d condemned=%d unverified=%d dropped=%s "
+        "took_s=%.2f",
+        restored.blocks,
+        restored.representations,
+        verifier.verified_blocks,
+        verifier.condemned_blocks,
+        num_later,
+        ",".join(dropped) or "0",
+        took_s,
+    )
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
     """What must outlive the server for its blocks to be understood."""
-    known = (KnownKeySpace(number, record.key_space, record.representations) for number, record in sorted(core.key_spaces.items()))
+    known = (
+        KnownKeySpace(number, record.key_space, record.representations)
+        for number, record in sorted(core.key_spaces.items())
+    )
     return ServerState(slab_bytes, tuple(known))
 
 
 class UseNotes:
-    """When blocks were last used, for the next server: taken down a part at a time, so that no turn of the event loop is long."""
+    """When blocks were last used, for the next server: taken down a part at a time, so that no turn
+    of the event loop is long."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -88,13 +116,17 @@ class UseNotes:
         self._used_s = np.empty(0, np.float64)
 
     def take(self, num_parts: int) -> NDArray[np.float64] | None:
-        """Another of `num_parts` parts; with the last one all of it, float64 by entry number, nan for what is no ready block."""
+        """Another of `num_parts` parts; with the last one all of it, float64 by entry number, nan
+        for what is no ready block."""
         index = self._core.space.index
         if not self._turn:
             # Not filled in advance: it can have hundreds of megabytes.
             self._used_s = np.empty(index.num_numbers, np.float64)
         length = -(-len(self._used_s) // num_parts)
-        first, end = min(self._turn * length, len(self._used_s)), min((self._turn + 1) * length, len(self._used_s))
+        first, end = (
+            min(self._turn * length, len(self._used_s)),
+            min((self._turn + 1) * length, len(self._used_s)),
+        )
         self._used_s[first:end] = np.nan
         entries = index.ready_blocks(0, first, end)
         self._used_s[entries] = self._core.space.policy.last_used_s(entries)

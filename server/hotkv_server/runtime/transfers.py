@@ -1,7 +1,8 @@
 """Loads and stores: from a call to the last byte, and to the answer.
 
-Always true: a transfer's answer comes only when nothing touches its memory any more; what a store wrote is kept only if its blocks were the
-engine's own until then, and what a load read had been compared. Runs on the event loop; bytes are moved by the copy engine's threads.
+Always true: a transfer's answer comes only when nothing touches its memory any more; what a store
+wrote is kept only if its blocks were the engine's own until then, and what a load read had been
+compared. Runs on the event loop; bytes are moved by the copy engine's threads.
 """
 
 import asyncio
@@ -36,10 +37,12 @@ from hotkv_server.runtime.verify import Verifier
 log = logging.getLogger(__name__)
 
 MAX_TRANSFERS_OF_SESSION = 2048
-"""In flight at a time. Besides, a session begins none while its transfers have as many bytes as the arena, or these where it is small:"""
+"""In flight at a time. Besides, a session begins none while its transfers have as many bytes as the
+arena, or these where it is small:"""
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
-"""About what is kept of a transfer until it ends, besides its message: for itself, for each run, for each block."""
+"""About what is kept of a transfer until it ends, besides its message: for itself, for each run,
+for each block."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
@@ -58,17 +61,24 @@ class TransferEnd:
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """What a transfer waits for, for how long, and about how many bytes are kept of it until it ends."""
+    """What a transfer waits for, for how long, and about how many bytes are kept of it until it
+    ends."""
 
     deadline: Deadline
     gate: MarkGate | None
     kept_bytes: int
 
     @staticmethod
-    def of(memory: EngineMemory, after: DeviceMark | None, timeout_s: float, kept_bytes: int) -> "_Hold":
+    def of(
+        memory: EngineMemory, after: DeviceMark | None, timeout_s: float, kept_bytes: int
+    ) -> "_Hold":
         """Raises INVALID_FIELD for a mark that this session has not."""
         deadline = Deadline(timeout_s)
-        return _Hold(deadline, None if after is None else memory.order.gate(after, deadline.mark_passed), kept_bytes)
+        return _Hold(
+            deadline,
+            None if after is None else memory.order.gate(after, deadline.mark_passed),
+            kept_bytes,
+        )
 
 
 class Transfers:
@@ -97,7 +107,10 @@ class Transfers:
         self._sums = SumThreads()
 
     def __repr__(self) -> str:
-        return f"Transfers({len(self._core.transfers)} under way, {self.loaded_bytes} bytes loaded, {self.stored_bytes} stored)"
+        return (
+            f"Transfers({len(self._core.transfers)} under way, {self.loaded_bytes} bytes "
+            f"loaded, {self.stored_bytes} stored)"
+        )
 
     def close(self) -> None:
         """Stops its threads."""
@@ -114,7 +127,8 @@ class Transfers:
         after: DeviceMark | None = None,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
-        """Starts a load. The future is done when nothing is written any more. `after`: nothing is before this mark has passed.
+        """Starts a load. The future is done when nothing is written any more. `after`: nothing is
+        before this mark has passed.
 
         `message_bytes`: of what asked for it.
         """
@@ -130,7 +144,9 @@ class Transfers:
             self.loaded_bytes += num_bytes
             return []
 
-        return self._transfer(session, transfer_id, memory, slots, block_ids, hold, finish, to_engine=True)
+        return self._transfer(
+            session, transfer_id, memory, slots, block_ids, hold, finish, to_engine=True
+        )
 
     def store(
         self,
@@ -146,9 +162,11 @@ class Transfers:
         after: DeviceMark | None = None,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
-        """Starts a store. The future is done when the blocks are committed or refused and nothing is read any more.
+        """Starts a store. The future is done when the blocks are committed or refused and nothing
+        is read any more.
 
-        `contents`: one a run, for events; or none. `after`: nothing is read before this mark has passed. `message_bytes`: as for a load.
+        `contents`: one a run, for events; or none. `after`: nothing is read before this mark has
+        passed. `message_bytes`: as for a load.
         """
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
@@ -157,26 +175,57 @@ class Transfers:
         for run, ids in zip(runs, block_ids, strict=True):
             if len(ids) != len(run.hashes):
                 raise HotKVError(
-                    Reason.INVALID_FIELD, f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a hash"
+                    Reason.INVALID_FIELD,
+                    (
+                        f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one "
+                        "id a hash"
+                    ),
                 )
         hold = _Hold.of(memory, after, timeout_s, kept_bytes)
         ttl_s, shard_index = max(timeout_s, 0.0) * 2, memory.layout.shard_index
-        slots = self._core.begin_store(session.record.number, transfer_id, lease_id, runs, shard_index, ttl_s, time.monotonic(), retention)
+        slots = self._core.begin_store(
+            session.record.number,
+            transfer_id,
+            lease_id,
+            runs,
+            shard_index,
+            ttl_s,
+            time.monotonic(),
+            retention,
+        )
 
         sums: list[Sums] = []
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
             kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
-            results = self._core.end_store(session.record.number, transfer_id, kept, time.monotonic(), sums)
+            results = self._core.end_store(
+                session.record.number, transfer_id, kept, time.monotonic(), sums
+            )
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
             if self._events.is_heard and contents:
-                self._events.publish(stored_events(session.record.key_space_id, session.key_space, runs, contents, results))
+                self._events.publish(
+                    stored_events(
+                        session.record.key_space_id, session.key_space, runs, contents, results
+                    )
+                )
             return results
 
         try:
-            take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
-            return self._transfer(session, transfer_id, memory, slots, block_ids, hold, finish, take_sums, to_engine=False)
+            take_sums = partial(
+                self._take_sums, session.record.key_space_id, shard_index, slots, sums
+            )
+            return self._transfer(
+                session,
+                transfer_id,
+                memory,
+                slots,
+                block_ids,
+                hold,
+                finish,
+                take_sums,
+                to_engine=False,
+            )
         finally:
             # Notices of what made room go out while the bytes move.
             self._run_effects()
@@ -185,21 +234,43 @@ class Transfers:
         """Raises OVERLOADED where the session has more under way than one alone may have."""
         owner = self._core.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
-            raise HotKVError(Reason.OVERLOADED, f"transfer_id: {self.kept_bytes.refusal(owner, 'bytes of transfers')}; wait for some")
-        if len(session.jobs) >= MAX_TRANSFERS_OF_SESSION or session.inflight_bytes >= max(self._arena.num_bytes, MIN_INFLIGHT_BYTES):
             raise HotKVError(
                 Reason.OVERLOADED,
-                f"transfer_id: the session has {len(session.jobs)} transfers of {session.inflight_bytes} bytes in flight; wait for some",
+                (
+                    f"transfer_id: {self.kept_bytes.refusal(owner, 'bytes of transfers')}; wait "
+                    "for "
+                    "some"
+                ),
+            )
+        if len(session.jobs) >= MAX_TRANSFERS_OF_SESSION or session.inflight_bytes >= max(
+            self._arena.num_bytes, MIN_INFLIGHT_BYTES
+        ):
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"transfer_id: the session has {len(session.jobs)} transfers of "
+                    f"{session.inflight_bytes} bytes in flight; wait for some"
+                ),
             )
 
-    def _take_sums(self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]) -> None:
+    def _take_sums(
+        self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
+    ) -> None:
         """What a store has written, for its check values. In the copy thread that wrote last."""
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():
-            shard_bytes, found = record.shape(run.group_index).shard_bytes, np.zeros(len(run.offsets), np.uint64)
+            shard_bytes, found = (
+                record.shape(run.group_index).shard_bytes,
+                np.zeros(len(run.offsets), np.uint64),
+            )
             strides = np.full(len(found), stride)
             self._sums.add_sums(
-                self._arena, run.offsets + sum(shard_bytes[:shard_index]), shard_bytes[shard_index], shard_index, strides, found
+                self._arena,
+                run.offsets + sum(shard_bytes[:shard_index]),
+                shard_bytes[shard_index],
+                shard_index,
+                strides,
+                found,
             )
             sums.append(found)
 
@@ -233,7 +304,9 @@ class Transfers:
                 plan
                 for run, ids in zip(slots, block_ids, strict=True)
                 for plan in block_copies(
-                    memory.layout.recipes(session.named(run.group_index), record.shape(run.group_index)),
+                    memory.layout.recipes(
+                        session.named(run.group_index), record.shape(run.group_index)
+                    ),
                     ids[run.positions],
                     run.offsets,
                     self._arena,
@@ -255,7 +328,10 @@ class Transfers:
             if self._health.breach:
                 outcome, message = Outcome.FAILED, "the server ends: its books can't be trusted"
             elif not memory.is_whole():
-                outcome, message = Outcome.FAILED, "the file of the engine's memory has been truncated"
+                outcome, message = (
+                    Outcome.FAILED,
+                    "the file of the engine's memory has been truncated",
+                )
                 log.warning("memory cut short %s transfer=%r", session.name, transfer_id)
             elif to_engine and outcome is Outcome.DONE and self._verifier.is_doubtful(slots):
                 outcome, message = Outcome.FAILED, CONDEMNED_MESSAGE
@@ -263,7 +339,9 @@ class Transfers:
             results = finish(outcome, moved)
             self._run_effects()
             if not future.cancelled():
-                future.set_result(TransferEnd(outcome, moved, message or hold.deadline.message, results))
+                future.set_result(
+                    TransferEnd(outcome, moved, message or hold.deadline.message, results)
+                )
 
         def on_done(outcome: Outcome, message: str) -> None:
             try:
@@ -298,14 +376,26 @@ class Transfers:
 
 def _plan_bytes(block_ids: Sequence[NDArray[np.int64]]) -> int:
     """About what is kept of a transfer besides its message. `block_ids`: of each run."""
-    return TRANSFER_BYTES + RUN_BYTES * len(block_ids) + BLOCK_BYTES * sum(len(ids) for ids in block_ids)
+    return (
+        TRANSFER_BYTES
+        + RUN_BYTES * len(block_ids)
+        + BLOCK_BYTES * sum(len(ids) for ids in block_ids)
+    )
 
 
-def _usable_memory(session: LiveSession, block_ids: Sequence[NDArray[np.int64]], groups: Sequence[int]) -> EngineMemory:
+def _usable_memory(
+    session: LiveSession, block_ids: Sequence[NDArray[np.int64]], groups: Sequence[int]
+) -> EngineMemory:
     """The session's memory, checked against the block ids and groups of a transfer."""
     if session.closing:
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
     if session.memory is None:
-        raise HotKVError(Reason.NO_MEMORY_REGISTERED, "the session has registered no memory; send register_memory first")
-    session.memory.check_use(block_ids, [session.named(group_index) for group_index in groups if group_index >= MAX_GROUPS])
+        raise HotKVError(
+            Reason.NO_MEMORY_REGISTERED,
+            "the session has registered no memory; send register_memory first",
+        )
+    session.memory.check_use(
+        block_ids,
+        [session.named(group_index) for group_index in groups if group_index >= MAX_GROUPS],
+    )
     return session.memory

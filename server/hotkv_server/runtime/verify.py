@@ -1,9 +1,11 @@
-"""Comparing blocks with their check values: as many as time allows at start, the rest at their first use, all in the background.
+"""Comparing blocks with their check values: as many as time allows at start, the rest at their
+first use, all in the background.
 
-Always true: a block that came back from an old server is loaded by nobody, and nobody is told where it lies, before its bytes have been
-compared once; a block whose bytes are not those of its check value is condemned: nobody finds it from then on, and under a lease that was
-granted before each load of it fails. Bytes are read on copy threads. A block that is not pinned may go while it is read; so what does not
-agree counts only where the entry is still the same afterwards.
+Always true: a block that came back from an old server is loaded by nobody, and nobody is told where
+it lies, before its bytes have been compared once; a block whose bytes are not those of its check
+value is condemned: nobody finds it from then on, and under a lease that was granted before each
+load of it fails. Bytes are read on copy threads. A block that is not pinned may go while it is
+read; so what does not agree counts only where the entry is still the same afterwards.
 """
 
 import asyncio
@@ -54,35 +56,47 @@ class Verifier:
         self._reading_since_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Verifier(verified {self.verified_blocks}, condemned {self.condemned_blocks}, passes {self.passes})"
+        return (
+            f"Verifier(verified {self.verified_blocks}, condemned {self.condemned_blocks}, "
+            f"passes {self.passes})"
+        )
 
     def cases(self, entries: Entries) -> list[Case]:
         """What is to be compared of entries that are ready or detached, in parts of one shape."""
         records = self._core.space.index.table.records
-        return [Case(found, records[found.entries, table.W_GENERATION].copy()) for found in evidence(self._core, entries)]
+        return [
+            Case(found, records[found.entries, table.W_GENERATION].copy())
+            for found in evidence(self._core, entries)
+        ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
         """What of a load has to be compared before it is copied; nothing, as a rule."""
         index = self._core.space.index
         waiting = [run.entries[index.unverified[run.entries]] for run in slots]
-        return [case for entries in waiting if len(entries) for case in self.cases(np.unique(entries))]
+        return [
+            case for entries in waiting if len(entries) for case in self.cases(np.unique(entries))
+        ]
 
     def is_doubtful(self, slots: Sequence[SlotRun]) -> bool:
         """Whether something of a load has been condemned since it was compared."""
         return any(self._core.space.index.unverified[run.entries].any() for run in slots)
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Whose bytes agree, one mask a case. Blocks for as long as reading takes; from any thread, without the GIL."""
+        """Whose bytes agree, one mask a case. Blocks for as long as reading takes; from any thread,
+        without the GIL."""
         return [holds(self._arena, case.evidence) for case in cases]
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
-        """Notes what agrees, condemns what doesn't; returns what doesn't, each once, whoever has condemned it."""
+        """Notes what agrees, condemns what doesn't; returns what doesn't, each once, whoever has
+        condemned it."""
         records, index = self._core.space.index.table.records, self._core.space.index
         disagreeing = [np.empty(0, np.uint32)]
         for case, good in zip(cases, verdicts, strict=True):
             entries = case.evidence.entries
             # An entry that was read under a lease is here still; it may be detached by now.
-            same = index.can_be_read(entries) & (records[entries, table.W_GENERATION] == case.generations)
+            same = index.can_be_read(entries) & (
+                records[entries, table.W_GENERATION] == case.generations
+            )
             index.unverified[entries[same & good]] = False
             self.verified_blocks += int((same & good).sum())
             disagreeing.append(entries[same & ~good])
@@ -91,17 +105,24 @@ class Verifier:
         if len(ready):
             self.condemned_blocks += len(ready)
             first = self._name(int(ready[0]))
-            log.error("condemned blocks=%d first=%s: their bytes are not those of their check values", len(ready), first)
+            log.error(
+                "condemned blocks=%d first=%s: their bytes are not those of their check values",
+                len(ready),
+                first,
+            )
             condemn(self._core, ready)
         return bad
 
     async def compare(self, entries: Entries) -> Entries:
-        """Compares those of the entries, which a lease keeps, that are not verified; returns what does not agree, each once."""
+        """Compares those of the entries, which a lease keeps, that are not verified; returns what
+        does not agree, each once."""
         waiting = np.unique(entries[self._core.space.index.unverified[entries]])
         if not len(waiting):
             return waiting
         cases = self.cases(waiting)
-        return self.settle(cases, await asyncio.get_running_loop().run_in_executor(None, self.judge, cases))
+        return self.settle(
+            cases, await asyncio.get_running_loop().run_in_executor(None, self.judge, cases)
+        )
 
     def _name(self, entry: int) -> str:
         (key_space,), (group,), hashes = self._core.space.index.keys(np.array([entry], np.uint32))
@@ -110,10 +131,13 @@ class Verifier:
     # At start
 
     def verify_for(self, budget_s: float) -> int:
-        """Compares what came back, in random order, for `budget_s` at most; returns how many are left for their first load. Blocks."""
+        """Compares what came back, in random order, for `budget_s` at most; returns how many are
+        left for their first load. Blocks."""
         deadline_s = time.monotonic() + budget_s
         index = self._core.space.index
-        waiting = np.random.default_rng().permutation(np.flatnonzero(index.unverified).astype(np.uint32))
+        waiting = np.random.default_rng().permutation(
+            np.flatnonzero(index.unverified).astype(np.uint32)
+        )
         at = 0
         while at < len(waiting) and time.monotonic() < deadline_s:
             batch = waiting[at : at + self._batch_length(waiting[at:])]
@@ -125,14 +149,16 @@ class Verifier:
 
     def _batch_length(self, entries: Entries) -> int:
         """How many of the first entries make a batch."""
-        upto = np.cumsum(self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN]))
+        upto = np.cumsum(
+            self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN])
+        )
         return max(1, int(np.searchsorted(upto, BATCH_BYTES, side="right")))
 
     # In the background
 
     def next_batch(self) -> Entries | None:
-        """The ready entries that a scrub looks at next: by number, round and round; None at the end of a pass. Looks at SCANNED_ENTRIES at
-        most, so there may be none in a batch.
+        """The ready entries that a scrub looks at next: by number, round and round; None at the end
+        of a pass. Looks at SCANNED_ENTRIES at most, so there may be none in a batch.
         """
         index, first = self._core.space.index, self._next_entry
         if first >= index.num_numbers:
@@ -140,7 +166,9 @@ class Verifier:
             self.passes += 1
             return None
         end = min(first + SCANNED_ENTRIES, index.num_numbers)
-        ready = first + np.flatnonzero(index.states(first, end) == table.STATE_READY).astype(np.uint32)
+        ready = first + np.flatnonzero(index.states(first, end) == table.STATE_READY).astype(
+            np.uint32
+        )
         batch = ready[: self._batch_length(ready)]
         self._next_entry = int(batch[-1]) + 1 if len(batch) < len(ready) else end
         return batch
@@ -150,7 +178,8 @@ class Verifier:
         return now_s - self._reading_since_s if self._reading_since_s else 0.0
 
     async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:
-        """Compares everything, again and again, slots of `bytes_per_s` in a second; `tell` after each batch. Runs until it is cancelled."""
+        """Compares everything, again and again, slots of `bytes_per_s` in a second; `tell` after
+        each batch. Runs until it is cancelled."""
         while True:
             batch = self.next_batch()
             if batch is None or not len(batch):

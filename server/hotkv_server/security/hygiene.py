@@ -1,4 +1,5 @@
-"""What must be true of directories and files before a server starts: nobody else can put something in their place.
+"""What must be true of directories and files before a server starts: nobody else can put something
+in their place.
 
 Refuses, with what to do; repairs nothing that somebody else has made. A missing directory is made.
 """
@@ -16,17 +17,25 @@ class UnsafeError(Exception):
 
 
 def check_runtime_dir(path: Path) -> None:
-    """Makes the directory of the sockets where it is missing; its owner must be this user or root, and nobody else may write it."""
+    """Makes the directory of the sockets where it is missing; its owner must be this user or root,
+    and nobody else may write it."""
     _make(path, 0o755)
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):
-        raise UnsafeError(f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown it, or choose another with --runtime-dir")
+        raise UnsafeError(
+            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown it, or "
+            "choose "
+            "another with --runtime-dir"
+        )
     if status.st_mode & OTHERS_WRITE:
-        raise UnsafeError(f"{path} can be written by others (mode {_mode(status)}): chmod go-w {path}")
+        raise UnsafeError(
+            f"{path} can be written by others (mode {_mode(status)}): chmod go-w {path}"
+        )
 
 
 def check_arena_dir(path: Path, *, is_private: bool) -> None:
-    """Makes the directory of the arena where it is missing; it must be this user's own, and others may not read it.
+    """Makes the directory of the arena where it is missing; it must be this user's own, and others
+    may not read it.
 
     `is_private`: nor may its group: tenants that are in it would read each other's blocks.
     """
@@ -34,16 +43,22 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
     status = _directory(path)
     if status.st_uid != os.geteuid():
         raise UnsafeError(
-            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: choose a directory below it, which the server makes"
+            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: choose a "
+            "directory "
+            "below it, which the server makes"
         )
     forbidden = 0o077 if is_private else stat.S_IRWXO | stat.S_IWGRP
     if status.st_mode & forbidden:
         who = "its group or others" if is_private else "others"
-        raise UnsafeError(f"{path} is open to {who} (mode {_mode(status)}), and all cached bytes with it: chmod 700 {path}")
+        raise UnsafeError(
+            f"{path} is open to {who} (mode {_mode(status)}), and all cached bytes with it: "
+            f"chmod 700 {path}"
+        )
 
 
 def check_sockets(paths: Iterable[Path]) -> None:
-    """What lies where the sockets go must be sockets of this user's or root's, from an earlier server."""
+    """What lies where the sockets go must be sockets of this user's or root's, from an earlier
+    server."""
     for path in paths:
         _check_place(path, stat.S_ISSOCK, "socket")
 
@@ -55,10 +70,14 @@ def check_files(paths: Iterable[Path]) -> None:
 
 
 def check_private_key(path: Path) -> None:
-    """A private key must not be readable by everybody. Raises OSError where it can't be read at all."""
+    """A private key must not be readable by everybody. Raises OSError where it can't be read at
+    all."""
     status = path.stat()
     if status.st_mode & stat.S_IRWXO:
-        raise UnsafeError(f"{path} can be read by every user of this machine (mode {_mode(status)}): chmod o-rwx {path}")
+        raise UnsafeError(
+            f"{path} can be read by every user of this machine (mode {_mode(status)}): chmod "
+            f"o-rwx {path}"
+        )
 
 
 def _make(path: Path, mode: int) -> None:
@@ -70,7 +89,10 @@ def _make(path: Path, mode: int) -> None:
 def _directory(path: Path) -> os.stat_result:
     link = path.lstat()
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (os.geteuid(), 0):
-        raise UnsafeError(f"{path} is a symbolic link of user id {link.st_uid}: remove it, or name the directory itself")
+        raise UnsafeError(
+            f"{path} is a symbolic link of user id {link.st_uid}: remove it, or name the "
+            "directory itself"
+        )
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise UnsafeError(f"{path} is no directory: remove it, or choose another")
@@ -83,8 +105,16 @@ def _check_place(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
     except FileNotFoundError:
         return
     if not is_kind(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
-        what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else f"of mode {stat.filemode(status.st_mode)}"
-        raise UnsafeError(f"{path} is {what} of user id {status.st_uid}, not a {kind} of this server: look who made it, then remove it")
+        what = (
+            "a symbolic link"
+            if stat.S_ISLNK(status.st_mode)
+            else f"of mode {stat.filemode(status.st_mode)}"
+        )
+        raise UnsafeError(
+            f"{path} is {what} of user id {status.st_uid}, not a {kind} of this server: look "
+            "who "
+            "made it, then remove it"
+        )
 
 
 def _mode(status: os.stat_result) -> str:

@@ -1,8 +1,9 @@
 """Who a peer is, and what it may act for.
 
-Pure: no I/O and no clock. Without tenants whoever reaches the socket may name any tenant. With tenants a peer acts for one only with a
-proof that the tenant lists. A refusal is the same whether or not there is such a tenant. Secrets are known by their SHA-256 only and
-compared in constant time.
+Pure: no I/O and no clock. Without tenants whoever reaches the socket may name any tenant. With
+tenants a peer acts for one only with a proof that the tenant lists. A refusal is the same whether
+or not there is such a tenant. Secrets are known by their SHA-256 only and compared in constant
+time.
 """
 
 import hashlib
@@ -17,8 +18,8 @@ from hotkv.errors import HotKVError, Reason
 class Peer:
     """What a peer has proven; nothing by default. `where`: for people.
 
-    `uid`: of its process, -1 where not known; `gids`: all its groups. `token`: the bearer token it sent. `certificate_names`: of the client
-    certificate that the TLS handshake has verified.
+    `uid`: of its process, -1 where not known; `gids`: all its groups. `token`: the bearer token it
+    sent. `certificate_names`: of the client certificate that the TLS handshake has verified.
     """
 
     where: str = "nobody"
@@ -33,13 +34,18 @@ class Peer:
         return self.uid >= 0 or bool(self.token) or bool(self.certificate_names)
 
     def __str__(self) -> str:
-        names = f" certificate={','.join(sorted(self.certificate_names))}" if self.certificate_names else ""
+        names = (
+            f" certificate={','.join(sorted(self.certificate_names))}"
+            if self.certificate_names
+            else ""
+        )
         return f"{self.where}{names}{' with a token' if self.token else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """What a tenant, or the admins, are known by; any one of them is enough. `token_digests`: SHA-256, 32 bytes each."""
+    """What a tenant, or the admins, are known by; any one of them is enough. `token_digests`:
+    SHA-256, 32 bytes each."""
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()
@@ -48,8 +54,14 @@ class Proofs:
 
     def match(self, peer: Peer) -> bool:
         """Whether the peer has one of them."""
-        is_known_user = peer.uid >= 0 and (peer.uid in self.uids or not self.gids.isdisjoint(peer.gids))
-        return is_known_user or self._has_token(peer.token) or not self.certificate_names.isdisjoint(peer.certificate_names)
+        is_known_user = peer.uid >= 0 and (
+            peer.uid in self.uids or not self.gids.isdisjoint(peer.gids)
+        )
+        return (
+            is_known_user
+            or self._has_token(peer.token)
+            or not self.certificate_names.isdisjoint(peer.certificate_names)
+        )
 
     def _has_token(self, token: str) -> bool:
         digest = hashlib.sha256(token.encode()).digest()
@@ -59,7 +71,8 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant. `sees_table`: its sessions may map the block table. `max_sessions`: 0 for no bound of its own."""
+    """A tenant. `sees_table`: its sessions may map the block table. `max_sessions`: 0 for no bound
+    of its own."""
 
     name: str
     proofs: Proofs
@@ -80,20 +93,23 @@ class Gate:
         return not self.tenants
 
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
-        """The tenant that the peer acts for; None where the gate is open. Raises UNAUTHENTICATED or NOT_ALLOWED."""
+        """The tenant that the peer acts for; None where the gate is open. Raises UNAUTHENTICATED or
+        NOT_ALLOWED."""
         if self.is_open:
             return None
         if not peer.has_proof:
             raise HotKVError(
                 Reason.UNAUTHENTICATED,
-                "this server has tenants, and the session has no proof of its own: connect over the Unix socket with a client that sends a "
+                "this server has tenants, and the session has no proof of its own: connect over "
+                "the Unix socket with a client that sends a "
                 "ticket, or over TCP with a token or a client certificate",
             )
         tenant = self.tenants.get(tenant_name)
         if tenant is None or not tenant.proofs.match(peer):
             raise HotKVError(
                 Reason.NOT_ALLOWED,
-                f"key_space.tenant is {tenant_name!r}, for which this peer may not act; set hotkv.tenant to that of this user, token or "
+                f"key_space.tenant is {tenant_name!r}, for which this peer may not act; set "
+                "hotkv.tenant to that of this user, token or "
                 "certificate, or have the operator list it in security.tenants",
             )
         return tenant
@@ -101,10 +117,18 @@ class Gate:
     def admit_admin(self, peer: Peer) -> None:
         """Raises UNAUTHENTICATED or NOT_ALLOWED unless the peer is an admin."""
         if not peer.has_proof:
-            raise HotKVError(Reason.UNAUTHENTICATED, "the admin API over TCP needs an admin's token or client certificate; none came")
+            raise HotKVError(
+                Reason.UNAUTHENTICATED,
+                "the admin API over TCP needs an admin's token or client certificate; none came",
+            )
         if not self.admins.match(peer):
             raise HotKVError(
-                Reason.NOT_ALLOWED, "this token or certificate is no admin's; list it in security.admin_token_sha256 or its names"
+                Reason.NOT_ALLOWED,
+                (
+                    "this token or certificate is no admin's; list it in "
+                    "security.admin_token_sha256 "
+                    "or its names"
+                ),
             )
 
     def may_link(self, peer: Peer) -> bool:

@@ -1,7 +1,9 @@
-"""One-time tickets: what lets a session on the Unix socket name the user whose process fetched them.
+"""One-time tickets: what lets a session on the Unix socket name the user whose process fetched
+them.
 
-Always true: a ticket is good once, for TTL_S seconds, and for the peer it was given to; how many are outstanding is bounded, for each
-user and in all, so that no user can use up another's. No clock: time is passed in.
+Always true: a ticket is good once, for TTL_S seconds, and for the peer it was given to; how many
+are outstanding is bounded, for each user and in all, so that no user can use up another's. No
+clock: time is passed in.
 """
 
 import secrets
@@ -20,7 +22,9 @@ MAX_TICKETS_OF_USER = 512
 class Tickets:
     """See the module."""
 
-    def __init__(self, fresh: Callable[[], bytes] = lambda: secrets.token_bytes(TICKET_BYTES)) -> None:
+    def __init__(
+        self, fresh: Callable[[], bytes] = lambda: secrets.token_bytes(TICKET_BYTES)
+    ) -> None:
         self._fresh = fresh
         self._issued: OrderedDict[bytes, tuple[Peer, float]] = OrderedDict()
         self._of_user: dict[int, int] = {}
@@ -34,15 +38,25 @@ class Tickets:
     def issue(self, peer: Peer, now_s: float) -> bytes:
         """A ticket for the peer. Raises OVERLOADED where its user has too many outstanding."""
         self._expire(now_s)
-        if self._of_user.get(peer.uid, 0) >= MAX_TICKETS_OF_USER or len(self._issued) >= MAX_TICKETS:
-            raise HotKVError(Reason.OVERLOADED, f"too many tickets are outstanding for user id {peer.uid}; use them, or wait {TTL_S:g} s")
+        if (
+            self._of_user.get(peer.uid, 0) >= MAX_TICKETS_OF_USER
+            or len(self._issued) >= MAX_TICKETS
+        ):
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"too many tickets are outstanding for user id {peer.uid}; use them, or wait "
+                    f"{TTL_S:g} s"
+                ),
+            )
         ticket = self._fresh()
         self._issued[ticket] = peer, now_s + TTL_S
         self._of_user[peer.uid] = self._of_user.get(peer.uid, 0) + 1
         return ticket
 
     def redeem(self, ticket: bytes, now_s: float) -> Peer | None:
-        """The peer that it was given to; None where it was never given out, was used before or is too old. It is used up."""
+        """The peer that it was given to; None where it was never given out, was used before or is
+        too old. It is used up."""
         self._expire(now_s)
         if ticket not in self._issued:
             return None
@@ -69,4 +83,7 @@ class Tickets:
         assert counts == self._of_user
         expiries = [expiry for _, expiry in self._issued.values()]
         assert expiries == sorted(expiries)
-        assert len(self._issued) <= MAX_TICKETS and max(counts.values(), default=0) <= MAX_TICKETS_OF_USER
+        assert (
+            len(self._issued) <= MAX_TICKETS
+            and max(counts.values(), default=0) <= MAX_TICKETS_OF_USER
+        )

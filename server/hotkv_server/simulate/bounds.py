@@ -1,7 +1,8 @@
 """What no policy can beat: a cache without end, and one that knows the future.
 
-Both count what the policies are judged by: blocks of the contiguous prefix. They need a trace whose ids stand for a block
-and all before it; then a block's next use is never before that of the block it follows.
+Both count what the policies are judged by: blocks of the contiguous prefix. They need a trace whose
+ids stand for a block and all before it; then a block's next use is never before that of the block
+it follows.
 """
 
 import heapq
@@ -29,15 +30,18 @@ def next_uses(blocks: Int64s) -> Int64s:
 
 
 def clairvoyant(trace: Trace, capacity_blocks: int, following: Int64s | None = None) -> Int64s:
-    """Prefix lengths [R] of the best cache of that many blocks: Belady's rule with bypass, a request at a time.
+    """Prefix lengths [R] of the best cache of that many blocks: Belady's rule with bypass, a
+    request at a time.
 
-    Of the blocks it holds and those of the request just served it keeps the ones used again soonest, and need not keep any. Choosing
-    so which stretches between two uses to bridge serves the most blocks (greedy colouring of interval graphs, Carlisle
-    and Lloyd 1995). Of blocks used again by the same request the deepest goes first, so what is held is closed under prefixes.
+    Of the blocks it holds and those of the request just served it keeps the ones used again
+    soonest, and need not keep any. Choosing so which stretches between two uses to bridge serves
+    the most blocks (greedy colouring of interval graphs, Carlisle and Lloyd 1995). Of blocks used
+    again by the same request the deepest goes first, so what is held is closed under prefixes.
     """
     kept = bytearray(len(trace.blocks))
     uses = (next_uses(trace.blocks) if following is None else following).tolist()
-    # Next uses of what is held, the farthest first; those gone by lie at the end and don't count as held.
+    # Next uses of what is held, the farthest first; those gone by lie at the end and don't count as
+    # held.
     farthest: list[int] = []
     num_held = 0
     starts = trace.starts.tolist()

@@ -23,13 +23,27 @@ DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.description = (
-        "Replays traces of requests (Mooncake's format: JSON lines with timestamp in ms and hash_ids) through the cache's own core and "
-        "says which share of the blocks would hit, beside what a cache without end (unbounded) and one that knows the future "
+        "Replays traces of requests (Mooncake's format: JSON lines with timestamp in ms and "
+        "hash_ids) through the cache's own core and "
+        "says which share of the blocks would hit, beside what a cache without end (unbounded) "
+        "and one that knows the future "
         "(clairvoyant) would reach."
     )
-    parser.add_argument("--trace", type=Path, nargs="+", action="extend", required=True, metavar="FILE", help="traces, gzipped or not")
     parser.add_argument(
-        "--policy", type=_policies, default=tuple(POLICIES), metavar="NAME[,NAME...]", help=f"of {_allowed()} (default: all)"
+        "--trace",
+        type=Path,
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="FILE",
+        help="traces, gzipped or not",
+    )
+    parser.add_argument(
+        "--policy",
+        type=_policies,
+        default=tuple(POLICIES),
+        metavar="NAME[,NAME...]",
+        help=f"of {_allowed()} (default: all)",
     )
     parser.add_argument(
         "--capacity-percent",
@@ -38,18 +52,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P[,P...]",
         help="size of the cache, in percent of the trace's unique blocks (default: 1,2,5,10,20)",
     )
-    parser.add_argument("--block-mib", type=_size, metavar="MIB", help="size of a block: shows capacities in GiB too")
     parser.add_argument(
-        "--second-tier-percent", type=_percent, metavar="P", help="models a second tier of this size, which takes what is evicted"
+        "--block-mib",
+        type=_size,
+        metavar="MIB",
+        help="size of a block: shows capacities in GiB too",
+    )
+    parser.add_argument(
+        "--second-tier-percent",
+        type=_percent,
+        metavar="P",
+        help="models a second tier of this size, which takes what is evicted",
     )
     parser.add_argument(
         "--second-tier-gate",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="whether only blocks used at least twice are written to the second tier (default: yes)",
+        help=(
+            "whether only blocks used at least twice are written to the second tier (default: yes)"
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw the miss-ratio curves")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="also draw the miss-ratio curves"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,9 +94,16 @@ def run(options: argparse.Namespace) -> int:
         _say(str(error))
         return USAGE_ERROR
     except OSError as error:
-        _say(f"{error.filename}: {error.strerror}; name a file that can be read (--trace) or written (--plot)")
+        _say(
+            f"{error.filename}: {error.strerror}; name a file that can be read (--trace) or "
+            "written (--plot)"
+        )
         return USAGE_ERROR
-    print(as_json(rows, options.block_mib) if options.json else as_table(rows, traces, options.block_mib))
+    print(
+        as_json(rows, options.block_mib)
+        if options.json
+        else as_table(rows, traces, options.block_mib)
+    )
     return 0
 
 
@@ -78,32 +111,58 @@ def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[Row]:
     """By trace and capacity: the policies, then the bounds."""
     percents = sorted(set(options.capacity_percent))
     rows: list[Row] = []
-    with _progress_bar(sum(trace.num_requests for trace in traces) * len(percents) * len(options.policy)) as progress:
+    with _progress_bar(
+        sum(trace.num_requests for trace in traces) * len(percents) * len(options.policy)
+    ) as progress:
         for trace in traces:
             following = next_uses(trace.blocks)
             for percent in percents:
-                rows += [_replayed(trace, percent, policy, options, progress) for policy in options.policy]
+                rows += [
+                    _replayed(trace, percent, policy, options, progress)
+                    for policy in options.policy
+                ]
                 rows += _bounds(trace, percent, options.second_tier_percent, following)
     return rows
 
 
-def _replayed(trace: Trace, percent: float, policy: str, options: argparse.Namespace, progress: Progress | None) -> Row:
+def _replayed(
+    trace: Trace,
+    percent: float,
+    policy: str,
+    options: argparse.Namespace,
+    progress: Progress | None,
+) -> Row:
     capacity = trace.capacity_blocks(percent)
     lower_percent = options.second_tier_percent
     if lower_percent is None:
         done = replay(trace, capacity, POLICIES[policy], progress)
     else:
         lower = trace.capacity_blocks(lower_percent)
-        done = replay_two_tiers(trace, capacity, lower, POLICIES[policy], gated=options.second_tier_gate, progress=progress)
+        done = replay_two_tiers(
+            trace,
+            capacity,
+            lower,
+            POLICIES[policy],
+            gated=options.second_tier_gate,
+            progress=progress,
+        )
     num_hits = trace.hit_blocks(done.prefix)
     second = None
     if lower_percent is not None:
-        second = SecondTier(lower_percent, done.num_second_tier_hits / trace.num_accesses, done.num_second_tier_writes)
+        second = SecondTier(
+            lower_percent,
+            done.num_second_tier_hits / trace.num_accesses,
+            done.num_second_tier_writes,
+        )
     hit_rate = (num_hits - done.num_second_tier_hits) / trace.num_accesses
-    return Row(trace.name, policy, percent, capacity, hit_rate, trace.num_accesses, done.seconds, second)
+    return Row(
+        trace.name, policy, percent, capacity, hit_rate, trace.num_accesses, done.seconds, second
+    )
 
 
-def _bounds(trace: Trace, percent: float, lower_percent: float | None, following: Int64s) -> list[Row]:
+def _bounds(
+    trace: Trace, percent: float, lower_percent: float | None, following: Int64s
+) -> list[Row]:
     """The second tier of a bound is what the clairvoyant cache gains by being that much larger."""
     capacity = trace.capacity_blocks(percent)
     rows = []
@@ -114,9 +173,17 @@ def _bounds(trace: Trace, percent: float, lower_percent: float | None, following
         hit_rate = trace.hit_blocks(prefix) / trace.num_accesses
         second = None
         if lower_percent is not None:
-            larger = clairvoyant(trace, capacity + trace.capacity_blocks(lower_percent), following) if name == CLAIRVOYANT else prefix
-            second = SecondTier(lower_percent, trace.hit_blocks(larger) / trace.num_accesses - hit_rate, 0)
-        rows.append(Row(trace.name, name, percent, capacity, hit_rate, trace.num_accesses, seconds, second))
+            larger = (
+                clairvoyant(trace, capacity + trace.capacity_blocks(lower_percent), following)
+                if name == CLAIRVOYANT
+                else prefix
+            )
+            second = SecondTier(
+                lower_percent, trace.hit_blocks(larger) / trace.num_accesses - hit_rate, 0
+            )
+        rows.append(
+            Row(trace.name, name, percent, capacity, hit_rate, trace.num_accesses, seconds, second)
+        )
     return rows
 
 
@@ -131,7 +198,9 @@ def _progress_bar(num_requests: int) -> Iterator[Progress | None]:
     except ImportError:
         yield None
         return
-    with tqdm(total=num_requests, unit=" requests", unit_scale=True, leave=False, file=sys.stderr) as bar:
+    with tqdm(
+        total=num_requests, unit=" requests", unit_scale=True, leave=False, file=sys.stderr
+    ) as bar:
         yield bar.update
 
 
@@ -147,14 +216,18 @@ def _policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in POLICIES]
     if unknown or not names:
-        raise argparse.ArgumentTypeError(f"unknown policy {', '.join(unknown) or repr(text)}; allowed are {_allowed()}")
+        raise argparse.ArgumentTypeError(
+            f"unknown policy {', '.join(unknown) or repr(text)}; allowed are {_allowed()}"
+        )
     return names
 
 
 def _percent(text: str) -> float:
     value = _number(text)
     if not 0 < value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; give percents above 0 and up to 100")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share; give percents above 0 and up to 100"
+        )
     return value
 
 

@@ -1,4 +1,5 @@
-"""The miss-ratio curve as a PNG: a panel a trace, a line a policy. Needs matplotlib, from the extra `simulate`."""
+"""The miss-ratio curve as a PNG: a panel a trace, a line a policy. Needs matplotlib, from the extra
+`simulate`."""
 
 import importlib
 import math
@@ -24,13 +25,16 @@ def check_plot(path: Path) -> None:
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
-        raise PlotError("--plot: matplotlib is not installed; pip install 'hotkv[simulate]'") from error
+        raise PlotError(
+            "--plot: matplotlib is not installed; pip install 'hotkv[simulate]'"
+        ) from error
     if path.is_dir() or not path.parent.is_dir():
         raise PlotError(f"--plot: {path} can't be written; name a file in a folder that exists")
 
 
 def write_plot(path: Path, rows: Sequence[Row], block_mib: float | None) -> None:
-    """Draws miss ratio, of all tiers, over capacity. Raises OSError where the file can't be written."""
+    """Draws miss ratio, of all tiers, over capacity. Raises OSError where the file can't be
+    written."""
     figure_module = importlib.import_module("matplotlib.figure")
     traces = list(dict.fromkeys(row.trace for row in rows))
     width, height = PANEL_INCHES
@@ -44,13 +48,20 @@ def write_plot(path: Path, rows: Sequence[Row], block_mib: float | None) -> None
 def _draw_panel(panel: Any, trace: str, rows: Sequence[Row], block_mib: float | None) -> None:
     policies = list(dict.fromkeys(row.policy for row in rows))
     for number, policy in enumerate(policies):
-        mine = sorted((row for row in rows if row.policy == policy), key=lambda row: row.capacity_percent)
-        shares, misses = [row.capacity_percent for row in mine], [1 - row.total_hit_rate for row in mine]
+        mine = sorted(
+            (row for row in rows if row.policy == policy), key=lambda row: row.capacity_percent
+        )
+        shares, misses = (
+            [row.capacity_percent for row in mine],
+            [1 - row.total_hit_rate for row in mine],
+        )
         if policy in BOUNDS:
             style = ":" if policy == UNBOUNDED else "--"
             panel.plot(shares, misses, style, color="0.35", marker=".", label=policy)
         else:
-            panel.plot(shares, misses, marker=MARKERS[number % len(MARKERS)], markersize=5, label=policy)
+            panel.plot(
+                shares, misses, marker=MARKERS[number % len(MARKERS)], markersize=5, label=policy
+            )
     blocks = {row.capacity_percent: row.capacity_blocks for row in rows}
     ticks = _spaced(sorted(blocks), MAX_TICKS)
     panel.set_xscale("log")
@@ -66,7 +77,8 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[Row], block_mib: float | 
 
 
 def _spaced(percents: Sequence[float], most: int) -> list[float]:
-    """Those of rising percents that are labelled: on a log axis no two so close that more than `most` would fit."""
+    """Those of rising percents that are labelled: on a log axis no two so close that more than
+    `most` would fit."""
     step = math.log(percents[-1] / percents[0]) / most
     chosen = [percents[0]]
     for percent in percents[1:]:

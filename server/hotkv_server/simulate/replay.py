@@ -1,7 +1,9 @@
-"""Replaying a trace: each request looks its blocks up, uses those it hits, and stores the rest, all through the core.
+"""Replaying a trace: each request looks its blocks up, uses those it hits, and stores the rest, all
+through the core.
 
-A `Tier` is the core's own space of slots, with every block of one size. Always true: what a request finds present stays until its own
-blocks are stored; all clocks are the trace's; a request is done before the next one begins.
+A `Tier` is the core's own space of slots, with every block of one size. Always true: what a request
+finds present stays until its own blocks are stored; all clocks are the trace's; a request is done
+before the next one begins.
 """
 
 import time
@@ -31,7 +33,8 @@ SECOND_TOUCH = 2
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Prefix lengths [R] over all tiers; how many blocks of the prefixes came from the second one, and were written to it."""
+    """Prefix lengths [R] over all tiers; how many blocks of the prefixes came from the second one,
+    and were written to it."""
 
     prefix: Int64s
     seconds: float
@@ -40,7 +43,8 @@ class Replayed:
 
 
 class Tier:
-    """A space of the core for blocks of one slot each, over a table and an arena that are nobody else's."""
+    """A space of the core for blocks of one slot each, over a table and an arena that are nobody
+    else's."""
 
     def __init__(self, capacity_blocks: int, make_policy: MakePolicy) -> None:
         arena_bytes = capacity_blocks * SLOT_ALIGN
@@ -61,9 +65,11 @@ class Tier:
         self.space.touch(entries, now_s)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
-        """A request's blocks, in chain order: those present are used, of the others as many come in as fit.
+        """A request's blocks, in chain order: those present are used, of the others as many come in
+        as fit.
 
-        `entries`: what `find` said; the first `num_held` of them are present. Returns how many came in.
+        `entries`: what `find` said; the first `num_held` of them are present. Returns how many came
+        in.
         """
         space = self.space
         if entries[num_held:].any():
@@ -85,7 +91,11 @@ class Tier:
     def take_evicted(self) -> Words:
         """Hash words [n, 8] of the blocks that went since the last call, coldest first."""
         notices, self.space.effects = self.space.effects, []
-        return np.concatenate([notice.hashes for notice in notices]) if notices else np.empty((0, 8), np.uint32)
+        return (
+            np.concatenate([notice.hashes for notice in notices])
+            if notices
+            else np.empty((0, 8), np.uint32)
+        )
 
 
 class OneTier:
@@ -104,10 +114,11 @@ class OneTier:
 
 
 class TwoTiers:
-    """A second tier below the first: it takes what the first one evicts, and a prefix goes on over both.
+    """A second tier below the first: it takes what the first one evicts, and a prefix goes on over
+    both.
 
-    `gated`: it takes only blocks that were in at least two requests. What is loaded from it comes back into the first tier and stays
-    in the second, so that it need not be written again.
+    `gated`: it takes only blocks that were in at least two requests. What is loaded from it comes
+    back into the first tier and stays in the second, so that it need not be written again.
     """
 
     def __init__(self, first: Tier, second: Tier, num_unique_blocks: int, *, gated: bool) -> None:
@@ -119,7 +130,8 @@ class TwoTiers:
         self._uses = np.zeros(num_unique_blocks, np.int64)
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Length of the prefix that a request hits in either tier; its blocks [n, 8] are used or stored in the first."""
+        """Length of the prefix that a request hits in either tier; its blocks [n, 8] are used or
+        stored in the first."""
         entries, lower = self.first.find(hashes), self.second.find(hashes)
         prefix = _prefix(np.where(entries == 0, lower, entries))
         loaded = lower[:prefix][entries[:prefix] == 0]
@@ -131,7 +143,8 @@ class TwoTiers:
         return prefix
 
     def _demote(self, evicted: Words, now_s: float) -> None:
-        """Writes to the second tier what it shall take and has not; the hottest, evicted last, comes first, as heads of chains do."""
+        """Writes to the second tier what it shall take and has not; the hottest, evicted last,
+        comes first, as heads of chains do."""
         wanted = evicted[self._uses[evicted[:, W_ID]] >= self._min_uses][::-1]
         absent = np.ascontiguousarray(wanted[self.second.find(np.ascontiguousarray(wanted)) == 0])
         self.num_writes += self.second.store(absent, np.zeros(len(absent), np.uint32), 0, now_s)
@@ -144,7 +157,9 @@ def _prefix(entries: Entries) -> int:
     return at if entries[at] == 0 else len(entries)
 
 
-def replay(trace: Trace, capacity_blocks: int, make_policy: MakePolicy, progress: Progress | None = None) -> Replayed:
+def replay(
+    trace: Trace, capacity_blocks: int, make_policy: MakePolicy, progress: Progress | None = None
+) -> Replayed:
     """Replays a trace over one tier."""
     _warm_up(trace, make_policy)
     prefix, seconds = _timed(trace, OneTier(Tier(capacity_blocks, make_policy)).serve, progress)
@@ -152,16 +167,29 @@ def replay(trace: Trace, capacity_blocks: int, make_policy: MakePolicy, progress
 
 
 def replay_two_tiers(
-    trace: Trace, capacity_blocks: int, second_blocks: int, make_policy: MakePolicy, *, gated: bool, progress: Progress | None = None
+    trace: Trace,
+    capacity_blocks: int,
+    second_blocks: int,
+    make_policy: MakePolicy,
+    *,
+    gated: bool,
+    progress: Progress | None = None,
 ) -> Replayed:
     """Replays a trace over two tiers, each with a policy of its own."""
     _warm_up(trace, make_policy)
-    tiers = TwoTiers(Tier(capacity_blocks, make_policy), Tier(second_blocks, make_policy), trace.num_unique_blocks, gated=gated)
+    tiers = TwoTiers(
+        Tier(capacity_blocks, make_policy),
+        Tier(second_blocks, make_policy),
+        trace.num_unique_blocks,
+        gated=gated,
+    )
     prefix, seconds = _timed(trace, tiers.serve, progress)
     return Replayed(prefix, seconds, tiers.num_hits, tiers.num_writes)
 
 
-def _timed(trace: Trace, serve: Callable[[Words, float], int], progress: Progress | None) -> tuple[Int64s, float]:
+def _timed(
+    trace: Trace, serve: Callable[[Words, float], int], progress: Progress | None
+) -> tuple[Int64s, float]:
     """Prefix lengths [R] and the seconds it took."""
     prefix = np.zeros(trace.num_requests, np.int64)
     starts, times_s = trace.starts.tolist(), trace.times_s.tolist()
@@ -177,7 +205,8 @@ def _timed(trace: Trace, serve: Callable[[Words, float], int], progress: Progres
 
 
 def _warm_up(trace: Trace, make_policy: MakePolicy) -> None:
-    """Serves a few requests with a cache that is thrown away, so that compiling kernels counts for nothing."""
+    """Serves a few requests with a cache that is thrown away, so that compiling kernels counts for
+    nothing."""
     cache = OneTier(Tier(WARM_UP_BLOCKS, make_policy))
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()
     for start, end in pairwise(starts):

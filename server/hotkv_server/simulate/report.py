@@ -1,4 +1,5 @@
-"""What a simulation found: rows, as a table for people and as JSON for programs. Rates are shares of all block accesses."""
+"""What a simulation found: rows, as a table for people and as JSON for programs. Rates are shares
+of all block accesses."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,8 @@ class SecondTier:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy, or bound, over one trace at one capacity. `hit_rate`: share of accesses in the contiguous prefix, first tier only."""
+    """One policy, or bound, over one trace at one capacity. `hit_rate`: share of accesses in the
+    contiguous prefix, first tier only."""
 
     trace: str
     policy: str
@@ -89,19 +91,32 @@ def _headers(block_mib: float | None, *, two_tiers: bool) -> list[str]:
 
 
 def _cells(row: Row, block_mib: float | None) -> list[str]:
-    memory = [f"{row.capacity_blocks * block_mib / MIB_PER_GIB:,.1f}"] if block_mib is not None else []
+    memory = (
+        [f"{row.capacity_blocks * block_mib / MIB_PER_GIB:,.1f}"] if block_mib is not None else []
+    )
     is_bound = row.policy in BOUNDS
     lower = []
     if row.second_tier is not None:
         written = "" if is_bound else f"{row.second_tier.num_writes:,}"
         lower = [f"{row.second_tier.hit_rate:.1%}", f"{row.total_hit_rate:.1%}", written]
     speed = "" if is_bound else f"{row.block_accesses / row.seconds:,.0f}"
-    return [f"{row.capacity_percent:g} %", f"{row.capacity_blocks:,}", *memory, row.policy, f"{row.hit_rate:.1%}", *lower, speed]
+    return [
+        f"{row.capacity_percent:g} %",
+        f"{row.capacity_blocks:,}",
+        *memory,
+        row.policy,
+        f"{row.hit_rate:.1%}",
+        *lower,
+        speed,
+    ]
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need to be, to the right but for the policy's name."""
     widths = [max(len(line[i]) for line in lines if line) for i in range(len(lines[0]))]
     place = [str.ljust if header == "policy" else str.rjust for header in lines[0]]
-    shown = [[put(cell, width) for put, cell, width in zip(place, line, widths, strict=False)] for line in lines]
+    shown = [
+        [put(cell, width) for put, cell, width in zip(place, line, widths, strict=False)]
+        for line in lines
+    ]
     return "\n".join("  ".join(line).rstrip() for line in shown)

@@ -1,9 +1,11 @@
 """Traces in Mooncake's format, as arrays.
 
-A file has one JSON object a line: `timestamp` (ms) and `hash_ids`, the ids of the request's blocks in chain order; an id stands for
-a block and all before it, in the whole file. Other fields are not read. Files may be gzipped.
+A file has one JSON object a line: `timestamp` (ms) and `hash_ids`, the ids of the request's blocks
+in chain order; an id stands for a block and all before it, in the whole file. Other fields are not
+read. Files may be gzipped.
 
-Always true of a `Trace`: requests are in order of time; within a request a block is listed once; ids count from 0 without gaps.
+Always true of a `Trace`: requests are in order of time; within a request a block is listed once;
+ids count from 0 without gaps.
 """
 
 import gzip
@@ -39,9 +41,10 @@ class TraceError(ValueError):
 class Trace:
     """Requests [R] over blocks [B], each request's blocks one after the other.
 
-    `times_s` [R]: from the first request on. `starts` [R + 1]: where each request's blocks begin in `blocks`.
-    `blocks` [B]: ids. `positions` [B]: where in its request each block came first. `lengths` [R]: blocks a request had, repeated
-    ones counted. `hashes` [B, 8]: words as the index takes them. `num_late`: requests that came before an earlier line's.
+    `times_s` [R]: from the first request on. `starts` [R + 1]: where each request's blocks begin in
+    `blocks`. `blocks` [B]: ids. `positions` [B]: where in its request each block came first.
+    `lengths` [R]: blocks a request had, repeated ones counted. `hashes` [B, 8]: words as the index
+    takes them. `num_late`: requests that came before an earlier line's.
     """
 
     name: str
@@ -55,7 +58,10 @@ class Trace:
     num_late: int
 
     def __repr__(self) -> str:
-        return f"Trace({self.name}: {self.num_requests} requests, {self.num_accesses} accesses to {self.num_unique_blocks} blocks)"
+        return (
+            f"Trace({self.name}: {self.num_requests} requests, {self.num_accesses} accesses "
+            f"to {self.num_unique_blocks} blocks)"
+        )
 
     @property
     def num_requests(self) -> int:
@@ -89,7 +95,9 @@ def make_trace(name: str, requests: Iterable[Request]) -> Trace:
     """A trace of these requests. Raises TraceError where no request has a block."""
     kept = [(time_s, ids) for time_s, ids in requests if len(ids)]
     if not kept:
-        raise TraceError(f"{name}: no request has a block; give a trace whose hash_ids are not all empty")
+        raise TraceError(
+            f"{name}: no request has a block; give a trace whose hash_ids are not all empty"
+        )
     raw_s = np.array([time_s for time_s, _ in kept], np.float64)
     order = np.argsort(raw_s, kind="stable")
     number: dict[int, int] = {}
@@ -98,7 +106,11 @@ def make_trace(name: str, requests: Iterable[Request]) -> Trace:
     starts = [0]
     for row in order:
         ids = kept[row][1]
-        first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True)) if len(set(ids)) != len(ids) else None
+        first = (
+            dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))
+            if len(set(ids)) != len(ids)
+            else None
+        )
         listed = ids if first is None else sorted(first, key=first.__getitem__)
         blocks += [number.setdefault(block, len(number)) for block in listed]
         positions += range(len(ids)) if first is None else sorted(first.values())
@@ -118,10 +130,12 @@ def make_trace(name: str, requests: Iterable[Request]) -> Trace:
 
 
 def hash_words(blocks: Int64s) -> Words:
-    """Hash words [B, 8] of ids: first the 64 bits that the index and the policies take for random, then the id."""
+    """Hash words [B, 8] of ids: first the 64 bits that the index and the policies take for random,
+    then the id."""
     words = np.zeros((len(blocks), 8), np.uint32)
     mixed = blocks.astype(np.uint64) + np.uint64(1)
-    # The finalizer of splitmix64 (Steele, Lea, Flood 2014): one to one, so distinct ids keep distinct prefixes.
+    # The finalizer of splitmix64 (Steele, Lea, Flood 2014): one to one, so distinct ids keep
+    # distinct prefixes.
     mixed *= np.uint64(0x9E37_79B9_7F4A_7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -133,7 +147,8 @@ def hash_words(blocks: Int64s) -> Words:
 
 
 def load_trace(path: Path) -> Trace:
-    """Reads a trace file, gzipped or not. Raises TraceError where a line is wrong, OSError where it can't be read."""
+    """Reads a trace file, gzipped or not. Raises TraceError where a line is wrong, OSError where it
+    can't be read."""
     requests: list[Request] = []
     number = 0
     with _opened(path) as lines:
@@ -142,7 +157,10 @@ def load_trace(path: Path) -> Trace:
                 if line.strip():
                     requests.append(_request(line, f"{path}: line {number}"))
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise TraceError(f"{path}: line {number + 1}: the gzip data is damaged ({error}); compress the file anew") from error
+            raise TraceError(
+                f"{path}: line {number + 1}: the gzip data is damaged ({error}); compress the "
+                "file anew"
+            ) from error
     return make_trace(str(path), requests)
 
 
@@ -156,16 +174,35 @@ def _request(line: bytes, where: str) -> Request:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise TraceError(f"{where}: not JSON ({error}); each line is one object with timestamp and hash_ids") from error
+        raise TraceError(
+            f"{where}: not JSON ({error}); each line is one object with timestamp and hash_ids"
+        ) from error
     if not isinstance(fields, dict):
-        raise TraceError(f"{where}: a JSON {type(fields).__name__}; each line is one object with timestamp and hash_ids")
+        raise TraceError(
+            f"{where}: a JSON {type(fields).__name__}; each line is one object with timestamp "
+            "and hash_ids"
+        )
     timestamp_ms, ids = fields.get("timestamp"), fields.get("hash_ids")
-    if isinstance(timestamp_ms, bool) or not isinstance(timestamp_ms, int | float) or not math.isfinite(timestamp_ms):
-        raise TraceError(f"{where}: timestamp is {_shown(fields, 'timestamp')}; give the time of the request as a number of milliseconds")
+    if (
+        isinstance(timestamp_ms, bool)
+        or not isinstance(timestamp_ms, int | float)
+        or not math.isfinite(timestamp_ms)
+    ):
+        raise TraceError(
+            f"{where}: timestamp is {_shown(fields, 'timestamp')}; give the time of the "
+            "request "
+            "as a number of milliseconds"
+        )
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
-        raise TraceError(f"{where}: hash_ids is {_shown(fields, 'hash_ids')}; give a list of whole numbers, one a block")
+        raise TraceError(
+            f"{where}: hash_ids is {_shown(fields, 'hash_ids')}; give a list of whole numbers, "
+            "one a block"
+        )
     if ids and not (min(ids) >= MIN_ID and max(ids) <= MAX_ID):
-        raise TraceError(f"{where}: hash_ids has a number of more than 64 bits; give ids from {MIN_ID} to {MAX_ID}")
+        raise TraceError(
+            f"{where}: hash_ids has a number of more than 64 bits; give ids from {MIN_ID} to "
+            f"{MAX_ID}"
+        )
     return timestamp_ms / 1000, ids
 
 

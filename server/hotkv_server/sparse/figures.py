@@ -1,6 +1,8 @@
-"""Figures of sparse decode: what engines report per layer, and how long selections by the server take.
+"""Figures of sparse decode: what engines report per layer, and how long selections by the server
+take.
 
-Always true: memory is bounded by engines and `MAX_LAYERS`; totals over engines never fall, also when an engine has gone.
+Always true: memory is bounded by engines and `MAX_LAYERS`; totals over engines never fall, also
+when an engine has gone.
 """
 
 import bisect
@@ -14,7 +16,20 @@ from hotkv.counters import SPARSE_COUNTERS
 
 F64 = NDArray[np.float64]
 MAX_LAYERS = 256
-LATENCY_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+LATENCY_BOUNDS_S = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1.0,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +61,8 @@ class LayerFigures:
         self._engines.pop(engine_id, None)
 
     def rows(self) -> Iterator[tuple[str, LayerGrowth]]:
-        """Engine and what it has counted, by engine and layer; layers without selections or representations are left out."""
+        """Engine and what it has counted, by engine and layer; layers without selections or
+        representations are left out."""
         for engine_id in sorted(self._engines):
             for growth in _rows(self._engines[engine_id]):
                 yield engine_id, growth

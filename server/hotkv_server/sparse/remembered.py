@@ -1,9 +1,11 @@
 """Remembered hot sets: what sequences ended with, for the next ones over the same prefix.
 
-Always true: memory is bounded; where there is too little, the owner that has most of it loses the context asked for least recently, so
-nobody's go for another's as long as they take no more than an equal part; a context is found by its last block and by every
-`ANCHOR_BLOCKS`-th one before it, so a sequence that shares a prefix with several finds the one that shares most, the newest of equals;
-what is handed out is positions below the shared part only. Block hashes are chained: equal hashes mean equal prefixes.
+Always true: memory is bounded; where there is too little, the owner that has most of it loses the
+context asked for least recently, so nobody's go for another's as long as they take no more than an
+equal part; a context is found by its last block and by every `ANCHOR_BLOCKS`-th one before it, so a
+sequence that shares a prefix with several finds the one that shares most, the newest of equals;
+what is handed out is positions below the shared part only. Block hashes are chained: equal hashes
+mean equal prefixes.
 """
 
 from collections import OrderedDict
@@ -32,7 +34,8 @@ CONTEXT_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """The hot sets of a context that shares `num_blocks` leading blocks; all positions are below that."""
+    """The hot sets of a context that shares `num_blocks` leading blocks; all positions are below
+    that."""
 
     num_blocks: int
     hot_sets: HotSets
@@ -64,10 +67,12 @@ class RememberedHotSets:
         self.num_bytes = 0
         self._next_number = 0
         self._contexts: dict[int, _Context] = {}
-        # Per owner: numbers of its contexts, the one asked for least recently first, and what they weigh.
+        # Per owner: numbers of its contexts, the one asked for least recently first, and what they
+        # weigh.
         self._order: dict[int, OrderedDict[int, None]] = {}
         self._bytes_of: dict[int, int] = {}
-        # Numbers of the contexts with this anchor, the newest last; the inner dicts are ordered sets.
+        # Numbers of the contexts with this anchor, the newest last; the inner dicts are ordered
+        # sets.
         self._anchors: dict[bytes, dict[int, None]] = {}
         self._by_last: dict[bytes, int] = {}
 
@@ -77,12 +82,19 @@ class RememberedHotSets:
     def __repr__(self) -> str:
         return f"RememberedHotSets({len(self)} contexts, {self.num_bytes}/{self.capacity_bytes} B)"
 
-    def remember(self, key_space_id: int, group_index: int, hashes: Words, hot_sets: HotSets, owner: int = 0) -> bool:
-        """Keeps the hot sets of a context with block hashes [n, 8]; those of other layers and shards that it had before stay.
+    def remember(
+        self, key_space_id: int, group_index: int, hashes: Words, hot_sets: HotSets, owner: int = 0
+    ) -> bool:
+        """Keeps the hot sets of a context with block hashes [n, 8]; those of other layers and
+        shards that it had before stay.
 
-        Positions from n on are left out. False where there is nothing to keep or it is larger than a context may be. `owner`: the tenant.
+        Positions from n on are left out. False where there is nothing to keep or it is larger than
+        a context may be. `owner`: the tenant.
         """
-        kept = {at: positions[positions < len(hashes)].astype(np.int32) for at, positions in hot_sets.items()}
+        kept = {
+            at: positions[positions < len(hashes)].astype(np.int32)
+            for at, positions in hot_sets.items()
+        }
         if not len(hashes) or not any(len(positions) for positions in kept.values()):
             return False
         anchors = _keys(key_space_id, group_index, hashes, _anchor_positions(len(hashes)))
@@ -96,7 +108,9 @@ class RememberedHotSets:
             self._drop(known)
         while self.num_bytes + context.num_bytes > self.capacity_bytes:
             more = {owner: context.num_bytes}
-            largest = max(self._order, key=lambda other: (self._bytes_of[other] + more.get(other, 0), other))
+            largest = max(
+                self._order, key=lambda other: (self._bytes_of[other] + more.get(other, 0), other)
+            )
             self._drop(next(iter(self._order[largest])))
         self._add(context)
         return True
@@ -106,15 +120,27 @@ class RememberedHotSets:
         position = self._longest(key_space_id, group_index, hashes)
         if position < 0:
             return NOTHING
-        number = next(reversed(self._anchors[_keys(key_space_id, group_index, hashes, np.array([position]))[0]]))
+        number = next(
+            reversed(
+                self._anchors[_keys(key_space_id, group_index, hashes, np.array([position]))[0]]
+            )
+        )
         self._order[self._contexts[number].owner].move_to_end(number)
         shared = position + 1
-        hot_sets = {at: positions[positions < shared] for at, positions in self._contexts[number].hot_sets.items()}
+        hot_sets = {
+            at: positions[positions < shared]
+            for at, positions in self._contexts[number].hot_sets.items()
+        }
         return Recalled(shared, hot_sets)
 
     def forget(self, key_space_id: int) -> Iterator[None]:
-        """Forgets the contexts that a key space has at the first step, one a step; anything else may be called between two."""
-        for number in [number for number, context in self._contexts.items() if context.key_space_id == key_space_id]:
+        """Forgets the contexts that a key space has at the first step, one a step; anything else
+        may be called between two."""
+        for number in [
+            number
+            for number, context in self._contexts.items()
+            if context.key_space_id == key_space_id
+        ]:
             if number in self._contexts:
                 self._drop(number)
                 yield
@@ -122,7 +148,8 @@ class RememberedHotSets:
     def _longest(self, key_space_id: int, group_index: int, hashes: Words) -> int:
         """Position of the last block of the longest known prefix; -1 for none.
 
-        Every context beyond a regular anchor has that anchor, so regular ones are searched by halving; irregular ones lie before the next.
+        Every context beyond a regular anchor has that anchor, so regular ones are searched by
+        halving; irregular ones lie before the next.
         """
         regular = np.arange(ANCHOR_BLOCKS - 1, len(hashes), ANCHOR_BLOCKS)
         low, high = 0, len(regular)
@@ -132,7 +159,11 @@ class RememberedHotSets:
             low, high = (middle + 1, high) if key in self._anchors else (low, middle)
         start = low * ANCHOR_BLOCKS
         beyond = np.arange(start, min(start + ANCHOR_BLOCKS, len(hashes)))
-        for position, key in reversed(list(zip(beyond.tolist(), _keys(key_space_id, group_index, hashes, beyond), strict=True))):
+        for position, key in reversed(
+            list(
+                zip(beyond.tolist(), _keys(key_space_id, group_index, hashes, beyond), strict=True)
+            )
+        ):
             if key in self._anchors:
                 return int(position)
         return start - 1
@@ -163,15 +194,26 @@ class RememberedHotSets:
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree."""
-        assert self.num_bytes == sum(context.num_bytes for context in self._contexts.values()) <= self.capacity_bytes, "bytes miscounted"
+        assert (
+            self.num_bytes
+            == sum(context.num_bytes for context in self._contexts.values())
+            <= self.capacity_bytes
+        ), "bytes miscounted"
         order = {number: owner for owner, numbers in self._order.items() for number in numbers}
-        assert order == {number: context.owner for number, context in self._contexts.items()}, "owners disagree"
+        assert order == {number: context.owner for number, context in self._contexts.items()}, (
+            "owners disagree"
+        )
         assert self._bytes_of == {
-            owner: sum(self._contexts[number].num_bytes for number in numbers) for owner, numbers in self._order.items()
+            owner: sum(self._contexts[number].num_bytes for number in numbers)
+            for owner, numbers in self._order.items()
         }, "bytes of owners miscounted"
         named = {(key, number) for key, numbers in self._anchors.items() for number in numbers}
-        assert named == {(key, number) for number, context in self._contexts.items() for key in context.anchors}, "anchors disagree"
-        assert self._by_last == {context.anchors[-1]: number for number, context in self._contexts.items()}, "last blocks disagree"
+        assert named == {
+            (key, number) for number, context in self._contexts.items() for key in context.anchors
+        }, "anchors disagree"
+        assert self._by_last == {
+            context.anchors[-1]: number for number, context in self._contexts.items()
+        }, "last blocks disagree"
 
 
 def _anchor_positions(num_blocks: int) -> NDArray[np.int64]:
@@ -179,7 +221,9 @@ def _anchor_positions(num_blocks: int) -> NDArray[np.int64]:
     return regular if num_blocks % ANCHOR_BLOCKS == 0 else np.append(regular, num_blocks - 1)
 
 
-def _keys(key_space_id: int, group_index: int, hashes: Words, positions: NDArray[np.int64]) -> list[bytes]:
+def _keys(
+    key_space_id: int, group_index: int, hashes: Words, positions: NDArray[np.int64]
+) -> list[bytes]:
     """One key a position: key space, group and block hash."""
     head = key_space_id.to_bytes(4, "little") + group_index.to_bytes(2, "little")
     return [head + row.tobytes() for row in hashes[positions]]

@@ -1,8 +1,10 @@
-"""The sequences of sessions: contexts that are being decoded, by the hashes of their complete blocks.
+"""The sequences of sessions: contexts that are being decoded, by the hashes of their complete
+blocks.
 
-Always true: a sequence belongs to one session and ends with it; its id is the caller's choice, and creating or appending the same again
-changes nothing; numbers of sequences and of blocks are bounded, the latter for each owner too (`core.bounds`). This module keeps the
-books; `runtime.sparse` acts on them.
+Always true: a sequence belongs to one session and ends with it; its id is the caller's choice, and
+creating or appending the same again changes nothing; numbers of sequences and of blocks are
+bounded, the latter for each owner too (`core.bounds`). This module keeps the books;
+`runtime.sparse` acts on them.
 """
 
 import asyncio
@@ -33,8 +35,9 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 class LiveSequence:
     """One context. `hashes` [n, 8] words; `created_blocks`: how many of them it was created with.
 
-    Where the server selects (`spec`): `lease_id` pins the leading blocks; their representations are `entries` and lie at `slots` int64,
-    bytes in the arena; `lock` is held during a selection. `used` bool [n]: blocks whose use has not been counted yet.
+    Where the server selects (`spec`): `lease_id` pins the leading blocks; their representations are
+    `entries` and lie at `slots` int64, bytes in the arena; `lock` is held during a selection.
+    `used` bool [n]: blocks whose use has not been counted yet.
     """
 
     sequence_id: str
@@ -52,17 +55,28 @@ class LiveSequence:
     noted_s: float = -np.inf
 
     def __repr__(self) -> str:
-        return f"LiveSequence({self.sequence_id!r}, {len(self.hashes)} blocks, {len(self.slots)} covered)"
+        return (
+            f"LiveSequence({self.sequence_id!r}, {len(self.hashes)} blocks, {len(self.slots)} "
+            "covered)"
+        )
 
     def weight(self, num_blocks: int) -> int:
-        """What it counts against the bound with so many blocks: these, and the rest of its memory as blocks whose hashes take as much.
+        """What it counts against the bound with so many blocks: these, and the rest of its memory
+        as blocks whose hashes take as much.
 
-        The entry, place and use of a block's representation take 13; a hot set takes 14 bytes a slot and 6 a block of the context.
+        The entry, place and use of a block's representation take 13; a hot set takes 14 bytes a
+        slot and 6 a block of the context.
         """
         if self.spec is None:
             return SEQUENCE_BLOCKS + num_blocks
-        num_hot_sets = len(self.spec.layer_indices) * self.spec.num_shards if self.spec.hot_blocks else 0
-        other_bytes = self.spec.centre_bytes + 13 * num_blocks + num_hot_sets * (14 * self.spec.hot_blocks + 6 * num_blocks)
+        num_hot_sets = (
+            len(self.spec.layer_indices) * self.spec.num_shards if self.spec.hot_blocks else 0
+        )
+        other_bytes = (
+            self.spec.centre_bytes
+            + 13 * num_blocks
+            + num_hot_sets * (14 * self.spec.hot_blocks + 6 * num_blocks)
+        )
         return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
@@ -74,11 +88,18 @@ class LiveSequence:
         return self.hot_sets[layer, shard]
 
     def use(self, positions: I32, now_s: float) -> I32:
-        """Notes that blocks were used; returns, in chain order, those whose use is due to be counted: all since the last time."""
+        """Notes that blocks were used; returns, in chain order, those whose use is due to be
+        counted: all since the last time."""
         if len(self.used) < len(self.hashes):
-            self.used = np.concatenate([self.used, np.zeros(len(self.hashes) - len(self.used), np.bool_)])
+            self.used = np.concatenate(
+                [self.used, np.zeros(len(self.hashes) - len(self.used), np.bool_)]
+            )
         self.used[positions[positions < len(self.hashes)]] = True
-        return self.take_used(now_s) if now_s >= self.noted_s + TOUCH_INTERVAL_S else np.empty(0, np.int32)
+        return (
+            self.take_used(now_s)
+            if now_s >= self.noted_s + TOUCH_INTERVAL_S
+            else np.empty(0, np.int32)
+        )
 
     def take_used(self, now_s: float) -> I32:
         """Blocks whose use has not been counted yet, in chain order."""
@@ -114,24 +135,43 @@ class SequenceBook:
         """The same. Raises INVALID_FIELD where there is none."""
         sequence = self.find(session_number, sequence_id)
         if sequence is None:
-            raise _invalid(f"sequence_id {sequence_id!r} is unknown in this session; create it first")
+            raise _invalid(
+                f"sequence_id {sequence_id!r} is unknown in this session; create it first"
+            )
         return sequence
 
     def create(
-        self, session_number: int, sequence_id: str, group_index: int, hashes: Words, spec: SelectSpec | None, owner: str
+        self,
+        session_number: int,
+        sequence_id: str,
+        group_index: int,
+        hashes: Words,
+        spec: SelectSpec | None,
+        owner: str,
     ) -> tuple[LiveSequence, bool]:
-        """A new sequence, which counts for `owner`, and True, or what the same call made before and False."""
+        """A new sequence, which counts for `owner`, and True, or what the same call made before and
+        False."""
         if not sequence_id:
             raise _invalid("sequence_id is empty; choose an id that is unique in the session")
         existing = self.find(session_number, sequence_id)
         if existing is not None:
-            is_same = (existing.group_index, existing.created_blocks, existing.spec) == (group_index, len(hashes), spec)
+            is_same = (existing.group_index, existing.created_blocks, existing.spec) == (
+                group_index,
+                len(hashes),
+                spec,
+            )
             if not is_same or not np.array_equal(existing.hashes[: len(hashes)], hashes):
-                raise _invalid(f"sequence_id {sequence_id!r} is in use for another sequence; choose a new id", Reason.DUPLICATE_ID)
+                raise _invalid(
+                    f"sequence_id {sequence_id!r} is in use for another sequence; choose a new id",
+                    Reason.DUPLICATE_ID,
+                )
             return existing, False
         sequences = self._sessions.get(session_number, {})
         if len(sequences) >= self.max_sequences:
-            raise _invalid(f"sequence_id: the session has {self.max_sequences} sequences; delete some first", Reason.OVERLOADED)
+            raise _invalid(
+                f"sequence_id: the session has {self.max_sequences} sequences; delete some first",
+                Reason.OVERLOADED,
+            )
         sequence = LiveSequence(sequence_id, group_index, hashes, spec, len(hashes), owner)
         weight = sequence.weight(len(hashes))
         self._check_room(owner, weight, len(hashes))
@@ -140,15 +180,26 @@ class SequenceBook:
         self.bound.take(owner, weight)
         return sequence, True
 
-    def append(self, session_number: int, sequence_id: str, first_position: int, hashes: Words) -> LiveSequence:
+    def append(
+        self, session_number: int, sequence_id: str, first_position: int, hashes: Words
+    ) -> LiveSequence:
         """The sequence, with the blocks from `first_position` on."""
         sequence = self.get(session_number, sequence_id)
         count = len(sequence.hashes)
         if not 0 <= first_position <= count:
-            raise _invalid(f"first_position is {first_position}; the sequence has {count} blocks, go on at {count}")
+            raise _invalid(
+                f"first_position is {first_position}; the sequence has {count} blocks, go on "
+                "at "
+                f"{count}"
+            )
         known = min(count - first_position, len(hashes))
-        if not np.array_equal(sequence.hashes[first_position : first_position + known], hashes[:known]):
-            raise _invalid("hashes differ from those of blocks that the sequence has already; create another sequence")
+        if not np.array_equal(
+            sequence.hashes[first_position : first_position + known], hashes[:known]
+        ):
+            raise _invalid(
+                "hashes differ from those of blocks that the sequence has already; create "
+                "another sequence"
+            )
         fresh = hashes[known:]
         growth = sequence.weight(count + len(fresh)) - sequence.weight(count)
         self._check_room(sequence.owner, growth, count + len(fresh))
@@ -160,9 +211,18 @@ class SequenceBook:
 
     def _check_room(self, owner: str, num_more: int, num_blocks: int) -> None:
         if num_blocks > self.max_sequence_blocks:
-            raise _invalid(f"hashes: a sequence of {num_blocks} blocks; at most {self.max_sequence_blocks} are accepted", Reason.TOO_LARGE)
+            raise _invalid(
+                f"hashes: a sequence of {num_blocks} blocks; at most "
+                f"{self.max_sequence_blocks} "
+                "are accepted",
+                Reason.TOO_LARGE,
+            )
         if num_more > self.bound.room(owner):
-            raise _invalid(f"hashes: {num_more} blocks' worth of memory more; {self.bound.refusal(owner, 'of them')}", Reason.OVERLOADED)
+            raise _invalid(
+                f"hashes: {num_more} blocks' worth of memory more; "
+                f"{self.bound.refusal(owner, 'of them')}",
+                Reason.OVERLOADED,
+            )
 
     def pop(self, session_number: int, sequence_id: str) -> LiveSequence | None:
         """Ends a sequence; None where there is none."""
@@ -189,13 +249,19 @@ class SequenceBook:
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree."""
-        everything = [sequence for sequences in self._sessions.values() for sequence in sequences.values()]
-        assert self.num_blocks == sum(len(sequence.hashes) for sequence in everything), "blocks miscounted"
+        everything = [
+            sequence for sequences in self._sessions.values() for sequence in sequences.values()
+        ]
+        assert self.num_blocks == sum(len(sequence.hashes) for sequence in everything), (
+            "blocks miscounted"
+        )
         held: Counter[str] = Counter()
         for sequence in everything:
             held[sequence.owner] += sequence.weight(len(sequence.hashes))
         self.bound.check(held)
-        assert all(0 < len(sequences) <= self.max_sequences for sequences in self._sessions.values()), (
-            "too many sequences, or an empty session"
-        )
-        assert all(s.created_blocks <= len(s.hashes) <= self.max_sequence_blocks for s in everything), "a sequence is too long"
+        assert all(
+            0 < len(sequences) <= self.max_sequences for sequences in self._sessions.values()
+        ), "too many sequences, or an empty session"
+        assert all(
+            s.created_blocks <= len(s.hashes) <= self.max_sequence_blocks for s in everything
+        ), "a sequence is too long"

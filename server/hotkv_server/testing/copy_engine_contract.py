@@ -1,6 +1,7 @@
 """What every copy engine must do, whatever moves its bytes.
 
-A `Rig` is an engine with an arena and an engine's memory to copy between; each check makes its own and compares with plain numpy arrays.
+A `Rig` is an engine with an arena and an engine's memory to copy between; each check makes its own
+and compares with plain numpy arrays.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Rig:
-    """`memories`: an engine's. `read` and `write`: all bytes of a region, whatever it lies on. `break_next`: makes the next copying fail,
-    in one job.
+    """`memories`: an engine's. `read` and `write`: all bytes of a region, whatever it lies on.
+    `break_next`: makes the next copying fail, in one job.
     """
 
     engine: CopyEngine
@@ -45,7 +46,13 @@ class Ends:
     outcomes: dict[str, list[tuple[Outcome, str]]] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def job(self, name: str, plans: list[CopyPlan], gate: Gate | None = None, then: Callable[[], None] = lambda: None) -> CopyJob:
+    def job(
+        self,
+        name: str,
+        plans: list[CopyPlan],
+        gate: Gate | None = None,
+        then: Callable[[], None] = lambda: None,
+    ) -> CopyJob:
         """A job whose end is noted, after `then`."""
         assert name not in self.outcomes
         self.outcomes[name] = []
@@ -62,8 +69,12 @@ class Ends:
         """Until those, or all, have ended. Raises AssertionError where one has not, or twice."""
         with self._changed:
             wanted = names or tuple(self.outcomes)
-            ended = self._changed.wait_for(lambda: all(self.outcomes[name] for name in wanted), WAIT_S)
-        assert ended, f"jobs that did not end: {[name for name in wanted if not self.outcomes[name]]}"
+            ended = self._changed.wait_for(
+                lambda: all(self.outcomes[name] for name in wanted), WAIT_S
+            )
+        assert ended, (
+            f"jobs that did not end: {[name for name in wanted if not self.outcomes[name]]}"
+        )
         self.check_once()
 
     def check_once(self) -> None:
@@ -85,14 +96,21 @@ def random_bytes(rng: np.random.Generator, region: Region) -> Bytes:
 def random_runs(
     rng: np.random.Generator, spaces: tuple[int, ...], num_runs: int, page_bytes: int
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Disjoint runs in spaces of those sizes: offsets in each, int64 [runs], and sizes; of `page_bytes` (with aligned offsets) or, where
-    that is 0, of any.
+    """Disjoint runs in spaces of those sizes: offsets in each, int64 [runs], and sizes; of
+    `page_bytes` (with aligned offsets) or, where that is 0, of any.
     """
     room = min(spaces)
     if page_bytes:
         num_runs = min(num_runs, room // page_bytes)
-        numbers = [rng.permutation(space // page_bytes)[:num_runs] if rng.random() < 0.7 else np.arange(num_runs) for space in spaces]
-        return [number.astype(np.int64) * page_bytes for number in numbers], np.full(num_runs, page_bytes, np.int64)
+        numbers = [
+            rng.permutation(space // page_bytes)[:num_runs]
+            if rng.random() < 0.7
+            else np.arange(num_runs)
+            for space in spaces
+        ]
+        return [number.astype(np.int64) * page_bytes for number in numbers], np.full(
+            num_runs, page_bytes, np.int64
+        )
     cuts = np.sort(rng.integers(0, room + 1, 2 * num_runs))
     sizes = (cuts[1::2] - cuts[::2]).astype(np.int64)
     offsets = []
@@ -105,7 +123,8 @@ def random_runs(
 
 
 def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
-    """Random jobs, one after the other, in both directions, move exactly what plain arrays would."""
+    """Random jobs, one after the other, in both directions, move exactly what plain arrays
+    would."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         regions = (rig.arena, *rig.memories)
@@ -119,19 +138,28 @@ def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
             for at, memory in enumerate(rig.memories):
                 page_bytes = int(rng.choice([0, 64, 512, 4096, 16384]))
                 (in_arena, in_memory), sizes = random_runs(
-                    rng, (share // 16384 * 16384, memory.num_bytes), int(rng.integers(0, 200)), page_bytes
+                    rng,
+                    (share // 16384 * 16384, memory.num_bytes),
+                    int(rng.integers(0, 200)),
+                    page_bytes,
                 )
                 in_arena = in_arena + at * share
                 dst, src = (memory, rig.arena) if to_engine else (rig.arena, memory)
                 to, from_ = (in_memory, in_arena) if to_engine else (in_arena, in_memory)
                 plans.append(CopyPlan.build(dst, src, to, from_, sizes))
-                for dst_offset, src_offset, size in zip(to.tolist(), from_.tolist(), sizes.tolist(), strict=True):
-                    model[dst.name][dst_offset : dst_offset + size] = model[src.name][src_offset : src_offset + size]
+                for dst_offset, src_offset, size in zip(
+                    to.tolist(), from_.tolist(), sizes.tolist(), strict=True
+                ):
+                    model[dst.name][dst_offset : dst_offset + size] = model[src.name][
+                        src_offset : src_offset + size
+                    ]
             rig.engine.submit(ends.job(f"{number}", plans))
             ends.wait(f"{number}")
             assert ends[f"{number}"] is Outcome.DONE, ends.message(f"{number}")
             for region in regions:
-                assert np.array_equal(rig.read(region), model[region.name]), f"{region.name} differs after job {number}"
+                assert np.array_equal(rig.read(region), model[region.name]), (
+                    f"{region.name} differs after job {number}"
+                )
 
 
 def check_nothing_to_do(make_rig: MakeRig) -> None:
@@ -140,20 +168,32 @@ def check_nothing_to_do(make_rig: MakeRig) -> None:
         nothing, zero = np.empty(0, np.int64), np.zeros(3, np.int64)
         ends = Ends()
         rig.engine.submit(ends.job("no plans", []))
-        rig.engine.submit(ends.job("no runs", [CopyPlan(memory, rig.arena, nothing, nothing, nothing) for memory in rig.memories]))
-        rig.engine.submit(ends.job("no bytes", [CopyPlan(rig.arena, memory, zero, zero, zero) for memory in rig.memories]))
+        rig.engine.submit(
+            ends.job(
+                "no runs",
+                [CopyPlan(memory, rig.arena, nothing, nothing, nothing) for memory in rig.memories],
+            )
+        )
+        rig.engine.submit(
+            ends.job(
+                "no bytes",
+                [CopyPlan(rig.arena, memory, zero, zero, zero) for memory in rig.memories],
+            )
+        )
         ends.wait()
         assert all(ends[name] is Outcome.DONE for name in ends.outcomes)
 
 
 def whole_plan(dst: Region, src: Region, page_bytes: int = 4096) -> CopyPlan:
-    """As much as there is on both sides, in pages whose order is turned round, so that none are merged."""
+    """As much as there is on both sides, in pages whose order is turned round, so that none are
+    merged."""
     pages = np.arange(min(dst.num_bytes, src.num_bytes) // page_bytes, dtype=np.int64) * page_bytes
     return CopyPlan(dst, src, pages, pages[::-1].copy(), np.full(len(pages), page_bytes, np.int64))
 
 
 def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
-    """A job that is cancelled before it begins moves nothing; of others at any time, each ends once, and touches nothing after its end."""
+    """A job that is cancelled before it begins moves nothing; of others at any time, each ends
+    once, and touches nothing after its end."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         ends = Ends()
@@ -165,16 +205,25 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
         rig.engine.submit(job)
         ends.wait()
         assert ends["never begun"] is Outcome.CANCELLED and np.array_equal(rig.read(memory), before)
-        # What is written over the target at a job's end must still be there when all others, which only read it, have ended.
+        # What is written over the target at a job's end must still be there when all others, which
+        # only read it, have ended.
         share = memory.num_bytes // 8
         marks: list[tuple[Region, Bytes]] = []
         jobs = []
         for number in range(8):
-            target = Region(memory.address + number * share, share, f"share {number}", memory.device)
+            target = Region(
+                memory.address + number * share, share, f"share {number}", memory.device
+            )
             mark = random_bytes(rng, target)
             marks.append((target, mark))
             plans = [whole_plan(target, rig.arena, 512)]
-            jobs.append(ends.job(f"{number}", plans, then=lambda target=target, mark=mark: rig.write(target, mark)))  # type: ignore[misc]
+            jobs.append(
+                ends.job(
+                    f"{number}",
+                    plans,
+                    then=lambda target=target, mark=mark: rig.write(target, mark),  # type: ignore[misc]
+                )
+            )
         for job in jobs:
             rig.engine.submit(job)
         for number in rng.permutation(8)[:5].tolist():
@@ -182,7 +231,9 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
             jobs[number].cancel()
         ends.wait()
         assert all(ends[name] in (Outcome.DONE, Outcome.CANCELLED) for name in ends.outcomes)
-        assert all(np.array_equal(rig.read(target), mark) for target, mark in marks), "memory changed after the end of its job"
+        assert all(np.array_equal(rig.read(target), mark) for target, mark in marks), (
+            "memory changed after the end of its job"
+        )
 
 
 def check_failure(make_rig: MakeRig) -> None:

@@ -1,10 +1,13 @@
-"""Servers that kill themselves at chosen instructions, started in milliseconds: what the kill campaign is made of.
+"""Servers that kill themselves at chosen instructions, started in milliseconds: what the kill
+campaign is made of.
 
-`python -m hotkv_server.testing.crashing` loads a server once and forks one for each line that it reads from standard input: a JSON object
-`{"flags": [...], "point": "publish", "when": "during", "pass": 3, "delay_us": 120, "log": "/path"}`; `point` may be null. It answers
-`started PID`, and `ended PID STATUS` when a child has ended. Children die with it. A point is a function of the server (`POINTS`): the
-child is killed (SIGKILL, by itself) before or after its n-th call, or so many microseconds after it began, wherever it then is: kernels
-give the GIL up, so also in the middle of one.
+`python -m hotkv_server.testing.crashing` loads a server once and forks one for each line that it
+reads from standard input: a JSON object `{"flags": [...], "point": "publish", "when": "during",
+"pass": 3, "delay_us": 120, "log": "/path"}`; `point` may be null. It answers `started PID`, and
+`ended PID STATUS` when a child has ended. Children die with it. A point is a function of the server
+(`POINTS`): the child is killed (SIGKILL, by itself) before or after its n-th call, or so many
+microseconds after it began, wherever it then is: kernels give the GIL up, so also in the middle of
+one.
 """
 
 import contextlib
@@ -53,7 +56,8 @@ MOMENTS = ("before", "during", "after")
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """Kill at the `nth` call of a point, `when` it is `before`, `after`, or `during`: `delay_us` microseconds after it began."""
+    """Kill at the `nth` call of a point, `when` it is `before`, `after`, or `during`: `delay_us`
+    microseconds after it began."""
 
     point: str
     when: str
@@ -126,7 +130,12 @@ def _preload() -> None:
     """What a start would spend its time on."""
     from hotkv import native
 
-    for name in ("hotkv.kernels", "hotkv_server.core.kernels", "hotkv_server.core.policies.kernels", "hotkv_server.dataplane.kernels"):
+    for name in (
+        "hotkv.kernels",
+        "hotkv_server.core.kernels",
+        "hotkv_server.core.policies.kernels",
+        "hotkv_server.dataplane.kernels",
+    ):
         native.load(name)
     importlib.import_module("hotkv_server.daemon")
     importlib.import_module("uvloop")

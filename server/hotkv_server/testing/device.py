@@ -1,11 +1,14 @@
-"""A device runtime without a device: streams that run late and in any order, memory that only streams may touch, and errors on demand.
+"""A device runtime without a device: streams that run late and in any order, memory that only
+streams may touch, and errors on demand.
 
-Always true: bytes are read and written when a copy's turn comes, never when it is given; between streams there is no order but that of
-events and words; the host can't touch device memory (it has addresses, and no pages behind them); what CUDA refuses or dies of is refused
-or loses the device here: ranges that leave allocations, cross registrations, are freed, closed or not registered.
+Always true: bytes are read and written when a copy's turn comes, never when it is given; between
+streams there is no order but that of events and words; the host can't touch device memory (it has
+addresses, and no pages behind them); what CUDA refuses or dies of is refused or loses the device
+here: ranges that leave allocations, cross registrations, are freed, closed or not registered.
 
-Order, delays and the parts in which copies move come from a seed. A thread runs the streams, or the test does, with `run`. Then calls that
-wait for the device run them too where the thread that made the runtime makes them; other threads wait for that one.
+Order, delays and the parts in which copies move come from a seed. A thread runs the streams, or the
+test does, with `run`. Then calls that wait for the device run them too where the thread that made
+the runtime makes them; other threads wait for that one.
 """
 
 import bisect
@@ -23,7 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.order import has_reached
-from hotkv_server.device.runtime import HOST, DeviceError, DeviceInfo, Event, Extent, Int64s, Priority, Stream
+from hotkv_server.device.runtime import (
+    HOST,
+    DeviceError,
+    DeviceInfo,
+    Event,
+    Extent,
+    Int64s,
+    Priority,
+    Stream,
+)
 from hotkv_server.testing.device_memory import (
     EVENT_BYTES,
     EVENT_NAME,
@@ -47,7 +59,8 @@ Work = Iterator[bool]
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """Memory that streams know. `shadow`: where the bytes of [start, end) really lie. `device`: HOST for registered memory."""
+    """Memory that streams know. `shadow`: where the bytes of [start, end) really lie. `device`:
+    HOST for registered memory."""
 
     start: int
     end: int
@@ -81,7 +94,9 @@ class FakeEvent:
     def __init__(self, device: int, address: int = 0) -> None:
         self._device = device
         self.address = address
-        self.counters: NDArray[np.uint64] = bytes_at(address, EVENT_BYTES).view(np.uint64) if address else np.zeros(2, np.uint64)
+        self.counters: NDArray[np.uint64] = (
+            bytes_at(address, EVENT_BYTES).view(np.uint64) if address else np.zeros(2, np.uint64)
+        )
 
     @property
     def device(self) -> int:
@@ -93,12 +108,27 @@ class FakeEvent:
 
 
 class FakeRuntime:
-    """`DeviceRuntime`; see the module. `max_delay_s`: longest pause between two steps of the thread."""
+    """`DeviceRuntime`; see the module. `max_delay_s`: longest pause between two steps of the
+    thread."""
 
-    def __init__(self, seed: int = 0, *, num_devices: int = 1, threaded: bool = True, max_delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        num_devices: int = 1,
+        threaded: bool = True,
+        max_delay_s: float = 0.0,
+    ) -> None:
         self._random = random.Random(seed)
         self._infos = [
-            DeviceInfo(number, uuid_of(number), f"Fake GPU {number}", f"0000:{number + 1:02x}:00.0", -1, 1 << 34)
+            DeviceInfo(
+                number,
+                uuid_of(number),
+                f"Fake GPU {number}",
+                f"0000:{number + 1:02x}:00.0",
+                -1,
+                1 << 34,
+            )
             for number in range(num_devices)
         ]
         self._max_delay_s = max_delay_s
@@ -112,18 +142,26 @@ class FakeRuntime:
         self._closed = False
         self._version = 0
         self._maker = threading.get_ident()
-        self._thread = threading.Thread(target=self._run, name="hotkv-fake-device", daemon=True) if threaded else None
+        self._thread = (
+            threading.Thread(target=self._run, name="hotkv-fake-device", daemon=True)
+            if threaded
+            else None
+        )
         if self._thread is not None:
             self._thread.start()
 
     def __repr__(self) -> str:
         given = sum(len(stream.work) for stream in self._streams)
-        return f"FakeRuntime({len(self._infos)} devices, {len(self._memories)} memories, {given} given, lost {sorted(self._lost)})"
+        return (
+            f"FakeRuntime({len(self._infos)} devices, {len(self._memories)} memories, {given} "
+            f"given, lost {sorted(self._lost)})"
+        )
 
     # For tests
 
     def run(self, num_steps: int) -> int:
-        """Does so many steps of streams chosen at random; how many could be done. For runtimes without a thread."""
+        """Does so many steps of streams chosen at random; how many could be done. For runtimes
+        without a thread."""
         done = 0
         with self._changed:
             while done < num_steps and self._step():
@@ -145,8 +183,8 @@ class FakeRuntime:
             self._steps_to_loss[device] = num_steps
 
     def fail_call(self, method: str, nth: int = 1) -> None:
-        """The nth call from now on of that method, or of any that copies (COPIES), fails, without loss. A batch that fails has copied some
-        of what it was given.
+        """The nth call from now on of that method, or of any that copies (COPIES), fails, without
+        loss. A batch that fails has copied some of what it was given.
         """
         with self._changed:
             self._failing.setdefault(method, []).append(nth)
@@ -159,16 +197,27 @@ class FakeRuntime:
     def poke(self, address: int, data: NDArray[np.uint8]) -> None:
         """Writes device memory at once."""
         with self._changed:
-            bytes_at(self._real(address, data.nbytes), data.nbytes)[:] = data.reshape(-1).view(np.uint8)
+            bytes_at(self._real(address, data.nbytes), data.nbytes)[:] = data.reshape(-1).view(
+                np.uint8
+            )
 
     def held(self) -> dict[str, int]:
-        """What has not been given back: numbers of allocations, pinned, registered and opened memories."""
+        """What has not been given back: numbers of allocations, pinned, registered and opened
+        memories."""
         with self._changed:
             kinds = [
-                ("opened" if m.handle else "allocated") if m.device != HOST else "pinned" if m.mapped_bytes else "registered"
+                ("opened" if m.handle else "allocated")
+                if m.device != HOST
+                else "pinned"
+                if m.mapped_bytes
+                else "registered"
                 for m in self._memories
             ]
-        return {kind: kinds.count(kind) for kind in ("allocated", "pinned", "registered", "opened") if kind in kinds}
+        return {
+            kind: kinds.count(kind)
+            for kind in ("allocated", "pinned", "registered", "opened")
+            if kind in kinds
+        }
 
     def close(self) -> None:
         """Stops the thread, drops what streams were given, and frees all memory."""
@@ -191,14 +240,19 @@ class FakeRuntime:
                 if self._closed:
                     return
                 if not self._step():
-                    self._changed.wait(POLL_S if any(stream.work for stream in self._streams) else None)
+                    self._changed.wait(
+                        POLL_S if any(stream.work for stream in self._streams) else None
+                    )
                     continue
             if self._max_delay_s and self._random.random() < 0.5:
                 time.sleep(self._random.random() * self._max_delay_s)
 
     def _step(self) -> bool:
         """One step of one stream; False where none can go on."""
-        return any(stream.work and self._advance(stream) for stream in self._random.sample(self._streams, len(self._streams)))
+        return any(
+            stream.work and self._advance(stream)
+            for stream in self._random.sample(self._streams, len(self._streams))
+        )
 
     def _advance(self, stream: FakeStream) -> bool:
         left = self._steps_to_loss.get(stream.device)
@@ -273,7 +327,10 @@ class FakeRuntime:
         with self._changed:
             self._enter("record", stream.device)
             if event.opened or event.device != stream.device:
-                raise DeviceError("fake device: record: invalid resource handle: the event is not this device's and process's")
+                raise DeviceError(
+                    "fake device: record: invalid resource handle: the event is not this "
+                    "device's and process's"
+                )
             event.counters[0] += np.uint64(1)
             self._give(stream, reach(event.counters[0]))
 
@@ -302,7 +359,10 @@ class FakeRuntime:
         self._wait_for(event.device, lambda: bool(event.counters[1] >= number))
         with self._changed:
             if event.device in self._lost:
-                raise DeviceError(f"fake device {event.device}: synchronize: {self._lost[event.device]}", is_lost=True)
+                raise DeviceError(
+                    f"fake device {event.device}: synchronize: {self._lost[event.device]}",
+                    is_lost=True,
+                )
 
     # DeviceRuntime: copies
 
@@ -331,7 +391,9 @@ class FakeRuntime:
                 self._enter("copy_batch", stream.device)
             except DeviceError as error:
                 if not error.is_lost:
-                    self._give(stream, self._move(stream.device, copies[: len(copies) // 2], "copy_batch"))
+                    self._give(
+                        stream, self._move(stream.device, copies[: len(copies) // 2], "copy_batch")
+                    )
                 raise
             self._give(stream, self._move(stream.device, copies, "copy_batch"))
 
@@ -341,7 +403,11 @@ class FakeRuntime:
             rows = bytes_at(real, 24 * num_copies).view(np.int64).reshape(3, num_copies).copy()
             copies = list(zip(*rows.tolist(), strict=True))
             if any(count > max_bytes for _, _, count in copies):
-                raise DeviceError(f"fake device {stream.device}: copy_kernel: max_bytes is {max_bytes}, and a copy is longer")
+                raise DeviceError(
+                    f"fake device {stream.device}: copy_kernel: max_bytes is {max_bytes}, "
+                    "and a "
+                    "copy is longer"
+                )
             self._random.shuffle(copies)
             yield from self._move(stream.device, copies, "copy_kernel", by_kernel=True)
 
@@ -349,25 +415,46 @@ class FakeRuntime:
             self._enter("copy_kernel", stream.device)
             self._give(stream, work())
 
-    def _move(self, device: int, copies: list[tuple[int, int, int]], what: str, *, by_kernel: bool = False, pageable: bool = False) -> Work:
-        """Moves bytes, in one to three steps; ranges are looked at again: they may be gone by now, and a device does not survive that."""
+    def _move(
+        self,
+        device: int,
+        copies: list[tuple[int, int, int]],
+        what: str,
+        *,
+        by_kernel: bool = False,
+        pageable: bool = False,
+    ) -> Work:
+        """Moves bytes, in one to three steps; ranges are looked at again: they may be gone by now,
+        and a device does not survive that."""
         num_steps, version, real = self._random.randint(1, 3), -1, copies
         for step in range(num_steps):
             if version != self._version:
                 version = self._version
-                real = [self._real_copy(device, copy, what, by_kernel=by_kernel, pageable=pageable) for copy in copies]
+                real = [
+                    self._real_copy(device, copy, what, by_kernel=by_kernel, pageable=pageable)
+                    for copy in copies
+                ]
             for to, from_, count in real:
                 begin, end = count * step // num_steps, count * (step + 1) // num_steps
                 ctypes.memmove(to + begin, from_ + begin, end - begin)
             if step < num_steps - 1:
                 yield True
 
-    def _real_copy(self, device: int, copy: tuple[int, int, int], what: str, *, by_kernel: bool, pageable: bool) -> tuple[int, int, int]:
+    def _real_copy(
+        self, device: int, copy: tuple[int, int, int], what: str, *, by_kernel: bool, pageable: bool
+    ) -> tuple[int, int, int]:
         """The copy between the places where its bytes really lie."""
         dst, src, count = copy
         if by_kernel:
-            return self._kernel_range(device, dst, count, writes=True), self._kernel_range(device, src, count, writes=False), count
-        (to, to_memory), (from_, from_memory) = self._copy_range(device, dst, count, what), self._copy_range(device, src, count, what)
+            return (
+                self._kernel_range(device, dst, count, writes=True),
+                self._kernel_range(device, src, count, writes=False),
+                count,
+            )
+        (to, to_memory), (from_, from_memory) = (
+            self._copy_range(device, dst, count, what),
+            self._copy_range(device, src, count, what),
+        )
         if not pageable and (to_memory is None or from_memory is None):
             raise DeviceError(f"{what} of memory that has been unregistered meanwhile")
         return to, from_, count
@@ -382,38 +469,64 @@ class FakeRuntime:
             at += 1
         return found
 
-    def _copy_range(self, device: int, start: int, num_bytes: int, what: str) -> tuple[int, _Memory | None]:
-        """Where the bytes really lie, and in what; None for memory that is not registered. Raises DeviceError as a copy would."""
+    def _copy_range(
+        self, device: int, start: int, num_bytes: int, what: str
+    ) -> tuple[int, _Memory | None]:
+        """Where the bytes really lie, and in what; None for memory that is not registered. Raises
+        DeviceError as a copy would."""
         end = start + num_bytes
         found = self._overlapping(start, end)
         problem = ""
         if any(start < grave_end and end > grave for grave, grave_end in self._graves):
             problem = "memory that was freed or closed"
         elif found and not (found[0].start <= start and end <= found[0].end):
-            problem = "a range that leaves its allocation" if found[0].device != HOST else "a range that crosses registrations"
+            problem = (
+                "a range that leaves its allocation"
+                if found[0].device != HOST
+                else "a range that crosses registrations"
+            )
         elif found and found[0].device not in (HOST, device):
             problem = f"memory of device {found[0].device}"
         if problem:
-            raise DeviceError(f"fake device {device}: {what}: invalid argument: {problem}: {start:#x} and {num_bytes} bytes")
+            raise DeviceError(
+                f"fake device {device}: {what}: invalid argument: {problem}: {start:#x} and "
+                f"{num_bytes} bytes"
+            )
         return (start, None) if not found else (start - found[0].start + found[0].shadow, found[0])
 
-    def _check_copies(self, device: int, copies: list[tuple[int, int, int]], what: str, *, may_be_pageable: bool) -> bool:
+    def _check_copies(
+        self, device: int, copies: list[tuple[int, int, int]], what: str, *, may_be_pageable: bool
+    ) -> bool:
         """Whether memory is among them that is not registered. Raises DeviceError."""
         pageable = False
         for dst, src, count in copies:
-            (_, to), (_, from_) = self._copy_range(device, dst, count, what), self._copy_range(device, src, count, what)
+            (_, to), (_, from_) = (
+                self._copy_range(device, dst, count, what),
+                self._copy_range(device, src, count, what),
+            )
             pageable = pageable or to is None or from_ is None
             if to is not None and to.read_only:
-                raise DeviceError(f"fake device {device}: {what}: invalid argument: writes to memory registered as read-only")
+                raise DeviceError(
+                    f"fake device {device}: {what}: invalid argument: writes to memory "
+                    "registered as read-only"
+                )
         if pageable and not may_be_pageable:
-            raise DeviceError(f"fake device {device}: {what}: invalid argument: host memory that is not registered")
+            raise DeviceError(
+                f"fake device {device}: {what}: invalid argument: host memory that is not "
+                "registered"
+            )
         return pageable
 
     def _kernel_range(self, device: int, start: int, num_bytes: int, *, writes: bool) -> int:
         """Where the bytes really lie. Raises DeviceError where a kernel would die of it."""
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
         # Registrations that adjoin are one range to a kernel: each has the host's own addresses.
-        covered = found and found[0].start <= start and end <= found[-1].end and all(a.end == b.start for a, b in itertools.pairwise(found))
+        covered = (
+            found
+            and found[0].start <= start
+            and end <= found[-1].end
+            and all(a.end == b.start for a, b in itertools.pairwise(found))
+        )
         if num_bytes and (
             not covered
             or (len(found) > 1 and any(m.device != HOST for m in found))
@@ -434,12 +547,20 @@ class FakeRuntime:
         bisect.insort(self._memories, memory, key=lambda other: other.start)
         return memory.start
 
-    def _take(self, method: str, address: int, device: int, *, is_mapped: bool, is_opened: bool = False) -> _Memory:
+    def _take(
+        self, method: str, address: int, device: int, *, is_mapped: bool, is_opened: bool = False
+    ) -> _Memory:
         for memory in self._memories:
-            same_kind = (memory.device, bool(memory.mapped_bytes), bool(memory.handle)) == (device, is_mapped, is_opened)
+            same_kind = (memory.device, bool(memory.mapped_bytes), bool(memory.handle)) == (
+                device,
+                is_mapped,
+                is_opened,
+            )
             if memory.start == address and same_kind:
                 return memory
-        raise DeviceError(f"fake device: {method}: invalid argument: nothing of the kind at {address:#x}")
+        raise DeviceError(
+            f"fake device: {method}: invalid argument: nothing of the kind at {address:#x}"
+        )
 
     def _drop(self, memory: _Memory) -> None:
         self._version += 1
@@ -460,13 +581,26 @@ class FakeRuntime:
 
     def _keep_device(self, device: int, num_bytes: int, shadow: int, handle: bytes) -> int:
         start = reserve_pages(num_bytes)
-        return self._keep(_Memory(start, start + num_bytes, shadow, device, mapped_bytes=num_bytes, handle=handle, num_opened=1))
+        return self._keep(
+            _Memory(
+                start,
+                start + num_bytes,
+                shadow,
+                device,
+                mapped_bytes=num_bytes,
+                handle=handle,
+                num_opened=1,
+            )
+        )
 
     def free(self, device: int, address: int) -> None:
         with self._changed:
             self._enter("free", device)
             memory = self._take("free", address, device, is_mapped=True)
-        self._wait_for(device, lambda: not any(stream.work for stream in self._streams if stream.device == device))
+        self._wait_for(
+            device,
+            lambda: not any(stream.work for stream in self._streams if stream.device == device),
+        )
         with self._changed:
             self._drop(memory)
 
@@ -474,7 +608,9 @@ class FakeRuntime:
         with self._changed:
             self._enter("allocate_pinned", HOST)
             start = map_pages(num_bytes)
-            return self._keep(_Memory(start, start + num_bytes, start, HOST, mapped_bytes=num_bytes))
+            return self._keep(
+                _Memory(start, start + num_bytes, start, HOST, mapped_bytes=num_bytes)
+            )
 
     def free_pinned(self, address: int) -> None:
         with self._changed:
@@ -485,9 +621,16 @@ class FakeRuntime:
         with self._changed:
             self._enter("register", HOST)
             if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
-                raise DeviceError(f"fake device: register: invalid argument: {address:#x} and {num_bytes} bytes are no whole pages")
+                raise DeviceError(
+                    f"fake device: register: invalid argument: {address:#x} and {num_bytes} "
+                    "bytes are no whole pages"
+                )
             if self._overlapping(address, address + num_bytes):
-                raise DeviceError("fake device: register: part or all of the requested memory range is already mapped")
+                raise DeviceError(
+                    "fake device: register: part or all of the requested memory range is "
+                    "already "
+                    "mapped"
+                )
             self._keep(_Memory(address, address + num_bytes, address, HOST, read_only))
 
     def unregister(self, address: int) -> None:
@@ -506,15 +649,23 @@ class FakeRuntime:
                     return memory.start
             parsed = Handle.parse(handle, MEMORY_NAME)
             if parsed.device != device:
-                raise DeviceError(f"fake device {device}: open_memory: invalid device context: the memory is of device {parsed.device}")
+                raise DeviceError(
+                    f"fake device {device}: open_memory: invalid device context: the memory is "
+                    f"of device {parsed.device}"
+                )
             return self._keep_device(device, parsed.num_bytes, parsed.map(), handle)
 
     def extent(self, device: int, address: int) -> Extent:
         with self._changed:
             self._enter("extent", device)
-            found = next((m for m in self._memories if m.device != HOST and m.start <= address < m.end), None)
+            found = next(
+                (m for m in self._memories if m.device != HOST and m.start <= address < m.end), None
+            )
             if found is None:
-                raise DeviceError(f"fake device {device}: extent: invalid argument: no memory of a device at {address:#x}")
+                raise DeviceError(
+                    f"fake device {device}: extent: invalid argument: no memory of a device at "
+                    f"{address:#x}"
+                )
             return Extent(found.start, found.end - found.start, found.device)
 
     def close_memory(self, device: int, address: int) -> None:
@@ -535,7 +686,11 @@ class FakeRuntime:
         assert isinstance(event, FakeEvent)
         with self._changed:
             if not event.opened:
-                raise DeviceError("fake device: close_event: invalid resource handle: it was not opened, or is closed")
+                raise DeviceError(
+                    "fake device: close_event: invalid resource handle: it was not opened, "
+                    "or is "
+                    "closed"
+                )
             self._enter("close_event", event.device)
             counters, event.counters = event.counters.copy(), np.zeros(2, np.uint64)
             unmap_pages(event.address, EVENT_BYTES)
@@ -543,15 +698,22 @@ class FakeRuntime:
 
     def _word(self, device: int, address: int) -> int:
         if address % 4:
-            raise DeviceError(f"fake device {device}: invalid argument: the word at {address:#x} is not aligned")
+            raise DeviceError(
+                f"fake device {device}: invalid argument: the word at {address:#x} is not aligned"
+            )
         real, memory = self._copy_range(device, address, 4, "word")
         if memory is None:
-            raise DeviceError(f"fake device {device}: invalid argument: the word at {address:#x} lies in memory that is not registered")
+            raise DeviceError(
+                f"fake device {device}: invalid argument: the word at {address:#x} lies in "
+                "memory that is not registered"
+            )
         return real
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         def work() -> Work:
-            while not has_reached(ctypes.c_uint32.from_address(self._word(stream.device, address)).value, value):
+            while not has_reached(
+                ctypes.c_uint32.from_address(self._word(stream.device, address)).value, value
+            ):
                 yield False
 
         with self._changed:

@@ -1,7 +1,9 @@
-"""Memory and events of a made-up device that two processes can share, and the engine's side of both.
+"""Memory and events of a made-up device that two processes can share, and the engine's side of
+both.
 
-An allocation is a memfd: whoever has its handle of 64 bytes maps it through /proc/<pid>/fd, so a dead engine's memory is seen in
-/proc/<pid>/maps of those that still hold it, as `memfd:hotkv-device`. An event is a memfd with two counters: recorded and passed.
+An allocation is a memfd: whoever has its handle of 64 bytes maps it through /proc/<pid>/fd, so a
+dead engine's memory is seen in /proc/<pid>/maps of those that still hold it, as
+`memfd:hotkv-device`. An event is a memfd with two counters: recorded and passed.
 """
 
 import ctypes
@@ -23,7 +25,14 @@ _MAGIC = {MEMORY_NAME: b"hkv-mem\0", EVENT_NAME: b"hkv-evt\0"}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _NO_RESERVE, _PROT_NONE, _FAILED = 0x4000, 0, ctypes.c_void_p(-1).value
 PAGE_BYTES = mmap.PAGESIZE
@@ -48,7 +57,10 @@ def reserve_pages(num_bytes: int) -> int:
 def _map(num_bytes: int, protection: int, flags: int, fd: int) -> int:
     address: int | None = _libc.mmap(None, num_bytes, protection, flags, fd, 0)
     if address in (None, _FAILED):
-        raise DeviceError(f"fake device: out of memory: mmap of {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")
+        raise DeviceError(
+            f"fake device: out of memory: mmap of {num_bytes} bytes: "
+            f"{os.strerror(ctypes.get_errno())}"
+        )
     assert address is not None
     return address
 
@@ -75,19 +87,26 @@ class Handle:
     device: int
 
     def pack(self) -> bytes:
-        raw = _FORMAT.pack(_MAGIC[self.kind], self.pid, self.fd, self.inode, self.num_bytes, self.device, 0)
+        raw = _FORMAT.pack(
+            _MAGIC[self.kind], self.pid, self.fd, self.inode, self.num_bytes, self.device, 0
+        )
         return raw[:-4] + zlib.crc32(raw[:-4]).to_bytes(4, "little")
 
     @staticmethod
     def parse(raw: bytes, kind: str) -> "Handle":
         """Raises DeviceError where it is none of that kind."""
-        if len(raw) != _FORMAT.size or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little") or raw[:8] != _MAGIC[kind]:
+        if (
+            len(raw) != _FORMAT.size
+            or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little")
+            or raw[:8] != _MAGIC[kind]
+        ):
             raise DeviceError(f"fake device: invalid resource handle: no {kind} handle")
         _, pid, fd, inode, num_bytes, device, _ = _FORMAT.unpack(raw)
         return Handle(kind, pid, fd, inode, num_bytes, device)
 
     def map(self) -> int:
-        """Address at which its memory is mapped into this process. Raises DeviceError where its process has freed it or died."""
+        """Address at which its memory is mapped into this process. Raises DeviceError where its
+        process has freed it or died."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -109,7 +128,9 @@ class _Shared:
         os.ftruncate(self._fd, num_bytes)
         self.num_bytes = num_bytes
         self.address = map_pages(num_bytes, self._fd)
-        self.handle = Handle(kind, os.getpid(), self._fd, os.fstat(self._fd).st_ino, num_bytes, device).pack()
+        self.handle = Handle(
+            kind, os.getpid(), self._fd, os.fstat(self._fd).st_ino, num_bytes, device
+        ).pack()
 
     def close(self) -> None:
         """Frees it; others that hold it keep its bytes."""

@@ -1,8 +1,9 @@
 """A server in which something breaks, on demand: what tests of its self-knowledge are made of.
 
-`python -m hotkv_server.testing.faults POINT HOW FILE run ...` is `hotkv-server run ...`, in which the function at POINT does HOW from the
-moment that FILE exists: `assert` (an invariant breaks), `die` (its thread or task ends), `hang` (it never returns). A point is
-`module:Class.name`, or the name of one in `crashing.POINTS`.
+`python -m hotkv_server.testing.faults POINT HOW FILE run ...` is `hotkv-server run ...`, in which
+the function at POINT does HOW from the moment that FILE exists: `assert` (an invariant breaks),
+`die` (its thread or task ends), `hang` (it never returns). A point is `module:Class.name`, or the
+name of one in `crashing.POINTS`.
 """
 
 import functools

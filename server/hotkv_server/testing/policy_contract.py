@@ -1,7 +1,8 @@
 """What every eviction policy must do, whatever it thinks is cold.
 
-`PolicyWorld` is a small cache round one policy: it hands out entry numbers as the index does, knows which are ready and pinned,
-and checks each answer. Drive it from a property test, or let `check_policy` drive it at random.
+`PolicyWorld` is a small cache round one policy: it hands out entry numbers as the index does, knows
+which are ready and pinned, and checks each answer. Drive it from a property test, or let
+`check_policy` drive it at random.
 """
 
 import functools
@@ -18,7 +19,8 @@ MakePolicy = Callable[[int], Policy]
 
 
 class PolicyWorld:
-    """Entries that come, are used and go. Checks that the policy answers by the rules, and two of a kind alike."""
+    """Entries that come, are used and go. Checks that the policy answers by the rules, and two of a
+    kind alike."""
 
     def __init__(self, make_policy: MakePolicy, capacity: int) -> None:
         self.capacity = capacity
@@ -36,13 +38,22 @@ class PolicyWorld:
         return [number for number in range(1, self.capacity + 1) if number not in self.size_of]
 
     def arrive(
-        self, numbers: list[int], slot_bytes: int, now_s: float, *, come_back: bool = False, retention: Retention = NO_RETENTION
+        self,
+        numbers: list[int],
+        slot_bytes: int,
+        now_s: float,
+        *,
+        come_back: bool = False,
+        retention: Retention = NO_RETENTION,
     ) -> None:
-        """Blocks of one chain become ready; with `come_back` those that went last, as far as there are any."""
+        """Blocks of one chain become ready; with `come_back` those that went last, as far as there
+        are any."""
         assert not set(numbers) & set(self.size_of)
         self.size_of |= dict.fromkeys(numbers, slot_bytes)
         for number in numbers:
-            self.key_of[number] = self._gone.pop() if come_back and self._gone else self._fresh_key()
+            self.key_of[number] = (
+                self._gone.pop() if come_back and self._gone else self._fresh_key()
+            )
         self._tell("admit", numbers, now_s, retention)
 
     def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
@@ -62,7 +73,9 @@ class PolicyWorld:
         for policy in (self.policy, self._twin):
             entries, keys = _entries(numbers), self._keys(numbers)
             getattr(policy, what)(entries, keys, now_s, retention)
-            assert entries.tolist() == numbers and np.array_equal(keys, self._keys(numbers)), f"{what} changed its arguments"
+            assert entries.tolist() == numbers and np.array_equal(keys, self._keys(numbers)), (
+                f"{what} changed its arguments"
+            )
 
     def leave(self, numbers: list[int], *, evicted: bool = False) -> None:
         """Blocks go."""
@@ -80,32 +93,48 @@ class PolicyWorld:
         return np.array([self.key_of[number] for number in numbers], np.uint64)
 
     def evict(self, slot_bytes: int, count: int) -> list[int]:
-        """Asks for victims of a slot size (0: of any), checks them, and lets them go. Coldest first."""
+        """Asks for victims of a slot size (0: of any), checks them, and lets them go. Coldest
+        first."""
         answers = []
         for policy in (self.policy, self._twin):
             evictable = functools.partial(self._evictable, slot_bytes)
             answers.append(policy.victims(slot_bytes, count, evictable).tolist())
         victims: list[int] = answers[0]
-        eligible = {n for n, size in self.size_of.items() if slot_bytes in (0, size) and n not in self.pinned}
+        eligible = {
+            n
+            for n, size in self.size_of.items()
+            if slot_bytes in (0, size) and n not in self.pinned
+        }
         assert victims == answers[1], "two policies with one history disagree"
         assert len(set(victims)) == len(victims), "a victim is named twice"
         assert set(victims) <= eligible, "a victim is pinned, gone or of another size"
-        assert len(victims) == min(count, len(eligible)), "fewer victims than could be had, or more than asked for"
+        assert len(victims) == min(count, len(eligible)), (
+            "fewer victims than could be had, or more than asked for"
+        )
         self.leave(victims, evicted=True)
         return victims
 
     def check(self) -> None:
-        """Raises AssertionError where heat can't order entries, or a policy's own books disagree."""
+        """Raises AssertionError where heat can't order entries, or a policy's own books
+        disagree."""
         entries = _entries(sorted(self.size_of))
         for figures in (self.policy.heat(entries), self.policy.last_used_s(entries)):
             assert figures.shape == entries.shape and figures.dtype == np.float64
             assert np.isfinite(figures).all()
         self.policy.check_invariants()
 
-    def _evictable(self, slot_bytes: int, entries: Entries) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _evictable(
+        self, slot_bytes: int, entries: Entries
+    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         numbers = entries.tolist()
         return np.array(
-            [slot_bytes in (0, self.size_of.get(n, -1)) and n in self.size_of and n not in self.pinned for n in numbers], np.bool_
+            [
+                slot_bytes in (0, self.size_of.get(n, -1))
+                and n in self.size_of
+                and n not in self.pinned
+                for n in numbers
+            ],
+            np.bool_,
         )
 
 
@@ -113,19 +142,35 @@ def _entries(numbers: list[int]) -> Entries:
     return np.array(numbers, np.uint32)
 
 
-def check_policy(make_policy: MakePolicy, *, seed: int, num_steps: int = 300, capacity: int = 60) -> None:
+def check_policy(
+    make_policy: MakePolicy, *, seed: int, num_steps: int = 300, capacity: int = 60
+) -> None:
     """Drives a world at random. Raises AssertionError where the policy breaks a rule."""
     rng = np.random.default_rng(seed)
     world = PolicyWorld(make_policy, capacity)
     for _ in range(num_steps):
-        now_s = world.now_s + float(rng.choice([0.0, 1e-9, 1.0, 90.0, 1e6], p=[0.3, 0.2, 0.2, 0.2, 0.1]))
+        now_s = world.now_s + float(
+            rng.choice([0.0, 1e-9, 1.0, 90.0, 1e6], p=[0.3, 0.2, 0.2, 0.2, 0.1])
+        )
         in_use = sorted(world.size_of)
         some = [int(n) for n in rng.permutation(in_use)[: rng.integers(0, 12)]] if in_use else []
-        retention = NO_RETENTION if rng.random() < 0.8 else Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 5.0, 1e4])))
+        retention = (
+            NO_RETENTION
+            if rng.random() < 0.8
+            else Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 5.0, 1e4])))
+        )
         match int(rng.integers(0, 7)):
             case 0 | 1:
-                fresh = [int(n) for n in rng.permutation(world.free_numbers())[: rng.integers(0, 16)]]
-                world.arrive(fresh, int(rng.choice([4096, 8192])), now_s, come_back=bool(rng.integers(0, 2)), retention=retention)
+                fresh = [
+                    int(n) for n in rng.permutation(world.free_numbers())[: rng.integers(0, 16)]
+                ]
+                world.arrive(
+                    fresh,
+                    int(rng.choice([4096, 8192])),
+                    now_s,
+                    come_back=bool(rng.integers(0, 2)),
+                    retention=retention,
+                )
             case 2:
                 world.use(some, now_s, retention)
             case 3:
@@ -140,10 +185,13 @@ def check_policy(make_policy: MakePolicy, *, seed: int, num_steps: int = 300, ca
 
 
 def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Of blocks that were only ever used together, the tail of the chain goes before its head. Raises AssertionError where not."""
+    """Of blocks that were only ever used together, the tail of the chain goes before its head.
+    Raises AssertionError where not."""
     world = PolicyWorld(make_policy, num_blocks)
     chain = list(range(1, num_blocks + 1))
     world.arrive(chain, 4096, 1.0)
     world.use(chain, 2.0)
-    victims = [world.evict(4096, 1)[0] for _ in range(num_blocks // 2)] + world.evict(4096, num_blocks)
+    victims = [world.evict(4096, 1)[0] for _ in range(num_blocks // 2)] + world.evict(
+        4096, num_blocks
+    )
     assert victims == chain[::-1], "a block went before one that only it leads to"

@@ -1,8 +1,11 @@
-"""A server over devices that are made up: `python -m hotkv_server.testing.with_devices ORDER run FLAGS...`.
+"""A server over devices that are made up: `python -m hotkv_server.testing.with_devices ORDER run
+FLAGS...`.
 
-`ORDER` is a JSON object with the fields of `FakeDevices`. Its `control` is the path of a Unix datagram socket that takes orders while the
-server runs: `{"lose": 0}` loses a device, `{"lose_after": [0, 20]}` loses it in so many steps, `{"fail": ["open_memory", 1]}` has the nth
-call of a method fail. Engines in other processes take part with `FakeAllocation` and `FakeIpcEvent`. All else is the real server.
+`ORDER` is a JSON object with the fields of `FakeDevices`. Its `control` is the path of a Unix
+datagram socket that takes orders while the server runs: `{"lose": 0}` loses a device,
+`{"lose_after": [0, 20]}` loses it in so many steps, `{"fail": ["open_memory", 1]}` has the nth call
+of a method fail. Engines in other processes take part with `FakeAllocation` and `FakeIpcEvent`. All
+else is the real server.
 """
 
 import json
@@ -24,8 +27,8 @@ MAX_ORDER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FakeDevices:
-    """What a server is started with: as in `FakeRuntime`; `register_s`: how long pinning a piece takes; `register_fails`: at which piece it
-    fails, 0 for none.
+    """What a server is started with: as in `FakeRuntime`; `register_s`: how long pinning a piece
+    takes; `register_fails`: at which piece it fails, 0 for none.
     """
 
     num_devices: int = 1
@@ -37,7 +40,15 @@ class FakeDevices:
 
     def command(self) -> list[str]:
         """Of a server with these devices, without its flags."""
-        return [sys.executable, "-m", "hotkv_server.testing.with_devices", json.dumps(asdict(self)), "run", "--copy.cuda", "on"]
+        return [
+            sys.executable,
+            "-m",
+            "hotkv_server.testing.with_devices",
+            json.dumps(asdict(self)),
+            "run",
+            "--copy.cuda",
+            "on",
+        ]
 
     def tell(self, **order: Any) -> None:
         """Gives an order to the running server."""
@@ -73,7 +84,9 @@ class _Control:
         Path(path).unlink(missing_ok=True)
         receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         receiver.bind(path)
-        threading.Thread(target=self._take, args=(receiver,), name="hotkv-fake-control", daemon=True).start()
+        threading.Thread(
+            target=self._take, args=(receiver,), name="hotkv-fake-control", daemon=True
+        ).start()
 
     def _take(self, receiver: socket.socket) -> None:
         while True:

@@ -1,11 +1,14 @@
-"""The server's arena as a device reads it: host memory that this process maps read-only, made readable for kernels.
+"""The server's arena as a device reads it: host memory that this process maps read-only, made
+readable for kernels.
 
-Always true: a block has an address here only when a device may read all of it; what is registered is registered in pieces, from the start,
-and unregistered by `close` before the mapping may go. Two ways:
+Always true: a block has an address here only when a device may read all of it; what is registered
+is registered in pieces, from the start, and unregistered by `close` before the mapping may go. Two
+ways:
 
-- registered with CUDA as read-only, where the device says that it can. Many do not, and CUDA refuses to register a read-only mapping
-  in any other way;
-- as it is, where the device reads pageable memory (HMM, or one page table with the host, as on Grace). Nothing is registered then.
+- registered with CUDA as read-only, where the device says that it can. Many do not, and CUDA
+  refuses to register a read-only mapping in any other way;
+- as it is, where the device reads pageable memory (HMM, or one page table with the host, as on
+  Grace). Nothing is registered then.
 """
 
 import enum
@@ -27,8 +30,8 @@ DEFAULT_PIECE_BYTES = 1 << 30
 REGISTER_FLAGS = 1 | 2 | 8
 """cudaHostRegister's Portable, Mapped and ReadOnly."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
-"""Attributes of a device, by CUDA's numbers: cudaDevAttrPageableMemoryAccess, CanUseHostPointerForRegisteredMem,
-HostRegisterReadOnlySupported.
+"""Attributes of a device, by CUDA's numbers: cudaDevAttrPageableMemoryAccess,
+CanUseHostPointerForRegisteredMem, HostRegisterReadOnlySupported.
 """
 
 
@@ -40,20 +43,32 @@ class Access(enum.Enum):
 
 
 class MappedArena:
-    """See the module. `memory` uint8 [bytes]: the mapping (`hotkv_client`'s `Session.arena().memory`), held until `close`.
+    """See the module. `memory` uint8 [bytes]: the mapping (`hotkv_client`'s
+    `Session.arena().memory`), held until `close`.
 
-    `start` registers in the background, `wait` waits for it. Wait before a CUDA graph is captured: CUDA may forbid such calls meanwhile.
+    `start` registers in the background, `wait` waits for it. Wait before a CUDA graph is captured:
+    CUDA may forbid such calls meanwhile.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], device: int = 0, piece_bytes: int = DEFAULT_PIECE_BYTES) -> None:
+    def __init__(
+        self, memory: npt.NDArray[np.uint8], device: int = 0, piece_bytes: int = DEFAULT_PIECE_BYTES
+    ) -> None:
         """Raises HotKVError, NOT_ALLOWED where the device can read such memory in neither way."""
         self._cupy = cupy_module()
         self._memory: npt.NDArray[np.uint8] | None = memory
         self._device, self._piece_bytes = device, piece_bytes
         self.address, self.num_bytes = int(memory.ctypes.data), int(memory.size)
-        if piece_bytes < 1 or piece_bytes % mmap.PAGESIZE or self.address % mmap.PAGESIZE or not memory.flags.c_contiguous:
+        if (
+            piece_bytes < 1
+            or piece_bytes % mmap.PAGESIZE
+            or self.address % mmap.PAGESIZE
+            or not memory.flags.c_contiguous
+        ):
             why = f"memory is at {self.address:#x}, piece_bytes is {piece_bytes}"
-            raise HotKVError(Reason.INVALID_FIELD, f"{why}; pass a whole mapping, and a positive multiple of {mmap.PAGESIZE}")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"{why}; pass a whole mapping, and a positive multiple of {mmap.PAGESIZE}",
+            )
         self.access = self._find_access()
         self.error = ""
         """Why it is not readable beyond `readable_bytes`."""
@@ -63,7 +78,10 @@ class MappedArena:
 
     def __repr__(self) -> str:
         state = f", {self.error}" if self.error else ""
-        return f"MappedArena({self.access.value}, {self._readable_bytes >> 20} of {self.num_bytes >> 20} MiB{state})"
+        return (
+            f"MappedArena({self.access.value}, {self._readable_bytes >> 20} of "
+            f"{self.num_bytes >> 20} MiB{state})"
+        )
 
     @property
     def readable_bytes(self) -> int:
@@ -71,31 +89,41 @@ class MappedArena:
         return self._readable_bytes
 
     def start(self) -> None:
-        """Begins to register, in the background; nothing to do where the device reads pageable memory."""
+        """Begins to register, in the background; nothing to do where the device reads pageable
+        memory."""
         if self.access is Access.REGISTERED:
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until all is readable or it has failed (`error`), or the time is up; says whether all is readable."""
+        """Blocks until all is readable or it has failed (`error`), or the time is up; says whether
+        all is readable."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return self._memory is not None and self._readable_bytes == self.num_bytes
 
     def addresses(self, offsets: I64, slot_bytes: int) -> I64:
-        """For `Workspace.set_blocks`: addresses of slots by their offsets (`LeaseGrant.offsets`); 0, for no copy, where an offset is
-        negative or the slot is not readable yet. Raises HotKVError for slots that the arena does not have.
+        """For `Workspace.set_blocks`: addresses of slots by their offsets (`LeaseGrant.offsets`);
+        0, for no copy, where an offset is negative or the slot is not readable yet. Raises
+        HotKVError for slots that the arena does not have.
 
-        The bytes are the block's as long as its lease lasts: before that ends, write other addresses.
+        The bytes are the block's as long as its lease lasts: before that ends, write other
+        addresses.
         """
         if slot_bytes < 1 or np.any(offsets > self.num_bytes - slot_bytes):
             why = f"slots of {slot_bytes} bytes at offsets up to {int(offsets.max(initial=0))}"
-            raise HotKVError(Reason.INVALID_FIELD, f"offsets name {why}, the arena has {self.num_bytes}; pass what its own lease granted")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                (
+                    f"offsets name {why}, the arena has {self.num_bytes}; pass what its own lease "
+                    "granted"
+                ),
+            )
         is_readable = (offsets >= 0) & (offsets <= self._readable_bytes - slot_bytes)
         return np.where(is_readable, offsets + self.address, 0).astype(np.int64)
 
     def close(self) -> None:
-        """Waits for the device, unregisters all, and lets go of the mapping. Blocks. No step may be given to the device any more that
-        pulls from it, and no CUDA graph be captured meanwhile.
+        """Waits for the device, unregisters all, and lets go of the mapping. Blocks. No step may be
+        given to the device any more that pulls from it, and no CUDA graph be captured meanwhile.
         """
         self._stop.set()
         if self._thread.ident is not None:
@@ -114,14 +142,18 @@ class MappedArena:
 
     def _find_access(self) -> Access:
         runtime = self._cupy.cuda.runtime
-        if runtime.deviceGetAttribute(READ_ONLY_REGISTER, self._device) and runtime.deviceGetAttribute(SAME_ADDRESS, self._device):
+        if runtime.deviceGetAttribute(
+            READ_ONLY_REGISTER, self._device
+        ) and runtime.deviceGetAttribute(SAME_ADDRESS, self._device):
             return Access.REGISTERED
         if runtime.deviceGetAttribute(PAGEABLE_ACCESS, self._device):
             return Access.PAGEABLE
         raise HotKVError(
             Reason.NOT_ALLOWED,
-            f"device {self._device} can neither register read-only memory nor read pageable memory; let the server load blocks "
-            "(Session.load), or give the host HMM: NVIDIA's open kernel modules, and Linux 6.1.24 or newer",
+            f"device {self._device} can neither register read-only memory nor read pageable "
+            "memory; let the server load blocks "
+            "(Session.load), or give the host HMM: NVIDIA's open kernel modules, and Linux "
+            "6.1.24 or newer",
         )
 
     def _work(self) -> None:
@@ -131,8 +163,20 @@ class MappedArena:
                 while self._readable_bytes < self.num_bytes and not self._stop.is_set():
                     start = self._readable_bytes
                     count = min(self._piece_bytes, self.num_bytes - start)
-                    runtime.hostRegister(self.address + start, -(-count // mmap.PAGESIZE) * mmap.PAGESIZE, REGISTER_FLAGS)
+                    runtime.hostRegister(
+                        self.address + start,
+                        -(-count // mmap.PAGESIZE) * mmap.PAGESIZE,
+                        REGISTER_FLAGS,
+                    )
                     self._readable_bytes = start + count
         except runtime.CUDARuntimeError as error:
-            self.error = f"{error}; is there enough free memory, and may this process lock as much (ulimit -l unlimited)?"
-            log.warning("arena not registered beyond bytes=%d of=%d: %s", self._readable_bytes, self.num_bytes, self.error)
+            self.error = (
+                f"{error}; is there enough free memory, and may this process lock as "
+                "much (ulimit -l unlimited)?"
+            )
+            log.warning(
+                "arena not registered beyond bytes=%d of=%d: %s",
+                self._readable_bytes,
+                self.num_bytes,
+                self.error,
+            )

@@ -1,8 +1,8 @@
 """Arrays of a device and launches of the kernels beside this file: a protocol, and CuPy behind it.
 
-A launch is given to a stream and returns at once. Kernels are compiled when first used (NVRTC, cached on disk by CuPy);
-`CupyDevice.compile` does
-it ahead, as a CUDA graph may not be captured while one is compiled.
+A launch is given to a stream and returns at once. Kernels are compiled when first used (NVRTC,
+cached on disk by CuPy); `CupyDevice.compile` does it ahead, as a CUDA graph may not be captured
+while one is compiled.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,11 @@ TOKEN_KERNELS = {(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2)}
 """(bits, groups of lines) for which `score_tokens` is compiled."""
 SOURCES: dict[str, tuple[str, ...]] = {
     "build.cu": ("build_tokens",),
-    "score.cu": ("prepare_queries", "score_parts", *(f"score_tokens<{bits}, {groups}>" for bits, groups in sorted(TOKEN_KERNELS))),
+    "score.cu": (
+        "prepare_queries",
+        "score_parts",
+        *(f"score_tokens<{bits}, {groups}>" for bits, groups in sorted(TOKEN_KERNELS)),
+    ),
     "choose.cu": ("plan_step", "sum_masses", "weigh", "choose"),
     "hotset.cu": ("hot_grow", "hot_step", "hot_table", "pull_blocks"),
     "attend.cu": ("attend",),
@@ -33,8 +37,8 @@ Host = npt.NDArray[np.generic]
 
 
 class Array(Protocol):
-    """Device memory that somebody else holds on to: CuPy's arrays and torch's tensors are such (numpy's, where the CPU plays the
-    device)."""
+    """Device memory that somebody else holds on to: CuPy's arrays and torch's tensors are such
+    (numpy's, where the CPU plays the device)."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -52,12 +56,20 @@ class Device(Protocol):
         """New memory, all 0."""
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """target[start : start + values.shape] = values, in the order of the stream; waits until `values` may be changed."""
+        """target[start : start + values.shape] = values, in the order of the stream; waits until
+        `values` may be changed."""
 
     def read(self, source: Array) -> Host:
         """A copy in host memory; waits for the stream."""
 
-    def launch(self, kernel: str, grid: Sequence[int], threads: int, args: Sequence[Argument], shared_bytes: int = 0) -> None:
+    def launch(
+        self,
+        kernel: str,
+        grid: Sequence[int],
+        threads: int,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
         """Gives a kernel to the stream; numbers have the kernel's types."""
 
 
@@ -67,7 +79,8 @@ def source_of(kernel: str) -> str:
 
 
 def source_text(source: str) -> str:
-    """A source with its header in place: CuPy's cache knows the text that it compiles, not the files that this includes."""
+    """A source with its header in place: CuPy's cache knows the text that it compiles, not the
+    files that this includes."""
     header = (FOLDER / "common.cuh").read_text().replace("#pragma once\n", "")
     return (FOLDER / source).read_text().replace('#include "common.cuh"\n', header)
 
@@ -78,13 +91,19 @@ def address_of(argument: Argument) -> int:
         return 0
     if isinstance(argument, int):
         return argument
-    # Torch's tensors know their address in every float type; its array interface does not know bfloat16 in all versions.
+    # Torch's tensors know their address in every float type; its array interface does not know
+    # bfloat16 in all versions.
     if getattr(argument, "is_cuda", False):
         return int(argument.data_ptr())  # type: ignore[attr-defined]
     interface = getattr(argument, "__cuda_array_interface__", None)
     if interface is None:
         raise HotKVError(
-            Reason.INVALID_FIELD, f"{type(argument).__name__} is no device memory; pass a CUDA tensor, a CuPy array or an address"
+            Reason.INVALID_FIELD,
+            (
+                f"{type(argument).__name__} is no device memory; pass a CUDA tensor, a CuPy "
+                "array or "
+                "an address"
+            ),
         )
     return int(interface["data"][0])
 
@@ -98,7 +117,9 @@ def cupy_module() -> ModuleType:
     try:
         import cupy
     except ImportError as error:
-        raise ImportError("sparse decode on CUDA needs CuPy; install hotkv[cuda12] or hotkv[cuda13]") from error
+        raise ImportError(
+            "sparse decode on CUDA needs CuPy; install hotkv[cuda12] or hotkv[cuda13]"
+        ) from error
     module: ModuleType = cupy
     return module
 
@@ -147,11 +168,22 @@ class CupyDevice:
             self._stream.synchronize()
         return values
 
-    def launch(self, kernel: str, grid: Sequence[int], threads: int, args: Sequence[Argument], shared_bytes: int = 0) -> None:
+    def launch(
+        self,
+        kernel: str,
+        grid: Sequence[int],
+        threads: int,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
         """See `Device`."""
-        values = [arg if isinstance(arg, np.generic) else np.uint64(address_of(arg)) for arg in args]
+        values = [
+            arg if isinstance(arg, np.generic) else np.uint64(address_of(arg)) for arg in args
+        ]
         with self._cupy.cuda.Device(self._number), self._stream:
-            self._kernel(kernel)((*grid, 1, 1)[:3], (threads, 1, 1), tuple(values), shared_mem=shared_bytes)
+            self._kernel(kernel)(
+                (*grid, 1, 1)[:3], (threads, 1, 1), tuple(values), shared_mem=shared_bytes
+            )
 
     def _kernel(self, kernel: str) -> Callable[..., None]:
         if kernel not in self._kernels:
@@ -160,6 +192,8 @@ class CupyDevice:
                 if source not in self._modules:
                     templates = [name for name in SOURCES[source] if "<" in name] or None
                     code = source_text(source)
-                    self._modules[source] = self._cupy.RawModule(code=code, options=OPTIONS, name_expressions=templates)
+                    self._modules[source] = self._cupy.RawModule(
+                        code=code, options=OPTIONS, name_expressions=templates
+                    )
                 self._kernels[kernel] = self._modules[source].get_function(kernel)
         return self._kernels[kernel]

@@ -1,7 +1,9 @@
-"""A layer's representations in device memory: a pool of rows, built from the engine's pages, scored by `CudaSelector`.
+"""A layer's representations in device memory: a pool of rows, built from the engine's pages, scored
+by `CudaSelector`.
 
-Bytes are those of `hotkv_sparse.representations`, so that rows may be stored with their blocks and come back on any engine; float
-rounding may move a channel that lies between two levels, and the last bit of a sigma.
+Bytes are those of `hotkv_sparse.representations`, so that rows may be stored with their blocks and
+come back on any engine; float rounding may move a channel that lies between two levels, and the
+last bit of a sigma.
 
 Shapes: R rows of the pool, H KV heads, D channels, N bytes of a block and head.
 """
@@ -29,17 +31,21 @@ _BUILD_THREADS = 512
 def float_kind(dtype: str) -> int:
     """The kernels' number of a float type; INVALID_FIELD."""
     if dtype not in FLOAT_KINDS:
-        raise HotKVError(Reason.INVALID_FIELD, f"dtype is {dtype!r}; sparse decode on CUDA takes {', '.join(FLOAT_KINDS)}")
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"dtype is {dtype!r}; sparse decode on CUDA takes {', '.join(FLOAT_KINDS)}",
+        )
     return FLOAT_KINDS[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Keys or values in device memory: `data` is a tensor or the address of page 0, token 0, head 0; strides in elements, channels side
-    by side.
+    """Keys or values in device memory: `data` is a tensor or the address of page 0, token 0, head
+    0; strides in elements, channels side by side.
 
-    vLLM's CUDA caches [2, pages, tokens, heads, channels] or [pages, 2, …], in NHD or HND order, are two of these, of the strides of
-    `cache[0]` and `cache[1]` (or `cache[:, 0]` and `cache[:, 1]`).
+    vLLM's CUDA caches [2, pages, tokens, heads, channels] or [pages, 2, …], in NHD or HND order,
+    are two of these, of the strides of `cache[0]` and `cache[1]` (or `cache[:, 0]` and `cache[:,
+    1]`).
     """
 
     data: Array | int
@@ -60,10 +66,18 @@ class IndexShape:
 
     def __post_init__(self) -> None:
         if not 1 <= self.head_size <= MAX_HEAD_SIZE or self.block_tokens < 1 or self.kv_heads < 1:
-            why = f"{self.kv_heads} heads of {self.head_size} channels, {self.block_tokens} tokens a block"
-            raise HotKVError(Reason.INVALID_FIELD, f"the index has {why}; on CUDA heads have 1 to {MAX_HEAD_SIZE} channels")
+            why = (
+                f"{self.kv_heads} heads of {self.head_size} channels, {self.block_tokens} "
+                "tokens a block"
+            )
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"the index has {why}; on CUDA heads have 1 to {MAX_HEAD_SIZE} channels",
+            )
         if self.form.bits and (self.form.bits, self.line_groups) not in TOKEN_KERNELS:
-            raise HotKVError(Reason.INVALID_FIELD, f"no kernel scores {self.name} of {self.head_size} channels")
+            raise HotKVError(
+                Reason.INVALID_FIELD, f"no kernel scores {self.name} of {self.head_size} channels"
+            )
 
     @property
     def form(self) -> Format:
@@ -114,13 +128,22 @@ class IndexShape:
 
 
 class Index:
-    """The pool of one layer: `pool` uint8 [R, row_bytes]; `bias` in nats (None: the format's), `mu_HD` the centre (None: 0)."""
+    """The pool of one layer: `pool` uint8 [R, row_bytes]; `bias` in nats (None: the format's),
+    `mu_HD` the centre (None: 0)."""
 
     def __init__(
-        self, device: Device, shape: IndexShape, num_rows: int, mu_HD: npt.NDArray[np.float32] | None = None, bias: float | None = None
+        self,
+        device: Device,
+        shape: IndexShape,
+        num_rows: int,
+        mu_HD: npt.NDArray[np.float32] | None = None,
+        bias: float | None = None,
     ) -> None:
         if mu_HD is not None and mu_HD.shape != (shape.kv_heads, shape.head_size):
-            raise HotKVError(Reason.INVALID_FIELD, f"mu is {list(mu_HD.shape)}; the index needs [{shape.kv_heads}, {shape.head_size}]")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"mu is {list(mu_HD.shape)}; the index needs [{shape.kv_heads}, {shape.head_size}]",
+            )
         self.shape = shape
         self.num_rows = num_rows
         self.bias = shape.form.bias if bias is None else bias
@@ -139,16 +162,27 @@ class Index:
         thresholds = (levels[1:] + levels[:-1]) / 2.0 / self.shape.form.level_unit
         return upload(self._device, np.concatenate([levels, thresholds]).astype(np.float32))
 
-    def build(self, keys: Pages, pages: Array, rows: Array, num_blocks: int, num_tokens: Array | None = None) -> None:
-        """Rows of the blocks in `pages` int32 [num_blocks] of the engine's cache, written to `rows` int32 (below 0: left out).
+    def build(
+        self,
+        keys: Pages,
+        pages: Array,
+        rows: Array,
+        num_blocks: int,
+        num_tokens: Array | None = None,
+    ) -> None:
+        """Rows of the blocks in `pages` int32 [num_blocks] of the engine's cache, written to `rows`
+        int32 (below 0: left out).
 
-        `num_tokens` int32: valid ones of each block (None: all). Given to the stream; the keys must stay until it is done. INVALID_FIELD
-        for
-        summaries, which are built from the same keys by `hotkv_sparse.representations` or in torch.
+        `num_tokens` int32: valid ones of each block (None: all). Given to the stream; the keys must
+        stay until it is done. INVALID_FIELD for summaries, which are built from the same keys by
+        `hotkv_sparse.representations` or in torch.
         """
         shape, form = self.shape, self.shape.form
         if not form.bits:
-            raise HotKVError(Reason.INVALID_FIELD, f"{form.name} is no token format; CUDA builds rot1u, rot2u and rot3u")
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"{form.name} is no token format; CUDA builds rot1u, rot2u and rot3u",
+            )
         if not num_blocks:
             return
         self._device.launch(
@@ -156,10 +190,13 @@ class Index:
             (num_blocks, shape.kv_heads, shape.num_runs),
             _BUILD_THREADS,
             (
-                keys.data, np.int32(float_kind(keys.dtype)), np.int64(keys.page_stride), np.int64(keys.token_stride),
+                keys.data, np.int32(float_kind(keys.dtype)), np.int64(keys.page_stride),
+                np.int64(keys.token_stride),
                 np.int64(keys.head_stride),
-                pages, rows, num_tokens, self.mu, self.factors, self._levels, np.int32(form.bits), np.float32(form.level_unit),
-                np.int32(shape.block_tokens), np.int32(shape.head_size), np.int32(shape.channels), self.pool, np.int64(shape.row_bytes),
+                pages, rows, num_tokens, self.mu, self.factors, self._levels, np.int32(form.bits),
+                np.float32(form.level_unit),
+                np.int32(shape.block_tokens), np.int32(shape.head_size), np.int32(shape.channels),
+                self.pool, np.int64(shape.row_bytes),
                 np.int32(shape.head_bytes),
             ),
         )  # fmt: skip

@@ -8,7 +8,12 @@ from hotkv_server.core.policies.lru import LRU
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.policies.s3fifo import S3FIFO
 
-POLICIES: dict[str, Callable[[int], Policy]] = {"hotness": Hotness, "lru": LRU, "arc": ARC, "s3fifo": S3FIFO}
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "hotness": Hotness,
+    "lru": LRU,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+}
 """Each makes a policy for entry numbers 1 to the given capacity."""
 
 __all__ = ["ARC", "LRU", "POLICIES", "S3FIFO", "Hotness", "Policy"]

@@ -1,7 +1,8 @@
 """ARC: two lists, used once and used again, whose shares follow the hits among ghosts of each.
 
-Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. Where the paper moves one block at a time, here
-all blocks of a call see the shares as they were before it.
+Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. Where
+the paper moves one block at a time, here all blocks of a call see the shares as they were before
+it.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ ONCE, AGAIN = 1, 2
 
 
 class ARC:
-    """`_list` uint8 [capacity + 1]: ONCE, AGAIN, or 0 for entries it does not know. `_target`: blocks that ONCE should hold."""
+    """`_list` uint8 [capacity + 1]: ONCE, AGAIN, or 0 for entries it does not know. `_target`:
+    blocks that ONCE should hold."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -31,9 +33,14 @@ class ARC:
         self._queues: dict[tuple[int, int], ColdQueue] = {}
 
     def __repr__(self) -> str:
-        return f"ARC(once={self._num[ONCE]}, again={self._num[AGAIN]}, target={self._target:.0f}, ghosts={self._num_ghosts})"
+        return (
+            f"ARC(once={self._num[ONCE]}, again={self._num[AGAIN]}, "
+            f"target={self._target:.0f}, ghosts={self._num_ghosts})"
+        )
 
-    def admit(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def admit(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         found, values = self._ghosts.take(keys)
         once, again = int((values == ONCE).sum()), int((values == AGAIN).sum())
         if once:
@@ -48,7 +55,9 @@ class ARC:
         self._list[entries] = np.where(found, AGAIN, ONCE)
         self._stamps.use(entries, now_s, retention.ttl_s)
 
-    def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def touch(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         promoted = int((self._list[np.unique(entries)] == ONCE).sum())
         self._num[ONCE] -= promoted
         self._num[AGAIN] += promoted
@@ -65,7 +74,9 @@ class ARC:
         if evicted:
             gone = self._ghosts.remember(keys[lists != 0], lists[lists != 0].astype(np.uint64))
             for number in (ONCE, AGAIN):
-                self._num_ghosts[number] += int((lists == number).sum()) - int((gone == number).sum())
+                self._num_ghosts[number] += int((lists == number).sum()) - int(
+                    (gone == number).sum()
+                )
         self._list[entries] = 0
         self._stamps.clear(entries)
 
@@ -76,14 +87,23 @@ class ARC:
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         excess = max(0, self._num[ONCE] - int(self._target))
         chosen = self._take(slot_bytes, ONCE, min(count, excess), evictable)
-        chosen = np.concatenate((chosen, self._take(slot_bytes, AGAIN, count - len(chosen), evictable)))
+        chosen = np.concatenate(
+            (chosen, self._take(slot_bytes, AGAIN, count - len(chosen), evictable))
+        )
         if len(chosen) == count:
             return chosen
-        rest = self._take(slot_bytes, ONCE, count - len(chosen), lambda entries: evictable(entries) & ~np.isin(entries, chosen))
+        rest = self._take(
+            slot_bytes,
+            ONCE,
+            count - len(chosen),
+            lambda entries: evictable(entries) & ~np.isin(entries, chosen),
+        )
         return np.concatenate((chosen, rest))
 
     def _take(self, slot_bytes: int, number: int, count: int, evictable: Evictable) -> Entries:
-        return self._queue(slot_bytes, number).take(count, lambda entries: evictable(entries) & (self._list[entries] == number))
+        return self._queue(slot_bytes, number).take(
+            count, lambda entries: evictable(entries) & (self._list[entries] == number)
+        )
 
     def _queue(self, slot_bytes: int, number: int) -> ColdQueue:
         if (slot_bytes, number) not in self._queues:
@@ -91,7 +111,9 @@ class ARC:
             def members(first: int, stop: int) -> Entries:
                 return (np.flatnonzero(self._list[first:stop] == number) + first).astype(np.uint32)
 
-            self._queues[slot_bytes, number] = ColdQueue(self._stamps.state, self._stamps.highest, members, self.heat)
+            self._queues[slot_bytes, number] = ColdQueue(
+                self._stamps.state, self._stamps.highest, members, self.heat
+            )
         return self._queues[slot_bytes, number]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
@@ -101,7 +123,11 @@ class ARC:
         return self._stamps.stamp_s[entries]
 
     def figures(self) -> dict[str, float]:
-        return {"once_blocks": float(self._num[ONCE]), "again_blocks": float(self._num[AGAIN]), "once_target_blocks": self._target}
+        return {
+            "once_blocks": float(self._num[ONCE]),
+            "again_blocks": float(self._num[AGAIN]),
+            "once_target_blocks": self._target,
+        }
 
     def check_invariants(self) -> None:
         """Raises AssertionError where counts disagree."""

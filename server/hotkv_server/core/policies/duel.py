@@ -1,8 +1,10 @@
-"""The duel: which of several ways to weigh frequency against recency would hit most, found out while serving.
+"""The duel: which of several ways to weigh frequency against recency would hit most, found out
+while serving.
 
-Each contender is a setting of the hotness formula. For a small sample of keys a shadow cache per contender, scaled down as the sample is,
-keeps track of what it would hold; every epoch the one with the most hits, older epochs counting less, becomes the index's setting.
-Shadows hold keys and no bytes. Source of the sampling: Waldspurger et al., "Cache modeling and optimization using miniature
+Each contender is a setting of the hotness formula. For a small sample of keys a shadow cache per
+contender, scaled down as the sample is, keeps track of what it would hold; every epoch the one with
+the most hits, older epochs counting less, becomes the index's setting. Shadows hold keys and no
+bytes. Source of the sampling: Waldspurger et al., "Cache modeling and optimization using miniature
 simulations", USENIX ATC 2017.
 """
 
@@ -22,29 +24,34 @@ KEEP = 0.5
 MARGIN = 1.01
 """By how much a contender must win to take over."""
 SAMPLE_SHARE = 1 / 32
-"""Of the keys that are looked at; more while the cache holds so few blocks that a shadow would have less than MIN_SHADOW_BLOCKS."""
+"""Of the keys that are looked at; more while the cache holds so few blocks that a shadow would have
+less than MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
 MAX_SHADOW_BLOCKS = 2048
 REGROW = 8
-"""The sample begins anew where so few blocks are left that they ask for a share so many times as large."""
+"""The sample begins anew where so few blocks are left that they ask for a share so many times as
+large."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
 """Keys that the sample remembers for each block of a shadow: what the shadows hold, and ghosts."""
 
 
 LEAK = 1e-3
-"""Of doublings above the most that count: enough to keep an order among such blocks, and the heads of chains above their tails."""
+"""Of doublings above the most that count: enough to keep an order among such blocks, and the heads
+of chains above their tails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """heat = recency · (time of last use) + half_life_s · (min(c, most_doublings) + LEAK · c), in seconds.
+    """heat = recency · (time of last use) + half_life_s · (min(c, most_doublings) + LEAK · c), in
+    seconds.
 
     c is log2 of the uses, each counting half as much after `memory_s`.
 
-    Small half-lives order by recency, large ones by frequency. With most_doublings 1 all that matters is whether a block was used again,
-    and with a short memory whether that was soon. With recency -1 frequency decides and, of equals, the older stay: what a loop
-    larger than the cache needs.
+    Small half-lives order by recency, large ones by frequency. With most_doublings 1 all that
+    matters is whether a block was used again, and with a short memory whether that was soon. With
+    recency -1 frequency decides and, of equals, the older stay: what a loop larger than the cache
+    needs.
     """
 
     half_life_s: float
@@ -92,7 +99,10 @@ class Duel:
         self._kernels = native.load("hotkv_server.core.policies.kernels") or twins
 
     def __repr__(self) -> str:
-        return f"Duel({self.contenders[self.current]}, sample of {self.share:.2g}, scores={self._scores.round(1).tolist()})"
+        return (
+            f"Duel({self.contenders[self.current]}, sample of {self.share:.2g}, "
+            f"scores={self._scores.round(1).tolist()})"
+        )
 
     @property
     def winner(self) -> Contender:
@@ -104,7 +114,8 @@ class Duel:
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
-        """Blocks of a chain were asked for, hit or not, while the cache held `num_resident` blocks. True where the winner changed."""
+        """Blocks of a chain were asked for, hit or not, while the cache held `num_resident` blocks.
+        True where the winner changed."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
@@ -131,7 +142,8 @@ class Duel:
     def _resample(self, num_resident: int) -> None:
         """Brings the share to what so many blocks ask for.
 
-        Keys that are not in a smaller sample leave all shadows; a larger one begins with empty shadows.
+        Keys that are not in a smaller sample leave all shadows; a larger one begins with empty
+        shadows.
         """
         if num_resident < self._too_few:
             self.share = 1.0
@@ -139,14 +151,18 @@ class Duel:
         while _share_for(num_resident) <= self.share / 2:
             self.share /= 2
         half, regrown = self.share / 2, REGROW * self.share
-        self._too_many = math.ceil((MIN_SHADOW_BLOCKS if half >= SAMPLE_SHARE else MAX_SHADOW_BLOCKS) / half)
+        self._too_many = math.ceil(
+            (MIN_SHADOW_BLOCKS if half >= SAMPLE_SHARE else MAX_SHADOW_BLOCKS) / half
+        )
         most = (MIN_SHADOW_BLOCKS if regrown > SAMPLE_SHARE else MAX_SHADOW_BLOCKS) / regrown
         self._too_few = math.floor(most) + 1 if regrown <= 1.0 else 0
         self._thin_out()
 
     def _thin_out(self) -> None:
         """Takes keys that are not in the sample out of all shadows."""
-        left_out = ((twins.spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))) | (self._keys == 0)
+        left_out = (
+            (twins.spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
+        ) | (self._keys == 0)
         self._keys[left_out], self._holders[left_out] = 0, 0
         leaves = self._trees.shape[1] // 2
         for number, tree in enumerate(self._trees):
@@ -177,9 +193,13 @@ class Duel:
             held = holders >> number & 1 == 1
             tree = self._trees[number]
             assert int(held.sum()) == self._held[number], "held keys miscounted"
-            assert np.array_equal(np.isfinite(tree[leaves : leaves + len(held)]), held), "a held key has no leaf, or a leaf no key"
+            assert np.array_equal(np.isfinite(tree[leaves : leaves + len(held)]), held), (
+                "a held key has no leaf, or a leaf no key"
+            )
             inner = np.arange(1, leaves)
-            assert np.array_equal(tree[inner], np.minimum(tree[2 * inner], tree[2 * inner + 1])), "a node is not the least of its children"
+            assert np.array_equal(tree[inner], np.minimum(tree[2 * inner], tree[2 * inner + 1])), (
+                "a node is not the least of its children"
+            )
 
 
 def _share_for(num_resident: int) -> float:

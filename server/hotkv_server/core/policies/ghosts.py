@@ -1,9 +1,10 @@
 """Ghosts: what is remembered of blocks that were evicted.
 
-A table of fixed size over 64-bit keys; each ghost carries 64 bits that its policy chooses. Always true: a key has at most one ghost; the
-oldest go first. Chains of blocks become ghosts together and should be forgotten together, for a block that is forgotten alone breaks its
-chain; so the table has twice the room, and few buckets are ever full before a ghost's time is over. Two keys of one bucket whose tags
-are equal are taken for each other: one in 2^31, and it costs a wrong guess of heat.
+A table of fixed size over 64-bit keys; each ghost carries 64 bits that its policy chooses. Always
+true: a key has at most one ghost; the oldest go first. Chains of blocks become ghosts together and
+should be forgotten together, for a block that is forgotten alone breaks its chain; so the table has
+twice the room, and few buckets are ever full before a ghost's time is over. Two keys of one bucket
+whose tags are equal are taken for each other: one in 2^31, and it costs a wrong guess of heat.
 """
 
 import numpy as np
@@ -20,7 +21,8 @@ Values = NDArray[np.uint64]
 
 
 class GhostTable:
-    """The last `num_ghosts` that came. `tags` [buckets, WAYS] 0 for none, `values` and `ages` alike; an age is the number of its coming."""
+    """The last `num_ghosts` that came. `tags` [buckets, WAYS] 0 for none, `values` and `ages`
+    alike; an age is the number of its coming."""
 
     def __init__(self, num_ghosts: int) -> None:
         buckets = max(1, -(-ROOM * num_ghosts // WAYS))
@@ -42,18 +44,31 @@ class GhostTable:
         if self._next_age + len(keys) >= 1 << 32:
             self._begin_anew()
         gone = np.zeros(len(keys), np.uint64)
-        num_gone = int(self._kernels.remember(self.tags, self.values, self._ages, keys, values, self._next_age, gone))
+        num_gone = int(
+            self._kernels.remember(
+                self.tags, self.values, self._ages, keys, values, self._next_age, gone
+            )
+        )
         self._next_age += len(keys)
         return gone[:num_gone]
 
     def take(self, keys: Keys) -> tuple[NDArray[np.bool_], Values]:
         """Which keys [n] had a ghost, and its value; those ghosts are gone."""
         found, values = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.uint64)
-        self._kernels.take(self.tags, self.values, self._ages, keys, self._next_age - self.num_ghosts, found, values)
+        self._kernels.take(
+            self.tags,
+            self.values,
+            self._ages,
+            keys,
+            self._next_age - self.num_ghosts,
+            found,
+            values,
+        )
         return found, values
 
     def _begin_anew(self) -> None:
-        """Counts ages from the oldest ghost that still matters, every four thousand million ghosts."""
+        """Counts ages from the oldest ghost that still matters, every four thousand million
+        ghosts."""
         base = self._next_age - self.num_ghosts - 1
         self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), 0)
         self._next_age -= base

@@ -1,8 +1,9 @@
 """Hotness: recency plus what frequency is worth.
 
-Per entry the time of its last use t and c = log2 of its uses, which count half as much after each memory; heat = ±t + H·c, so that one
-doubling of uses is worth H seconds of recency. The duel chooses H and the rest of the formula (`duel.Contender`) while serving; entries
-keep t and c, so a change holds at once. Ghosts keep them for evicted blocks, four for each block of the capacity.
+Per entry the time of its last use t and c = log2 of its uses, which count half as much after each
+memory; heat = ±t + H·c, so that one doubling of uses is worth H seconds of recency. The duel
+chooses H and the rest of the formula (`duel.Contender`) while serving; entries keep t and c, so a
+change holds at once. Ghosts keep them for evicted blocks, four for each block of the capacity.
 """
 
 from collections.abc import Iterator
@@ -24,11 +25,13 @@ GHOSTS_PER_BLOCK = 4
 KEPT_S = 1e9
 """Added to the heat of blocks whose time to live is not over."""
 DEPTH_STEP = 4e-6
-"""Each block of a chain has at least so much more in c than the one after it: of equals the leaf goes first."""
+"""Each block of a chain has at least so much more in c than the one after it: of equals the leaf
+goes first."""
 
 
 class Hotness:
-    """See the module. `_used` uint32 [capacity + 1]: ticks since the first use, 0 for entries it does not know; `_uses` float32: c."""
+    """See the module. `_used` uint32 [capacity + 1]: ticks since the first use, 0 for entries it
+    does not know; `_uses` float32: c."""
 
     def __init__(self, capacity: int) -> None:
         self._state = np.zeros(capacity + 1, np.uint64)
@@ -47,7 +50,9 @@ class Hotness:
     def __repr__(self) -> str:
         return f"Hotness({self._num_known} entries, {self._ghosts!r}, {self.duel!r})"
 
-    def admit(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def admit(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         if not len(entries):
             return
         _, remembered = self._ghosts.take(keys)
@@ -56,7 +61,9 @@ class Hotness:
         self._highest.add(entries)
         self._use(entries, keys, now_s, retention)
 
-    def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def touch(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         if len(entries):
             self._use(entries, keys, now_s, retention)
 
@@ -65,7 +72,16 @@ class Hotness:
             self._first_s = now_s - 1.0
         now = self._latest = self._ticks(now_s)
         until = self._ticks(now_s + retention.ttl_s) if retention.ttl_s else now
-        self._kernels.use(self._used, self._uses, entries, now, until, retention.priority, self._memory_ticks, DEPTH_STEP)
+        self._kernels.use(
+            self._used,
+            self._uses,
+            entries,
+            now,
+            until,
+            retention.priority,
+            self._memory_ticks,
+            DEPTH_STEP,
+        )
         if self.duel.observe(keys, now_s, self._num_known):
             for queue in self._queues.values():
                 queue.clear()
@@ -73,10 +89,15 @@ class Hotness:
     def refresh(self, entries: Entries, now_s: float) -> None:
         if len(entries):
             now = self._latest = self._ticks(now_s)
-            self._kernels.use(self._used, self._uses, entries, now, now, -np.inf, self._memory_ticks, DEPTH_STEP)
+            self._kernels.use(
+                self._used, self._uses, entries, now, now, -np.inf, self._memory_ticks, DEPTH_STEP
+            )
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
-        gone_keys, gone_states = np.empty(len(entries), np.uint64), np.empty(len(entries), np.uint64)
+        gone_keys, gone_states = (
+            np.empty(len(entries), np.uint64),
+            np.empty(len(entries), np.uint64),
+        )
         num_known = int(self._kernels.leave(self._state, entries, keys, gone_keys, gone_states))
         self._num_known -= num_known
         if evicted:
@@ -90,7 +111,9 @@ class Hotness:
 
     def _queue(self, slot_bytes: int) -> ColdQueue:
         if slot_bytes not in self._queues:
-            self._queues[slot_bytes] = ColdQueue(self._state, self._highest, self._members, self.heat)
+            self._queues[slot_bytes] = ColdQueue(
+                self._state, self._highest, self._members, self.heat
+            )
         return self._queues[slot_bytes]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
@@ -126,7 +149,12 @@ class Hotness:
 
     def figures(self) -> dict[str, float]:
         winner = self.duel.winner
-        return {"half_life_s": winner.half_life_s, "memory_s": winner.memory_s, "recency": winner.recency, "sample_ratio": self.duel.share}
+        return {
+            "half_life_s": winner.half_life_s,
+            "memory_s": winner.memory_s,
+            "recency": winner.recency,
+            "sample_ratio": self.duel.share,
+        }
 
     def check_invariants(self) -> None:
         """Raises AssertionError where counts disagree."""

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the policies. Import through `hotkv.native.load`; `twins` has the same functions in numpy."""
+"""Numba kernels of the policies. Import through `hotkv.native.load`; `twins` has the same functions
+in numpy."""
 
 from typing import Any
 
@@ -18,7 +19,8 @@ AHEAD = 8
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _spread(key: Any) -> Any:
-    """Key with all its bits mixed: the high half chooses a bucket, the low half is tag and sample."""
+    """Key with all its bits mixed: the high half chooses a bucket, the low half is tag and
+    sample."""
     mixed = (key ^ (key >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
@@ -35,7 +37,8 @@ def _tag(mixed: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
-    """Asks the cache for the bucket of a key that comes soon: ghosts are far more than fit into it."""
+    """Asks the cache for the bucket of a key that comes soon: ghosts are far more than fit into
+    it."""
     if i + AHEAD < keys.shape[0]:
         bucket = _bucket(_spread(keys[i + AHEAD]), tags.shape[0])
         prefetch(tags, bucket)
@@ -50,12 +53,26 @@ def _log2_of_sum(a: Any, b: Any) -> Any:
     return top + np.log2(1.0 + 2.0 ** (bottom - top))
 
 
-@numba.njit("void(uint32[:], float32[:], uint32[::1], int64, int64, float64, float64, float64)", nogil=True, cache=True)
-def use(used: Any, uses: Any, entries: Any, now: Any, until: Any, weight_log2: Any, memory: Any, depth_step: Any) -> None:
+@numba.njit(
+    "void(uint32[:], float32[:], uint32[::1], int64, int64, float64, float64, float64)",
+    nogil=True,
+    cache=True,
+)
+def use(
+    used: Any,
+    uses: Any,
+    entries: Any,
+    now: Any,
+    until: Any,
+    weight_log2: Any,
+    memory: Any,
+    depth_step: Any,
+) -> None:
     """One use of each entry: c = log2(2^(c - age/memory) + 2^weight); times in ticks.
 
-    A block is used at least as often as those after it in the chain, whatever was forgotten of it, and has a step more than the next.
-    A weight of -inf is no use: known entries count as in use from here on, others are left alone.
+    A block is used at least as often as those after it in the chain, whatever was forgotten of it,
+    and has a step more than the next. A weight of -inf is no use: known entries count as in use
+    from here on, others are left alone.
     """
     least = -np.inf
     for i in range(entries.shape[0] - 1, -1, -1):
@@ -73,21 +90,38 @@ def use(used: Any, uses: Any, entries: Any, now: Any, until: Any, weight_log2: A
 
 
 @numba.njit(
-    "void(uint32[:], float32[:], uint32[::1], float64, float64, float64, float64, int64, float64, float64[::1])", nogil=True, cache=True
+    "void(uint32[:], float32[:], uint32[::1], float64, float64, float64, float64, int64, "
+    "float64, float64[::1])",
+    nogil=True,
+    cache=True,
 )
 def heat(
-    used: Any, uses: Any, entries: Any, half_life_s: Any, most: Any, recency: Any, tick_s: Any, latest: Any, kept_s: Any, out: Any
+    used: Any,
+    uses: Any,
+    entries: Any,
+    half_life_s: Any,
+    most: Any,
+    recency: Any,
+    tick_s: Any,
+    latest: Any,
+    kept_s: Any,
+    out: Any,
 ) -> None:
-    """Heat of entries by the formula of `duel.Contender`, and `kept_s` more where their last use lies after `latest`; times in ticks."""
+    """Heat of entries by the formula of `duel.Contender`, and `kept_s` more where their last use
+    lies after `latest`; times in ticks."""
     for i in range(entries.shape[0]):
         entry = entries[i]
         count = np.float64(uses[entry])
-        out[i] = half_life_s * (min(count, most) + LEAK * count) + recency * tick_s * np.float64(used[entry])
+        out[i] = half_life_s * (min(count, most) + LEAK * count) + recency * tick_s * np.float64(
+            used[entry]
+        )
         if np.int64(used[entry]) > latest:
             out[i] += kept_s
 
 
-@numba.njit("int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True)
+@numba.njit(
+    "int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True
+)
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
     """Clears the states of entries; returns how many had one, and those keys and states."""
     count = 0
@@ -100,9 +134,17 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
     return count
 
 
-@numba.njit("int64(uint32[:, ::1], uint64[:, ::1], uint32[:, ::1], uint64[::1], uint64[::1], int64, uint64[::1])", nogil=True, cache=True)
-def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any) -> int:
-    """Adds ghosts in order, in the place of the oldest where their bucket is full; returns how many went, their values in `gone`."""
+@numba.njit(
+    "int64(uint32[:, ::1], uint64[:, ::1], uint32[:, ::1], uint64[::1], uint64[::1], int64, "
+    "uint64[::1])",
+    nogil=True,
+    cache=True,
+)
+def remember(
+    tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any
+) -> int:
+    """Adds ghosts in order, in the place of the oldest where their bucket is full; returns how many
+    went, their values in `gone`."""
     num_gone = 0
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
@@ -125,9 +167,15 @@ def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next
     return num_gone
 
 
-@numba.njit("void(uint32[:, ::1], uint64[:, ::1], uint32[:, ::1], uint64[::1], int64, boolean[::1], uint64[::1])", nogil=True, cache=True)
+@numba.njit(
+    "void(uint32[:, ::1], uint64[:, ::1], uint32[:, ::1], uint64[::1], int64, boolean[::1], "
+    "uint64[::1])",
+    nogil=True,
+    cache=True,
+)
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
-    """Removes the ghosts of keys; `found` and `out` say which there were, none older than `oldest`, and their values."""
+    """Removes the ghosts of keys; `found` and `out` say which there were, none older than `oldest`,
+    and their values."""
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])
@@ -165,7 +213,8 @@ def _least_leaf(tree: Any) -> int:
 
 
 @numba.njit(
-    "void(uint64[:, ::1], float64[:, ::1], float64[:, :, ::1], uint8[:, ::1], float64[:, ::1], int64[::1], int64[::1], float64[:, ::1],"
+    "void(uint64[:, ::1], float64[:, ::1], float64[:, :, ::1], uint8[:, ::1], float64[:, ::1], "
+    "int64[::1], int64[::1], float64[:, ::1],"
     " float64[::1], int64[::1], uint64[::1], int64, int64, float64)",
     nogil=True,
     cache=True,
@@ -186,7 +235,8 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """One use of each sampled key among `asked`, tail to head, in every shadow cache; a shadow holds at most `limit` keys."""
+    """One use of each sampled key among `asked`, tail to head, in every shadow cache; a shadow
+    holds at most `limit` keys."""
     num_contenders = rules.shape[0]
     for i in range(asked.shape[0] - 1, -1, -1):
         key = asked[i] | np.uint64(1)
@@ -208,7 +258,9 @@ def observe(
         if known:
             age_s = max(0.0, now_s - used_s[bucket, place])
             for m in range(memories_s.shape[0]):
-                uses[m, bucket, place] = _log2_of_sum(uses[m, bucket, place] - age_s / memories_s[m], 0.0)
+                uses[m, bucket, place] = _log2_of_sum(
+                    uses[m, bucket, place] - age_s / memories_s[m], 0.0
+                )
         else:
             uses[:, bucket, place] = 0.0
             for c in range(num_contenders):
@@ -231,4 +283,8 @@ def observe(
                 held[c] += 1
             # The depth breaks ties, as in the index.
             count = uses[memory_of[c], bucket, place] - DEPTH_STEP * i
-            _set_leaf(trees[c], leaf, rules[c, 2] * now_s + rules[c, 0] * (min(count, rules[c, 1]) + LEAK * count))
+            _set_leaf(
+                trees[c],
+                leaf,
+                rules[c, 2] * now_s + rules[c, 0] * (min(count, rules[c, 1]) + LEAK * count),
+            )

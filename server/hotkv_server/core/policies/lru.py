@@ -14,7 +14,8 @@ STEP_S = 1e-7
 
 
 class Stamps:
-    """A time stamp an entry, 0 for none; strictly rising from use to use, and from the tail of a chain to its head."""
+    """A time stamp an entry, 0 for none; strictly rising from use to use, and from the tail of a
+    chain to its head."""
 
     def __init__(self, capacity: int) -> None:
         self.highest = Highest()
@@ -43,7 +44,8 @@ class Stamps:
 
 
 class LRU:
-    """The least recently used goes first. Priorities mean nothing here; a time to live counts as use until then."""
+    """The least recently used goes first. Priorities mean nothing here; a time to live counts as
+    use until then."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -52,10 +54,14 @@ class LRU:
     def __repr__(self) -> str:
         return f"LRU(queued={sum(len(q) for q in self._queues.values())})"
 
-    def admit(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def admit(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         self._stamps.use(entries, now_s, retention.ttl_s)
 
-    def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def touch(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         self._stamps.use(entries, now_s, retention.ttl_s)
 
     def refresh(self, entries: Entries, now_s: float) -> None:
@@ -72,7 +78,9 @@ class LRU:
 
     def _queue(self, slot_bytes: int) -> ColdQueue:
         if slot_bytes not in self._queues:
-            self._queues[slot_bytes] = ColdQueue(self._stamps.state, self._stamps.highest, self._stamps.members, self.heat)
+            self._queues[slot_bytes] = ColdQueue(
+                self._stamps.state, self._stamps.highest, self._stamps.members, self.heat
+            )
         return self._queues[slot_bytes]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

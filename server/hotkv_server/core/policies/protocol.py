@@ -1,8 +1,9 @@
 """What an eviction policy is: an order of coldness over ready entries.
 
-A policy never decides whether an entry may be evicted (pins do) and never touches the index. Entries of one call are in chain order,
-each at most once; the head of a chain is the hotter, so that leaves go first. Keys are 64-bit and outlive entry numbers: by them a
-policy knows a block that comes back. No clock: `now_s` is passed in and never goes back.
+A policy never decides whether an entry may be evicted (pins do) and never touches the index.
+Entries of one call are in chain order, each at most once; the head of a chain is the hotter, so
+that leaves go first. Keys are 64-bit and outlive entry numbers: by them a policy knows a block that
+comes back. No clock: `now_s` is passed in and never goes back.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,25 +22,33 @@ Evictable = Callable[[Entries], NDArray[np.bool_]]
 class Policy(Protocol):
     """Order of eviction over entry numbers. `keys` uint64 [n] belong to `entries` uint32 [n]."""
 
-    def admit(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def admit(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         """Blocks became ready: a miss of each that is now answered."""
 
-    def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def touch(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         """Notes a use of ready entries."""
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Blocks that come after these in their chain came in: these count as in use, which is no use of them."""
+        """Blocks that come after these in their chain came in: these count as in use, which is no
+        use of them."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
-        """Entries are gone, `evicted` to make room or dropped for another reason; those never admitted are passed over."""
+        """Entries are gone, `evicted` to make room or dropped for another reason; those never
+        admitted are passed over."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Does in parts what the next call of `victims` with these arguments would do in one go, if that is long. May do nothing."""
+        """Does in parts what the next call of `victims` with these arguments would do in one go, if
+        that is long. May do nothing."""
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         """Up to `count` evictable entries, coldest first; as many as there are.
 
-        `slot_bytes`: names a queue of its own for each slot size. `evictable`: which of some entries may go, of that size.
+        `slot_bytes`: names a queue of its own for each slot size. `evictable`: which of some
+        entries may go, of that size.
         """
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

@@ -1,9 +1,11 @@
 """Victims in rising order of heat, without keeping all entries in order.
 
-A refill looks at entries by number from where the last one stopped, until it has seen enough that may go, and queues the coldest share,
-sorted; a victim costs amortised constant work. Where one slot size is rare among many entries a refill walks far: a tenth of a second
-over ten million, once for many victims; `sweep` does it in parts before. What was used since it was queued has another state and is
-passed over, so a touch writes only its entry's state; what has come since, or was used and is still the coldest, waits for the next refill.
+A refill looks at entries by number from where the last one stopped, until it has seen enough that
+may go, and queues the coldest share, sorted; a victim costs amortised constant work. Where one slot
+size is rare among many entries a refill walks far: a tenth of a second over ten million, once for
+many victims; `sweep` does it in parts before. What was used since it was queued has another state
+and is passed over, so a touch writes only its entry's state; what has come since, or was used and
+is still the coldest, waits for the next refill.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +18,8 @@ from hotkv_server.core.policies.protocol import Entries, Evictable
 SHARE = 16
 """A refill queues the coldest 1/16 of what it has seen."""
 MIN_QUEUED = 4
-"""And at least so many; few, for a block that comes later and is colder waits until these are gone."""
+"""And at least so many; few, for a block that comes later and is colder waits until these are
+gone."""
 SWEEP_ENTRIES = 1 << 17
 """Entry numbers looked at in one go."""
 
@@ -39,9 +42,12 @@ class Highest:
 
 
 class ColdQueue:
-    """One queue over the entries that `members(first, stop)` lists. `state` [capacity + 1]: changes whenever an entry is used or goes."""
+    """One queue over the entries that `members(first, stop)` lists. `state` [capacity + 1]: changes
+    whenever an entry is used or goes."""
 
-    def __init__(self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat) -> None:
+    def __init__(
+        self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
+    ) -> None:
         self._state = state
         self._highest = highest
         self._members = members
@@ -60,14 +66,19 @@ class ColdQueue:
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
-        """Refills the queue in parts where it has too little for `take` with these arguments, which then need not."""
+        """Refills the queue in parts where it has too little for `take` with these arguments, which
+        then need not."""
         head = self._entries[: 4 * count]
-        if np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head)) < count:
+        if (
+            np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head))
+            < count
+        ):
             yield from self._refill(count, evictable, [])
         self._is_swept = True
 
     def take(self, count: int, evictable: Evictable) -> Entries:
-        """The coldest evictable entries, at most `count`; what is pinned is passed over until the next refill."""
+        """The coldest evictable entries, at most `count`; what is pinned is passed over until the
+        next refill."""
         chosen: list[Entries] = []
         missing, refilled, self._is_swept = count, self._is_swept, False
         while missing > 0:
@@ -79,7 +90,9 @@ class ColdQueue:
             head = self._entries[: 2 * missing]
             if not len(head):
                 break
-            places = ((self._state[head] == self._states[: len(head)]) & evictable(head)).nonzero()[0][:missing]
+            places = ((self._state[head] == self._states[: len(head)]) & evictable(head)).nonzero()[
+                0
+            ][:missing]
             chosen.append(head[places])
             # Only what was looked at and passed over, or taken, leaves the queue.
             used = len(head) if len(places) < missing else int(places[-1]) + 1
@@ -110,7 +123,9 @@ class ColdQueue:
         self._entries = entries[heat.argsort(kind="stable")]
         self._states = self._state[self._entries]
 
-    def _coldest_of(self, entries: Entries, count: int, evictable: Evictable) -> tuple[int, Entries]:
+    def _coldest_of(
+        self, entries: Entries, count: int, evictable: Evictable
+    ) -> tuple[int, Entries]:
         """How many entries were compared, and the coldest of them that may go."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:

@@ -1,6 +1,8 @@
-"""S3-FIFO: a small queue for newcomers, a main queue with second chances, and ghosts that go straight to main.
+"""S3-FIFO: a small queue for newcomers, a main queue with second chances, and ghosts that go
+straight to main.
 
-Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. Newcomers get a tenth of the blocks.
+Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. Newcomers get a
+tenth of the blocks.
 """
 
 from collections.abc import Iterator
@@ -22,7 +24,8 @@ USES_TO_STAY = 2
 
 
 class S3FIFO:
-    """`_queue_of` uint8 [capacity + 1]: SMALL, MAIN, or 0 for entries it does not know. `_uses` since the last look at the entry."""
+    """`_queue_of` uint8 [capacity + 1]: SMALL, MAIN, or 0 for entries it does not know. `_uses`
+    since the last look at the entry."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -36,7 +39,9 @@ class S3FIFO:
     def __repr__(self) -> str:
         return f"S3FIFO(small={self._num[SMALL]}, main={self._num[MAIN]}, {self._ghosts!r})"
 
-    def admit(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def admit(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         found, _ = self._ghosts.take(keys)
         self._queue_of[entries] = np.where(found, MAIN, SMALL)
         self._num[MAIN] += int(found.sum())
@@ -45,7 +50,9 @@ class S3FIFO:
         self._now_s = now_s
         self._stamps.use(entries, now_s, retention.ttl_s)
 
-    def touch(self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION) -> None:
+    def touch(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
         self._now_s = now_s
         self._uses[entries] = np.minimum(MAX_USES, self._uses[entries] + 1)
 
@@ -71,7 +78,9 @@ class S3FIFO:
         exhausted = {SMALL: False, MAIN: False}
         while len(chosen) < count and not all(exhausted.values()):
             taken_small = int((self._queue_of[chosen] == SMALL).sum())
-            crowded = self._num[SMALL] - taken_small > SMALL_SHARE * (self._num[SMALL] + self._num[MAIN] - len(chosen))
+            crowded = self._num[SMALL] - taken_small > SMALL_SHARE * (
+                self._num[SMALL] + self._num[MAIN] - len(chosen)
+            )
             number = SMALL if (crowded and not exhausted[SMALL]) or exhausted[MAIN] else MAIN
             looked_at = self._take(slot_bytes, number, count - len(chosen), evictable, chosen)
             exhausted[number] = not len(looked_at)
@@ -82,7 +91,9 @@ class S3FIFO:
             chosen = np.concatenate((chosen, looked_at[~stay]))
         return chosen
 
-    def _take(self, slot_bytes: int, number: int, count: int, evictable: Evictable, chosen: Entries) -> Entries:
+    def _take(
+        self, slot_bytes: int, number: int, count: int, evictable: Evictable, chosen: Entries
+    ) -> Entries:
         def may_go(entries: Entries) -> NDArray[np.bool_]:
             here: NDArray[np.bool_] = self._queue_of[entries] == number
             return evictable(entries) & here & ~np.isin(entries, chosen)
@@ -101,9 +112,13 @@ class S3FIFO:
         if (slot_bytes, number) not in self._queues:
 
             def members(first: int, stop: int) -> Entries:
-                return (np.flatnonzero(self._queue_of[first:stop] == number) + first).astype(np.uint32)
+                return (np.flatnonzero(self._queue_of[first:stop] == number) + first).astype(
+                    np.uint32
+                )
 
-            self._queues[slot_bytes, number] = ColdQueue(self._stamps.state, self._stamps.highest, members, self.heat)
+            self._queues[slot_bytes, number] = ColdQueue(
+                self._stamps.state, self._stamps.highest, members, self.heat
+            )
         return self._queues[slot_bytes, number]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

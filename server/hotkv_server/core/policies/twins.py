@@ -12,7 +12,8 @@ LEAK = 1e-3
 
 
 def spread(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Keys with all their bits mixed: the high half chooses a bucket, the low half is tag and sample."""
+    """Keys with all their bits mixed: the high half chooses a bucket, the low half is tag and
+    sample."""
     mixed: NDArray[np.uint64] = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
@@ -25,7 +26,16 @@ def _tags(mixed: NDArray[np.uint64]) -> NDArray[np.uint32]:
     return mixed.astype(np.uint32) | np.uint32(1)
 
 
-def use(used: Any, uses: Any, entries: Any, now: int, until: int, weight_log2: float, memory: float, depth_step: float) -> None:
+def use(
+    used: Any,
+    uses: Any,
+    entries: Any,
+    now: int,
+    until: int,
+    weight_log2: float,
+    memory: float,
+    depth_step: float,
+) -> None:
     """Twin of `kernels.use`; no entry is listed twice."""
     if weight_log2 == -np.inf:
         entries = entries[used[entries] != 0]
@@ -52,7 +62,9 @@ def heat(
 ) -> None:
     """Twin of `kernels.heat`."""
     count = uses[entries].astype(np.float64)
-    out[:] = half_life_s * (np.minimum(count, most) + LEAK * count) + recency * tick_s * used[entries].astype(np.float64)
+    out[:] = half_life_s * (np.minimum(count, most) + LEAK * count) + recency * tick_s * used[
+        entries
+    ].astype(np.float64)
     out[used[entries] > latest] += kept_s
 
 
@@ -65,11 +77,15 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
     return count
 
 
-def remember(tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: int, gone: Any) -> int:
+def remember(
+    tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: int, gone: Any
+) -> int:
     """Twin of `kernels.remember`."""
     mixed = spread(keys)
     num_gone = 0
-    for i, (bucket, tag) in enumerate(zip(_buckets(mixed, len(tags)).tolist(), _tags(mixed).tolist(), strict=True)):
+    for i, (bucket, tag) in enumerate(
+        zip(_buckets(mixed, len(tags)).tolist(), _tags(mixed).tolist(), strict=True)
+    ):
         same = np.flatnonzero(tags[bucket] == tag)
         way = int(same[0]) if len(same) else int(np.argmin(ages[bucket]))
         if tags[bucket, way]:
@@ -150,4 +166,8 @@ def observe(
                 held[c] += 1
             half_life_s, most_doublings, recency = rules[c]
             count = uses[memory_of[c], bucket, place] - DEPTH_STEP * i
-            _set_leaf(trees[c], leaf, recency * now_s + half_life_s * (min(count, most_doublings) + LEAK * count))
+            _set_leaf(
+                trees[c],
+                leaf,
+                recency * now_s + half_life_s * (min(count, most_doublings) + LEAK * count),
+            )

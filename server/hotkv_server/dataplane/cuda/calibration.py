@@ -1,6 +1,7 @@
 """Which method is best on this machine, as measured: by direction and by the bytes of a page.
 
-A calibration holds for one device under one driver. It is a value: made by `measure`, kept as JSON by whoever likes.
+A calibration holds for one device under one driver. It is a value: made by `measure`, kept as JSON
+by whoever likes.
 """
 
 import json
@@ -15,10 +16,12 @@ from hotkv_server.device.runtime import DeviceInfo
 PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 """Page sizes that are measured; between them the nearest counts."""
 STAGED_RUN_PAGES = 8
-"""Staging is measured with runs of so many pages in the arena, and may be chosen where they are that long or longer."""
+"""Staging is measured with runs of so many pages in the arena, and may be chosen where they are
+that long or longer."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
-"""What a method's speed counts, the most frugal first. Kernels take the device's time: without MPS it runs those of one process at a time,
-so the engine's stand still while one of ours waits for PCIe; staging's move bytes on the device only.
+"""What a method's speed counts, the most frugal first. Kernels take the device's time: without MPS
+it runs those of one process at a time, so the engine's stand still while one of ours waits for
+PCIe; staging's move bytes on the device only.
 """
 NEGLIGIBLE_RATIO = 0.03
 """By how much a method may be slower than the best and be chosen because it is more frugal."""
@@ -36,7 +39,8 @@ def driver_version(path: Path = DRIVER_VERSION_FILE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`speeds`: (direction, method, page bytes) -> GB/s (1e9 bytes a second); 0 for what does not work here."""
+    """`speeds`: (direction, method, page bytes) -> GB/s (1e9 bytes a second); 0 for what does not
+    work here."""
 
     uuid: bytes
     name: str
@@ -44,14 +48,18 @@ class Calibration:
     speeds: Mapping[tuple[Direction, Method, int], float]
 
     def __repr__(self) -> str:
-        return f"Calibration({self.name}, {len(self.speeds)} speeds, best {max(self.speeds.values(), default=0.0):.1f} GB/s)"
+        return (
+            f"Calibration({self.name}, {len(self.speeds)} speeds, best "
+            f"{max(self.speeds.values(), default=0.0):.1f} GB/s)"
+        )
 
     def holds_for(self, info: DeviceInfo, driver: str) -> bool:
         """Whether it was made on this device, under this driver."""
         return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
-        """The most frugal of those that are worth most (`WORTH`) for pages of that size, in runs of `slot_run_bytes` in the arena."""
+        """The most frugal of those that are worth most (`WORTH`) for pages of that size, in runs of
+        `slot_run_bytes` in the arena."""
         sizes = {size for _, _, size in self.speeds}
         if not sizes:
             return rule_of_thumb(page_bytes)
@@ -63,26 +71,53 @@ class Calibration:
             if method is not Method.STAGED or may_stage
         }
         best = max(found.values())
-        return next(method for method, speed in found.items() if speed >= (1 - NEGLIGIBLE_RATIO) * best) if best else Method.MEMCPY
+        return (
+            next(
+                method for method, speed in found.items() if speed >= (1 - NEGLIGIBLE_RATIO) * best
+            )
+            if best
+            else Method.MEMCPY
+        )
 
     def table(self) -> str:
-        """For people: one line a direction and page size, one column a method, GB/s; the fastest of each line is marked."""
+        """For people: one line a direction and page size, one column a method, GB/s; the fastest of
+        each line is marked."""
         lines = [f"{'':6}{'page':>9}" + "".join(f"{method.value:>10}" for method in Method)]
         for direction in Direction:
             for size in sorted({size for _, _, size in self.speeds}):
                 found = [self.speeds.get((direction, method, size), 0.0) for method in Method]
-                cells = [f"{speed:.1f}{'*' if speed == max(found) and speed else ' '}" for speed in found]
-                lines.append(f"{direction.value:6}{size >> 10:>5} KiB" + "".join(f"{cell:>10}" for cell in cells))
+                cells = [
+                    f"{speed:.1f}{'*' if speed == max(found) and speed else ' '}" for speed in found
+                ]
+                lines.append(
+                    f"{direction.value:6}{size >> 10:>5} KiB"
+                    + "".join(f"{cell:>10}" for cell in cells)
+                )
         return "\n".join(lines)
 
     def to_json(self) -> str:
         speeds = [
-            {"direction": direction.value, "method": method.value, "page_bytes": size, "gb_per_s": round(speed, 3)}
+            {
+                "direction": direction.value,
+                "method": method.value,
+                "page_bytes": size,
+                "gb_per_s": round(speed, 3),
+            }
             for (direction, method, size), speed in sorted(
-                self.speeds.items(), key=lambda item: (item[0][0].value, item[0][1].value, item[0][2])
+                self.speeds.items(),
+                key=lambda item: (item[0][0].value, item[0][1].value, item[0][2]),
             )
         ]
-        return json.dumps({"format": FORMAT, "uuid": self.uuid.hex(), "name": self.name, "driver": self.driver, "speeds": speeds}, indent=1)
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "uuid": self.uuid.hex(),
+                "name": self.name,
+                "driver": self.driver,
+                "speeds": speeds,
+            },
+            indent=1,
+        )
 
     @staticmethod
     def from_json(text: str) -> "Calibration":
@@ -102,7 +137,9 @@ class Calibration:
             raise ValueError("calibration.uuid must be hexadecimal") from error
         if not isinstance(fields.get("speeds"), list):
             raise ValueError("calibration.speeds must be a list")
-        speeds = dict(_speed(f"calibration.speeds[{i}]", entry) for i, entry in enumerate(fields["speeds"]))
+        speeds = dict(
+            _speed(f"calibration.speeds[{i}]", entry) for i, entry in enumerate(fields["speeds"])
+        )
         return Calibration(uuid, fields["name"], fields["driver"], speeds)
 
 
@@ -116,11 +153,17 @@ def _speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int], fl
     page_bytes, speed = entry.get("page_bytes"), entry.get("gb_per_s")
     if not isinstance(page_bytes, int) or isinstance(page_bytes, bool) or page_bytes <= 0:
         raise ValueError(f"{field}.page_bytes must be a positive integer")
-    if not isinstance(speed, int | float) or isinstance(speed, bool) or not math.isfinite(speed) or speed < 0:
+    if (
+        not isinstance(speed, int | float)
+        or isinstance(speed, bool)
+        or not math.isfinite(speed)
+        or speed < 0
+    ):
         raise ValueError(f"{field}.gb_per_s must be a number that is not negative")
     return (direction, method, page_bytes), float(speed)
 
 
 def rule_of_thumb(page_bytes: int) -> Method:
-    """Before anything is measured: long runs one by one, short ones in one call. Both need nothing that may be missing."""
+    """Before anything is measured: long runs one by one, short ones in one call. Both need nothing
+    that may be missing."""
     return Method.MEMCPY if page_bytes >= 256 << 10 else Method.BATCH

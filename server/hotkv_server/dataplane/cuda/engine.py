@@ -1,7 +1,7 @@
 """`CudaCopyEngine`: a device's two lanes, and what it has learnt about the fastest way of each.
 
-Always true: a device that is lost stays lost, `problem` says why, and every job ends, as failed. What the arena has not pinned yet moves
-by plain copies.
+Always true: a device that is lost stays lost, `problem` says why, and every job ends, as failed.
+What the arena has not pinned yet moves by plain copies.
 """
 
 import logging
@@ -12,7 +12,13 @@ from functools import partial
 from hotkv_server.dataplane.cuda.calibration import Calibration, rule_of_thumb
 from hotkv_server.dataplane.cuda.lane import Lane
 from hotkv_server.dataplane.cuda.measure import measure
-from hotkv_server.dataplane.cuda.values import CudaCopyFigures, CudaCopySettings, Direction, Method, PinnedArena
+from hotkv_server.dataplane.cuda.values import (
+    CudaCopyFigures,
+    CudaCopySettings,
+    Direction,
+    Method,
+    PinnedArena,
+)
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime
@@ -21,10 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class CudaCopyEngine:
-    """Takes plans between `device` and the host's memory. Raises DeviceError where the device has not even memory for its tables.
+    """Takes plans between `device` and the host's memory. Raises DeviceError where the device has
+    not even memory for its tables.
 
-    `calibration`: what was measured before on this device; else it is measured in the background, and `on_calibrated` is given it, from a
-    thread of its own. `driver`: version to put into it (`calibration.driver_version`).
+    `calibration`: what was measured before on this device; else it is measured in the background,
+    and `on_calibrated` is given it, from a thread of its own. `driver`: version to put into it
+    (`calibration.driver_version`).
     """
 
     def __init__(
@@ -48,24 +56,33 @@ class CudaCopyEngine:
         try:
             for direction in Direction:
                 choose = partial(self._choose, direction)
-                self._lanes[direction] = Lane(runtime, device, direction, arena, settings, choose, self._lose)
+                self._lanes[direction] = Lane(
+                    runtime, device, direction, arena, settings, choose, self._lose
+                )
         except DeviceError:
             for lane in self._lanes.values():
                 lane.close()
             raise
         self._calibrating: threading.Thread | None = None
         if calibration is None and settings.method is None and settings.calibration_bytes:
-            self._calibrating = threading.Thread(target=self._calibrate, name=f"hotkv-cuda{device}-calibrate", daemon=True)
+            self._calibrating = threading.Thread(
+                target=self._calibrate, name=f"hotkv-cuda{device}-calibrate", daemon=True
+            )
             self._calibrating.start()
 
     def __repr__(self) -> str:
         lanes = ", ".join(map(repr, self._lanes.values()))
-        return f"CudaCopyEngine(device {self.info.number}, {lanes}{', ' + self.problem if self.problem else ''})"
+        return (
+            f"CudaCopyEngine(device {self.info.number}, "
+            f"{lanes}{', ' + self.problem if self.problem else ''})"
+        )
 
     def submit(self, job: CopyJob) -> None:
         groups: dict[Direction, list[Plan]] = {}
         for plan in job.plans:
-            groups.setdefault(Direction.LOAD if plan.dst.device != HOST else Direction.STORE, []).append(plan)
+            groups.setdefault(
+                Direction.LOAD if plan.dst.device != HOST else Direction.STORE, []
+            ).append(plan)
         if len(groups) == 1:
             self._lanes[next(iter(groups))].submit(job)
         else:
@@ -121,7 +138,13 @@ class CudaCopyEngine:
 
     def _calibrate(self) -> None:
         try:
-            found = measure(self._runtime, self.info, self._driver, self.settings.calibration_bytes, self._closing.is_set)
+            found = measure(
+                self._runtime,
+                self.info,
+                self._driver,
+                self.settings.calibration_bytes,
+                self._closing.is_set,
+            )
         except DeviceError as error:
             log.warning("not calibrated device=%d error=%s", self.info.number, error)
             if error.is_lost:

@@ -1,11 +1,12 @@
 """One direction of a device: a stream, and the threads that feed and follow it.
 
-Always true: jobs take turns, piece by piece; at most `depth` pieces are given to the device and not done, each with a slot of its own,
-which the next piece gets only when the device has passed an event after the last use. A job ends once, when the device has passed all that
-was given for it, or is lost and touches nothing any more. A job fails alone, unless the device is lost.
+Always true: jobs take turns, piece by piece; at most `depth` pieces are given to the device and not
+done, each with a slot of its own, which the next piece gets only when the device has passed an
+event after the last use. A job ends once, when the device has passed all that was given for it, or
+is lost and touches nothing any more. A job fails alone, unless the device is lost.
 
-Three threads: `give` plans pieces and gives them to the stream, `follow` waits for them in the stream's order, `finish` tells how jobs
-ended (which may take its time).
+Three threads: `give` plans pieces and gives them to the stream, `follow` waits for them in the
+stream's order, `finish` tells how jobs ended (which may take its time).
 """
 
 import logging
@@ -19,7 +20,13 @@ from functools import partial
 
 from hotkv_server.dataplane.cuda.methods import GIVE, TABLE_BYTES, Slot
 from hotkv_server.dataplane.cuda.pieces import Choose, Piece, pieces
-from hotkv_server.dataplane.cuda.values import CudaCopySettings, Direction, Method, Moved, PinnedArena
+from hotkv_server.dataplane.cuda.values import (
+    CudaCopySettings,
+    Direction,
+    Method,
+    Moved,
+    PinnedArena,
+)
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Priority
 
@@ -27,7 +34,8 @@ log = logging.getLogger(__name__)
 
 PAGEABLE = "pageable"
 MAX_TRIES = 3
-"""Of recording and awaiting an event. A device that can't be followed is given up: nobody could say when it leaves memory alone."""
+"""Of recording and awaiting an event. A device that can't be followed is given up: nobody could say
+when it leaves memory alone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +52,8 @@ class _Work:
 
 @dataclass(slots=True)
 class _Given:
-    """A piece in flight. `is_recorded`: False where the device is lost, and there is nothing to wait for."""
+    """A piece in flight. `is_recorded`: False where the device is lost, and there is nothing to
+    wait for."""
 
     work: _Work
     slot: Slot
@@ -55,7 +64,8 @@ class _Given:
 
 
 class Lane:
-    """See the module. `on_lost` is told why, from a thread of the lane, when the device is lost. `choose` finds a piece's method."""
+    """See the module. `on_lost` is told why, from a thread of the lane, when the device is lost.
+    `choose` finds a piece's method."""
 
     def __init__(
         self,
@@ -67,7 +77,13 @@ class Lane:
         choose: Choose,
         on_lost: Callable[[str], None],
     ) -> None:
-        self._runtime, self._device, self.direction, self._arena, self._settings = runtime, device, direction, arena, settings
+        self._runtime, self._device, self.direction, self._arena, self._settings = (
+            runtime,
+            device,
+            direction,
+            arena,
+            settings,
+        )
         self._choose, self._on_lost = choose, on_lost
         self._changed = threading.Condition()
         self._works: deque[_Work] = deque()
@@ -79,19 +95,30 @@ class Lane:
         self._giving_s = self._finishing_s = 0.0
         self._moved: dict[str, list[int]] = {}
         self.num_failed = 0
-        self._stream = runtime.new_stream(device, Priority.HIGH if direction is Direction.LOAD else Priority.LOW)
+        self._stream = runtime.new_stream(
+            device, Priority.HIGH if direction is Direction.LOAD else Priority.LOW
+        )
         self.can_stage = False
         self._slots = self._make_slots()
         self._free = list(self._slots)
         self._threads = [
-            threading.Thread(target=target, name=f"hotkv-cuda{device}-{direction.value}-{name}", daemon=True)
-            for name, target in (("give", self._give), ("follow", self._follow), ("finish", self._finish))
+            threading.Thread(
+                target=target, name=f"hotkv-cuda{device}-{direction.value}-{name}", daemon=True
+            )
+            for name, target in (
+                ("give", self._give),
+                ("follow", self._follow),
+                ("finish", self._finish),
+            )
         ]
         for thread in self._threads:
             thread.start()
 
     def __repr__(self) -> str:
-        return f"Lane({self.direction.value}, {len(self._works)} jobs, {len(self._in_flight)} pieces in flight, {self.num_failed} failed)"
+        return (
+            f"Lane({self.direction.value}, {len(self._works)} jobs, {len(self._in_flight)} "
+            f"pieces in flight, {self.num_failed} failed)"
+        )
 
     # From outside
 
@@ -99,7 +126,11 @@ class Lane:
         """Starts a job all of whose plans go this lane's way."""
         job.expect(1)
         choose = self._choose if self.can_stage else self._plain_choice
-        work = _Work(job, pieces(job.plans, self.direction, self._arena, self._settings, choose), job.total_bytes)
+        work = _Work(
+            job,
+            pieces(job.plans, self.direction, self._arena, self._settings, choose),
+            job.total_bytes,
+        )
         with self._changed:
             self._works.append(work)
             self._changed.notify_all()
@@ -123,7 +154,9 @@ class Lane:
     def moved(self) -> tuple[Moved, ...]:
         """Sums since the start, by method."""
         with self._changed:
-            return tuple(Moved(self.direction, method, *sums) for method, sums in sorted(self._moved.items()))
+            return tuple(
+                Moved(self.direction, method, *sums) for method, sums in sorted(self._moved.items())
+            )
 
     def is_alive(self) -> bool:
         """False where a thread has died."""
@@ -152,10 +185,18 @@ class Lane:
 
     def _make_slots(self) -> list[Slot]:
         slots: list[Slot] = []
-        wants_staging = self._settings.method in (None, Method.STAGED) and self._settings.slot_staging_bytes > 0
+        wants_staging = (
+            self._settings.method in (None, Method.STAGED) and self._settings.slot_staging_bytes > 0
+        )
         try:
             for _ in range(self._settings.depth):
-                slots.append(Slot(self._runtime.new_event(self._device), self._runtime.allocate_pinned(TABLE_BYTES), 0))
+                slots.append(
+                    Slot(
+                        self._runtime.new_event(self._device),
+                        self._runtime.allocate_pinned(TABLE_BYTES),
+                        0,
+                    )
+                )
             if wants_staging:
                 slots = self._with_staging(slots)
         except DeviceError:
@@ -167,16 +208,27 @@ class Lane:
         """The same with staging memory, where the device has it to spare."""
         staging: list[int] = []
         try:
-            staging.extend(self._runtime.allocate(self._device, self._settings.slot_staging_bytes) for _ in slots)
+            staging.extend(
+                self._runtime.allocate(self._device, self._settings.slot_staging_bytes)
+                for _ in slots
+            )
         except DeviceError as error:
             if error.is_lost:
                 raise
-            log.warning("no staging memory device=%d lane=%s error=%s", self._device, self.direction.value, error)
+            log.warning(
+                "no staging memory device=%d lane=%s error=%s",
+                self._device,
+                self.direction.value,
+                error,
+            )
             for address in staging:
                 self._runtime.free(self._device, address)
             return slots
         self.can_stage = True
-        return [Slot(slot.event, slot.table, address) for slot, address in zip(slots, staging, strict=True)]
+        return [
+            Slot(slot.event, slot.table, address)
+            for slot, address in zip(slots, staging, strict=True)
+        ]
 
     def _free_slots(self, slots: list[Slot]) -> None:
         for slot in slots:
@@ -185,10 +237,16 @@ class Lane:
                     self._runtime.free(self._device, slot.staging)
                 self._runtime.free_pinned(slot.table)
             except DeviceError as error:
-                log.warning("not given back device=%d lane=%s error=%s", self._device, self.direction.value, error)
+                log.warning(
+                    "not given back device=%d lane=%s error=%s",
+                    self._device,
+                    self.direction.value,
+                    error,
+                )
 
     def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
-        """Where there is no staging memory, arena runs as long as they may be make no difference."""
+        """Where there is no staging memory, arena runs as long as they may be make no
+        difference."""
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
@@ -198,7 +256,11 @@ class Lane:
         while (work := self._next()) is not None:
             self._giving_s = time.monotonic()
             try:
-                piece = None if self._problem or work.error or work.job.cancelled else next(work.pieces, None)
+                piece = (
+                    None
+                    if self._problem or work.error or work.job.cancelled
+                    else next(work.pieces, None)
+                )
             except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
                 piece, work.error = None, f"{type(failure).__name__}: {failure}"
             if piece is None:
@@ -211,7 +273,9 @@ class Lane:
     def _next(self) -> _Work | None:
         """Whose turn it is, once there is a slot; None when all is done and the lane closes."""
         with self._changed:
-            self._changed.wait_for(lambda: (self._works and self._free) or (self._closing and not self._works))
+            self._changed.wait_for(
+                lambda: (self._works and self._free) or (self._closing and not self._works)
+            )
             if not self._works:
                 return None
             self._works.rotate(-1)
@@ -228,7 +292,9 @@ class Lane:
         except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
             given.error = work.error = self._judge(failure)
         # Some of the piece may have been given even so.
-        given.is_recorded, error = self._insist(partial(self._runtime.record, given.slot.event, self._stream))
+        given.is_recorded, error = self._insist(
+            partial(self._runtime.record, given.slot.event, self._stream)
+        )
         given.error = given.error or error
         self._given.put(given)
 
@@ -238,7 +304,9 @@ class Lane:
             self._works.remove(work)
             work.ended = True
             # A job that was cancelled before anything went wrong for it has nothing to complain of.
-            work.error = work.error or ("" if work.job.cancelled and not work.num_in_flight else error)
+            work.error = work.error or (
+                "" if work.job.cancelled and not work.num_in_flight else error
+            )
             self._settle(work)
 
     # Thread `follow`
@@ -256,7 +324,9 @@ class Lane:
                 work.num_in_flight -= 1
                 work.error = work.error or error
                 if not error:
-                    sums = self._moved.setdefault(given.piece.method.value if given.piece.method else PAGEABLE, [0, 0])
+                    sums = self._moved.setdefault(
+                        given.piece.method.value if given.piece.method else PAGEABLE, [0, 0]
+                    )
                     sums[0] += given.piece.total_bytes
                     sums[1] += 1
                 self._settle(work)
@@ -269,7 +339,8 @@ class Lane:
             self._finished.put(work)
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
-        """Whether the call succeeded in the end, and why it failed at first; empty where it did not."""
+        """Whether the call succeeded in the end, and why it failed at first; empty where it did
+        not."""
         first = ""
         for _ in range(MAX_TRIES):
             try:

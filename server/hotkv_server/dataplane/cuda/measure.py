@@ -29,9 +29,15 @@ class _Bench:
     num_bytes: int
 
 
-def measure(runtime: DeviceRuntime, info: DeviceInfo, driver: str, num_bytes: int, should_stop: Callable[[], bool]) -> Calibration | None:
-    """The speed of each method; 0 for what fails. None where it was told to stop. Blocks, for about a second. Raises DeviceError where
-    there is no memory for it, or the device is lost.
+def measure(
+    runtime: DeviceRuntime,
+    info: DeviceInfo,
+    driver: str,
+    num_bytes: int,
+    should_stop: Callable[[], bool],
+) -> Calibration | None:
+    """The speed of each method; 0 for what fails. None where it was told to stop. Blocks, for about
+    a second. Raises DeviceError where there is no memory for it, or the device is lost.
     """
     speeds: dict[tuple[Direction, Method, int], float] = {}
     with _bench(runtime, info.number, num_bytes) as bench:
@@ -40,7 +46,9 @@ def measure(runtime: DeviceRuntime, info: DeviceInfo, driver: str, num_bytes: in
                 for method in Method:
                     if should_stop():
                         return None
-                    speeds[direction, method, page_bytes] = _speed(bench, direction, method, page_bytes)
+                    speeds[direction, method, page_bytes] = _speed(
+                        bench, direction, method, page_bytes
+                    )
     return Calibration(info.uuid, info.name, driver, speeds)
 
 
@@ -59,17 +67,36 @@ def _bench(runtime: DeviceRuntime, device: int, num_bytes: int) -> Iterator[_Ben
             return address
 
         slot = Slot(runtime.new_event(device), pinned(TABLE_BYTES), on_device(num_bytes))
-        yield _Bench(runtime, runtime.new_stream(device, Priority.LOW), slot, on_device(num_bytes), pinned(num_bytes), num_bytes)
+        yield _Bench(
+            runtime,
+            runtime.new_stream(device, Priority.LOW),
+            slot,
+            on_device(num_bytes),
+            pinned(num_bytes),
+            num_bytes,
+        )
 
 
 def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> float:
     """GB/s; 0 where the method fails."""
-    num_pages = min(max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1), MAX_PIECE_RUNS)
+    num_pages = min(
+        max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1),
+        MAX_PIECE_RUNS,
+    )
     # In the host's memory a page is left out after each run, so that runs do not adjoin.
     numbers = np.arange(num_pages, dtype=np.int64)
     host = bench.host + (numbers + numbers // STAGED_RUN_PAGES) * page_bytes
-    device = bench.device + np.random.default_rng(1).permutation(num_pages).astype(np.int64) * page_bytes
-    piece = Piece(direction, method, device, host, np.full(num_pages, page_bytes, np.int64), np.zeros(num_pages, np.int64))
+    device = (
+        bench.device + np.random.default_rng(1).permutation(num_pages).astype(np.int64) * page_bytes
+    )
+    piece = Piece(
+        direction,
+        method,
+        device,
+        host,
+        np.full(num_pages, page_bytes, np.int64),
+        np.zeros(num_pages, np.int64),
+    )
     best_s = float("inf")
     for repeat in range(NUM_REPEATS + 1):
         begun_s, failure = time.perf_counter(), None

@@ -1,5 +1,5 @@
-"""How a piece is given to a stream: one small function for each method. All return at once; the slot is in use until the stream has passed
-an event after them.
+"""How a piece is given to a stream: one small function for each method. All return at once; the
+slot is in use until the stream has passed an event after them.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +17,9 @@ TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one piece in flight owns. `table`: address of TABLE_BYTES pinned bytes, which the device reads where they are: a copy of its own
-    would queue behind the other lane's. `staging`: address of device memory, 0 where there is none.
+    """What one piece in flight owns. `table`: address of TABLE_BYTES pinned bytes, which the device
+    reads where they are: a copy of its own would queue behind the other lane's. `staging`: address
+    of device memory, 0 where there is none.
     """
 
     event: Event
@@ -28,7 +29,9 @@ class Slot:
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
     """One copy a run; also right where the host's side is not pinned."""
-    for dst, src, num_bytes in zip(piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True):
+    for dst, src, num_bytes in zip(
+        piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
+    ):
         runtime.copy(stream, dst, src, num_bytes)
 
 
@@ -45,7 +48,14 @@ def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
     """Gathers into staging and copies long runs out of it; loads the other way round."""
     plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
-    copies = list(zip((slot.staging + plan.starts).tolist(), plan.hosts.tolist(), plan.num_bytes.tolist(), strict=True))
+    copies = list(
+        zip(
+            (slot.staging + plan.starts).tolist(),
+            plan.hosts.tolist(),
+            plan.num_bytes.tolist(),
+            strict=True,
+        )
+    )
     if piece.direction is Direction.STORE:
         _launch(runtime, stream, slot, slot.staging + plan.offsets, piece.device, piece.num_bytes)
         for staging, host, num_bytes in copies:
@@ -56,8 +66,15 @@ def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
         _launch(runtime, stream, slot, piece.device, slot.staging + plan.offsets, piece.num_bytes)
 
 
-def _launch(runtime: DeviceRuntime, stream: Stream, slot: Slot, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
-    table = Region(slot.table, 3 * 8 * len(num_bytes), "a table of copies").array().view(np.int64).reshape(3, -1)
+def _launch(
+    runtime: DeviceRuntime, stream: Stream, slot: Slot, dst: Int64s, src: Int64s, num_bytes: Int64s
+) -> None:
+    table = (
+        Region(slot.table, 3 * 8 * len(num_bytes), "a table of copies")
+        .array()
+        .view(np.int64)
+        .reshape(3, -1)
+    )
     table[0], table[1], table[2] = dst, src, num_bytes
     runtime.copy_kernel(stream, slot.table, len(num_bytes), int(num_bytes.max()))
 

@@ -1,8 +1,10 @@
 """What a job's plans become for a device: pieces of runs that it can be given at once.
 
-Always true: no run crosses a registration of the arena; a piece is pinned as a whole or not at all, and is bounded in bytes and runs. Runs
-of several plans go together, sorted by the arena's addresses, so that a block whose layers lie in memories of their own is one run in the
-arena again. Runs are planned window by window, small ones first: a large job's first bytes do not wait for the plan of its last.
+Always true: no run crosses a registration of the arena; a piece is pinned as a whole or not at all,
+and is bounded in bytes and runs. Runs of several plans go together, sorted by the arena's
+addresses, so that a block whose layers lie in memories of their own is one run in the arena again.
+Runs are planned window by window, small ones first: a large job's first bytes do not wait for the
+plan of its last.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, CudaCopySettings, Direction, Method, PinnedArena
+from hotkv_server.dataplane.cuda.values import (
+    MAX_PIECE_RUNS,
+    CudaCopySettings,
+    Direction,
+    Method,
+    PinnedArena,
+)
 from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import Int64s
 
@@ -26,8 +34,9 @@ ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Runs: addresses of the device's and of the host's side, and sizes, int64 [runs]. `registration`: number of the arena's registration
-    in which each lies, int64 [runs]. `method`: None where the host's side is not pinned.
+    """Runs: addresses of the device's and of the host's side, and sizes, int64 [runs].
+    `registration`: number of the arena's registration in which each lies, int64 [runs]. `method`:
+    None where the host's side is not pinned.
     """
 
     direction: Direction
@@ -52,8 +61,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """`offsets`: where each run of the piece lies in staging, int64 [runs]. `starts`, `hosts`, `num_bytes`: copies between staging offsets
-    and the host, int64 [copies], one for each run of the host's side.
+    """`offsets`: where each run of the piece lies in staging, int64 [runs]. `starts`, `hosts`,
+    `num_bytes`: copies between staging offsets and the host, int64 [copies], one for each run of
+    the host's side.
     """
 
     offsets: Int64s
@@ -62,21 +72,44 @@ class StagedPlan:
     num_bytes: Int64s
 
 
-def pieces(plans: Sequence[Plan], direction: Direction, arena: PinnedArena, settings: CudaCopySettings, choose: Choose) -> Iterator[Piece]:
+def pieces(
+    plans: Sequence[Plan],
+    direction: Direction,
+    arena: PinnedArena,
+    settings: CudaCopySettings,
+    choose: Choose,
+) -> Iterator[Piece]:
     """All that the plans move, each byte once; what is pinned by then is pinned for the piece."""
     for device, host, num_bytes in _windows(plans, direction):
-        device, host, num_bytes = _cut(device, host, num_bytes, (host - arena.address) % arena.piece_bytes, arena.piece_bytes)
+        device, host, num_bytes = _cut(
+            device, host, num_bytes, (host - arena.address) % arena.piece_bytes, arena.piece_bytes
+        )
         registration = (host - arena.address) // arena.piece_bytes
         pinned = (host >= arena.address) & (host + num_bytes <= arena.address + arena.pinned_bytes)
         whole = slice(None)
-        for is_pinned, mine in [(True, whole)] if pinned.all() else [(True, pinned), (False, ~pinned)]:
+        for is_pinned, mine in (
+            [(True, whole)] if pinned.all() else [(True, pinned), (False, ~pinned)]
+        ):
             if len(host[mine]):
                 method = choose(*run_bytes(host[mine], num_bytes[mine])) if is_pinned else None
-                yield from _bounded(Piece(direction, method, device[mine], host[mine], num_bytes[mine], registration[mine]), settings)
+                yield from _bounded(
+                    Piece(
+                        direction,
+                        method,
+                        device[mine],
+                        host[mine],
+                        num_bytes[mine],
+                        registration[mine],
+                    ),
+                    settings,
+                )
 
 
-def _windows(plans: Sequence[Plan], direction: Direction) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Runs (device, host, bytes) of all plans, none of them empty; the same share of each plan in each window."""
+def _windows(
+    plans: Sequence[Plan], direction: Direction
+) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
+    """Runs (device, host, bytes) of all plans, none of them empty; the same share of each plan in
+    each window."""
     num_runs, end, size = sum(plan.num_runs for plan in plans), 0, FIRST_WINDOW_RUNS
     while end < num_runs:
         begin, end, size = end, min(end + size, num_runs), min(size * GROWTH, MAX_PIECE_RUNS)
@@ -84,18 +117,30 @@ def _windows(plans: Sequence[Plan], direction: Direction) -> Iterator[tuple[Int6
         for plan in plans:
             share = plan.share(begin, end, num_runs)
             dst, src = share.dst.address + share.dst_offsets, share.src.address + share.src_offsets
-            parts.append((dst, src, share.num_bytes) if direction is Direction.LOAD else (src, dst, share.num_bytes))
-        device, host, num_bytes = parts[0] if len(parts) == 1 else (np.concatenate(column) for column in zip(*parts, strict=True))
+            parts.append(
+                (dst, src, share.num_bytes)
+                if direction is Direction.LOAD
+                else (src, dst, share.num_bytes)
+            )
+        device, host, num_bytes = (
+            parts[0]
+            if len(parts) == 1
+            else (np.concatenate(column) for column in zip(*parts, strict=True))
+        )
         if len(parts) > 1:
             order = np.argsort(host, kind="stable")
             device, host, num_bytes = device[order], host[order], num_bytes[order]
         if not num_bytes.all():
-            device, host, num_bytes = (column[num_bytes > 0] for column in (device, host, num_bytes))
+            device, host, num_bytes = (
+                column[num_bytes > 0] for column in (device, host, num_bytes)
+            )
         if len(host):
             yield device, host, num_bytes
 
 
-def _cut(device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_bytes: int) -> tuple[Int64s, Int64s, Int64s]:
+def _cut(
+    device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_bytes: int
+) -> tuple[Int64s, Int64s, Int64s]:
     """Cuts runs where `phase`, that of a run's first byte, comes to a multiple of the grain."""
     counts = (phase + num_bytes - 1) // grain_bytes + 1
     if not len(counts) or int(counts.max()) == 1:
@@ -108,7 +153,8 @@ def _cut(device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_b
 
 
 def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
-    """Bytes of a page, as the (upper) median, and of a run of neighbours that adjoin on the host's side, on average. Neither is empty."""
+    """Bytes of a page, as the (upper) median, and of a run of neighbours that adjoin on the host's
+    side, on average. Neither is empty."""
     num_runs = 1 + int(np.count_nonzero(host[1:] != host[:-1] + num_bytes[:-1]))
     middle = len(num_bytes) // 2
     return int(np.partition(num_bytes, middle)[middle]), int(num_bytes.sum()) // num_runs
@@ -117,25 +163,39 @@ def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
 def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
     """The same in pieces that are within bounds."""
     staged = piece.method is Method.STAGED
-    room, extra = (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)
-    device, host, num_bytes = _cut(piece.device, piece.host, piece.num_bytes, np.zeros(len(piece.host), np.int64), room - extra)
+    room, extra = (
+        (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)
+    )
+    device, host, num_bytes = _cut(
+        piece.device, piece.host, piece.num_bytes, np.zeros(len(piece.host), np.int64), room - extra
+    )
     registration = piece.registration
     if len(host) > len(registration):
-        # Each cut run lies in the registration of the run that it was cut from: order stays, so ends tell.
-        registration = registration[np.searchsorted(np.cumsum(piece.num_bytes), np.cumsum(num_bytes))]
+        # Each cut run lies in the registration of the run that it was cut from: order stays, so
+        # ends tell.
+        registration = registration[
+            np.searchsorted(np.cumsum(piece.num_bytes), np.cumsum(num_bytes))
+        ]
     ends = np.cumsum(num_bytes + extra)
     at = 0
     while at < len(ends):
         used = int(ends[at - 1]) if at else 0
         end = min(int(np.searchsorted(ends, used + room, side="right")), at + MAX_PIECE_RUNS)
         share = slice(at, end)
-        yield Piece(piece.direction, piece.method, device[share], host[share], num_bytes[share], registration[share])
+        yield Piece(
+            piece.direction,
+            piece.method,
+            device[share],
+            host[share],
+            num_bytes[share],
+            registration[share],
+        )
         at = end
 
 
 def plan_staged(host: Int64s, num_bytes: Int64s, registration: Int64s) -> StagedPlan:
-    """Neighbours that adjoin on the host's side, in one registration, adjoin in staging, so that one copy moves them. Takes at most
-    ALIGN_BYTES a run more than the bytes themselves.
+    """Neighbours that adjoin on the host's side, in one registration, adjoin in staging, so that
+    one copy moves them. Takes at most ALIGN_BYTES a run more than the bytes themselves.
     """
     apart = (host[1:] != host[:-1] + num_bytes[:-1]) | (registration[1:] != registration[:-1])
     begins: NDArray[np.bool_] = np.concatenate(([True], apart))

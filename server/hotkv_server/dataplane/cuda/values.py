@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_PIECE_RUNS = 16384
-"""Most runs of a piece: bounds the table that a kernel reads, and what is planned before a job's first byte moves."""
+"""Most runs of a piece: bounds the table that a kernel reads, and what is planned before a job's
+first byte moves."""
 
 
 class Direction(enum.Enum):
@@ -25,7 +26,8 @@ class Method(enum.Enum):
     KERNEL = "kernel"
     """A kernel reads and writes the arena itself."""
     STAGED = "staged"
-    """A kernel gathers or scatters on the device; between its staging buffer and the arena go copies as long as the arena's runs."""
+    """A kernel gathers or scatters on the device; between its staging buffer and the arena go
+    copies as long as the arena's runs."""
 
 
 class PinnedArena(Protocol):
@@ -41,19 +43,22 @@ class PinnedArena(Protocol):
 
     @property
     def piece_bytes(self) -> int:
-        """Size of each registration, the last may be shorter; a copy may not cross from one to the next."""
+        """Size of each registration, the last may be shorter; a copy may not cross from one to the
+        next."""
 
     @property
     def pinned_bytes(self) -> int:
-        """Grows from the arena's start in whole pieces, from any thread; never shrinks while a copy engine is open."""
+        """Grows from the arena's start in whole pieces, from any thread; never shrinks while a copy
+        engine is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaCopySettings:
-    """`method`: None for what calibration finds best. `piece_bytes`: of one job, between which other jobs take their turns.
-    `depth`: pieces of a lane that the device has been given at a time. `staging_bytes`: device memory for staging, both lanes together; 0
-    for none. `calibration_bytes`: pinned memory, and as much of the device's, that is measured with at start where no calibration is
-    given; 0 goes by a rule of thumb.
+    """`method`: None for what calibration finds best. `piece_bytes`: of one job, between which
+    other jobs take their turns. `depth`: pieces of a lane that the device has been given at a time.
+    `staging_bytes`: device memory for staging, both lanes together; 0 for none.
+    `calibration_bytes`: pinned memory, and as much of the device's, that is measured with at start
+    where no calibration is given; 0 goes by a rule of thumb.
     """
 
     method: Method | None = None
@@ -68,7 +73,11 @@ class CudaCopySettings:
         if self.depth < 1:
             raise ValueError(f"depth is {self.depth}; it must be 1 or more")
         if self.staging_bytes and self.slot_staging_bytes < 4096:
-            raise ValueError(f"staging_bytes is {self.staging_bytes}; it must be 0 or {2 * self.depth * 4096} and more")
+            raise ValueError(
+                f"staging_bytes is {self.staging_bytes}; it must be 0 or "
+                f"{2 * self.depth * 4096} "
+                "and more"
+            )
 
     @property
     def slot_staging_bytes(self) -> int:
@@ -78,7 +87,8 @@ class CudaCopySettings:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Sums since the start. `method`: of `Method`, or `pageable` for what went to or from memory that was not pinned yet."""
+    """Sums since the start. `method`: of `Method`, or `pageable` for what went to or from memory
+    that was not pinned yet."""
 
     direction: Direction
     method: str
@@ -88,8 +98,9 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
-    """Of one device. `num_queued`: pieces not yet given to the device, by estimate. `num_in_flight`: given and not done.
-    `num_failed`: jobs that failed. `problem`: why the engine takes no more jobs; empty while it does.
+    """Of one device. `num_queued`: pieces not yet given to the device, by estimate.
+    `num_in_flight`: given and not done. `num_failed`: jobs that failed. `problem`: why the engine
+    takes no more jobs; empty while it does.
     """
 
     device: int
