@@ -21,7 +21,7 @@ from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.retention import Retention
 from hotkv.table import SLOT_ALIGN, Words
-from hotkv_server.core import parts
+from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.census import take
 from hotkv_server.core.values import HashList, LoadPositions, Run
@@ -30,8 +30,8 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.rpc.convert import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_server.runtime.events import removed_events
 from hotkv_server.runtime.node import USE_PARTS
+from hotkv_server.runtime.recovery import UseNotes
 from hotkv_server.runtime.sparse import REMEMBERED_BYTES
-from hotkv_server.runtime.takeover import UseNotes
 from hotkv_server.runtime.verify import Verifier
 from hotkv_server.sparse.remembered import RememberedHotSets
 
@@ -55,7 +55,7 @@ class Hold:
     num_parts: int
 
 
-class Holds:
+class RetentionPins:
     """Runs operations and notes how long each holds the loop. The core's `makes_room` is False, as
     in the daemon."""
 
@@ -110,7 +110,7 @@ class Holds:
         self._num_stores += 1
         self.now_s += 0.2
         key_space_id = self.core.sessions[session].key_space_id
-        self.parts(f"{name}: room", parts.make_room(self.core, key_space_id, runs))
+        self.parts(f"{name}: room", incremental.make_room(self.core, key_space_id, runs))
         self.once(
             f"{name}: begin",
             lambda: self.core.begin_store(session, lease_id, lease_id, runs, 0, 0.0, self.now_s),
@@ -139,7 +139,7 @@ def operations(
 ) -> list[Hold]:
     """All operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all in
     use; it is empty afterwards."""
-    holds = Holds(core, session, now_s, new_hashes)
+    holds = RetentionPins(core, session, now_s, new_hashes)
     core.space.makes_room = False
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)
@@ -150,7 +150,7 @@ def operations(
     return holds.rows
 
 
-def _reads(holds: Holds, hashes: Words) -> None:
+def _reads(holds: RetentionPins, hashes: Words) -> None:
     core, session, lists = holds.core, holds.session, [HashList(0, hashes)]
     holds.once("lookup", lambda: core.lookup(1, lists))
     holds.once("touch", lambda: core.touch(session, lists, holds.now_s))
@@ -159,19 +159,21 @@ def _reads(holds: Holds, hashes: Words) -> None:
     holds.once("load: begin", lambda: core.begin_load(session, "load", "lease", positions))
     holds.once("load: end", lambda: core.end_load(session, "load", True))
     holds.once("release", lambda: core.release(session, "lease"))
-    holds.parts("report that keeps blocks", parts.use(core, session, lists[0], holds.now_s, KEPT))
+    holds.parts(
+        "report that keeps blocks", incremental.use(core, session, lists[0], holds.now_s, KEPT)
+    )
     holds.now_s += 2 * KEPT.ttl_s
-    holds.parts("end of holds", parts.expire(core, holds.now_s))
+    holds.parts("end of holds", incremental.expire(core, holds.now_s))
     for number in range(LEASES):
         core.acquire(session, f"lease {number}", lists, 0.0, holds.now_s)
-    holds.parts("end of a session with leases", parts.end_leases(core, session))
+    holds.parts("end of a session with leases", incremental.end_leases(core, session))
     for number in range(LEASES):
         core.acquire(session, f"lease {number}", lists, 1.0, holds.now_s)
     holds.now_s += 10.0
-    holds.parts("leases expire", parts.expire(core, holds.now_s))
+    holds.parts("leases expire", incremental.expire(core, holds.now_s))
 
 
-def _background(holds: Holds) -> None:
+def _background(holds: RetentionPins) -> None:
     core = holds.core
     holds.parts("metrics, status (census)", take(core.space))
     holds.once("figures of the pool", core.space.pool.figures)
@@ -192,7 +194,7 @@ def _background(holds: Holds) -> None:
     holds.parts("verifier, next batches", scrub())
 
 
-def _stores(holds: Holds) -> None:
+def _stores(holds: RetentionPins) -> None:
     core, session = holds.core, holds.session
     holds.store("store into a full cache", session, holds.new_hashes(MAX_STORED_BLOCKS))
     holds.store("store that fails", session, holds.new_hashes(MAX_STORED_BLOCKS), succeeds=False)
@@ -207,39 +209,39 @@ def _stores(holds: Holds) -> None:
     holds.fill_up()
     holds.store("store of a rare slot size", rare, holds.new_hashes(MAX_STORED_BLOCKS // 8))
     named = holds.fill(other, MAX_STORED_BLOCKS)
-    holds.parts("evict by hashes", parts.evict(core, other_id, 0, named))
-    holds.parts("evict a key space", parts.evict_all(core, large_id))
+    holds.parts("evict by hashes", incremental.evict(core, other_id, 0, named))
+    holds.parts("evict a key space", incremental.evict_all(core, large_id))
     core.take_effects()
 
 
-def _flushes(holds: Holds) -> None:
+def _flushes(holds: RetentionPins) -> None:
     core, session = holds.core, holds.session
     other, other_id = holds.open("flushed", SLOT_ALIGN)
     # Between blocks of another key space, so that no slab is emptied.
     for _ in range(0, FLUSHED_BLOCKS, MAX_STORED_BLOCKS // 8):
         holds.fill(other, MAX_STORED_BLOCKS // 8)
         holds.fill(session, MAX_STORED_BLOCKS // 8)
-    holds.parts(f"flush of {FLUSHED_BLOCKS:,} blocks", parts.flush(core, other_id))
+    holds.parts(f"flush of {FLUSHED_BLOCKS:,} blocks", incremental.flush(core, other_id))
     core.take_effects()
     holds.store("store into the gaps", session, holds.new_hashes(MAX_STORED_BLOCKS))
     lists = [HashList(0, holds.fill(other, MAX_BLOCKS_PER_CALL))]
     core.acquire(other, "pinned", lists, 0.0, holds.now_s)
-    holds.parts("flush of leased blocks", parts.flush(core, other_id))
-    holds.parts("end of a session with flushed blocks", parts.end_leases(core, other))
+    holds.parts("flush of leased blocks", incremental.flush(core, other_id))
+    holds.parts("end of a session with flushed blocks", incremental.end_leases(core, other))
     reserved = [Run(0, holds.new_hashes(MAX_STORED_BLOCKS))]
-    for _ in parts.make_room(core, other_id, reserved):
+    for _ in incremental.make_room(core, other_id, reserved):
         pass
     core.begin_store(other, "dies", "dies", reserved, 0, 0.0, holds.now_s)
     holds.once(
         "death of a session that stores: copy",
         lambda: core.end_store(other, "dies", False, holds.now_s),
     )
-    holds.parts("death of a session that stores: leases", parts.end_leases(core, other))
-    holds.parts("flush of all blocks", parts.flush(core, 1))
+    holds.parts("death of a session that stores: leases", incremental.end_leases(core, other))
+    holds.parts("flush of all blocks", incremental.flush(core, 1))
     core.take_effects()
 
 
-def _others(holds: Holds) -> None:
+def _others(holds: RetentionPins) -> None:
     """What does not walk the index, and grows with what a client sends."""
     _layouts(holds)
     remembered, hashes = (
@@ -256,7 +258,7 @@ def _others(holds: Holds) -> None:
     holds.parts("hot sets of a flushed key space", remembered.forget(1))
 
 
-def _layouts(holds: Holds) -> None:
+def _layouts(holds: RetentionPins) -> None:
     """Layouts are checked in a thread: the event loop waits for the interpreter's lock at most.
 
     The least of three counts: a thread that loses the processor to another process keeps the lock

@@ -40,7 +40,7 @@ LONGEST_S = 900
 CORE = (
     "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py "
     "tests/core/test_flush.py "
-    "tests/core/test_shares_of_books.py tests/core/test_holds.py tests/core/test_tenants.py "
+    "tests/core/test_shares_of_books.py tests/core/test_pins.py tests/core/test_tenants.py "
     "tests/core/test_verifier.py "
     "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py "
     "tests/core/test_slabs.py tests/core/test_restore.py "
@@ -84,11 +84,11 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/core/policies/": POLICY,
     "server/hotkv_server/core/bounds.py": "tests/core/test_bounds.py",
-    "server/hotkv_server/core/holds.py": (
-        f"tests/core/test_holds.py tests/core/test_retention.py {CORE}"
+    "server/hotkv_server/core/pins.py": (
+        f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
     ),
     "server/hotkv_server/core/kernels.py": "tests/core/test_index.py tests/core/test_slabs.py",
-    "server/hotkv_server/core/twins.py": (
+    "server/hotkv_server/core/reference.py": (
         "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_cache.py"
     ),
     "server/hotkv_server/core/index.py": f"tests/core/test_index.py {CORE}",

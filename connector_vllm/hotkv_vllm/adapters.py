@@ -117,7 +117,7 @@ class Adapters:
         self._live: dict[str, tuple[int, AdapterName, float]] = {}
         self._questions: dict[int, int] = {}
         self._last_number = 0
-        self._said_many = False
+        self._logged_many = False
         self._keys: WeakKeyDictionary[Any, _Keys] = WeakKeyDictionary()
         self._to_ask: dict[int, Any] = {}
         self._to_release: set[int] = set()
@@ -138,8 +138,8 @@ class Adapters:
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
         if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
-            if not self._said_many:
-                self._said_many = True
+            if not self._logged_many:
+                self._logged_many = True
                 self._say(
                     f"requests of more than {MAX_ADAPTERS} LoRA adapters do not use the shared "
                     "cache in this engine"

@@ -34,7 +34,7 @@ from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.metadata import LoadJob
-from hotkv_vllm.represented import Represented
+from hotkv_vllm.representation_planner import RepresentationPlanner
 from hotkv_vllm.stats import HotKVStats
 
 MISS_MEMORY_S = 0.05
@@ -153,11 +153,11 @@ class HitFinder:
         stats: HotKVStats,
         id_prefix: str,
         draft_groups: frozenset[int] = frozenset(),
-        represented: Represented | None = None,
+        represented: RepresentationPlanner | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         self.specs = tuple(specs)
-        self.represented = represented or Represented(len(self.specs))
+        self.represented = represented or RepresentationPlanner(len(self.specs))
         self._adapters = adapters
         self.alignment_tokens = alignment_tokens
         self.draft_groups = draft_groups

@@ -15,7 +15,7 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.exactness import Exactness
 from hotkv_vllm.lookup import HitFinder
 from hotkv_vllm.reports import UseReports
-from hotkv_vllm.represented import Represented
+from hotkv_vllm.representation_planner import RepresentationPlanner
 from hotkv_vllm.reset import CacheReset
 from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
 from hotkv_vllm.stats import HotKVStats
@@ -99,7 +99,7 @@ def _parts(
         engine.stats,
         prefix,
         compat.draft_groups(engine.vllm_config, groups),
-        Represented(len(space.groups), agreement.kinds),
+        RepresentationPlanner(len(space.groups), agreement.kinds),
         engine.adapters,
     )
     num_ranks = engine.vllm_config.parallel_config.world_size

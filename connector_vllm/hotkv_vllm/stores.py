@@ -27,8 +27,8 @@ from hotkv_vllm.exactness import EVERYTHING, Exactness
 from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.lookup import HitFinder, RequestState
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
-from hotkv_vllm.reach import Reach, prompt_boundaries
 from hotkv_vllm.stats import HotKVStats
+from hotkv_vllm.storable import StorableBlocks, prompt_boundaries
 
 _store_ids = itertools.count(1)
 """Of all planners of this process: workers may report stores of one that is gone."""
@@ -95,7 +95,7 @@ class StorePlanner:
             *finder.represented.slot_bytes,
         )
         self._reach = tuple(
-            Reach(
+            StorableBlocks(
                 spec,
                 finder.alignment_tokens,
                 config.state_interval_tokens,

@@ -86,14 +86,14 @@ class HotKVWorker:
         self._lost: list[ActiveLoad | ActiveStore] = []
         self._held: tuple[str, ...] = ()
         self._asks_links = False
-        self._said_link = True
+        self._logged_link = True
         self._state_log: link.StateLog | None = None
         self._report = HotKVWorkerMetadata()
         self._server_slow = False
-        self._said_build = False
+        self._logged_build = False
         self._marks = Marks()
         self._fence: SharedFence | None = None
-        self._said_order: tuple[OrderKind, str] | None = None
+        self._logged_order: tuple[OrderKind, str] | None = None
         self._memory: ExportedMemory | None = None
         self._space: KeySpace | None = None
         self._own_space: KeySpace | None = None
@@ -205,7 +205,7 @@ class HotKVWorker:
         if self.session is not None and not self.session.wait_connected(
             self._config.startup_wait_s
         ):
-            self._said_link = False
+            self._logged_link = False
             self.handshake = replace(self.handshake, absent=self._why_absent())
 
     def turn_off(self, why: str) -> None:
@@ -447,8 +447,8 @@ class HotKVWorker:
             return self._marks.make(OrderKind.HOST)
         if self._marks.order != NO_ORDER and self.session.connected:
             taken = (self.session.order_kind, self.session.order_message)
-            if taken != self._said_order:
-                self._said_order = taken
+            if taken != self._logged_order:
+                self._logged_order = taken
                 why = f" ({taken[1]})" if taken[1] else ""
                 logger.info(
                     "hotkv worker %d: the server follows the device by %s%s",
@@ -490,8 +490,8 @@ class HotKVWorker:
         except Exception:
             # Blocks are stored whatever becomes of their representations.
             self.count("sparse_faults", 1)
-            if not self._said_build:
-                self._said_build = True
+            if not self._logged_build:
+                self._logged_build = True
                 logger.exception(
                     "hotkv: representations could not be built; their blocks are stored "
                     "without "
@@ -598,9 +598,9 @@ class HotKVWorker:
         if self._session_config is None:
             return {}
         is_connected = self.session is not None and self.session.connected
-        if is_connected == self._said_link and not self._asks_links:
+        if is_connected == self._logged_link and not self._asks_links:
             return {}
-        self._said_link = is_connected
+        self._logged_link = is_connected
         return {self._place.rank: "" if is_connected else self._why_absent()}
 
     def _why_absent(self) -> str:

@@ -2,7 +2,7 @@
 
 Modules named `kernels` import numba at their top, so they are imported through `load`, on first use
 and never at import: numba takes a second to load, clients may do without it, and vLLM's CPU kernel
-scan must run before it. Every kernel has a numpy twin.
+scan must run before it. Every kernel has a numpy reference.
 """
 
 import functools

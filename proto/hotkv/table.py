@@ -143,7 +143,7 @@ class BlockTable:
         A false hit has odds below n · 2^-29.
         """
         if self._kernels is None:
-            return probe_twin(self.buckets, prefixes, salt)
+            return probe_reference(self.buckets, prefixes, salt)
         out = np.empty(len(prefixes), np.uint32)
         self._kernels.probe(self.buckets, prefixes, np.uint64(salt), out)
         return out
@@ -163,7 +163,7 @@ class BlockTable:
         out = np.empty(len(hashes), np.uint32)
         records = np.empty((len(hashes) if with_records else 0, RECORD_WORDS), np.uint32)
         if self._kernels is None:
-            find_twin(self.buckets, self.records, hashes, salt, key_space, group, out, records)
+            find_reference(self.buckets, self.records, hashes, salt, key_space, group, out, records)
         else:
             self._kernels.find(
                 self.buckets,
@@ -236,8 +236,8 @@ def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
     return copy
 
 
-def probe_twin(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words:
-    """Numpy twin of `kernels.probe`."""
+def probe_reference(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words:
+    """Numpy reference of `kernels.probe`."""
     mixed = mix_prefixes(np.ascontiguousarray(prefixes), salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))
@@ -256,7 +256,7 @@ def probe_twin(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words
     return out
 
 
-def find_twin(
+def find_reference(
     buckets: Words,
     records: Words,
     hashes: Words,
@@ -266,8 +266,8 @@ def find_twin(
     out: Words,
     out_records: Words,
 ) -> None:
-    """Numpy twin of `kernels.find`; rereads buckets whose sequence moved while their records were
-    read."""
+    """Numpy reference of `kernels.find`; rereads buckets whose sequence moved while their records
+    were read."""
     mixed = mix(hashes, salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))

@@ -7,14 +7,14 @@ from hotkv_server.core.values import TenantShare
 from hotkv_server.memory.arena import FILES, LOCK_FILE
 from hotkv_server.rpc.server import Endpoints
 from hotkv_server.rpc.tls import TlsFiles
-from hotkv_server.security.hygiene import (
+from hotkv_server.security.identity import AccessControl, Proofs, Tenant
+from hotkv_server.security.path_checks import (
     check_arena_dir,
     check_files,
     check_private_key,
     check_runtime_dir,
     check_sockets,
 )
-from hotkv_server.security.identity import Gate, Proofs, Tenant
 from hotkv_server.settings import SecuritySettings, Settings
 
 
@@ -47,7 +47,7 @@ def proofs(
     )
 
 
-def make_gate(security: SecuritySettings) -> Gate:
+def make_access_control(security: SecuritySettings) -> AccessControl:
     """Who may act for which tenant, and who are admins over TCP."""
     tenants = {
         t.name: Tenant(
@@ -58,7 +58,7 @@ def make_gate(security: SecuritySettings) -> Gate:
         )
         for t in security.tenants
     }
-    return Gate(
+    return AccessControl(
         tenants, proofs((), (), security.admin_token_sha256, security.admin_certificate_names)
     )
 

@@ -28,7 +28,7 @@ import hotkv
 from hotkv import native
 from hotkv.keys import KeySpace
 from hotkv_server import systemd
-from hotkv_server.access import check_places, make_endpoints, make_gate, tenant_shares
+from hotkv_server.access import check_places, make_access_control, make_endpoints, tenant_shares
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig
@@ -36,16 +36,16 @@ from hotkv_server.cuda_start import CudaError, CudaPart, look_in_background, ope
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.http_endpoint import HttpServer
-from hotkv_server.memory import guard, left_behind, limits
+from hotkv_server.memory import left_behind, limits, sigbus
 from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, BusyError, NodeMemory, clear, lock_file
 from hotkv_server.memory.left_behind import write_owner
 from hotkv_server.rpc.descriptors import DescriptorServer
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
 from hotkv_server.runtime.node import STALLED_WORK_S, Node
-from hotkv_server.runtime.takeover import take_over
+from hotkv_server.runtime.recovery import take_over
 from hotkv_server.runtime.verify import Verifier
-from hotkv_server.security.hygiene import UnsafeError, check_files, check_runtime_dir
+from hotkv_server.security.path_checks import UnsafeError, check_files, check_runtime_dir
 from hotkv_server.security.tickets import Tickets
 from hotkv_server.settings import EventSettings, Settings
 
@@ -364,7 +364,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     """
     started_s = time.monotonic()
     os.umask(PRIVATE_UMASK)
-    guard.install()
+    sigbus.install()
     return_large_blocks()
     raise_file_limit()
     lock_fd = lock_runtime_dir(settings.runtime_dir)
@@ -414,7 +414,11 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(node.health.on_loop_error)
     node.start(settings.integrity.scrub_bytes_per_s)
-    gate, tickets, endpoints = make_gate(settings.security), Tickets(), make_endpoints(settings)
+    gate, tickets, endpoints = (
+        make_access_control(settings.security),
+        Tickets(),
+        make_endpoints(settings),
+    )
     try:
         rpc = RpcServer(node, gate, tickets, endpoints)
         uids = frozenset({os.getuid(), 0, *settings.security.allowed_uids})

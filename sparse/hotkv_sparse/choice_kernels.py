@@ -2,9 +2,9 @@
 """Numba kernels that turn scores into a choice of blocks; part of `hotkv_sparse.kernels`, through
 which they are loaded.
 
-What they compute, and the plain twins: `hotkv_sparse.weights` and `hotkv_sparse.topk`. Called with
-checked arrays; scratch is their own; all run without the GIL. A row of scores is read twice, the
-second time from the nearest cache.
+What they compute, and the plain references: `hotkv_sparse.weights` and `hotkv_sparse.topk`. Called
+with checked arrays; scratch is their own; all run without the GIL. A row of scores is read twice,
+the second time from the nearest cache.
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
 """

@@ -14,7 +14,7 @@ Always true (`check_invariants`):
 
 Decides, and does nothing: copies are the caller's. One owner, one thread. Tables are arrays by slot
 and by block; what happens in every step is a compiled kernel over them (`hotset_kernels`), with a
-plain twin here.
+plain reference here.
 """
 
 from dataclasses import dataclass
@@ -224,7 +224,7 @@ class HotSet:
         loaded first, whatever `max_loads` says.
         """
         if self._kernels is None:
-            return self._step_twin(selection, max_loads)
+            return self._step_reference(selection, max_loads)
         blocks, weights = (
             np.asarray(selection.blocks, np.int32),
             np.asarray(selection.weights, np.float32),
@@ -259,7 +259,7 @@ class HotSet:
         if not len(blocks):
             return Moves(_NONE, _NONE, _NONE)
         if self._kernels is None:
-            return self._begin_prefetch_twin(blocks)
+            return self._begin_prefetch_reference(blocks)
         moves = np.empty((2, min(len(blocks), self.num_slots)), np.int32)
         num = self._kernels.hot_begin_prefetch(
             np.asarray(blocks, np.int32), moves, *self._tables(), self._clock, self.span.count
@@ -271,7 +271,7 @@ class HotSet:
     def finish_prefetch(self, slots: I32, success: bool) -> None:
         """The prefetch has written `slots`, or will never touch them again."""
         if self._kernels is None:
-            return self._finish_prefetch_twin(slots, success)
+            return self._finish_prefetch_reference(slots, success)
         slots = np.asarray(slots, np.int32)
         if (
             self._kernels.hot_finish_prefetch(
@@ -285,7 +285,7 @@ class HotSet:
         """Step boundary: what prefetch has written joins the map, evicting by policy; what finds no
         room is dropped. No copies."""
         if self._kernels is None:
-            return self._adopt_twin()
+            return self._adopt_reference()
         maps, moves = (
             np.empty((2, self.num_slots), np.int32),
             np.empty((3, self.num_slots), np.int32),
@@ -318,9 +318,9 @@ class HotSet:
         self._evict(victims)
         return victims
 
-    # ---------------------------------------------------------------------------------------- twins
+    # ----------------------------------------------------------------------------------- references
 
-    def _step_twin(self, selection: Selection, max_loads: int) -> Step:
+    def _step_reference(self, selection: Selection, max_loads: int) -> Step:
         self._check_blocks(selection.blocks)
         self._clock += 1
         blocks, weights = selection.blocks, selection.weights
@@ -345,7 +345,7 @@ class HotSet:
         moves = Moves(chosen, room.slots, np.concatenate([dropped, room.victims]))
         return Step(self.map(), moves, prefetch, len(blocks) - num_always, num_resident)
 
-    def _begin_prefetch_twin(self, blocks: I32) -> Moves:
+    def _begin_prefetch_reference(self, blocks: I32) -> Moves:
         self._check_blocks(blocks)
         _, order = np.unique(blocks, return_index=True)
         blocks = blocks[np.sort(order)]
@@ -355,7 +355,7 @@ class HotSet:
         self._put(blocks[:count], free[:count], _LOADING)
         return Moves(blocks[:count], free[:count], _NONE)
 
-    def _finish_prefetch_twin(self, slots: I32, success: bool) -> None:
+    def _finish_prefetch_reference(self, slots: I32, success: bool) -> None:
         if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise self._not_loading()
         state = self._state[slots]
@@ -368,7 +368,7 @@ class HotSet:
         self._slot_of[self._block_of[loading]] = NO_SLOT
         self._release(unwanted)
 
-    def _adopt_twin(self) -> Moves:
+    def _adopt_reference(self) -> Moves:
         ready = np.flatnonzero(self._state == _READY).astype(np.int32)
         if not len(ready):
             return Moves(_NONE, _NONE, _NONE)

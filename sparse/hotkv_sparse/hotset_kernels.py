@@ -2,7 +2,7 @@
 """Numba kernels of the hot set's step; part of `hotkv_sparse.kernels`, through which they are
 loaded.
 
-What they compute, the invariants and the plain twins: `hotkv_sparse.hotset`. They change the
+What they compute, the invariants and the plain references: `hotkv_sparse.hotset`. They change the
 caller's arrays, by slot and by block, in place; a call that refuses its arguments has changed
 nothing. All run without the GIL.
 

@@ -2,10 +2,10 @@
 """Numba kernels of sparse selection. Import through `hotkv.native.load`, never at import time; the
 first import compiles for seconds.
 
-They are called with checked arrays by the modules that hold their plain twins. All run without the
-GIL and allocate only scratch. Sixteen tokens of one head lie side by side in the lanes of a vector,
-in building as in scoring. Loops assign single elements: an assignment of slices takes numba a
-second to compile, with its error messages.
+They are called with checked arrays by the modules that hold their plain references. All run without
+the GIL and allocate only scratch. Sixteen tokens of one head lie side by side in the lanes of a
+vector, in building as in scoring. Loops assign single elements: an assignment of slices takes numba
+a second to compile, with its error messages.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, C channels with
 padding, P parts.

@@ -1,6 +1,6 @@
 """Building representations from unpacked keys, and unpacking them again.
 
-Pure array functions: numpy twins here, compiled kernels behind the same call where they can be
+Pure array functions: numpy references here, compiled kernels behind the same call where they can be
 used. A representation is built once, when its block fills, from keys as attention sees them (after
 RoPE).
 
@@ -87,7 +87,7 @@ def build(
         )
     kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
-        out[...] = build_twin(form, keys_BTHD, mu_HD, num_tokens_B)
+        out[...] = build_reference(form, keys_BTHD, mu_HD, num_tokens_B)
         return out
     channels = formats.padded_channels(form, head_size)
     if form.bits:
@@ -108,7 +108,7 @@ def build(
     return out
 
 
-def build_twin(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
+def build_reference(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
     """`build` in plain numpy, arguments complete and checked."""
     valid_BT = np.arange(keys_BTHD.shape[1]) < num_tokens_B[:, None]
     x_BHTD = np.ascontiguousarray((keys_BTHD - mu_HD).transpose(0, 2, 1, 3))

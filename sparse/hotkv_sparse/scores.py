@@ -2,9 +2,9 @@
 representation.
 
 `score` is the one entry: it dispatches to compiled kernels where they can be used and to the plain
-twins here elsewhere; both compute the same integers, so they differ by float rounding only. A score
-is a log mass in nats: token formats estimate logsumexp over the block's tokens of q · k * scale,
-summaries give the value of their formula.
+references here elsewhere; both compute the same integers, so they differ by float rounding only. A
+score is a log mass in nats: token formats estimate logsumexp over the block's tokens of q · k *
+scale, summaries give the value of their formula.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, C channels with
 padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.
@@ -81,7 +81,7 @@ def prepare(
     )
     kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
-        peak = _prepare_twin(form, query_QD, codes)
+        peak = _prepare_reference(form, query_QD, codes)
         sums = codes.sum(axis=2, dtype=np.int32)
     else:
         peak, sums = np.empty(num_heads, np.float32), np.zeros(codes.shape[:2], np.int32)
@@ -111,7 +111,7 @@ def prepare(
     )
 
 
-def _prepare_twin(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
+def _prepare_reference(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
     """Fills the codes and returns the peaks float32 [Q]. quest: sum max(q M, q m) = q+ · M + q- ·
     m; cuboid: q · c + |q| · r."""
     x_QD = rotate(query_QD) if form.bits else query_QD.astype(np.float32)
@@ -176,10 +176,10 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
         if query.form.bits:
-            return score_tokens_twin(
+            return score_tokens_reference(
                 query, unpack_tokens(query.form.name, packed_BHN[rows_S], query.head_size)
             )
-        return score_parts_twin(query, packed_BHN[rows_S])
+        return score_parts_reference(query, packed_BHN[rows_S])
     out = np.empty((query.codes.shape[0], len(rows_S)), np.float32)
     if query.form.bits:
         run_bytes, factor = (
@@ -211,7 +211,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     return out
 
 
-def score_tokens_twin(query: Query, tokens: Tokens) -> F32:
+def score_tokens_reference(query: Query, tokens: Tokens) -> F32:
     """Token scores in plain numpy, of all blocks of `tokens`."""
     levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
     num_blocks, kv_heads, num_tokens, channels = levels.shape
@@ -231,7 +231,7 @@ def score_tokens_twin(query: Query, tokens: Tokens) -> F32:
     return np.asarray(log_mass + query.shift[:, None], np.float32)
 
 
-def score_parts_twin(query: Query, packed_BHN: U8) -> F32:
+def score_parts_reference(query: Query, packed_BHN: U8) -> F32:
     """Summary scores in plain numpy, of all blocks of `packed_BHN`."""
     form, packed = query.form, packed_BHN
     num_blocks, kv_heads = packed.shape[:2]

@@ -146,13 +146,13 @@ def top(priority_S: F32, count: int) -> I32:
         return np.arange(len(priority_S), dtype=np.int32)
     kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
-        return top_twin(priority_S, count)
+        return top_reference(priority_S, count)
     out = np.empty(count, np.int32)
     kernels.top(np.ascontiguousarray(priority_S, np.float32), out)
     return out
 
 
-def top_twin(priority_S: F32, count: int) -> I32:
+def top_reference(priority_S: F32, count: int) -> I32:
     """`top` in plain numpy."""
     priority = np.where(priority_S > 0, priority_S, 0.0)
     return np.sort(np.argsort(-priority, kind="stable")[:count]).astype(np.int32)

@@ -1,8 +1,8 @@
 """Scoring in torch: the functions of `scores` and `weights` for tensors on any device.
 
-The same bytes, formulas and integers as the numpy twins, so results differ by float rounding only.
-Nothing here waits for the device; only what the caller reads back does. Import this module only
-where torch is installed.
+The same bytes, formulas and integers as the numpy references, so results differ by float rounding
+only. Nothing here waits for the device; only what the caller reads back does. Import this module
+only where torch is installed.
 
 Shapes: Q query heads, H KV heads, D channels, C channels with padding, P parts, S scored blocks, N
 bytes of a block and head, T tokens.

@@ -53,7 +53,7 @@ def aggregate(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
         )
     kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
-        return aggregate_twin(scores_QS, always_log_mass_Q, kv_heads)
+        return aggregate_reference(scores_QS, always_log_mass_Q, kv_heads)
     per_head, shared = (
         np.empty((kv_heads, scores_QS.shape[1]), np.float32),
         np.empty(scores_QS.shape[1], np.float32),
@@ -67,7 +67,7 @@ def aggregate(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
     return Weights(per_head, shared, always)
 
 
-def aggregate_twin(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
+def aggregate_reference(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
     """`aggregate` in plain numpy."""
     total = _log_total(scores_QS, always_log_mass_Q)
     share_QS = np.exp(scores_QS - total[:, None])

@@ -1,4 +1,5 @@
-"""A naive twin of the cache: dicts of what must hold, and an arena that remembers who wrote what.
+"""A naive reference of the cache: dicts of what must hold, and an arena that remembers who wrote
+what.
 
 It does not predict which blocks a policy evicts; it learns that from the notices, and checks that
 each was allowed to go.
@@ -14,8 +15,8 @@ from hotkv import table
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.holds import Holds
 from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.policies.queue import Highest
 from hotkv_server.core.slabs import ABSENT
 from hotkv_server.core.space import Space
@@ -246,7 +247,9 @@ def values(thing: object) -> object:
         return {key: values(value) for key, value in thing.items()}
     if isinstance(thing, Highest):
         return thing.number
-    if isinstance(thing, Holds) or type(thing).__module__.startswith("hotkv_server.core.policies"):
+    if isinstance(thing, RetentionPins) or type(thing).__module__.startswith(
+        "hotkv_server.core.policies"
+    ):
         return {name: values(value) for name, value in vars(thing).items()}
     return (
         None
@@ -273,7 +276,7 @@ def snapshot(core: CacheCore) -> object:
         pool._owner.tobytes(),
         pool._used.tobytes(),
         values(space.policy),
-        values(core.holds),
+        values(core.retention_pins),
         repr(leases),
         repr(core.transfers._transfers),
         repr(sorted(core.sessions.items())),

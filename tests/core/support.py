@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.table import HEADER, BlockTable, TableGeometry, Words, hash_words
-from hotkv_server.core import parts
+from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import Restored, restore
@@ -70,25 +70,25 @@ def taken_over(
 
 
 def expire(core: CacheCore, now_s: float) -> int:
-    """All parts of `parts.expire`; how many leases expired."""
+    """All parts of `incremental.expire`; how many leases expired."""
     before = core.counters.expired_leases
-    for _ in parts.expire(core, now_s):
+    for _ in incremental.expire(core, now_s):
         pass
     return core.counters.expired_leases - before
 
 
 def flush(core: CacheCore, key_space_id: int) -> int:
-    """All parts of `parts.flush`; how many blocks were ready."""
-    return sum(parts.flush(core, key_space_id))
+    """All parts of `incremental.flush`; how many blocks were ready."""
+    return sum(incremental.flush(core, key_space_id))
 
 
 def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
-    """All parts of `parts.evict`: (dropped, kept)."""
-    counts = list(parts.evict(core, key_space_id, group_index, hashes))
+    """All parts of `incremental.evict`: (dropped, kept)."""
+    counts = list(incremental.evict(core, key_space_id, group_index, hashes))
     return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
-    """All parts of `parts.evict_all`: (dropped, kept)."""
-    counts = list(parts.evict_all(core, key_space_id))
+    """All parts of `incremental.evict_all`: (dropped, kept)."""
+    counts = list(incremental.evict_all(core, key_space_id))
     return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hotkv.errors import HotKVError, Reason
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import twins as core_twins
+from hotkv_server.core import reference as core_references
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.slabs import aligned
@@ -67,7 +67,7 @@ class CacheMachine(RuleBasedStateMachine):
         ),
         capacity=st.sampled_from([7, 60]),
         share=st.sampled_from([0.25, 1.0]),
-        twins=st.booleans(),
+        reference=st.booleans(),
         policy=st.sampled_from(sorted(POLICIES)),
     )
     def start(
@@ -76,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
         sizes: tuple[int, int],
         capacity: int,
         share: float,
-        twins: bool,
+        reference: bool,
         policy: str,
     ) -> None:
         config = CoreConfig(
@@ -89,9 +89,9 @@ class CacheMachine(RuleBasedStateMachine):
             max_leases=8,
         )
         self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
-        self.policy, self.twins = policy, twins
-        if twins:
-            self.use_twins()
+        self.policy, self.reference = policy, reference
+        if reference:
+            self.use_references()
         self.now_s = 100.0
         self.whole = (1 << num_shards) - 1
         self.num_shards = num_shards
@@ -106,8 +106,8 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         self.model = CacheModel(self.core, {key: self.sizes[key[1]] for key in keys})
 
-    def use_twins(self) -> None:
-        self.core.space.index._kernels = self.core.space.pool._kernels = core_twins
+    def use_references(self) -> None:
+        self.core.space.index._kernels = self.core.space.pool._kernels = core_references
         self.core.space.index.table._kernels = None
 
     def call(self, function: Callable[[], T], *reasons: Reason) -> T | None:
@@ -760,8 +760,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.core, restored = taken_over(
             self.core, self.policy, self.now_s - 1.0 if knows_use else None, self.now_s
         )
-        if self.twins:
-            self.use_twins()
+        if self.reference:
+            self.use_references()
         assert restored.blocks == len(self.model.ready) and set(restored.dropped) <= {"unfinished"}
         self.model.restart(self.core)
         self.sessions.clear()

@@ -1,5 +1,5 @@
-"""Check values: kernel and twin agree; any change of a covered byte, of the key or of the place in
-the slot is seen."""
+"""Check values: kernel and reference agree; any change of a covered byte, of the key or of the
+place in the slot is seen."""
 
 import os
 from unittest import mock
@@ -14,7 +14,7 @@ from hotkv_server.dataplane.checks import (
     MAX_SUM_THREADS,
     SumThreads,
     add_sums,
-    add_sums_twin,
+    add_sums_reference,
     holds,
 )
 from hotkv_server.dataplane.plan import Region
@@ -50,13 +50,13 @@ def random_memory(seed: int, num_blocks: int = 4) -> np.ndarray:
 
 
 @given(st.integers(0, 99), st.integers(0, SLOT), STRIDES, st.integers(0, 30))
-def test_kernel_and_twin_agree(seed: int, num_bytes: int, stride: int, shift: int) -> None:
+def test_kernel_and_reference_agree(seed: int, num_bytes: int, stride: int, shift: int) -> None:
     memory = random_memory(seed, 5)
     offsets = np.arange(4, dtype=np.int64) * SLOT + shift
-    kernel, twin = np.zeros(4, np.uint64), np.zeros(4, np.uint64)
+    kernel, reference = np.zeros(4, np.uint64), np.zeros(4, np.uint64)
     add_sums(region(memory), offsets, num_bytes, 1, np.full(4, stride), kernel)
-    add_sums_twin(region(memory), offsets, num_bytes, 1, np.full(4, stride), twin)
-    assert kernel.tolist() == twin.tolist()
+    add_sums_reference(region(memory), offsets, num_bytes, 1, np.full(4, stride), reference)
+    assert kernel.tolist() == reference.tolist()
 
 
 @given(st.integers(0, 99), st.integers(1, 9), st.integers(1, 5), STRIDES)

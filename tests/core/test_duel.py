@@ -1,4 +1,4 @@
-"""The duel: kernels beside twins, and shadow caches as a plain reading of their definition."""
+"""The duel: kernels beside references, and shadow caches as a plain reading of their definition."""
 
 import math
 
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv_server.core.policies import duel, twins
+from hotkv_server.core.policies import duel, reference
 from hotkv_server.core.policies.duel import CONTENDERS, EPOCH_S, KEEP, LEAK, MARGIN, Contender, Duel
 from hotkv_server.core.policies.protocol import Keys
-from hotkv_server.core.policies.twins import DEPTH_STEP
+from hotkv_server.core.policies.reference import DEPTH_STEP
 
 STEPS_S = st.sampled_from([0.0, 1e-6, 0.7, 33.3, 4e3, 1e7])
 
@@ -109,12 +109,12 @@ def test_hits_are_counted(data: st.DataObject, seed: int) -> None:
 @given(
     seed=st.integers(0, 1 << 32), capacity=st.sampled_from([1, 60, 3000, 100_000]), data=st.data()
 )
-def test_kernels_equal_twins(seed: int, capacity: int, data: st.DataObject) -> None:
+def test_kernels_equal_references(seed: int, capacity: int, data: st.DataObject) -> None:
     """Also where buckets overflow, the sample thins out, limits jump and keys are asked for twice
     at once."""
     rng = np.random.default_rng(seed)
     one, two = Duel(capacity), Duel(capacity)
-    two._kernels = twins
+    two._kernels = reference
     now_s = 0.0
     for _ in range(data.draw(st.integers(1, 12))):
         now_s += data.draw(STEPS_S)
@@ -153,7 +153,7 @@ def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -
             in_sample = {
                 key
                 for key in held
-                if int(twins.spread(np.array([key], np.uint64))[0]) & 0xFFFF_FFFF
+                if int(reference.spread(np.array([key], np.uint64))[0]) & 0xFFFF_FFFF
                 < cache.share * (1 << 32)
             }
             assert held_by(cache, index) == (in_sample if cache.share <= share else set())
@@ -239,4 +239,4 @@ def test_contenders_fit_the_shadows() -> None:
     starts."""
     assert len(CONTENDERS) <= 8 and len(set(CONTENDERS)) == len(CONTENDERS)
     assert Duel(10).winner == CONTENDERS[0]
-    assert twins.LEAK == LEAK
+    assert reference.LEAK == LEAK

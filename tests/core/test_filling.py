@@ -23,7 +23,7 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.filling import NOTE, NOTE_MAGIC, RESERVE_BYTES, Filling, read_note
 from hotkv_server.memory.mapping import COLLAPSE_BYTES, FileMapping
 from hotkv_server.memory.pinning import ArenaPinner
-from hotkv_server.runtime.takeover import _bring_in_claimed
+from hotkv_server.runtime.recovery import _bring_in_claimed
 from hotkv_server.testing.device import FakeRuntime
 from tests.core.support import make_key_space, make_table, words_of
 
@@ -312,9 +312,9 @@ def test_the_core_waits_for_what_comes_and_evicts_for_the_rest() -> None:
         core.check_invariants()
         return len(slots[0].entries)
 
-    assert stored("none", range(4)) == 0 and core.holds.budget_bytes == 0
+    assert stored("none", range(4)) == 0 and core.retention_pins.budget_bytes == 0
     core.grow(2 * slab + SLOT_ALIGN, 6 * SLOT_ALIGN)
-    assert core.holds.budget_bytes == core.space.tenants.surely_bytes(0) // 4 == slab // 2
+    assert core.retention_pins.budget_bytes == core.space.tenants.surely_bytes(0) // 4 == slab // 2
     assert stored("fits", range(8)) == 8
     assert stored("waits", range(10, 14)) == 0 and core.take_effects() == []
     assert (

@@ -84,7 +84,7 @@ def test_what_is_pinned_stays_as_it_is_until_its_last_lease_ends(
     assert not found(core, everything)
     noticed = {row.tobytes() for notice in core.take_effects() for row in notice.hashes}
     assert noticed == {words_of([number])[0].tobytes() for number in left}
-    assert core.holds.held_bytes == 0
+    assert core.retention_pins.held_bytes == 0
 
     fresh = 100
     for name in data.draw(st.permutations(sorted(slots))):
@@ -151,7 +151,7 @@ def test_other_key_spaces_keep_theirs() -> None:
     assert flush(core, 1) == 3
     assert core.end_store(other, "t", True, 1.0)[0].tolist() == [BlockResult.STORED]
     assert found(core, [0, 1, 7], 2) == [0, 1, 7]
-    assert core.holds.held_bytes == 2 * SLOT_ALIGN
+    assert core.retention_pins.held_bytes == 2 * SLOT_ALIGN
     with pytest.raises(HotKVError) as caught:
         flush(core, 3)
     assert caught.value.reason is Reason.UNKNOWN_KEY_SPACE

@@ -1,5 +1,5 @@
-"""The hit rule against a twin that goes token by token; finding a prefix by few probes; bytes of a
-load."""
+"""The hit rule against a reference that goes token by token; finding a prefix by few probes; bytes
+of a load."""
 
 import math
 from collections import Counter
@@ -66,7 +66,7 @@ def needed_tokens(group: GroupSpec, hit_tokens: int) -> range:
             return range(hit_tokens - 1, hit_tokens)
 
 
-def blocks_twin(group: GroupSpec, hit_tokens: int) -> list[int]:
+def blocks_reference(group: GroupSpec, hit_tokens: int) -> list[int]:
     return (
         sorted({token // group.block_tokens for token in needed_tokens(group, hit_tokens)})
         if hit_tokens
@@ -77,7 +77,7 @@ def blocks_twin(group: GroupSpec, hit_tokens: int) -> list[int]:
 def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int, is_draft: bool) -> bool:
     """A prompt has no hits beyond its last block, even for a group that needs nothing of its
     past."""
-    needed = blocks_twin(group, hit_tokens)
+    needed = blocks_reference(group, hit_tokens)
     if is_draft and group.kind is not GroupKind.MAMBA:
         needed = [*needed, hit_tokens // group.block_tokens]
     return hit_tokens <= len(ready) * group.block_tokens and all(
@@ -85,7 +85,7 @@ def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int, is_draft: bool)
     )
 
 
-def longest_hit_twin(
+def longest_hit_reference(
     groups: list[GroupSpec], ready: list[BoolMask], limit_tokens: int, step: int, drafts: set[int]
 ) -> int:
     for hit in range(limit_tokens // step * step, 0, -step):
@@ -103,12 +103,12 @@ def longest_hit_twin(
     multiple=st.integers(0, 3),
     drafts=st.just(set[int]()) | st.sets(st.integers(0, 5)),
 )
-def test_longest_hit_equals_its_twin(
+def test_longest_hit_equals_its_reference(
     prompt: tuple[list[GroupSpec], list[BoolMask], int], multiple: int, drafts: set[int]
 ) -> None:
     groups, ready, limit_tokens = prompt
     lcm = alignment_tokens(groups)
-    expected = longest_hit_twin(groups, ready, limit_tokens, max(1, multiple) * lcm, drafts)
+    expected = longest_hit_reference(groups, ready, limit_tokens, max(1, multiple) * lcm, drafts)
     assert longest_hit(groups, ready, limit_tokens, multiple * lcm, drafts) == expected
 
 
@@ -139,11 +139,11 @@ def random_masks(rng: np.random.Generator, groups: list[GroupSpec]) -> list[NDAr
     return masks
 
 
-def longest_hits_twin(
+def longest_hits_reference(
     groups: list[GroupSpec], masks: list[NDArray[np.bool_]], limit_tokens: int, step: int
 ) -> list[int]:
-    """As `longest_hit_twin`, for many prompts at once: every boundary is tried, each by the tokens
-    that its groups need."""
+    """As `longest_hit_reference`, for many prompts at once: every boundary is tried, each by the
+    tokens that its groups need."""
     hits = np.zeros(NUM_PROMPTS, np.int64)
     end = min(
         limit_tokens,
@@ -151,14 +151,14 @@ def longest_hits_twin(
     )
     for hit in range(step, end + 1, step):
         served = [
-            mask[:, blocks_twin(group, hit)].all(axis=1)
+            mask[:, blocks_reference(group, hit)].all(axis=1)
             for group, mask in zip(groups, masks, strict=True)
         ]
         hits[np.logical_and.reduce(served)] = hit
     return [int(hit) for hit in hits]
 
 
-def test_longest_hit_equals_its_twin_in_more_than_a_hundred_thousand_cases() -> None:
+def test_longest_hit_equals_its_reference_in_more_than_a_hundred_thousand_cases() -> None:
     rng = np.random.default_rng(2026)
     seen: Counter[str] = Counter()
     for _ in range(NUM_MODELS):
@@ -170,7 +170,7 @@ def test_longest_hit_equals_its_twin_in_more_than_a_hundred_thousand_cases() -> 
             longest_hit(groups, [mask[prompt] for mask in masks], limit_tokens, step)
             for prompt in range(NUM_PROMPTS)
         ]
-        assert found == longest_hits_twin(groups, masks, limit_tokens, step), (
+        assert found == longest_hits_reference(groups, masks, limit_tokens, step), (
             groups,
             step,
             limit_tokens,
@@ -192,14 +192,14 @@ def test_needed_blocks_are_those_that_the_hit_reads_and_are_all_ready(
     hit = longest_hit(groups, ready, limit_tokens)
     needed = needed_blocks(groups, hit)
     for group, mask, blocks in zip(groups, ready, needed, strict=True):
-        assert list(blocks) == blocks_twin(group, hit)
+        assert list(blocks) == blocks_reference(group, hit)
         assert mask[blocks.start : blocks.stop].all()
 
 
 @given(group=group_specs(), blocks=st.integers(0, 40))
 def test_needed_blocks_of_any_boundary(group: GroupSpec, blocks: int) -> None:
     hit = blocks * group.block_tokens
-    assert list(needed_blocks([group], hit)[0]) == blocks_twin(group, hit)
+    assert list(needed_blocks([group], hit)[0]) == blocks_reference(group, hit)
 
 
 @given(prompt=prompts(), more=st.integers(0, 5))
@@ -317,7 +317,11 @@ def test_load_bytes_count_the_blocks_that_are_needed_and_not_computed(
     groups, ready, limit_tokens = prompt
     hit = longest_hit(groups, ready, limit_tokens)
     needed = [
-        [block for block in blocks_twin(group, hit) if (block + 1) * group.block_tokens > computed]
+        [
+            block
+            for block in blocks_reference(group, hit)
+            if (block + 1) * group.block_tokens > computed
+        ]
         for group in groups
     ]
     assert load_bytes(groups, hit, computed) == tuple(4096 * len(blocks) for blocks in needed)

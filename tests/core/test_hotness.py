@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv.retention import MAX_PRIORITY, NO_RETENTION, Retention
-from hotkv_server.core.policies import Hotness, queue, twins
+from hotkv_server.core.policies import Hotness, queue, reference
 from hotkv_server.core.policies.duel import CONTENDERS, LEAK, Contender, Duel
 from hotkv_server.core.policies.hotness import DEPTH_STEP, GHOSTS_PER_BLOCK, KEPT_S, TICKS_PER_S
 from hotkv_server.core.policies.protocol import Entries, Keys
@@ -46,7 +46,9 @@ class DefinitionMachine(RuleBasedStateMachine):
     def start(self, contender: Contender, kernels: bool) -> None:
         self.policy = make_hotness(CAPACITY, contender)
         if not kernels:
-            self.policy._kernels = self.policy._ghosts._kernels = self.policy.duel._kernels = twins
+            self.policy._kernels = self.policy._ghosts._kernels = self.policy.duel._kernels = (
+                reference
+            )
         self.memory_s = contender.memory_s
         self.now_s = 1000.0
         self.entry_of: dict[int, int] = {}
@@ -239,7 +241,7 @@ def test_a_head_is_never_colder_than_its_tail(
     forgotten any of them."""
     policy = make_hotness(80, contender)
     if not kernels:
-        policy._kernels = twins
+        policy._kernels = reference
     chains = [list(range(1, 41)), list(range(41, 61)), [61], [62, 63]]
     resident = dict.fromkeys(range(len(chains)), 0)
     now_s = 0.0
@@ -302,11 +304,11 @@ def test_a_time_to_live_counts_as_use_until_then() -> None:
 
 
 @given(seed=st.integers(0, 1 << 32), contender=st.sampled_from(CONTENDERS))
-def test_kernels_equal_twins(seed: int, contender: Contender) -> None:
+def test_kernels_equal_references(seed: int, contender: Contender) -> None:
     rng = np.random.default_rng(seed)
     capacity = 40
     pair = (make_hotness(capacity, contender), make_hotness(capacity, contender))
-    pair[1]._kernels = pair[1]._ghosts._kernels = pair[1].duel._kernels = twins
+    pair[1]._kernels = pair[1]._ghosts._kernels = pair[1].duel._kernels = reference
     key_of: dict[int, int] = {}
     now_s = 0.0
     for num_uses in range(1, 41):

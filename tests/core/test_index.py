@@ -1,5 +1,5 @@
-"""The block index against a dict, with kernels and numpy twins side by side: same answers, same
-bytes in the table."""
+"""The block index against a dict, with kernels and numpy references side by side: same answers,
+same bytes in the table."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,7 +17,7 @@ from hotkv.table import (
     hash_prefixes,
     hash_words,
 )
-from hotkv_server.core import twins
+from hotkv_server.core import reference
 from hotkv_server.core.index import BlockIndex
 from tests.core.support import make_table
 
@@ -67,7 +67,7 @@ class IndexMachine(RuleBasedStateMachine):
     def start(self, hash_bytes: int, num_buckets: int, capacity: int) -> None:
         self.hash_bytes, self.num_buckets, self.capacity = hash_bytes, num_buckets, capacity
         self.indexes = [BlockIndex(make_table(capacity, num_buckets)) for _ in range(2)]
-        self.indexes[1]._kernels = twins
+        self.indexes[1]._kernels = reference
         self.indexes[1].table._kernels = None
         for index in self.indexes:
             for key_space_id, salts in SALTS.items():
@@ -209,7 +209,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def find(self, data: st.DataObject) -> None:
-        """Known and unknown keys, through kernel and twin on the same table, with records; and
+        """Known and unknown keys, through kernel and reference on the same table, with records; and
         probes by tag."""
         key_space_id, group, hashes = self.keys(data, max_size=30)
         words, salt, packed = self.pack(hashes), SALTS[key_space_id][group], b"".join(hashes)
@@ -323,15 +323,15 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
         index.pin(many[:1], -1)
 
 
-@pytest.mark.parametrize("how", ["kernel", "twin"])
+@pytest.mark.parametrize("how", ["kernel", "reference"])
 def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
     """A writer that died inside a change leaves an odd sequence number: its bucket is a miss,
     others go on."""
     if how == "kernel" and not native.available():
         pytest.skip("needs numba")
     index = BlockIndex(make_table(8, num_buckets=4))
-    if how == "twin":
-        index._kernels, index.table._kernels = twins, None
+    if how == "reference":
+        index._kernels, index.table._kernels = reference, None
     index.add_key_space(2, SALTS[2])
     hashes = [
         crafted_hash(home, 4, tag=home, tail=1, salt=SALTS[2][0], hash_bytes=16)
@@ -353,15 +353,15 @@ def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["kernel", "twin"])
+@pytest.mark.parametrize("how", ["kernel", "reference"])
 def test_what_went_past_a_full_bucket_is_counted_until_it_goes(how: str) -> None:
     """Ten blocks of one home: three are in the next bucket, which a search visits as long as one of
     them is there."""
     if how == "kernel" and not native.available():
         pytest.skip("needs numba")
     index = BlockIndex(make_table(12, num_buckets=4))
-    if how == "twin":
-        index._kernels, index.table._kernels = twins, None
+    if how == "reference":
+        index._kernels, index.table._kernels = reference, None
     index.add_key_space(2, SALTS[2])
     words = hash_words(
         b"".join(

@@ -1,8 +1,8 @@
 """Blocks through the server's copy engine, in every layout an engine may have, compared byte by
 byte with numpy views.
 
-The views are the twin: an engine's memory reshaped to its axes (layer, block, kernel block, head,
-token, content). `Layout` knows the same memory by offsets and strides only.
+The views are the reference: an engine's memory reshaped to its axes (layer, block, kernel block,
+head, token, content). `Layout` knows the same memory by offsets and strides only.
 """
 
 import threading
@@ -238,13 +238,13 @@ def cases(draw: st.DrawFn) -> Case:
     storing, loading = [], []
     for _ in shapes:
         order = draw(st.sampled_from(ORDERS))
-        twins = [
+        reference = [
             other
             for other in ORDERS
             if inner_axes(other, num_kernel) == inner_axes(order, num_kernel)
         ]
         # Overlaid groups of unequal shape need a record for each block.
-        for ranks, its_order in ((storing, order), (loading, draw(st.sampled_from(twins)))):
+        for ranks, its_order in ((storing, order), (loading, draw(st.sampled_from(reference)))):
             overlaid = ["overlaid"] if alike or its_order.startswith("B") else []
             ranks.append(
                 (its_order, draw(st.sampled_from(["layers", "apart", "packed", *overlaid])))

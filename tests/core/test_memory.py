@@ -27,7 +27,7 @@ from hotkv_server.memory.state import (
     read_state,
     write_state,
 )
-from hotkv_server.runtime.takeover import take_over
+from hotkv_server.runtime.recovery import take_over
 from hotkv_server.runtime.verify import Verifier
 from tests.core.support import make_key_space, words_of
 

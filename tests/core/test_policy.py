@@ -13,9 +13,9 @@ from hotkv_server.core.policies import LRU, POLICIES, queue
 from hotkv_server.testing.policy_contract import PolicyWorld, check_leaves_go_first, check_policy
 
 
-@pytest.fixture(params=["kernels", "twins"])
+@pytest.fixture(params=["kernels", "references"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "twins":
+    if request.param == "references":
         monkeypatch.setattr(native, "load", lambda name: None)
 
 

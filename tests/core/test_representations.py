@@ -12,7 +12,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
-from hotkv_server.core import census, parts
+from hotkv_server.core import census, incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.catalog import MAX_REPRESENTATIONS
 from hotkv_server.core.policies import LRU, POLICIES
@@ -151,7 +151,9 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     def make_room(self, runs: list[Run]) -> None:
         """As the runtime does, where the core leaves it to others."""
-        for _ in parts.make_room(self.core, 1, runs) if not self.core.config.makes_room else ():
+        for _ in (
+            incremental.make_room(self.core, 1, runs) if not self.core.config.makes_room else ()
+        ):
             self.core.space.check_invariants()
 
     @rule(

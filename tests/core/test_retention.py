@@ -127,7 +127,7 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
     assert evict(cache.core, 1, 0, words_of(chain)) == (0, num_pinned)
     cache.check()
     cache.advance(ttl_s)
-    assert not len(cache.core.holds) and cache.found(chain) == chain
+    assert not len(cache.core.retention_pins) and cache.found(chain) == chain
     cache.flood(5 * NUM_SLOTS, 3 * ttl_s, flood)
     # Some policies keep what was used twice through any flood of what is used once; nothing keeps
     # it from going.
@@ -158,7 +158,7 @@ def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(
         held += chain[:room]
         room -= len(chain[:room])
         cache.check()
-    assert len(cache.core.holds) == len(held)
+    assert len(cache.core.retention_pins) == len(held)
     cache.flood(5 * NUM_SLOTS, 999.0, flood)
     assert set(held) <= cache.resident
     # Those without a pin were asked to live as long all the same, and go only because nothing else
@@ -185,7 +185,7 @@ def test_what_has_time_to_live_outlives_a_flood(
     chain = list(range(num_kept))
     cache.store(chain, retention=Retention(ttl_s=ttl_s))
     cache.flood(5 * NUM_SLOTS, 0.98 * ttl_s, flood)
-    assert cache.found(chain) == chain and not len(cache.core.holds)
+    assert cache.found(chain) == chain and not len(cache.core.retention_pins)
     cache.advance(1.02 * ttl_s + 1.0)
     cache.flood(5 * NUM_SLOTS, 3.0 * ttl_s + 3.0, flood)
     assert not cache.found(chain)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import parts
+from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import read_weight
 from hotkv_server.core.policies import LRU
@@ -137,7 +137,7 @@ def test_leases_that_end_in_parts_end_once(
             if (is_mine if closing else ttl_s + 1 <= 15.0)
         ]
         for step, _ in enumerate(
-            parts.end_leases(core, mine) if closing else parts.expire(core, 15.0)
+            incremental.end_leases(core, mine) if closing else incremental.expire(core, 15.0)
         ):
             core.check_invariants()
             for i in meddle[step : step + 1]:
@@ -158,7 +158,7 @@ def test_leases_that_end_in_parts_end_once(
 
 
 def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BLOCKS", 16)
+    monkeypatch.setattr(incremental, "BLOCKS", 16)
     core = make_core()
     mine = session(core, "e")
     other = core.open_session(
@@ -167,7 +167,7 @@ def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.Mon
     store(core, mine, list(range(100)), "s")
     store(core, other, list(range(20)), "s")
     core.acquire(mine, "pin", [HashList(0, words_of([40, 41]))], 0.0, 0.0)
-    steps = parts.evict_all(core, 1)
+    steps = incremental.evict_all(core, 1)
     dropped, kept = next(steps)
     assert (dropped, kept) == (16, 0)
     # Numbers that are free again are given to others meanwhile, and blocks that were to go have

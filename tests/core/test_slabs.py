@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import twins
+from hotkv_server.core import reference
 from hotkv_server.core.slabs import SlabPool, aligned
 
 SLAB = 4 * SLOT_ALIGN
@@ -256,7 +256,7 @@ def test_slabs_kept_for_reuse_go_back_where_they_are_not_used(size: int) -> None
 
 
 @given(data=st.data(), change=st.sampled_from([1, -1]))
-def test_slots_are_counted_as_by_the_twin(data: st.DataObject, change: int) -> None:
+def test_slots_are_counted_as_by_the_reference(data: st.DataObject, change: int) -> None:
     """Of slabs that came to 0 both say which; also where a slab is of another size, or has fewer
     slots used than are freed."""
     kernels = pytest.importorskip("hotkv_server.core.kernels")
@@ -267,7 +267,7 @@ def test_slots_are_counted_as_by_the_twin(data: st.DataObject, change: int) -> N
     used = np.array(data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4)), np.int64)
     offsets = SLOT_ALIGN * np.array(data.draw(st.lists(st.integers(0, 15), max_size=8)), np.int64)
     answers = []
-    for module in (kernels, twins):
+    for module in (kernels, reference):
         counts, emptied = used.copy(), np.full(len(offsets), -1, np.int64)
         count = module.count_slots(counts, owner, offsets, SLAB, SLOT_ALIGN, change, emptied)
         answers.append((count, counts.tolist(), sorted(emptied[: max(0, count)].tolist())))

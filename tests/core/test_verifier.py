@@ -13,7 +13,7 @@ from hotkv_server.core.values import CoreConfig, Entries, HashList, LoadPosition
 from hotkv_server.dataplane.checks import add_sums
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.runtime import verify
-from hotkv_server.runtime.takeover import UseNotes
+from hotkv_server.runtime.recovery import UseNotes
 from hotkv_server.runtime.verify import Case, Verifier
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
 

@@ -116,7 +116,7 @@ def test_pieces_move_every_byte_once_within_bounds(
         assert np.count_nonzero(holds) >= 1
 
 
-def staged_twin(
+def staged_reference(
     host: list[int], sizes: list[int], registration: list[int]
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Run by run: (offset of each run, copies (staging, host, bytes))."""
@@ -157,7 +157,7 @@ def test_staging_is_as_planned_run_by_run(
     copies = list(
         zip(plan.starts.tolist(), plan.hosts.tolist(), plan.num_bytes.tolist(), strict=True)
     )
-    assert (plan.offsets.tolist(), copies) == staged_twin(host, sizes, registration)
+    assert (plan.offsets.tolist(), copies) == staged_reference(host, sizes, registration)
 
 
 def test_layers_in_memories_of_their_own_are_one_run_in_the_arena_again() -> None:

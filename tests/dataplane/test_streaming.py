@@ -13,7 +13,7 @@ from hotkv import native
 from hotkv.layout import Recipe
 from hotkv_server.dataplane import host
 from hotkv_server.dataplane.engine import CopyJob, Outcome
-from hotkv_server.dataplane.host import HostCopyEngine, copy_twin
+from hotkv_server.dataplane.host import HostCopyEngine, copy_reference
 from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Region
 
 GUARD = 0xA5
@@ -43,7 +43,7 @@ HOWS = [
         "streamed", marks=pytest.mark.skipif(not native.available(), reason="needs numba")
     ),
     pytest.param("plain", marks=pytest.mark.skipif(not native.available(), reason="needs numba")),
-    "twin",
+    "reference",
 ]
 
 
@@ -63,8 +63,8 @@ class Memories:
             Region(memory.ctypes.data, len(memory), "memory") for memory in (self.dst, self.src)
         ]
         plan = CopyPlan(*regions, to, at, sizes)
-        if how == "twin":
-            copy_twin(plan.share(start, end, plan.num_runs))
+        if how == "reference":
+            copy_reference(plan.share(start, end, plan.num_runs))
             return
         kernels: Any = native.load("hotkv.kernels")
         kernels.copy_runs(
@@ -258,7 +258,7 @@ def test_blocks_are_copied_as_their_recipe_says(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "MIN_PIECE_BYTES", piece_bytes)
         patch.setattr(host, "STREAMED_JOB_BYTES", 0 if how == "streamed" else end**2)
-        if how == "twin":
+        if how == "reference":
             patch.setattr(native, "load", lambda name: None)
         engine = HostCopyEngine(1)
         engine.submit(CopyJob([plan], lambda *outcome: ends.append(outcome), None))

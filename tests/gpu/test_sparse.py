@@ -1,5 +1,5 @@
-"""Sparse decode's kernels on a real GPU, against the numpy twins. Needs numpy, CuPy and pytest,
-nothing else.
+"""Sparse decode's kernels on a real GPU, against the numpy references. Needs numpy, CuPy and
+pytest, nothing else.
 
 The same checks, with many more cases, run on the CPU in tests/sparse/test_cuda_*.py.
 """
@@ -88,7 +88,7 @@ def packed_rows(device: CupyDevice, index: Index) -> np.ndarray:
 @pytest.mark.parametrize("head_size", [40, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_builds_what_the_twin_builds(
+def test_builds_what_the_reference_builds(
     device: CupyDevice, name: str, head_size: int, dtype: str
 ) -> None:
     keys = random_keys(head_size, 9, 20, head_size).astype(dtype)
@@ -112,7 +112,7 @@ def test_builds_what_the_twin_builds(
     [(128, 4, 16), (128, 9, 32), (64, 7, 48), (80, 1, 16), (256, 8, 16)],
 )
 @pytest.mark.parametrize("name", [*NAMES, "quest", "cuboid", "mean"])
-def test_scores_what_the_twin_scores(
+def test_scores_what_the_reference_scores(
     device: CupyDevice, name: str, head_size: int, group: int, block_tokens: int
 ) -> None:
     num_blocks = 301
@@ -265,7 +265,7 @@ class Layer:
         np.testing.assert_allclose(read(out)[0], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_steps_are_the_twins_steps(device: CupyDevice, pinned: np.ndarray) -> None:
+def test_steps_are_the_references_steps(device: CupyDevice, pinned: np.ndarray) -> None:
     layer = Layer(device, SparseConfig(sink_tokens=16, recent_tokens=32), pinned, 5000)
     for _ in range(6):
         query = layer.ask()

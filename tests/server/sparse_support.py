@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv import sparse
+import hotkv_sparse
 from hotkv.errors import HotKVError
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
@@ -58,7 +58,9 @@ class RepresentationEngine:
         }
         mus = {2: centres.mu(2)} if centres is not None else {}
         built = {
-            layer: sparse.build(next(iter(CONFIG.scorers_of(layer))), keys[layer], mus.get(layer))
+            layer: hotkv_sparse.build(
+                next(iter(CONFIG.scorers_of(layer))), keys[layer], mus.get(layer)
+            )
             for layer in LAYERS
         }
         self.shard_bytes = sum(pool[0].size for pool in built.values())

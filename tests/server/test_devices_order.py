@@ -23,7 +23,7 @@ from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.device.runtime import DeviceError
-from hotkv_server.memory import guard
+from hotkv_server.memory import sigbus
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.runtime.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.runtime.engine_memory import EngineMemory, check_handles, open_engine_memory
@@ -412,7 +412,7 @@ def test_the_engine_waits_where_nothing_works(runtime: FakeRuntime) -> None:
 
 
 def test_words_in_a_file_need_no_device() -> None:
-    guard.install()
+    sigbus.install()
     fd = _file(2 * PAGE)
     mine = os.dup(fd)
     opened = _open(

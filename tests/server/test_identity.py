@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_server.security import hygiene, tickets
+from hotkv_server.security import path_checks, tickets
 from hotkv_server.security.handles import check_memory
-from hotkv_server.security.identity import Gate, Peer, Proofs, Tenant
+from hotkv_server.security.identity import AccessControl, Peer, Proofs, Tenant
 from hotkv_server.security.tickets import TTL_S, Tickets
 from hotkv_server.settings import load_settings
 
@@ -51,7 +51,7 @@ proofs = st.builds(
 def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(
     peer: Peer, known: dict[str, Proofs], wanted: str
 ) -> None:
-    gate = Gate({name: Tenant(name, proof) for name, proof in known.items()})
+    gate = AccessControl({name: Tenant(name, proof) for name, proof in known.items()})
 
     def naive(name: str) -> bool:
         if name not in known:
@@ -78,7 +78,7 @@ def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(
 
 
 def test_a_refusal_does_not_say_whether_there_is_such_a_tenant() -> None:
-    gate = Gate(
+    gate = AccessControl(
         {
             "a": Tenant("a", Proofs(uids=frozenset({1}))),
             "b": Tenant("b", Proofs(uids=frozenset({2}))),
@@ -159,27 +159,27 @@ def test_tickets_are_not_to_be_guessed() -> None:
 
 
 def unsafe(call: object, *arguments: object, **more: object) -> str:
-    with pytest.raises(hygiene.UnsafeError) as caught:
+    with pytest.raises(path_checks.UnsafeError) as caught:
         call(*arguments, **more)  # type: ignore[operator]
     return str(caught.value)
 
 
 def test_directories_are_made_private_and_open_ones_are_refused(tmp_path: Path) -> None:
     run, arena = tmp_path / "run", tmp_path / "arena"
-    hygiene.check_runtime_dir(run)
-    hygiene.check_arena_dir(arena, is_private=True)
+    path_checks.check_runtime_dir(run)
+    path_checks.check_arena_dir(arena, is_private=True)
     assert (stat.S_IMODE(run.stat().st_mode), stat.S_IMODE(arena.stat().st_mode)) == (0o755, 0o700)
     for mode in (0o777, 0o775, 0o1777, 0o757):
         run.chmod(mode)
-        assert f"chmod go-w {run}" in unsafe(hygiene.check_runtime_dir, run)
+        assert f"chmod go-w {run}" in unsafe(path_checks.check_runtime_dir, run)
     for mode in (0o755, 0o701, 0o770):
         arena.chmod(mode)
-        assert f"chmod 700 {arena}" in unsafe(hygiene.check_arena_dir, arena, is_private=False)
+        assert f"chmod 700 {arena}" in unsafe(path_checks.check_arena_dir, arena, is_private=False)
     arena.chmod(0o750)
-    hygiene.check_arena_dir(arena, is_private=False)
-    assert "its group or others" in unsafe(hygiene.check_arena_dir, arena, is_private=True)
+    path_checks.check_arena_dir(arena, is_private=False)
+    assert "its group or others" in unsafe(path_checks.check_arena_dir, arena, is_private=True)
     (tmp_path / "file").touch()
-    assert "no directory" in unsafe(hygiene.check_runtime_dir, tmp_path / "file")
+    assert "no directory" in unsafe(path_checks.check_runtime_dir, tmp_path / "file")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a directory away")
@@ -187,14 +187,16 @@ def test_other_peoples_directories_are_refused(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir(mode=0o700)
     os.chown(theirs, 4242, 4242)
-    assert "belongs to user id 4242" in unsafe(hygiene.check_runtime_dir, theirs)
-    assert "belongs to user id 4242" in unsafe(hygiene.check_arena_dir, theirs, is_private=False)
+    assert "belongs to user id 4242" in unsafe(path_checks.check_runtime_dir, theirs)
+    assert "belongs to user id 4242" in unsafe(
+        path_checks.check_arena_dir, theirs, is_private=False
+    )
     (tmp_path / "mine").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "mine")
-    hygiene.check_runtime_dir(link)
+    path_checks.check_runtime_dir(link)
     os.chown(link, 4242, 4242, follow_symlinks=False)
-    assert "symbolic link of user id 4242" in unsafe(hygiene.check_runtime_dir, link)
+    assert "symbolic link of user id 4242" in unsafe(path_checks.check_runtime_dir, link)
 
 
 def test_only_sockets_and_files_of_ours_are_replaced(tmp_path: Path) -> None:
@@ -204,13 +206,15 @@ def test_only_sockets_and_files_of_ours_are_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
-        hygiene.check_sockets([tmp_path / "socket", tmp_path / "missing"])
-        hygiene.check_files([tmp_path / "target", tmp_path / "missing"])
+        path_checks.check_sockets([tmp_path / "socket", tmp_path / "missing"])
+        path_checks.check_files([tmp_path / "target", tmp_path / "missing"])
         for name in ("link", "dangling", "pipe", "target"):
-            assert "not a socket of this server" in unsafe(hygiene.check_sockets, [tmp_path / name])
+            assert "not a socket of this server" in unsafe(
+                path_checks.check_sockets, [tmp_path / name]
+            )
         for name in ("link", "dangling", "pipe", "socket"):
             assert "not a regular file of this server" in unsafe(
-                hygiene.check_files, [tmp_path / name]
+                path_checks.check_files, [tmp_path / name]
             )
 
 
@@ -218,9 +222,9 @@ def test_a_key_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.touch()
     key.chmod(0o640)
-    hygiene.check_private_key(key)
+    path_checks.check_private_key(key)
     key.chmod(0o644)
-    assert f"chmod o-rwx {key}" in unsafe(hygiene.check_private_key, key)
+    assert f"chmod o-rwx {key}" in unsafe(path_checks.check_private_key, key)
 
 
 def test_only_memory_is_mapped(tmp_path: Path) -> None:

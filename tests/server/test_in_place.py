@@ -23,8 +23,8 @@ from hotkv_server.core.values import CoreConfig, HashList, Run
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.rpc import calls
-from hotkv_server.rpc.pace import Pace
 from hotkv_server.rpc.session_service import _Stream
+from hotkv_server.rpc.throttle import Pace
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import parts
+from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, Run
@@ -35,7 +35,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
     """A router that believes the events knows exactly what is there; only where nobody stored is
     the key space told to be clear."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
-    monkeypatch.setattr(parts, "BLOCKS", 1)
+    monkeypatch.setattr(incremental, "BLOCKS", 1)
 
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path, 1 << 20, 1 << 16, 64, 1, prefault=False)
@@ -52,7 +52,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
 
         def store(number: int) -> None:
             run = [Run(0, words_of([number]))]
-            for _ in parts.make_room(node.core, 1, run):
+            for _ in incremental.make_room(node.core, 1, run):
                 pass
             node.core.begin_store(session, "t", f"l {number} {turns}", run, 0, 0.0, 1.0)
             results = node.core.end_store(session, "t", True, 1.0)

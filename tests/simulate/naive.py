@@ -1,4 +1,4 @@
-"""The simulator's twins in plain Python: LRU over dicts, bounds by definition and by trying
+"""The simulator's references in plain Python: LRU over dicts, bounds by definition and by trying
 everything."""
 
 from collections.abc import Sequence

@@ -139,11 +139,11 @@ def test_defaults_are_all_policies(trace: Path) -> None:
 
 
 def test_without_numba(trace: Path) -> None:
-    """The numpy twins find the same."""
+    """The numpy references find the same."""
     arguments = ("--trace", trace, "--capacity-percent", "5")
-    compiled, twins = results(*arguments), results(*arguments, HOTKV_DISABLE_NUMBA="1")
+    compiled, reference = results(*arguments), results(*arguments, HOTKV_DISABLE_NUMBA="1")
     assert [(row["policy"], row["hit_rate"]) for row in compiled] == [
-        (row["policy"], row["hit_rate"]) for row in twins
+        (row["policy"], row["hit_rate"]) for row in reference
     ]
 
 

@@ -1,5 +1,5 @@
 """CUDA's kernels that plan, weigh and choose, and the hot set's step, on the CPU, against the numpy
-twins."""
+references."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,9 @@ def layer(
     topk=st.sampled_from([0.1, 0.0371, 1.0, 1000, 2048]),
 )
 @settings(max_examples=40, deadline=None)
-def test_plans_as_the_twin_does(tokens: list[int], sinks: int, recent: int, topk: float) -> None:
+def test_plans_as_the_reference_does(
+    tokens: list[int], sinks: int, recent: int, topk: float
+) -> None:
     config = SparseConfig(sparse_topk=topk, sink_tokens=sinks, recent_tokens=recent, scorer="mean")
     selector = layer(config, len(tokens), 300)
     selector._workspace.begin(np.array(tokens, np.int32))
@@ -82,7 +84,7 @@ def test_plans_as_the_twin_does(tokens: list[int], sinks: int, recent: int, topk
     spread=st.sampled_from([0.1, 3.0, 30.0]),
 )
 @settings(max_examples=30, deadline=None)
-def test_chooses_what_the_twin_chooses(
+def test_chooses_what_the_reference_chooses(
     seed: int,
     num_tokens: int,
     num_heads: int,
@@ -149,7 +151,7 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
 
 class StepMachine(RuleBasedStateMachine):
     """The device's step against the hot set's, from the same tables; what else changes a hot set
-    happens to the twin."""
+    happens to the reference."""
 
     @initialize(
         capacity=st.integers(4, 40), spare=st.integers(0, 4),

@@ -1,4 +1,4 @@
-"""CUDA's kernels for representations and scores, on the CPU, against the numpy twins."""
+"""CUDA's kernels for representations and scores, on the CPU, against the numpy references."""
 
 import numpy as np
 import pytest
@@ -87,7 +87,7 @@ small = st.builds(
     st.integers(0, 9),
 )
 @quick
-def test_builds_what_the_twin_builds(
+def test_builds_what_the_reference_builds(
     case: Case, name: str, dtype: str, layout: str, seed: int
 ) -> None:
     index, rows, held = built(case, name, dtype, layout, seed)
@@ -147,7 +147,7 @@ def selector_of(
 
 @given(small, st.sampled_from(TOKEN_FORMATS + SUMMARIES), st.integers(0, 9))
 @quick
-def test_scores_what_the_twin_scores(case: Case, name: str, seed: int) -> None:
+def test_scores_what_the_reference_scores(case: Case, name: str, seed: int) -> None:
     num_blocks, _, _, head_size = case.keys.shape
     rng = np.random.default_rng(seed)
     rows = rng.permutation(num_blocks + 2)[:num_blocks].astype(np.int32)

@@ -27,7 +27,7 @@ HEADS, GROUP, SIZE, LAYER = 2, 3, 64, 4
 
 class Engine:
     """One sequence beside an absent one: keys and values, a cache of pages, an arena with copies of
-    complete blocks, the twin hot set."""
+    complete blocks, the reference hot set."""
 
     def __init__(
         self, config: SparseConfig, block: int, num_tokens: int, num_slots: int, seed: int
@@ -195,8 +195,8 @@ class Engine:
         assert found.mass == pytest.approx(want.mass, abs=2e-4)
 
     def check_attention(self, query: np.ndarray, blocks: np.ndarray) -> None:
-        """The table names what the twin's map does, its pages hold it, and attention over it is
-        right."""
+        """The table names what the reference's map does, its pages hold it, and attention over it
+        is right."""
         attended, tokens = self.selector.counts[0, [ATTENDED, SEQUENCE_TOKENS]].tolist()
         slots = self.selector.slots[0, :attended]
         held = self.selector.block_of[0, slots]
@@ -239,7 +239,7 @@ class Engine:
         ({"adaptive_p": 0.7, "sparse_topk": 0.4}, 16, 1015, 40),
     ],
 )
-def test_steps_are_the_twins_steps(
+def test_steps_are_the_references_steps(
     options: dict[str, object], block: int, num_tokens: int, num_slots: int
 ) -> None:
     config = SparseConfig(min_context_tokens=0, **options)  # type: ignore[arg-type]

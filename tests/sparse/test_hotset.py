@@ -191,23 +191,23 @@ class Machine(RuleBasedStateMachine):
             assert present.blocks.tolist() == sorted(self.model.used_at)
 
 
-class TwinMachine(Machine):
+class ReferenceMachine(Machine):
     compiled = False
 
 
 TestHotSet = Machine.TestCase
-TestHotSetTwin = TwinMachine.TestCase
+TestHotSetReference = ReferenceMachine.TestCase
 
 
 @pytest.mark.parametrize("policy", ["lru", "clock", "none"])
 @pytest.mark.parametrize("num_blocks", [5, 90, 1000])
-def test_kernels_do_what_their_twins_do(policy: str, num_blocks: int) -> None:
+def test_kernels_do_what_their_references_do(policy: str, num_blocks: int) -> None:
     """Large sets, ties, selections larger than the set, prefetches that fail: all that a caller
     sees, and all tables."""
     rng = np.random.default_rng(num_blocks)
     capacity = max(4, num_blocks // 5)
-    one, twin = (full_set(capacity, num_blocks, policy, spare=6) for _ in range(2))
-    twin._kernels = None
+    one, reference = (full_set(capacity, num_blocks, policy, spare=6) for _ in range(2))
+    reference._kernels = None
     arriving = np.empty(0, np.int32)
     for number in range(60):
         chosen = rng.choice(
@@ -225,7 +225,7 @@ def test_kernels_do_what_their_twins_do(policy: str, num_blocks: int) -> None:
         )
         most = int(rng.choice([0, 2, 4, num_blocks]))
         found = []
-        for hot in (one, twin):
+        for hot in (one, reference):
             hot.finish_prefetch(arriving, number % 7 > 0)
             adopted = hot.adopt()
             step = hot.step(selection, most)

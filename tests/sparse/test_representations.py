@@ -12,7 +12,7 @@ from hotkv_sparse import formats
 from hotkv_sparse.representations import (
     approximate_keys,
     build,
-    build_twin,
+    build_reference,
     unpack_parts,
     unpack_tokens,
 )
@@ -22,9 +22,9 @@ from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, cases, make_cas
 HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
 
 
-def twin(name: str, case: Case) -> np.ndarray:
+def reference(name: str, case: Case) -> np.ndarray:
     mu = np.zeros(case.keys.shape[2:], np.float32) if case.mu is None else case.mu
-    return build_twin(formats.FORMATS[name], case.keys, mu, case.num_tokens)
+    return build_reference(formats.FORMATS[name], case.keys, mu, case.num_tokens)
 
 
 def test_signs_are_the_bits_of_sha256() -> None:
@@ -58,9 +58,9 @@ def test_bytes_per_token(name: str, num_bytes: float) -> None:
 
 
 @given(case=cases, name=st.sampled_from(sorted(formats.FORMATS)))
-def test_kernel_builds_what_the_twin_builds(case: Case, name: str) -> None:
+def test_kernel_builds_what_the_reference_builds(case: Case, name: str) -> None:
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
-    built, expected = build(name, case.keys, case.mu, case.num_tokens), twin(name, case)
+    built, expected = build(name, case.keys, case.mu, case.num_tokens), reference(name, case)
     assert (
         built.shape == (num_blocks, kv_heads, formats.head_bytes(name, block_tokens, head_size))
         and built.dtype == np.uint8

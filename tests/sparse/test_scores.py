@@ -1,4 +1,4 @@
-"""Kernels against twins, and scores against exact attention."""
+"""Kernels against references, and scores against exact attention."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hotkv import native
 from hotkv.errors import HotKVError
 from hotkv_sparse import formats, torch_ops
 from hotkv_sparse.representations import build, unpack_tokens
-from hotkv_sparse.scores import prepare, score, score_parts_twin, score_tokens_twin
+from hotkv_sparse.scores import prepare, score, score_parts_reference, score_tokens_reference
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, cases, make_case
 
 
@@ -19,7 +19,7 @@ def close(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 @given(case=cases, name=st.sampled_from(TOKEN_FORMATS), data=st.data())
-def test_token_kernels_equal_their_twin(case: Case, name: str, data: st.DataObject) -> None:
+def test_token_kernels_equal_their_reference(case: Case, name: str, data: st.DataObject) -> None:
     num_blocks, head_size = len(case.keys), case.keys.shape[3]
     packed = build(name, case.keys, case.mu, case.num_tokens)
     query = prepare(name, case.query, case.mu)
@@ -27,13 +27,13 @@ def test_token_kernels_equal_their_twin(case: Case, name: str, data: st.DataObje
         data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [],
         np.int32,
     )
-    expected = score_tokens_twin(query, unpack_tokens(name, packed[rows], head_size))
+    expected = score_tokens_reference(query, unpack_tokens(name, packed[rows], head_size))
     close(score(query, packed, rows), expected)
     assert (np.isneginf(expected) == (case.num_tokens[rows] == 0)).all()
 
 
 @given(case=cases, name=st.sampled_from(SUMMARIES), data=st.data())
-def test_summary_kernels_equal_their_twin(case: Case, name: str, data: st.DataObject) -> None:
+def test_summary_kernels_equal_their_reference(case: Case, name: str, data: st.DataObject) -> None:
     num_blocks = len(case.keys)
     packed = build(name, case.keys, case.mu, case.num_tokens)
     query = prepare(name, case.query, case.mu)
@@ -41,7 +41,7 @@ def test_summary_kernels_equal_their_twin(case: Case, name: str, data: st.DataOb
         data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [],
         np.int32,
     )
-    expected = score_parts_twin(query, packed[rows])
+    expected = score_parts_reference(query, packed[rows])
     close(score(query, packed, rows), expected)
     assert (np.isneginf(expected) == (case.num_tokens[rows] == 0)).all()
 

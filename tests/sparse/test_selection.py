@@ -1,4 +1,4 @@
-"""Weights, fusion, top-k, spans, super-blocks: kernels against twins, and what a selection
+"""Weights, fusion, top-k, spans, super-blocks: kernels against references, and what a selection
 promises."""
 
 import numpy as np
@@ -14,8 +14,8 @@ from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.representations import build, unpack_parts
 from hotkv_sparse.scores import prepare, score
 from hotkv_sparse.superblocks import SUPER_BLOCKS, merge, score_pruned
-from hotkv_sparse.topk import Span, floor_blocks, select, span, top, top_twin
-from hotkv_sparse.weights import aggregate, aggregate_twin, fuse
+from hotkv_sparse.topk import Span, floor_blocks, select, span, top, top_reference
+from hotkv_sparse.weights import aggregate, aggregate_reference, fuse
 from tests.sparse.support import SUMMARIES, make_case
 
 
@@ -40,9 +40,14 @@ score_sets = st.builds(
 
 
 @given(case=score_sets)
-def test_weights_equal_their_twins_and_sum_to_one(case: tuple[int, np.ndarray, np.ndarray]) -> None:
+def test_weights_equal_their_references_and_sum_to_one(
+    case: tuple[int, np.ndarray, np.ndarray],
+) -> None:
     kv_heads, scores, always = case
-    actual, expected = aggregate(scores, always, kv_heads), aggregate_twin(scores, always, kv_heads)
+    actual, expected = (
+        aggregate(scores, always, kv_heads),
+        aggregate_reference(scores, always, kv_heads),
+    )
     in_torch = torch_ops.aggregate(torch.from_numpy(scores), torch.from_numpy(always), kv_heads)
     for name, other in zip(("per_head", "shared", "always"), in_torch, strict=True):
         np.testing.assert_allclose(
@@ -91,7 +96,7 @@ weight_lists = st.lists(
 @given(weights=weight_lists, count=st.integers(0, 70))
 def test_top_is_the_stable_order(weights: list[float], count: int) -> None:
     priority = np.array(weights, np.float32)
-    expected = top_twin(priority, count)
+    expected = top_reference(priority, count)
     assert top(priority, count).tolist() == expected.tolist()
     assert torch_ops.top(torch.from_numpy(priority), count).tolist() == expected.tolist()
 
@@ -100,7 +105,7 @@ def test_top_of_many() -> None:
     priority = np.random.default_rng(2).gamma(0.05, 1, 20_000).astype(np.float32)
     priority[100:400] = priority[50]
     for count in (1, 17, 2000, 19_999):
-        assert (top(priority, count) == top_twin(priority, count)).all()
+        assert (top(priority, count) == top_reference(priority, count)).all()
 
 
 @given(
@@ -229,11 +234,11 @@ def test_super_blocks_refuse() -> None:
         score_pruned(prepare("mean", np.ones((2, 64), np.float32)), means, means[:1])
 
 
-def test_without_numba_the_twins_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_the_references_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, always = scores_of(1, 6, 50, 3.0, 0.1)
     expected = aggregate(scores, always, 2)
     monkeypatch.setattr(native, "load", lambda module: None)
     np.testing.assert_allclose(
         aggregate(scores, always, 2).per_head, expected.per_head, rtol=1e-4, atol=1e-7
     )
-    assert top(expected.shared, 7).tolist() == top_twin(expected.shared, 7).tolist()
+    assert top(expected.shared, 7).tolist() == top_reference(expected.shared, 7).tolist()

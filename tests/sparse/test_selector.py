@@ -212,7 +212,7 @@ def test_refusals() -> None:
     empty=st.sampled_from([0.0, 0.3, 1.0]),
     p=st.none() | st.floats(0.05, 0.99), prior=st.sampled_from([0.0, 0.5]),
 )  # fmt: skip
-def test_choosing_in_one_kernel_equals_its_twin(
+def test_choosing_in_one_kernel_equals_its_reference(
     seed: int,
     num: int,
     heads: int,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv import sparse
+import hotkv_sparse
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError
 from hotkv.table import SLOT_ALIGN
@@ -27,7 +27,9 @@ from hotkv_sparse.formats import FORMATS
 from hotkv_sparse.selector import Source, select_layer
 from tests.sparse.support import F32
 
-CONFIG = sparse.SparseConfig(sparse_topk=0.3, sink_tokens=16, recent_tokens=20, dense_layers=())
+CONFIG = hotkv_sparse.SparseConfig(
+    sparse_topk=0.3, sink_tokens=16, recent_tokens=20, dense_layers=()
+)
 
 
 class Slots:
@@ -46,7 +48,7 @@ class Slots:
                     keys = random.standard_normal(
                         (num_blocks, spec.block_tokens, spec.kv_heads, spec.head_size), np.float32
                     )
-                    pool = sparse.build(name, keys, self.mu(spec, layer, shard, name))
+                    pool = hotkv_sparse.build(name, keys, self.mu(spec, layer, shard, name))
                     for slot, block in zip(self.slots, pool, strict=True):
                         self.arena[slot + at : slot + at + block.size] = block.ravel()
                     self.pools[layer, shard, name] = pool
@@ -135,8 +137,8 @@ def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     always = where.always[where.always < num_blocks]
     name = next(iter(sources))
     first = sources[name]
-    estimated = sparse.score(
-        sparse.prepare(name, query, first.mu, None, first.bias), first.pool, always
+    estimated = hotkv_sparse.score(
+        hotkv_sparse.prepare(name, query, first.mu, None, first.bias), first.pool, always
     )
     log_mass = np.logaddexp.reduce(estimated, axis=1, initial=-np.inf).astype(np.float32)
     found = select(

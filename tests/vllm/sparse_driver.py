@@ -81,10 +81,10 @@ def pool(_: Any) -> dict[str, Any]:
 
 
 def come_alone(llm: Any) -> dict[str, Any]:
-    from hotkv_vllm.represented import Represented
+    from hotkv_vllm.representation_planner import RepresentationPlanner
 
     finder = _scheduler_side(llm).finder
-    finder.represented = Represented(len(finder.specs))
+    finder.represented = RepresentationPlanner(len(finder.specs))
     return {}
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hotkv.groups import GroupKind, GroupSpec, needed_blocks
 from hotkv_vllm import compat
-from hotkv_vllm.reach import Reach, prompt_boundaries
+from hotkv_vllm.storable import StorableBlocks, prompt_boundaries
 from tests.vllm.harness import HYBRIDS, full_model, hybrid_model, prompt, uneven_model
 
 LENGTH = 420
@@ -41,7 +41,7 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
     needed = {block for boundary in boundaries for block in needed_blocks([spec], boundary)[0]}
     if is_draft:
         needed |= {boundary // spec.block_tokens for boundary in (0, *boundaries)}
-    mask = Reach(spec, alignment, 0, is_draft).mask(first, first + count)
+    mask = StorableBlocks(spec, alignment, 0, is_draft).mask(first, first + count)
     assert mask.tolist() == [block in needed for block in range(first, first + count)]
 
 
@@ -58,7 +58,7 @@ def test_kept_states(
 ) -> None:
     """Every so often, and where a request that repeats or extends the prompt goes on."""
     alignment = block * blocks
-    reach = Reach(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
+    reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
     mask = reach.mask(0, 400 // block, (*ends, junction))
     step = -(-interval // alignment) * alignment

@@ -457,7 +457,7 @@ def test_what_ranks_report_is_joined(reports: list[SparseReport]) -> None:
 
 
 def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:
-    engine, twin = Engine(), Engine()
+    engine, reference = Engine(), Engine()
     reporter = SparseReporter(engine.worker)
     gathered, expected = SparseReport(), SparseReport()
     num_reports, names = 0, "ab"
@@ -466,11 +466,11 @@ def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:
         names = "a" if number >= 50 else "ab"
         reporter.before_step({}, ended)
         if ended:
-            assert reporter._report.ended["b"] and twin.worker.hot_sets("b")
+            assert reporter._report.ended["b"] and reference.worker.hot_sets("b")
         engine.step(names, ended)
-        twin.step(names, ended)
+        reference.step(names, ended)
         expected = expected.join(
-            SparseReport(twin.worker.take_steps(), twin.worker.take_layer_counters())
+            SparseReport(reference.worker.take_steps(), reference.worker.take_layer_counters())
         )
         report = reporter.after_step(number * REPORT_INTERVAL_S / 10)
         if report is not None:

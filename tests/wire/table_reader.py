@@ -126,15 +126,15 @@ def torn(
     return ~whole
 
 
-def main(path: str, num_batches: int, seed: int, twin: bool) -> None:
+def main(path: str, num_batches: int, seed: int, reference: bool) -> None:
     """Maps the file read-only, as a client does."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
-    if twin:
+    if reference:
         block_table._kernels = None
     print(json.dumps(asdict(read(block_table, num_batches, seed))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "twin")
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "reference")

@@ -17,10 +17,10 @@ from hotkv.table import (
     RECORD_WORDS,
     SLOT_ALIGN,
     Words,
-    find_twin,
+    find_reference,
     hash_prefixes,
     hash_words,
-    probe_twin,
+    probe_reference,
 )
 from hotkv_server.core.index import BlockIndex
 from tests.core.support import make_table
@@ -126,9 +126,9 @@ def as_python(name: str, scene: Scene) -> Callable[..., None]:
 
 def probed(how: str, scene: Scene) -> int:
     prefixes = hash_prefixes(BLOCK, 16)
-    if how == "twin":
+    if how == "reference":
         # Before, the row, after: the writer's halves come between them.
-        return int(probe_twin(watched(scene.buckets, scene.step), prefixes, SALT)[0])
+        return int(probe_reference(watched(scene.buckets, scene.step), prefixes, SALT)[0])
     out = np.empty(1, np.uint32)
     with np.errstate(over="ignore"):
         as_python("probe", scene)(scene.buckets, prefixes, np.uint64(SALT), out)
@@ -141,7 +141,7 @@ def found(how: str, scene: Scene) -> tuple[int, Words]:
         np.empty(1, np.uint32),
         np.empty((1, RECORD_WORDS), np.uint32),
     )
-    if how == "twin":
+    if how == "reference":
         # The row is read whole; the writer comes while its records are read, so that they are
         # another block's.
         def step() -> None:
@@ -150,7 +150,7 @@ def found(how: str, scene: Scene) -> tuple[int, Words]:
                 scene.rest()
                 scene.reads = 2
 
-        find_twin(scene.buckets, watched(scene.records, step), words, SALT, 2, 0, out, records)
+        find_reference(scene.buckets, watched(scene.records, step), words, SALT, 2, 0, out, records)
     else:
         with np.errstate(over="ignore"):
             as_python("find", scene)(
@@ -168,7 +168,7 @@ def found(how: str, scene: Scene) -> tuple[int, Words]:
 
 HOWS = [
     pytest.param("kernel", marks=pytest.mark.skipif(not native.available(), reason="needs numba")),
-    "twin",
+    "reference",
 ]
 
 

@@ -118,7 +118,7 @@ def start_reader(path: Path, num_batches: int, seed: int, how: str) -> subproces
         pytest.param(
             "kernel", 3000, marks=pytest.mark.skipif(not native.available(), reason="needs numba")
         ),
-        ("twin", 60),
+        ("reference", 60),
     ],
 )
 def test_a_reader_in_another_process_never_sees_a_torn_value(

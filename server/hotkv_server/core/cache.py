@@ -24,7 +24,6 @@ from hotkv_server.core.arrays import first_occurrences, repeats, rows, without
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.checks import Sums, sealed
-from hotkv_server.core.holds import Holds
 from hotkv_server.core.leases import (
     Lease,
     LeaseBook,
@@ -34,6 +33,7 @@ from hotkv_server.core.leases import (
     read_weight,
     write_weight,
 )
+from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.representations import blocks_first
 from hotkv_server.core.space import MAX_REFRESHED, Space
@@ -74,7 +74,7 @@ class CacheCore:
             block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, **modes
         )
         self.catalog = Catalog(self.space, len(config.tenants))
-        self.holds = Holds(self.space.index, self.space.tenants, config.held_share)
+        self.retention_pins = RetentionPins(self.space.index, self.space.tenants, config.held_share)
         self.client_memory = FairBound(config.client_memory_bytes)
         self.leases = LeaseBook(config.max_leases, Account(self.client_memory))
         self.transfers = TransferBook()
@@ -230,13 +230,13 @@ class CacheCore:
         words = self.space.index.find(
             self._session(session_number).key_space_id, hash_list.group_index, hash_list.hashes
         )
-        self.counters.held_blocks += self.holds.hold(words[table.is_ready(words)], until_s)
+        self.counters.held_blocks += self.retention_pins.hold(words[table.is_ready(words)], until_s)
 
     def _retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
         """Touches ready entries, in chain order, as much and for as long as the retention says."""
         self.space.touch(entries, now_s, retention)
         if retention.pin:
-            self.counters.held_blocks += self.holds.hold(entries, now_s + retention.ttl_s)
+            self.counters.held_blocks += self.retention_pins.hold(entries, now_s + retention.ttl_s)
 
     def acquire(
         self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
@@ -746,7 +746,9 @@ class CacheCore:
         if len(entries):
             self.space.refresh_ancestors(int(entries[0]), now_s)
         if lease.retention.pin:
-            self.counters.held_blocks += self.holds.hold(entries, now_s + lease.retention.ttl_s)
+            self.counters.held_blocks += self.retention_pins.hold(
+                entries, now_s + lease.retention.ttl_s
+            )
         self.counters.stored_blocks += len(entries)
 
     def _publish_representations(
@@ -802,7 +804,7 @@ class CacheCore:
 
         Also pinned ones: what a lease was promised can still be loaded under it, by nobody else.
         """
-        self.holds.let_go(entries)
+        self.retention_pins.let_go(entries)
         self.space.flush(entries)
         self.counters.flushed_blocks += len(entries)
 
@@ -835,10 +837,10 @@ class CacheCore:
                 assert np.all(self.space.index.owners(lease.entries) == lease.number), (
                     "a write lease owns an entry that is not its own"
                 )
-        self.holds.check_invariants()
+        self.retention_pins.check_invariants()
         self.leases.check_invariants()
         self.transfers.check_invariants()
-        np.add.at(pins, self.holds.entries(), 1)
+        np.add.at(pins, self.retention_pins.entries(), 1)
         assert np.array_equal(pins, self.space.index.pins), "pins and read leases disagree"
         assert all(
             unadmitted.get(tenant, 0) == count for tenant, count in self._unadmitted.items()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hotkv import native, table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
-from hotkv_server.core import twins
+from hotkv_server.core import reference
 from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, Run
 
 Entries = NDArray[np.uint32]
@@ -45,7 +45,7 @@ class BlockIndex:
         self._next_unused = 1
         # Untouched pages of it take no memory.
         self._salts = np.zeros((KEY_SPACE_ROWS, MAX_GROUPS + MAX_REPRESENTATIONS), np.uint64)
-        self._kernels = native.load("hotkv_server.core.kernels") or twins
+        self._kernels = native.load("hotkv_server.core.kernels") or reference
 
     def back(self, num_entries: int) -> None:
         """So many entries have memory in the table now; until the first call all have. Not fewer

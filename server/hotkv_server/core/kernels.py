@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that write the block table, and those of index and pool. Import through
-`hotkv.native.load`; `twins` has them in numpy.
+`hotkv.native.load`; `references` has them in numpy.
 
 The server is the table's one writer. `mixed`: 64-bit keys of entries; records and buckets are laid
 out as `hotkv.table` says. An entry number that is free again holds the next such number in its

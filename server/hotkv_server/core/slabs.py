@@ -13,7 +13,7 @@ import numpy as np
 
 from hotkv import native
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import twins
+from hotkv_server.core import reference
 from hotkv_server.core.values import BoolMask, Int64s
 
 _FREE, ABSENT = -1, -2
@@ -177,7 +177,7 @@ class SlabPool:
         # slot counts in its first slab.
         self._owner = np.full(self.num_slabs, _FREE if is_backed else ABSENT, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
-        self._kernels = native.load("hotkv_server.core.kernels") or twins
+        self._kernels = native.load("hotkv_server.core.kernels") or reference
 
     def __repr__(self) -> str:
         lent = ", ".join(f"{s.slot_bytes}B: {s.num_used}/{s.num_slots}" for s in self.stats())

@@ -34,6 +34,6 @@ def condemn(core: CacheCore, entries: Entries) -> None:
     core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])
-    core.holds.let_go(entries[~alone])
+    core.retention_pins.let_go(entries[~alone])
     core.space.flush(entries[~alone])
     core.counters.condemned_blocks += int((~alone).sum())

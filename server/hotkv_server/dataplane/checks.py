@@ -17,7 +17,7 @@ MAX_SUM_THREADS = 8
 PART_BYTES = 32 << 20
 """Less than two of these are read by one thread."""
 TWIN_PART_LINES = 1 << 14
-"""What the twin looks at together: 1 MiB, and some times that while it does."""
+"""What the reference looks at together: 1 MiB, and some times that while it does."""
 _PHASE_STEP = 37
 _SALTS = np.array(
     [(0x2545_F491 * (2 * i + 1) + 0x9E37_79B9 * i * i) & 0xFFFF_FFFF for i in range(16)], np.uint32
@@ -44,7 +44,7 @@ def add_sums(
         raise ValueError(f"checks leave {memory.name} of {memory.num_bytes} bytes")
     kernels = native.load("hotkv_server.dataplane.kernels")
     if kernels is None:
-        add_sums_twin(memory, offsets, num_bytes, shard, strides, sums)
+        add_sums_reference(memory, offsets, num_bytes, shard, strides, sums)
     else:
         offsets, strides = (
             np.ascontiguousarray(offsets, np.int64),
@@ -102,7 +102,7 @@ def _seed(shard: int) -> np.uint64:
     return np.uint64((shard + 1) * _SEED_FACTOR & 0xFFFF_FFFF_FFFF_FFFF)
 
 
-def add_sums_twin(
+def add_sums_reference(
     memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums
 ) -> None:
     """`add_sums` in plain numpy."""

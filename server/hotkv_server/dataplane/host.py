@@ -89,7 +89,7 @@ class HostCopyEngine:
     def _copy(self, plan: Plan, at: int, whole: int, *, streaming: bool) -> None:
         """The share `at` of `whole` equal ones."""
         if self._kernels is None:
-            copy_twin(plan.share(at, at + 1, whole))
+            copy_reference(plan.share(at, at + 1, whole))
         elif isinstance(plan, BlockCopies):
             recipe, part = plan.recipe, plan.part(at, at + 1, whole)
             self._kernels.copy_blocks(
@@ -112,9 +112,9 @@ class HostCopyEngine:
             )
 
 
-def copy_twin(plan: CopyPlan) -> None:
-    """Twin of `kernels.copy_runs`, and of `copy_blocks` for a share of blocks: one memmove a run;
-    ctypes gives the GIL up during each."""
+def copy_reference(plan: CopyPlan) -> None:
+    """Reference of `kernels.copy_runs`, and of `copy_blocks` for a share of blocks: one memmove a
+    run; ctypes gives the GIL up during each."""
     dst, src = (
         (plan.dst_offsets + plan.dst.address).tolist(),
         (plan.src_offsets + plan.src.address).tolist(),

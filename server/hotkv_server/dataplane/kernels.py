@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels of the data plane. Import through `hotkv.native.load`, never at import time. What
-they compute, and the twin: `checks`."""
+they compute, and the reference: `checks`."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.memory import guard
+from hotkv_server.memory import sigbus
 
 HUGE_PAGE_BYTES = 2 << 20
 COLLAPSE_BYTES = 32 << 20
@@ -113,7 +113,7 @@ class FileMapping:
         self._is_cut = False
         self._on_cut = on_cut
         if on_cut is not None:
-            guard.guard(self.address, num_bytes, self._replace)
+            sigbus.guard(self.address, num_bytes, self._replace)
 
     def __repr__(self) -> str:
         return (
@@ -200,7 +200,7 @@ class FileMapping:
         """Unmaps and closes."""
         if self._open:
             self._open = False
-            guard.release(self.address)
+            sigbus.release(self.address)
             _libc.munmap(self.address, self.num_bytes)
             os.close(self.fd)
 

@@ -25,7 +25,7 @@ from hotkv_server.rpc.errors import as_refusal, detail
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.security.handles import check_memory
-from hotkv_server.security.identity import Gate, Peer
+from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.security.tickets import Tickets
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class DescriptorServer:
         path: Path,
         mode: int,
         allowed_uids: frozenset[int],
-        gate: Gate,
+        gate: AccessControl,
         tickets: Tickets,
     ) -> None:
         self._node = node

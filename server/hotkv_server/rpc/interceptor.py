@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from hotkv.errors import HotKVError, Reason
 from hotkv_server.rpc.errors import abort, as_refusal
 from hotkv_server.rpc.guests import ARRIVAL_S, Guests
-from hotkv_server.rpc.pace import Pace
-from hotkv_server.rpc.weight import MAX_PARTS, is_light
+from hotkv_server.rpc.message_limits import MAX_PARTS, is_light
+from hotkv_server.rpc.throttle import Pace
 from hotkv_server.runtime.node import Node
 
 PREFIX = "/hotkv.v1."

@@ -41,13 +41,13 @@ from hotkv_server.rpc.event_service import EventService
 from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.health import HealthService
 from hotkv_server.rpc.interceptor import EdgeInterceptor, Guard
-from hotkv_server.rpc.pace import Pace
 from hotkv_server.rpc.pressure import Pressure, heap_reader
 from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.rpc.sparse_service import MAX_SELECT_STREAMS, SparseService
+from hotkv_server.rpc.throttle import Pace
 from hotkv_server.rpc.tls import Certificates, TlsFiles
 from hotkv_server.runtime.node import MAX_SESSIONS, Node
-from hotkv_server.security.identity import Gate, Peer
+from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.security.tickets import Tickets
 
 MAX_MESSAGE_BYTES = 32 << 20
@@ -119,7 +119,9 @@ class RpcServer:
     """The gRPC side of a node. Not serving until `start`. Raises OSError, UnsafeError or ValueError
     where it can't listen."""
 
-    def __init__(self, node: Node, gate: Gate, tickets: Tickets, endpoints: Endpoints) -> None:
+    def __init__(
+        self, node: Node, gate: AccessControl, tickets: Tickets, endpoints: Endpoints
+    ) -> None:
         self._node = node
         self._gate = gate
         self._tickets = tickets

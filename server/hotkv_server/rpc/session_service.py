@@ -23,11 +23,11 @@ from hotkv_server.core.values import EvictionNotice
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import abort, as_refusal, detail
 from hotkv_server.rpc.guests import Guests
-from hotkv_server.rpc.pace import Pace
+from hotkv_server.rpc.throttle import Pace
 from hotkv_server.runtime.node import NOTICE_BLOCKS, Node
 from hotkv_server.runtime.session import OUTBOX_MESSAGES, UNREAD, LiveSession, Notice
 from hotkv_server.runtime.transfers import TransferEnd
-from hotkv_server.security.identity import Gate, Peer, Tenant
+from hotkv_server.security.identity import AccessControl, Peer, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     def __init__(
         self,
         node: Node,
-        gate: Gate,
+        gate: AccessControl,
         identify: Identify,
         pace: Pace,
         guests: Guests,

@@ -18,7 +18,7 @@ from hotkv_server.rpc import calls, sparse_convert
 from hotkv_server.rpc.errors import abort, answer, as_refusal, detail
 from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.interceptor import Malformed
-from hotkv_server.rpc.pace import Pace
+from hotkv_server.rpc.throttle import Pace
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from hotkv_server.rpc.errors import abort, as_refusal
-from hotkv_server.runtime.feed import Feeds, Measured
+from hotkv_server.runtime.broadcast import Feeds, Measured
 from hotkv_server.runtime.node import Node
 
 Item = TypeVar("Item", bound=Measured)

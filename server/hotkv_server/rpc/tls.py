@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 
-from hotkv_server.security.hygiene import UnsafeError, check_private_key
+from hotkv_server.security.path_checks import UnsafeError, check_private_key
 
 log = logging.getLogger(__name__)
 

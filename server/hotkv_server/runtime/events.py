@@ -18,7 +18,7 @@ from hotkv.keys import MAX_GROUPS, KeySpace
 from hotkv.results import BlockResult
 from hotkv.table import Words
 from hotkv_server.core.values import EvictionNotice, Run
-from hotkv_server.runtime.feed import Feeds
+from hotkv_server.runtime.broadcast import Feeds
 
 ExtraKey = str | bytes | tuple[str, int]
 """An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the

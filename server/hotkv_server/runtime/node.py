@@ -21,24 +21,24 @@ from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout
 from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_server.core import parts
+from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import EvictionNotice, HashList, Run
 from hotkv_server.dataplane.engine import CopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.runtime.broadcast import Feeds
 from hotkv_server.runtime.devices import NO_DEVICES, Devices
 from hotkv_server.runtime.engine_memory import check_handles, open_engine_memory
 from hotkv_server.runtime.events import EventHub, EventPublisher, removed_events
-from hotkv_server.runtime.feed import Feeds
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.in_place import InPlace
 from hotkv_server.runtime.lag import LoopLag
+from hotkv_server.runtime.recovery import UseNotes, state_of
 from hotkv_server.runtime.reports import Report, ReportCounters, WatchedReport
 from hotkv_server.runtime.session import Drain, LiveSession
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.sparse import SparseDecode
-from hotkv_server.runtime.takeover import UseNotes, state_of
 from hotkv_server.runtime.transfers import Transfers
 from hotkv_server.runtime.verify import Verifier
 
@@ -287,7 +287,7 @@ class Node:
             await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
             session.memory = None
         session.release_memory()
-        async for _ in slices(parts.end_leases(self.core, session.record.number)):
+        async for _ in slices(incremental.end_leases(self.core, session.record.number)):
             pass
         self.core.close_session(session.record.number, time.monotonic())
         del self.sessions[session.secret_id]
@@ -398,7 +398,9 @@ class Node:
         loop. Others are served meanwhile."""
         is_first = self.core.leases.get(session.record.engine_id, lease_id) is None
         if is_first and not self.core.config.makes_room and not self.core.draining:
-            async for _ in slices(parts.make_room(self.core, session.record.key_space_id, runs)):
+            async for _ in slices(
+                incremental.make_room(self.core, session.record.key_space_id, runs)
+            ):
                 self._run_effects()
 
     def reserve(
@@ -444,7 +446,7 @@ class Node:
     ) -> Iterator[None]:
         for report in reports:
             for hash_list in report.used_blocks(session.key_space):
-                yield from parts.use(
+                yield from incremental.use(
                     self.core, session.record.number, hash_list, now_s, report.retention
                 )
                 yield
@@ -486,12 +488,12 @@ class Node:
     async def evict(
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
-        """As `parts.evict`; between the parts others are served."""
-        return await self._evicted(parts.evict(self.core, key_space_id, group_index, hashes))
+        """As `incremental.evict`; between the parts others are served."""
+        return await self._evicted(incremental.evict(self.core, key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
-        """As `parts.evict_all`; between the parts others are served."""
-        return await self._evicted(parts.evict_all(self.core, key_space_id))
+        """As `incremental.evict_all`; between the parts others are served."""
+        return await self._evicted(incremental.evict_all(self.core, key_space_id))
 
     async def _evicted(self, evicting: Iterator[tuple[int, int]]) -> tuple[int, int]:
         dropped = kept = 0
@@ -504,11 +506,11 @@ class Node:
         return dropped, kept
 
     async def flush(self, key_space_id: int) -> int:
-        """As `parts.flush`; between the parts others are served. What they store meanwhile may be
-        flushed, too."""
+        """As `incremental.flush`; between the parts others are served. What they store meanwhile
+        may be flushed, too."""
         self._run_effects()
         num_stored, num_blocks = self.core.counters.stored_blocks, 0
-        async for counts, has_more in slices(parts.flush(self.core, key_space_id)):
+        async for counts, has_more in slices(incremental.flush(self.core, key_space_id)):
             num_blocks += sum(counts)
             # What goes is told of before anybody stores it anew.
             is_clear = not has_more and self.core.counters.stored_blocks == num_stored
@@ -537,7 +539,7 @@ class Node:
         while True:
             await asyncio.sleep(TIMER_S)
             self.last_tick_s = time.monotonic()
-            async for _ in slices(parts.expire(self.core, self.last_tick_s)):
+            async for _ in slices(incremental.expire(self.core, self.last_tick_s)):
                 self._run_effects()
             for number in list(
                 itertools.islice(self.core.catalog.outlived(self.last_tick_s), MAX_FORGOTTEN)

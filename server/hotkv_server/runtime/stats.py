@@ -101,8 +101,8 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),
         "draining": float(node.core.draining),
-        "held_bytes": float(node.core.holds.held_bytes),
-        "held_budget_bytes": float(node.core.holds.budget_bytes),
+        "held_bytes": float(node.core.retention_pins.held_bytes),
+        "held_budget_bytes": float(node.core.retention_pins.budget_bytes),
         "events_queued_bytes": float(
             node.events.publisher.queued_bytes if node.events.publisher else 0
         ),

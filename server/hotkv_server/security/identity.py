@@ -81,7 +81,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class AccessControl:
     """All tenants by name; none: the gate is open. `admins`: who may use the admin API over TCP."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)

@@ -29,7 +29,7 @@ class PolicyWorld:
         self.size_of: dict[int, int] = {}
         self.key_of: dict[int, int] = {}
         self.pinned: set[int] = set()
-        self._twin = make_policy(capacity)
+        self._reference = make_policy(capacity)
         self._fresh_keys = itertools.count(1)
         self._gone: list[int] = []
 
@@ -64,13 +64,13 @@ class PolicyWorld:
         """Blocks after these, in chain order, came in."""
         assert now_s >= self.now_s
         self.now_s = now_s
-        for policy in (self.policy, self._twin):
+        for policy in (self.policy, self._reference):
             policy.refresh(_entries(numbers), now_s)
 
     def _tell(self, what: str, numbers: list[int], now_s: float, retention: Retention) -> None:
         assert now_s >= self.now_s
         self.now_s = now_s
-        for policy in (self.policy, self._twin):
+        for policy in (self.policy, self._reference):
             entries, keys = _entries(numbers), self._keys(numbers)
             getattr(policy, what)(entries, keys, now_s, retention)
             assert entries.tolist() == numbers and np.array_equal(keys, self._keys(numbers)), (
@@ -79,7 +79,7 @@ class PolicyWorld:
 
     def leave(self, numbers: list[int], *, evicted: bool = False) -> None:
         """Blocks go."""
-        for policy in (self.policy, self._twin):
+        for policy in (self.policy, self._reference):
             policy.forget(_entries(numbers), self._keys(numbers), evicted=evicted)
         for number in numbers:
             del self.size_of[number]
@@ -96,7 +96,7 @@ class PolicyWorld:
         """Asks for victims of a slot size (0: of any), checks them, and lets them go. Coldest
         first."""
         answers = []
-        for policy in (self.policy, self._twin):
+        for policy in (self.policy, self._reference):
             evictable = functools.partial(self._evictable, slot_bytes)
             answers.append(policy.victims(slot_bytes, count, evictable).tolist())
         victims: list[int] = answers[0]

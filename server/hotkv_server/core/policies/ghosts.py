@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv import native
-from hotkv_server.core.policies import twins
+from hotkv_server.core.policies import reference
 from hotkv_server.core.policies.protocol import Keys
 
 WAYS = 8
@@ -31,7 +31,7 @@ class GhostTable:
         self.values = np.zeros((buckets, WAYS), np.uint64)
         self._ages = np.zeros((buckets, WAYS), np.uint32)
         self._next_age = 1
-        self._kernels = native.load("hotkv_server.core.policies.kernels") or twins
+        self._kernels = native.load("hotkv_server.core.policies.kernels") or reference
 
     def __len__(self) -> int:
         return int((self.tags != 0).sum())

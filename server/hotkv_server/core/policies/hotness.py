@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hotkv import native
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_server.core.policies import twins
+from hotkv_server.core.policies import reference
 from hotkv_server.core.policies.duel import Duel
 from hotkv_server.core.policies.ghosts import GhostTable
 from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
@@ -45,7 +45,7 @@ class Hotness:
         self._num_known = 0
         self._latest = 0
         self.duel = Duel(capacity)
-        self._kernels = native.load("hotkv_server.core.policies.kernels") or twins
+        self._kernels = native.load("hotkv_server.core.policies.kernels") or reference
 
     def __repr__(self) -> str:
         return f"Hotness({self._num_known} entries, {self._ghosts!r}, {self.duel!r})"

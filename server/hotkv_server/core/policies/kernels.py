@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the policies. Import through `hotkv.native.load`; `twins` has the same functions
-in numpy."""
+"""Numba kernels of the policies. Import through `hotkv.native.load`; `references` has the same
+functions in numpy."""
 
 from typing import Any
 

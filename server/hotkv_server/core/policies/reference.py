@@ -1,4 +1,4 @@
-"""Numpy twins of `kernels`: same arguments, same results."""
+"""Numpy references of `kernels`: same arguments, same results."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def use(
     memory: float,
     depth_step: float,
 ) -> None:
-    """Twin of `kernels.use`; no entry is listed twice."""
+    """Reference of `kernels.use`; no entry is listed twice."""
     if weight_log2 == -np.inf:
         entries = entries[used[entries] != 0]
     before = used[entries]
@@ -60,7 +60,7 @@ def heat(
     kept_s: float,
     out: Any,
 ) -> None:
-    """Twin of `kernels.heat`."""
+    """Reference of `kernels.heat`."""
     count = uses[entries].astype(np.float64)
     out[:] = half_life_s * (np.minimum(count, most) + LEAK * count) + recency * tick_s * used[
         entries
@@ -69,7 +69,7 @@ def heat(
 
 
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
-    """Twin of `kernels.leave`; no entry is listed twice."""
+    """Reference of `kernels.leave`; no entry is listed twice."""
     known = states[entries] != 0
     count = int(known.sum())
     gone_keys[:count], gone_states[:count] = keys[known], states[entries[known]]
@@ -80,7 +80,7 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
 def remember(
     tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: int, gone: Any
 ) -> int:
-    """Twin of `kernels.remember`."""
+    """Reference of `kernels.remember`."""
     mixed = spread(keys)
     num_gone = 0
     for i, (bucket, tag) in enumerate(
@@ -96,7 +96,7 @@ def remember(
 
 
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: int, found: Any, out: Any) -> None:
-    """Twin of `kernels.take`; no key is listed twice."""
+    """Reference of `kernels.take`; no key is listed twice."""
     mixed = spread(keys)
     buckets, wanted = _buckets(mixed, len(tags)), _tags(mixed)
     same = (tags[buckets] == wanted[:, None]) & (ages[buckets] >= oldest)
@@ -132,7 +132,7 @@ def observe(
     limit: int,
     now_s: float,
 ) -> None:
-    """Twin of `kernels.observe`."""
+    """Reference of `kernels.observe`."""
     asked = asked | np.uint64(1)
     mixed = spread(asked)
     buckets = _buckets(mixed, len(keys))

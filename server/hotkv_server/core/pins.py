@@ -18,7 +18,7 @@ PART_ENTRIES = 1 << 18
 """Ends that are looked at in one part: in a millisecond or two."""
 
 
-class Holds:
+class RetentionPins:
     """When the hold of each entry ends, float64 by entry number, seconds of `now_s`, 0 for none.
     None ends before `_next_end_s`."""
 

@@ -1,4 +1,4 @@
-"""Numpy twins of `kernels`: same arguments, same results."""
+"""Numpy references of `kernels`: same arguments, same results."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ def _write(buckets: Words, bucket: int, column: int, value: int) -> None:
 
 
 def mixed_keys(records: Words, salts: Mixed, entries: Words, out: Mixed) -> None:
-    """Twin of `kernels.mixed_keys`."""
+    """Reference of `kernels.mixed_keys`."""
     rows = records[entries]
     prefixes = rows[:, 0].astype(np.uint64) | (rows[:, 1].astype(np.uint64) << np.uint64(32))
     out[:] = mix_prefixes(
@@ -52,14 +52,14 @@ def mixed_keys(records: Words, salts: Mixed, entries: Words, out: Mixed) -> None
 def evictable(
     records: Words, pins: Words, entries: Words, size: int, out: NDArray[np.bool_]
 ) -> None:
-    """Twin of `kernels.evictable`."""
+    """Reference of `kernels.evictable`."""
     out[:] = (records[entries, W_GROUP_STATE] >> 16 == STATE_READY) & (pins[entries] == 0)
     if size:
         out &= records[entries, W_SIZE] == size
 
 
 def add_pins(pins: Words, entries: Words, change: int) -> bool:
-    """Twin of `kernels.add_pins`."""
+    """Reference of `kernels.add_pins`."""
     good = change > 0 or bool(np.all(pins[entries] > 0))
     if change > 0:
         np.add.at(pins, entries, np.uint32(change))
@@ -77,7 +77,7 @@ def count_slots(
     change: int,
     emptied: NDArray[np.int64],
 ) -> int:
-    """Twin of `kernels.count_slots`."""
+    """Reference of `kernels.count_slots`."""
     slabs = offsets // slab_bytes
     if np.any(owner[slabs] != slot_bytes):
         return -1
@@ -93,7 +93,7 @@ def count_slots(
 def lie_in(
     offsets: NDArray[np.int64], slab_bytes: int, slabs: NDArray[np.bool_], out: NDArray[np.bool_]
 ) -> None:
-    """Twin of `kernels.lie_in`."""
+    """Reference of `kernels.lie_in`."""
     out[:] = slabs[offsets // slab_bytes]
 
 
@@ -112,7 +112,7 @@ def insert(
     next_unused: int,
     entries: Words,
 ) -> tuple[int, int, int]:
-    """Twin of `kernels.insert`."""
+    """Reference of `kernels.insert`."""
     mixed = mix(hashes, int(salt))
     homes = home_buckets(mixed, len(buckets))
     for i in range(len(entries)):
@@ -156,19 +156,19 @@ def _locate(buckets: Words, home: int, entry: int) -> tuple[int, int, NDArray[np
 
 
 def link(records: Words, entries: Words, first: int) -> None:
-    """Twin of `kernels.link`."""
+    """Reference of `kernels.link`."""
     before = np.concatenate((np.array([first], np.uint32), entries[:-1]))
     records[entries[entries != 0], W_PARENT] = before[: len(entries)][entries != 0]
 
 
 def mark_written(records: Words, entries: Words, mark: int, masks: Words) -> None:
-    """Twin of `kernels.mark_written`."""
+    """Reference of `kernels.mark_written`."""
     records[entries, W_CHECK + 1] |= np.uint32(mark)
     masks[:] = records[entries, W_CHECK + 1]
 
 
 def publish(buckets: Words, records: Words, mixed: Mixed, entries: Words, checks: Mixed) -> int:
-    """Twin of `kernels.publish`."""
+    """Reference of `kernels.publish`."""
     homes = home_buckets(mixed, len(buckets))
     done = 0
     for i, entry in enumerate(entries):
@@ -186,7 +186,7 @@ def publish(buckets: Words, records: Words, mixed: Mixed, entries: Words, checks
 
 
 def unlink(buckets: Words, records: Words, mixed: Mixed, entries: Words, rows: Words) -> int:
-    """Twin of `kernels.unlink`."""
+    """Reference of `kernels.unlink`."""
     homes = home_buckets(mixed, len(buckets))
     done = 0
     for i, entry in enumerate(entries):
@@ -206,7 +206,7 @@ def unlink(buckets: Words, records: Words, mixed: Mixed, entries: Words, rows: W
 
 
 def is_uniform(rows: Words) -> bool:
-    """Twin of `kernels.is_uniform`."""
+    """Reference of `kernels.is_uniform`."""
     owners = rows[:, [W_KEY_SPACE, W_GROUP_STATE, W_SIZE]] & np.array(
         [0xFFFF_FFFF, 0xFFFF, 0xFFFF_FFFF], np.uint32
     )
@@ -214,7 +214,7 @@ def is_uniform(rows: Words) -> bool:
 
 
 def release(records: Words, entries: Words, free_head: int) -> int:
-    """Twin of `kernels.release`."""
+    """Reference of `kernels.release`."""
     if not len(entries):
         return free_head
     records[entries, W_OFFSET] = np.concatenate(([free_head], entries[:-1]))
@@ -222,7 +222,7 @@ def release(records: Words, entries: Words, free_head: int) -> int:
 
 
 def ancestors(records: Words, entry: int, out: Words) -> int:
-    """Twin of `kernels.ancestors`."""
+    """Reference of `kernels.ancestors`."""
     for count in range(len(out)):
         child = records[entry]
         parent = records[child[W_PARENT]]

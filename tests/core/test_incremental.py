@@ -12,7 +12,7 @@ from hypothesis import given
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import parts, space, twins
+from hotkv_server.core import incremental, reference, space
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU, POLICIES
 from hotkv_server.core.policies.queue import ColdQueue, Highest
@@ -34,9 +34,9 @@ MEDDLING = st.lists(
 @pytest.fixture(autouse=True, scope="module")
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "BLOCKS", 3)
-        patch.setattr(parts, "SCANNED_ENTRIES", 11)
-        patch.setattr(parts, "LEASED_BLOCKS", 1)
+        patch.setattr(incremental, "BLOCKS", 3)
+        patch.setattr(incremental, "SCANNED_ENTRIES", 11)
+        patch.setattr(incremental, "LEASED_BLOCKS", 1)
         patch.setattr(space, "PART_ENTRIES", 5)
         patch.setattr(space, "EVICTED", 3)
         patch.setattr(space, "RUNS", 1)
@@ -76,7 +76,7 @@ class Meddler:
         run = [Run(0, words_of(numbers))]
         # As the runtime does: room is made by steps of its own, and the call comes in the same
         # turn.
-        for _ in parts.make_room(self.core, 1, run):
+        for _ in incremental.make_room(self.core, 1, run):
             pass
         (slots,) = self.core.begin_store(
             self.session, name, name, run, 0, 0.0, float(self.num_calls)
@@ -135,7 +135,7 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
     world.turn = 1
     calls = iter(between)
     meddled_with_others = any(what in ("store", "begin", "other") for what, _ in between)
-    for _ in parts.flush(world.core, 1):
+    for _ in incremental.flush(world.core, 1):
         world.core.check_invariants()
         for _, (what, number) in zip(range(num_calls), calls, strict=False):
             world.call(what, number)
@@ -171,7 +171,7 @@ def test_what_goes_before_its_turn_is_left_alone(num_steps: int) -> None:
     world = Meddler(num_slots=12)
     for number in range(12):
         world.end(world.begin([number]))
-    flushing = parts.flush(world.core, 1)
+    flushing = incremental.flush(world.core, 1)
     for _ in range(num_steps):
         next(flushing)
     evict_all(world.core, 1)
@@ -206,12 +206,12 @@ def test_room_made_before_is_the_room_that_a_call_makes(
             session, key_space_id = (world.other, 2) if other else (world.session, 1)
             earlier, name = [Run(0, words_of([number]))], f"{other} {number} {world.num_calls}"
             world.num_calls += 1
-            for _ in parts.make_room(world.core, key_space_id, earlier):
+            for _ in incremental.make_room(world.core, key_space_id, earlier):
                 pass
             world.core.begin_store(session, name, name, earlier, 0, 0.0, float(world.num_calls))
             world.core.end_store(session, name, True, float(world.num_calls))
         world.core.acquire(world.session, "pinned", [HashList(0, words_of(pinned))], 0.0, 1.0)
-        for _ in parts.make_room(world.core, 1, run):
+        for _ in incremental.make_room(world.core, 1, run):
             world.core.check_invariants()
         if not makes_room:
             evicted = world.core.space.evicted_blocks
@@ -236,7 +236,7 @@ def test_whatever_comes_between_there_is_room_in_the_end(
     world.core.take_effects()
     calls = iter([(what, number) for what, number in between if what not in ("begin", "other")])
     run = [Run(group, words_of(list(range(100, 100 + count))))]
-    for _ in parts.make_room(world.core, 1, run):
+    for _ in incremental.make_room(world.core, 1, run):
         world.core.check_invariants()
         for _, (what, number) in zip(range(2), calls, strict=False):
             world.call(what, number)
@@ -271,14 +271,14 @@ def test_what_is_swept_is_not_refilled() -> None:
     assert len(looked_at) > num_looked_at, "a take without a sweep looks for itself"
 
 
-def test_slots_in_slabs_are_found_as_by_the_twin() -> None:
+def test_slots_in_slabs_are_found_as_by_the_reference() -> None:
     kernels = pytest.importorskip("hotkv_server.core.kernels")
     random = np.random.default_rng(0)
     for slab_bytes in (SLOT_ALIGN, 3 * SLOT_ALIGN, 1 << 22, (1 << 22) + SLOT_ALIGN):
         offsets, slabs = random.integers(0, 50 * slab_bytes, 300), random.random(50) < 0.5
         found, expected = np.empty(300, np.bool_), np.empty(300, np.bool_)
         kernels.lie_in(offsets, slab_bytes, slabs, found)
-        twins.lie_in(offsets, slab_bytes, slabs, expected)
+        reference.lie_in(offsets, slab_bytes, slabs, expected)
         assert np.array_equal(found, expected)
 
 
@@ -287,7 +287,7 @@ def test_what_a_run_has_stays_while_room_is_made_for_its_rest() -> None:
     for number in range(8):
         world.end(world.begin([number]))
     run = [Run(0, words_of([0, 1, 2, 20, 21, 22]))]
-    for _ in parts.make_room(world.core, 1, run):
+    for _ in incremental.make_room(world.core, 1, run):
         assert world.found([0, 1, 2]) == [0, 1, 2]
     (results,) = world.core.reserve(world.session, "new", run, 0.0, 50.0).results
     assert results.tolist() == [BlockResult.PRESENT] * 3 + [BlockResult.RESERVED] * 3
@@ -358,7 +358,7 @@ def test_room_for_representations_keeps_their_blocks() -> None:
         0.0,
     )
     core.end_store(session, "t", True, 0.0)
-    for _ in parts.make_room(
+    for _ in incremental.make_room(
         core, 1, [Run(MAX_GROUPS, words_of(range(4))), Run(0, words_of(range(10, 14)))]
     ):
         core.check_invariants()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import holds as holds_module
-from hotkv_server.core.holds import Holds
+from hotkv_server.core import pins as holds_module
 from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import Entries
 from tests.core.support import make_table, words_of
@@ -43,7 +43,7 @@ class HoldsMachine(RuleBasedStateMachine):
         # Others pin too.
         index.pin(self.numbers[: NUM_ENTRIES // 3], 1)
         self.others = index.pins.copy()
-        self.index, self.holds = index, Holds(index, TenantBook({}, budget_bytes), 1.0)
+        self.index, self.holds = index, RetentionPins(index, TenantBook({}, budget_bytes), 1.0)
         self.now_s = 0.0
         self.until_s: dict[int, float] = {}
 

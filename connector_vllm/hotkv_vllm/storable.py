@@ -16,7 +16,7 @@ from hotkv.groups import GroupKind, GroupSpec
 BoolMask = NDArray[np.bool_]
 
 
-class Reach:
+class StorableBlocks:
     """Reachable blocks of one group. `alignment_tokens`: of hits, a multiple of the group's block
     size.
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_server.runtime import feed as feed_module
-from hotkv_server.runtime.feed import Feeds
+from hotkv_server.runtime import broadcast as feed_module
+from hotkv_server.runtime.broadcast import Feeds
 
 
 @dataclass(frozen=True)

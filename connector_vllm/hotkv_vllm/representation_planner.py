@@ -16,7 +16,7 @@ from hotkv_client.types import BlockRun, GroupHashes, LoadRun
 from hotkv_vllm.link import BoolMask, CacheSession
 
 
-class Represented:
+class RepresentationPlanner:
     """The kinds that a session declares, one a group at most."""
 
     def __init__(self, num_groups: int, kinds: Sequence[Representation] = ()) -> None:

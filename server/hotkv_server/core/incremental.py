@@ -28,7 +28,7 @@ SCANNED_ENTRIES = 1 << 17
 
 def expire(core: CacheCore, now_s: float) -> Iterator[None]:
     """Ends leases and holds whose time is up; leases with copies in flight end with the copies."""
-    yield from core.holds.expire(now_s)
+    yield from core.retention_pins.expire(now_s)
     for part in _portions(core.late(now_s)):
         core.counters.expired_leases += _end(core, part)
         yield

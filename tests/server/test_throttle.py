@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from demo.processes import Server, runtime_folder
 from hotkv_client import GroupHashes, _wire, channels
 from hotkv_client.testing import PagedEngine
-from hotkv_server.rpc.pace import BURST_S, MAX_WAIT_S, Pace
+from hotkv_server.rpc.throttle import BURST_S, MAX_WAIT_S, Pace
 from hotkv_server.runtime.session import OUTBOX_MESSAGES
 from tests.server.test_life import wait_until
 
