@@ -44,7 +44,8 @@ CORE = (
     "tests/core/test_verifier.py "
     "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py "
     "tests/core/test_slabs.py tests/core/test_restore.py "
-    "tests/core/test_representations.py tests/core/test_cache.py"
+    "tests/core/test_representations.py tests/core/test_cache.py tests/core/test_catalog.py "
+    "tests/core/test_incremental.py tests/core/test_counters.py"
 )
 POLICY = (
     "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py "

@@ -100,6 +100,15 @@ def test_a_small_job_takes_its_turn_between_large_ones(bench: Bench) -> None:
     assert not bench.ended("large") and not bench.ended("as large") and loaded < ARENA_BYTES // 2
 
 
+@pytest.mark.parametrize("num_jobs", [2, 3, 4])
+def test_jobs_of_equal_size_go_on_together(bench: Bench, num_jobs: int) -> None:
+    names = [f"job {number}" for number in range(num_jobs)]
+    for name in names:
+        bench.engine.submit(bench.ends.job(name, [bench.load()]))
+    bench.until(lambda: any(bench.ended(name) for name in names), running=True)
+    assert sum(m.num_bytes for m in bench.engine.figures().moved) > 0.8 * num_jobs * ARENA_BYTES
+
+
 def test_a_cancelled_job_ends_when_what_was_given_has_passed(bench: Bench) -> None:
     job = bench.ends.job("load", [bench.load()])
     bench.engine.submit(job)
