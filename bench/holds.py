@@ -140,7 +140,7 @@ def operations(
     """All operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all in
     use; it is empty afterwards."""
     holds = RetentionPins(core, session, now_s, new_hashes)
-    core.space.makes_room = False
+    core.space.room.at_insert = False
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)
     _background(holds)

@@ -175,7 +175,7 @@ class CacheModel:
         slots."""
         core, index = self.core, self.core.space.index
         core.check_invariants()
-        assert not core.space.effects, "a call left effects that nobody took"
+        assert not core.space.removal.effects, "a call left effects that nobody took"
         pins = self.pins()
         for ks, group in {key[:2] for key in self.slot_bytes}:
             words = index.find(ks, group, words_of(range(NUM_HASHES)))
@@ -282,9 +282,9 @@ def snapshot(core: CacheCore) -> object:
         repr(sorted(core.sessions.items())),
         repr(core.key_spaces),
         repr(core.counters),
-        repr(space.effects),
+        repr(space.removal.effects),
         (
-            space.evicted_blocks,
+            space.removal.evicted_blocks,
             {t: n for t, n in core._unadmitted.items() if n},
             space.tenants.used.tolist(),
             core.draining,

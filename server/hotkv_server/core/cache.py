@@ -395,7 +395,7 @@ class CacheCore:
             return
         if isinstance(lease, ReadLease):
             self.space.index.pin(lease.entries(), -1)
-            self.space.reap(lease.entries())
+            self.space.removal.reap(lease.entries())
             if not lease.admitted:
                 self._count_unadmitted(lease, -lease.pinned_bytes)
         else:
@@ -407,7 +407,7 @@ class CacheCore:
         if not len(entries):
             return
         self.counters.aborted_blocks += int((~self.space.representations.among(entries)).sum())
-        self.space.drop(entries)
+        self.space.removal.drop(entries)
 
     def late(self, now_s: float) -> list[Lease]:
         """Leases whose time is up and that have not ended."""
@@ -805,13 +805,13 @@ class CacheCore:
         Also pinned ones: what a lease was promised can still be loaded under it, by nobody else.
         """
         self.retention_pins.let_go(entries)
-        self.space.flush(entries)
+        self.space.removal.flush(entries)
         self.counters.flushed_blocks += len(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
         """What must be told since the last call."""
-        effects, self.space.effects = self.space.effects, []
-        self.counters.evicted_blocks = self.space.evicted_blocks
+        effects = self.space.removal.take_effects()
+        self.counters.evicted_blocks = self.space.removal.evicted_blocks
         return effects
 
     def check_invariants(self) -> None:

@@ -56,7 +56,7 @@ def evict(
         entries = entries[
             same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)
         ]
-        dropped = core.space.evict(entries)
+        dropped = core.space.removal.evict(entries)
         yield dropped, len(entries) - dropped
 
 
@@ -69,7 +69,7 @@ def evict_all(core: CacheCore, key_space_id: int) -> Iterator[tuple[int, int]]:
     if key_space_id:
         core.key_space(key_space_id)
     for entries in _ready_blocks(core, key_space_id):
-        dropped = core.space.evict(entries)
+        dropped = core.space.removal.evict(entries)
         yield dropped, len(entries) - dropped
 
 
@@ -153,7 +153,7 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
             has_more = next(making, _END) is not _END
             index.pin(staying, -1)
             # A representation whose block went meanwhile could not go with it.
-            core.space.reap(staying)
+            core.space.removal.reap(staying)
             if not has_more:
                 break
             yield

@@ -99,7 +99,7 @@ def _look(node: Node, number: int, space: KeySpace, group_index: int, hashes: Wo
     return _Found(
         mine,
         core_space.index.find(number, group_index, mine),
-        core_space.was_evicted(number, group_index, mine),
+        core_space.removal.was_evicted(number, group_index, mine),
     )
 
 
