@@ -109,7 +109,7 @@ class RetentionPins:
         runs, lease_id = [Run(0, hashes)], f"store {self._num_stores}"
         self._num_stores += 1
         self.now_s += 0.2
-        key_space_id = self.core.sessions[session].key_space_id
+        key_space_id = self.core.sessions.record(session).key_space_id
         self.parts(f"{name}: room", incremental.make_room(self.core, key_space_id, runs))
         self.once(
             f"{name}: begin",

@@ -204,7 +204,7 @@ class CacheModel:
             for lease in self.leases.values()
         )
         assert len(core.transfers) == len(self.transfers)
-        assert sum(core._unadmitted.values()) == self.unadmitted_bytes()
+        assert sum(core._read_leases._unadmitted.values()) == self.unadmitted_bytes()
 
 
 def reserve_allowed(
@@ -279,16 +279,16 @@ def snapshot(core: CacheCore) -> object:
         values(core.retention_pins),
         repr(leases),
         repr(core.transfers._transfers),
-        repr(sorted(core.sessions.items())),
+        repr(sorted(core.sessions.records.items())),
         repr(core.key_spaces),
         repr(core.counters),
         repr(space.removal.effects),
         (
             space.removal.evicted_blocks,
-            {t: n for t, n in core._unadmitted.items() if n},
+            {t: n for t, n in core._read_leases._unadmitted.items() if n},
             space.tenants.used.tolist(),
             core.draining,
-            core._next_session,
+            core.sessions._next_number,
             core.leases._next_number,
         ),
     )

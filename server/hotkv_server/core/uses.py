@@ -1,0 +1,60 @@
+"""Uses of blocks that are ready: noted for the eviction policy, and pinned if the request asks.
+
+Owns nothing: the policy and the retention pins do.
+"""
+
+from hotkv import table
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core.cache_books import CacheBooks
+from hotkv_server.core.sessions import check_named
+from hotkv_server.core.values import Entries, HashList, SessionRecord
+
+
+class Uses:
+    """Notes uses in the books."""
+
+    def __init__(self, books: CacheBooks) -> None:
+        self._books = books
+
+    def touch(
+        self,
+        session: SessionRecord,
+        groups: list[HashList],
+        now_s: float,
+        retention: Retention = NO_RETENTION,
+    ) -> None:
+        """As `CacheCore.touch`."""
+        books = self._books
+        check_named(
+            books.catalog.record(session.key_space_id),
+            [g.group_index for g in groups],
+            sum(len(g.hashes) for g in groups),
+            books.config.max_blocks_per_call,
+            only_blocks=True,
+        )
+        for g in groups:
+            self.note(self._ready(session, g), retention, now_s)
+
+    def hold(self, session: SessionRecord, hash_list: HashList, until_s: float) -> None:
+        """As `CacheCore.hold`."""
+        self._pin(self._ready(session, hash_list), until_s)
+
+    def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
+        """Touches ready entries, in chain order, and pins them for as long as `retention` asks."""
+        self._books.space.touch(entries, now_s, retention)
+        self.retain(entries, retention, now_s)
+
+    def retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
+        """Pins ready entries for as long as `retention` asks, as far as the budget goes."""
+        if retention.pin:
+            self._pin(entries, now_s + retention.ttl_s)
+
+    def _pin(self, entries: Entries, until_s: float) -> None:
+        self._books.counters.held_blocks += self._books.retention_pins.hold(entries, until_s)
+
+    def _ready(self, session: SessionRecord, hash_list: HashList) -> Entries:
+        """Entries of those blocks that are ready, in the order of their hashes."""
+        words = self._books.space.index.find(
+            session.key_space_id, hash_list.group_index, hash_list.hashes
+        )
+        return words[table.is_ready(words)]
