@@ -14,29 +14,21 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv.table import RESERVED_FLAG, BlockTable, Words
-from hotkv_server.core.bounds import Account, FairBound
-from hotkv_server.core.cache_books import CacheBooks
-from hotkv_server.core.catalog import Catalog
+from hotkv.table import BlockTable
+from hotkv_server.core.cache_books import make_books
 from hotkv_server.core.checks import Sums
-from hotkv_server.core.leases import Lease, LeaseBook, ReadLease, WriteLease
+from hotkv_server.core.leases import Lease, ReadLease, WriteLease
 from hotkv_server.core.loads import Loads
-from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.read_leases import ReadLeases
 from hotkv_server.core.reservations import Reservations
-from hotkv_server.core.sessions import SessionBook, check_named
-from hotkv_server.core.space import Space
 from hotkv_server.core.stores import Stores
-from hotkv_server.core.transfers import TransferBook
 from hotkv_server.core.uses import Uses
 from hotkv_server.core.values import (
     BoolMask,
     CoreConfig,
-    Counters,
     Entries,
     EvictionNotice,
     Grant,
@@ -52,32 +44,20 @@ from hotkv_server.core.values import (
 
 
 class CacheCore:
-    """The cache of one node: makes the books and the parts that act on them. See the module for its
+    """The cache of one node: its books, and the parts that act on them. See the module for its
     rules."""
 
     def __init__(self, config: CoreConfig, block_table: BlockTable, policy: Policy) -> None:
+        books = make_books(config, block_table, policy)
         self.config = config
-        self.counters = Counters()
-        modes = {"is_backed": config.is_backed, "makes_room": config.makes_room}
-        self.space = Space(
-            block_table, config.arena_bytes, config.slab_bytes, policy, config.tenants, **modes
-        )
-        self.catalog = Catalog(self.space, len(config.tenants))
-        self.sessions = SessionBook(self.catalog, self.space.tenants)
-        self.retention_pins = RetentionPins(self.space.index, self.space.tenants, config.held_share)
-        self.client_memory = FairBound(config.client_memory_bytes)
-        self.leases = LeaseBook(config.max_leases, Account(self.client_memory))
-        self.transfers = TransferBook()
-        books = CacheBooks(
-            config,
-            self.counters,
-            self.space,
-            self.catalog,
-            self.sessions,
-            self.leases,
-            self.transfers,
-            self.retention_pins,
-        )
+        self.counters = books.counters
+        self.space = books.space
+        self.catalog = books.catalog
+        self.sessions = books.sessions
+        self.retention_pins = books.retention_pins
+        self.client_memory = books.client_memory
+        self.leases = books.leases
+        self.transfers = books.transfers
         self._read_leases = ReadLeases(books)
         self._uses = Uses(books)
         self._loads = Loads(books, self._read_leases)
@@ -141,30 +121,14 @@ class CacheCore:
         return self.catalog.record(number).key_space
 
     def owner(self, session: SessionRecord) -> str:
-        """The owner that a session's share of common bounds counts for: its tenant, or its engine
-        if no tenants are configured."""
+        """As `SessionBook.owner`."""
         return self.sessions.owner(session)
 
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Which blocks are ready, one mask a list. A hint: nothing is pinned or touched."""
-        check_named(
-            self.catalog.record(key_space_id),
-            [g.group_index for g in groups],
-            sum(len(g.hashes) for g in groups),
-            self.config.max_blocks_per_call,
-        )
-        masks = [
-            table.is_ready(self.space.index.probe(key_space_id, g.group_index, g.hashes))
-            for g in groups
-        ]
-        of_blocks = [
-            mask for g, mask in zip(groups, masks, strict=True) if g.group_index < MAX_GROUPS
-        ]
-        self.counters.lookup_blocks += sum(len(mask) for mask in of_blocks)
-        self.counters.lookup_hit_blocks += sum(int(mask.sum()) for mask in of_blocks)
-        return masks
+        return self._uses.lookup(key_space_id, groups)
 
     def touch(
         self,
@@ -234,10 +198,6 @@ class CacheCore:
         else:
             self._reservations.end(lease)
 
-    def late(self, now_s: float) -> list[Lease]:
-        """Leases whose time is up and that have not ended."""
-        return [lease for lease in self.leases.expired(now_s) if not lease.released]
-
     # Transfers
 
     def begin_load(
@@ -262,8 +222,7 @@ class CacheCore:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> list[SlotRun]:
-        """Starts a store, reserving what no earlier call under the lease has; returns the slots to
-        copy to."""
+        """Starts a store and reserves its blocks; returns the slots to copy to."""
         session = self.sessions.record(session_number)
         return self._stores.begin(
             session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, retention
@@ -287,13 +246,6 @@ class CacheCore:
         return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
 
     # For operators
-
-    def named(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Entries of blocks by their hashes, ready or reserved, each once."""
-        record, most = self.catalog.record(key_space_id), self.config.max_blocks_per_call
-        check_named(record, [group_index], len(hashes), most, only_blocks=True)
-        words = self.space.index.find(key_space_id, group_index, hashes)
-        return np.unique(words[words != 0] & ~RESERVED_FLAG)
 
     def abort(self, lease: WriteLease) -> None:
         """Aborts a write lease: nothing that it reserves ever becomes ready."""

@@ -1,20 +1,42 @@
-"""Uses of blocks that are ready: noted for the eviction policy, and pinned if the request asks.
+"""Lookups and uses of blocks that are ready.
 
-Owns nothing: the policy and the retention pins do.
+Owns nothing: the policy and the retention pins do. Always true: a lookup changes nothing but
+counters; a use counts for the eviction policy, and pins the blocks if the request asks for it.
 """
 
 from hotkv import table
+from hotkv.keys import MAX_GROUPS
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.cache_books import CacheBooks
 from hotkv_server.core.sessions import check_named
-from hotkv_server.core.values import Entries, HashList, SessionRecord
+from hotkv_server.core.values import BoolMask, Entries, HashList, SessionRecord
 
 
 class Uses:
-    """Notes uses in the books."""
+    """Answers lookups, and notes uses in the books."""
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
+
+    def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
+        """As `CacheCore.lookup`."""
+        books = self._books
+        check_named(
+            books.catalog.record(key_space_id),
+            [g.group_index for g in groups],
+            sum(len(g.hashes) for g in groups),
+            books.config.max_blocks_per_call,
+        )
+        masks = [
+            table.is_ready(books.space.index.probe(key_space_id, g.group_index, g.hashes))
+            for g in groups
+        ]
+        of_blocks = [
+            mask for g, mask in zip(groups, masks, strict=True) if g.group_index < MAX_GROUPS
+        ]
+        books.counters.lookup_blocks += sum(len(mask) for mask in of_blocks)
+        books.counters.lookup_hit_blocks += sum(int(mask.sum()) for mask in of_blocks)
+        return masks
 
     def touch(
         self,
