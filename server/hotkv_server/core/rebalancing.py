@@ -30,7 +30,7 @@ class Rebalancer:
 
     def __init__(self, books: Books, removal: Removal) -> None:
         self._books = books
-        self._index = books.index
+        self.index = books.index
         self._pool = books.pool
         self._removal = removal
 
@@ -76,10 +76,10 @@ class Rebalancer:
         """
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
-            return self._index.evictable
+            return self.index.evictable
         found = [np.empty(0, np.uint32)]
         for live in books.walk():
-            mine = self._index.evictable(live)
+            mine = self.index.evictable(live)
             if paying is Payers.OTHERS:
                 mine &= books.owners(live) != taker
             found.append(live[mine])
@@ -87,9 +87,9 @@ class Rebalancer:
         going = np.concatenate(found)
         going = going[np.argsort(books.heat(going), kind="stable")]
         sizes = books.representations.bytes_with(going)
-        allowed = np.zeros(self._index.capacity + 1, np.bool_)
+        allowed = np.zeros(self.index.capacity + 1, np.bool_)
         allowed[going[books.tenants.within(books.owners(going), sizes, taker)]] = True
-        return lambda entries: self._index.evictable(entries) & allowed[entries]
+        return lambda entries: self.index.evictable(entries) & allowed[entries]
 
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo
@@ -106,7 +106,7 @@ class Rebalancer:
                 spans = first + step <= last
                 np.maximum.at(cost, first[spans] + step, heat[spans])
             mine = heat[
-                (self._index.slot_bytes(live) == slot_bytes)
+                (self.index.slot_bytes(live) == slot_bytes)
                 & (heat < np.inf)
                 & ~self._books.representations.linked(live)
             ]
@@ -161,8 +161,8 @@ class Rebalancer:
 
     def _slabs_of(self, entries: Entries) -> tuple[Int64s, Int64s]:
         """The first and last slab in which each entry lies."""
-        first = self._pool.slab_of(self._index.offsets(entries))
-        return first, first + (self._index.slot_bytes(entries) - 1) // self._pool.slab_bytes
+        first = self._pool.slab_of(self.index.offsets(entries))
+        return first, first + (self.index.slot_bytes(entries) - 1) // self._pool.slab_bytes
 
     def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
         """Heat of entries; inf for those that may not go."""

@@ -28,7 +28,7 @@ class Removal:
         self.evicted_blocks = 0
         self.effects: list[EvictionNotice] = []
         self._books = books
-        self._index = books.index
+        self.index = books.index
         self._representations = books.representations
         # A ring: `_next_ghost` is the place of the oldest.
         self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
@@ -50,12 +50,12 @@ class Removal:
 
         Blocks go with a notice, representations without.
         """
-        going = entries[self._index.evictable(entries)]
+        going = entries[self.index.evictable(entries)]
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone])
         # Some of the representations went with their blocks.
         rest = going[alone]
-        rest = rest[self._index.evictable(rest)]
+        rest = rest[self.index.evictable(rest)]
         self._representations.drop(rest)
         return count + len(rest)
 
@@ -65,9 +65,9 @@ class Removal:
         `for_reuse`: as in `SlabPool.free`.
         """
         if len(entries):
-            keys = self._index.mixed(entries)
+            keys = self.index.mixed(entries)
             self._books.policy.forget(entries, keys, evicted=True)
-            parts = self._index.remove(entries, keys)
+            parts = self.index.remove(entries, keys)
             self._give_notice(parts, keys)
             self._books.free_slots(parts, for_reuse=for_reuse)
             self._representations.follow(parts)
@@ -77,38 +77,38 @@ class Removal:
     def flush(self, entries: Entries) -> None:
         """Removes ready blocks, with a notice. Pinned ones keep their slots until they are
         reaped."""
-        keys = self._index.mixed(entries)
-        parts = self._index.parts(self._index.table.records[entries])
+        keys = self.index.mixed(entries)
+        parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys)
         self._books.policy.forget(entries, keys, evicted=False)
-        is_pinned = self._index.pins[entries] > 0
-        self._books.free_slots(self._index.remove(entries[~is_pinned], keys[~is_pinned]))
-        self._index.detach(entries[is_pinned])
+        is_pinned = self.index.pins[entries] > 0
+        self._books.free_slots(self.index.remove(entries[~is_pinned], keys[~is_pinned]))
+        self.index.detach(entries[is_pinned])
         self._representations.follow(parts)
 
     def drop(self, entries: Entries) -> None:
         """Removes entries without a notice: reserved ones that will not be written."""
-        keys = self._index.mixed(entries)
+        keys = self.index.mixed(entries)
         self._books.policy.forget(entries, keys, evicted=False)
-        self._books.free_slots(self._index.remove(entries, keys))
+        self._books.free_slots(self.index.remove(entries, keys))
 
     def reap(self, entries: Entries) -> None:
         """Frees the slots of those entries that are detached and not pinned any more."""
         detached = (
-            self._index.table.records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_DETACHED
+            self.index.table.records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_DETACHED
         )
         if detached.any():
-            gone = np.unique(entries[detached & (self._index.pins[entries] == 0)])
+            gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
             # Copies of few records stay in the processor's cache.
             for start in range(0, len(gone), EVICTED_PER_PART):
                 part = gone[start : start + EVICTED_PER_PART]
-                rows = self._index.table.records[part]
-                self._index.remove_detached(part)
-                self._books.free_slots(self._index.parts(rows))
+                rows = self.index.table.records[part]
+                self.index.remove_detached(part)
+                self._books.free_slots(self.index.parts(rows))
 
     def was_evicted(self, key_space_id: int, group_index: int, hashes: Words) -> BoolMask:
         """Which keys [n] are among the last removed."""
-        keys = self._index.mixed_hashes(key_space_id, group_index, hashes)
+        keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
         if self._sorted_ghosts is None:
             self._sorted_ghosts = np.sort(self._ghosts)
         places = np.minimum(np.searchsorted(self._sorted_ghosts, keys), GHOST_KEYS - 1)
