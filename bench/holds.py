@@ -109,7 +109,7 @@ class RetentionPins:
         runs, lease_id = [Run(0, hashes)], f"store {self._num_stores}"
         self._num_stores += 1
         self.now_s += 0.2
-        key_space_id = self.core.sessions[session].key_space_id
+        key_space_id = self.core.sessions.record(session).key_space_id
         self.parts(f"{name}: room", incremental.make_room(self.core, key_space_id, runs))
         self.once(
             f"{name}: begin",
@@ -140,7 +140,7 @@ def operations(
     """All operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all in
     use; it is empty afterwards."""
     holds = RetentionPins(core, session, now_s, new_hashes)
-    core.space.makes_room = False
+    core.space.room.at_insert = False
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)
     _background(holds)

@@ -175,7 +175,7 @@ class CacheModel:
         slots."""
         core, index = self.core, self.core.space.index
         core.check_invariants()
-        assert not core.space.effects, "a call left effects that nobody took"
+        assert not core.space.removal.effects, "a call left effects that nobody took"
         pins = self.pins()
         for ks, group in {key[:2] for key in self.slot_bytes}:
             words = index.find(ks, group, words_of(range(NUM_HASHES)))
@@ -204,7 +204,7 @@ class CacheModel:
             for lease in self.leases.values()
         )
         assert len(core.transfers) == len(self.transfers)
-        assert sum(core._unadmitted.values()) == self.unadmitted_bytes()
+        assert sum(core._read_leases._unadmitted.values()) == self.unadmitted_bytes()
 
 
 def reserve_allowed(
@@ -279,16 +279,16 @@ def snapshot(core: CacheCore) -> object:
         values(core.retention_pins),
         repr(leases),
         repr(core.transfers._transfers),
-        repr(sorted(core.sessions.items())),
+        repr(sorted(core.sessions.records.items())),
         repr(core.key_spaces),
         repr(core.counters),
-        repr(space.effects),
+        repr(space.removal.effects),
         (
-            space.evicted_blocks,
-            {t: n for t, n in core._unadmitted.items() if n},
+            space.removal.evicted_blocks,
+            {t: n for t, n in core._read_leases._unadmitted.items() if n},
             space.tenants.used.tolist(),
             core.draining,
-            core._next_session,
+            core.sessions._next_number,
             core.leases._next_number,
         ),
     )

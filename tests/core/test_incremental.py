@@ -12,7 +12,15 @@ from hypothesis import given
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import incremental, reference, space
+from hotkv_server.core import (
+    books,
+    incremental,
+    rebalancing,
+    reference,
+    removal,
+    room,
+    slab_choice,
+)
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU, POLICIES
 from hotkv_server.core.policies.queue import ColdQueue, Highest
@@ -37,9 +45,11 @@ def small_parts() -> Iterator[None]:
         patch.setattr(incremental, "BLOCKS", 3)
         patch.setattr(incremental, "SCANNED_ENTRIES", 11)
         patch.setattr(incremental, "LEASED_BLOCKS", 1)
-        patch.setattr(space, "PART_ENTRIES", 5)
-        patch.setattr(space, "EVICTED", 3)
-        patch.setattr(space, "RUNS", 1)
+        for module in (books, rebalancing):
+            patch.setattr(module, "PART_ENTRIES", 5)
+        for module in (removal, rebalancing, room):
+            patch.setattr(module, "EVICTED_PER_PART", 3)
+        patch.setattr(slab_choice, "RUNS_PER_PART", 1)
         yield
 
 
@@ -214,9 +224,11 @@ def test_room_made_before_is_the_room_that_a_call_makes(
         for _ in incremental.make_room(world.core, 1, run):
             world.core.check_invariants()
         if not makes_room:
-            evicted = world.core.space.evicted_blocks
+            evicted = world.core.space.removal.evicted_blocks
         (results,) = world.core.reserve(world.session, "new", run, 0.0, 50.0).results
-        assert makes_room or world.core.space.evicted_blocks == evicted, "room was made by the call"
+        assert makes_room or world.core.space.removal.evicted_blocks == evicted, (
+            "room was made by the call"
+        )
         world.core.check_invariants()
         answers.append(
             (results.tolist(), world.found(list(range(31))), world.found(list(range(31)), 2))

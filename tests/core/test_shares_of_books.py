@@ -17,8 +17,7 @@ from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import read_weight
 from hotkv_server.core.policies import LRU
-from hotkv_server.core.transfers import MAX_TRANSFERS
-from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
+from hotkv_server.core.values import MAX_TRANSFERS, CoreConfig, HashList, Run, TenantShare
 from tests.core.support import evict, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN

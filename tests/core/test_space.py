@@ -50,8 +50,8 @@ class SpaceMachine(RuleBasedStateMachine):
         space = self.space
         states = space.index.states()
         gone = {entry for entry in self.ready if states[entry] == 0}
-        assert sum(len(effect.hashes) for effect in space.effects) == len(gone)
-        space.effects = []
+        assert sum(len(effect.hashes) for effect in space.removal.effects) == len(gone)
+        space.removal.effects = []
         assert not gone & self.pinned, "a pinned block was evicted"
         self.ready -= gone
         return gone
@@ -77,7 +77,7 @@ class SpaceMachine(RuleBasedStateMachine):
         # A number that was evicted may be one of the new ones.
         recycled = fresh & set(before)
         self.ready -= recycled
-        gone = sum(len(effect.hashes) for effect in self.space.effects)
+        gone = sum(len(effect.hashes) for effect in self.space.removal.effects)
         assert len(fresh) <= count - num_awaited
         num_numbers = self.space.index.capacity - len(before) - len(self.reserved)
         assert not gone or count - num_awaited > min(num_available, num_numbers), (
@@ -89,7 +89,7 @@ class SpaceMachine(RuleBasedStateMachine):
         vanished = {entry for entry in self.ready if states[entry] == 0}
         assert len(vanished) + len(recycled) == gone and not (vanished | recycled) & self.pinned
         self.ready -= vanished
-        self.space.effects = []
+        self.space.removal.effects = []
         self.reserved |= fresh
         if publish:
             self.publish(entries)
@@ -114,7 +114,7 @@ class SpaceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         going = self.draw(data, self.reserved)
-        self.space.drop(going)
+        self.space.removal.drop(going)
         self.reserved -= set(going.tolist())
 
     @precondition(lambda self: self.ready)
@@ -143,7 +143,7 @@ class SpaceMachine(RuleBasedStateMachine):
     def evict(self, data: st.DataObject) -> None:
         entries = self.draw(data, self.ready)
         free_to_go = set(entries.tolist()) - self.pinned
-        assert self.space.evict(entries) == len(free_to_go)
+        assert self.space.removal.evict(entries) == len(free_to_go)
         assert self.notices() == free_to_go
 
     @invariant()
@@ -184,8 +184,8 @@ def test_the_last_that_were_evicted_are_remembered(steps: list[tuple[bool, int]]
             if not space.index.find(1, 0, words_of([number]))[0]
         }
         if evicts:
-            space.evict(entries)
+            space.removal.evict(entries)
             gone |= set(range(first, first + count))
         first += count
-        told = space.was_evicted(1, 0, words_of(range(first + 3)))
+        told = space.removal.was_evicted(1, 0, words_of(range(first + 3)))
         assert set(np.flatnonzero(told).tolist()) == gone

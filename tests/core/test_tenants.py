@@ -66,7 +66,7 @@ class TenantMachine(RuleBasedStateMachine):
             self.now_s += 1.0
             self.space.publish(entries, self.now_s)
         else:
-            self.space.drop(entries)
+            self.space.removal.drop(entries)
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
         """Inserts; nobody loses what is guaranteed for a tenant that has no claim to a single slot
@@ -126,7 +126,7 @@ class TenantMachine(RuleBasedStateMachine):
     @invariant()
     def settles(self) -> None:
         self.space.check_invariants()
-        self.space.effects = []
+        self.space.removal.effects = []
 
 
 TestTenantMachine = TenantMachine.TestCase
@@ -141,7 +141,7 @@ def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: i
         )
         space.publish(entries, 1.0 + at)
         taken += len(entries)
-    space.effects = []
+    space.removal.effects = []
     return taken
 
 
@@ -168,7 +168,7 @@ def test_a_bound_is_kept_by_the_own_coldest_blocks() -> None:
     assert fill(space, 1, 24) == 24
     space.touch(space.index.find(1, 0, words_of([1000])), 90.0)
     assert fill(space, 1, 5, SLOT_ALIGN, 24) == 5
-    assert space.tenants.used[0] == 6 * SLAB and space.evicted_blocks == 5
+    assert space.tenants.used[0] == 6 * SLAB and space.removal.evicted_blocks == 5
     there = space.index.find(1, 0, words_of(range(1000, 1007))) != 0
     assert there.tolist() == [True, False, False, False, False, False, True]
     big = space.insert(1, 0, words_of([5000, 5001]), 4 * SLAB, np.zeros(2, np.int64), 1)
@@ -241,7 +241,7 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     space = make_space("lru", {"c": TenantShare(0, 2 * SLAB)})
     assert fill(space, 3, 8) == 8
     assert not len(space.insert(3, 0, words_of([5000]), 3 * SLAB, np.zeros(1, np.int64), 1))
-    assert space.evicted_blocks == 0
+    assert space.removal.evicted_blocks == 0
     tiny = make_space("lru", {"c": TenantShare(0, 1)})
     assert fill(tiny, 3, 2) == 0
 
@@ -270,7 +270,7 @@ def test_bounds_that_shrank_are_kept_from_the_restart_on(burst_blocks: int) -> N
     represent(space, 3, space.index.ready_blocks(3))
     fill(space, 4, 10)
     space.tenants._burst[0] = burst_blocks * SLOT_ALIGN
-    space.keep_bounds()
+    space.room.keep_bounds()
     assert (
         space.tenants.used[0] <= burst_blocks * SLOT_ALIGN
         and len(space.index.ready_blocks(4)) == 10

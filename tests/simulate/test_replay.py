@@ -80,7 +80,7 @@ def test_tiers_stay_consistent(policy: str, requests: Requests, capacity: int, g
         two.serve(hashes, float(now_s))
         for tier in (one.tier, two.first, two.second):
             tier.space.check_invariants()
-            assert not tier.space.effects and not tier.space.index.pins.any()
+            assert not tier.space.removal.effects and not tier.space.index.pins.any()
         held = int(np.count_nonzero(one.tier.find(hashes)))
         assert held == min(len(hashes), capacity)
 

@@ -15,6 +15,7 @@ from hotkv.keys import MAX_GROUPS
 from hotkv.retention import Retention
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import Lease, WriteLease, num_listed
+from hotkv_server.core.sessions import check_named
 from hotkv_server.core.space import MAX_REFRESHED
 from hotkv_server.core.values import Entries, HashList, Run
 
@@ -29,7 +30,7 @@ SCANNED_ENTRIES = 1 << 17
 def expire(core: CacheCore, now_s: float) -> Iterator[None]:
     """Ends leases and holds whose time is up; leases with copies in flight end with the copies."""
     yield from core.retention_pins.expire(now_s)
-    for part in _portions(core.late(now_s)):
+    for part in _portions([lease for lease in core.leases.expired(now_s) if not lease.released]):
         core.counters.expired_leases += _end(core, part)
         yield
 
@@ -46,7 +47,7 @@ def evict(
 ) -> Iterator[tuple[int, int]]:
     """Drops those of the named blocks that are not pinned; (dropped, kept) of each part."""
     index = core.space.index
-    named = core.named(key_space_id, group_index, hashes)
+    named = _named(core, key_space_id, group_index, hashes)
     generations = index.table.records[named, table.W_GENERATION]
     for start in range(0, len(named), BLOCKS):
         entries = named[start : start + BLOCKS]
@@ -56,7 +57,7 @@ def evict(
         entries = entries[
             same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)
         ]
-        dropped = core.space.evict(entries)
+        dropped = core.space.removal.evict(entries)
         yield dropped, len(entries) - dropped
 
 
@@ -69,7 +70,7 @@ def evict_all(core: CacheCore, key_space_id: int) -> Iterator[tuple[int, int]]:
     if key_space_id:
         core.key_space(key_space_id)
     for entries in _ready_blocks(core, key_space_id):
-        dropped = core.space.evict(entries)
+        dropped = core.space.removal.evict(entries)
         yield dropped, len(entries) - dropped
 
 
@@ -153,13 +154,21 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
             has_more = next(making, _END) is not _END
             index.pin(staying, -1)
             # A representation whose block went meanwhile could not go with it.
-            core.space.reap(staying)
+            core.space.removal.reap(staying)
             if not has_more:
                 break
             yield
 
 
 _END = object()
+
+
+def _named(core: CacheCore, key_space_id: int, group_index: int, hashes: table.Words) -> Entries:
+    """Entries of blocks by their hashes, ready or reserved, each once."""
+    record, most = core.catalog.record(key_space_id), core.config.max_blocks_per_call
+    check_named(record, [group_index], len(hashes), most, only_blocks=True)
+    words = core.space.index.find(key_space_id, group_index, hashes)
+    return np.unique(words[words != 0] & ~table.RESERVED_FLAG)
 
 
 def _ready_blocks(core: CacheCore, key_space_id: int) -> Iterator[Entries]:

@@ -4,7 +4,8 @@ Always true: every lease has an owning engine, the session that took it, and an 
 running copies is never settled, however late it is; what a read lease pins is unpinned exactly
 once, what a write lease reserved is published or dropped exactly once. A lease knows which blocks
 it was asked for, so that its id answers for no others. Leases count for their `owner`, by number
-and by `weight` in bytes, see `bounds`. This module keeps the books; `cache.py` acts on them.
+and by `weight` in bytes, see `bounds`. This module keeps the books; `read_leases` and
+`reservations` act on them.
 """
 
 import math
@@ -19,7 +20,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.checks import Sums
-from hotkv_server.core.values import BoolMask, HashList
+from hotkv_server.core.values import BoolMask, CoreConfig, HashList, SessionRecord
 
 LEASE_BYTES = 1024
 LIST_BYTES = 192
@@ -155,6 +156,13 @@ def write_weight(num_blocks: int, num_shards: int) -> int:
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 
+def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
+    """How long a lease lives that was asked for with `ttl_s`, 0 for the default."""
+    if ttl_s < 0:
+        raise HotKVError(Reason.INVALID_FIELD, "ttl_ms is negative; give 0 for the default")
+    return min(ttl_s or config.lease_ttl_s, config.max_lease_ttl_s)
+
+
 class LeaseBook:
     """All live leases, by engine and id, by session, and by number."""
 
@@ -212,6 +220,44 @@ class LeaseBook:
     def get(self, engine_id: str, lease_id: str) -> Lease | None:
         return self._by_key.get((engine_id, lease_id))
 
+    def of_call(self, session: SessionRecord, lease_id: str) -> Lease | None:
+        """The lease that a call joins; None if the id is new. Raises DUPLICATE_ID if the engine
+        uses the id under another key space."""
+        if not lease_id:
+            raise HotKVError(
+                Reason.INVALID_FIELD, "lease_id is empty; choose an id that is unique in the engine"
+            )
+        lease = self.get(session.engine_id, lease_id)
+        if lease is not None and lease.key_space_id != session.key_space_id:
+            raise HotKVError(
+                Reason.DUPLICATE_ID,
+                f"lease_id {lease_id!r} is in use under another key space; choose a new id",
+            )
+        return lease
+
+    def live(self, session: SessionRecord, lease_id: str) -> Lease:
+        """The lease that a call works under. Raises FOREIGN_LEASE or UNKNOWN_LEASE."""
+        lease = self.get(session.engine_id, lease_id)
+        if lease is not None and lease.key_space_id != session.key_space_id:
+            raise HotKVError(
+                Reason.FOREIGN_LEASE,
+                f"lease_id {lease_id!r} belongs to another key space than this session",
+            )
+        if lease is not None and not lease.released:
+            return lease
+        self.check_not_foreign(session, lease_id)
+        raise HotKVError(
+            Reason.UNKNOWN_LEASE,
+            f"lease_id {lease_id!r} is unknown, released or expired; acquire it again",
+        )
+
+    def check_not_foreign(self, session: SessionRecord, lease_id: str) -> None:
+        """Raises FOREIGN_LEASE if another engine has a lease with this id."""
+        if self._num_with_id.get(lease_id, 0) > ((session.engine_id, lease_id) in self._by_key):
+            raise HotKVError(
+                Reason.FOREIGN_LEASE, f"lease_id {lease_id!r} belongs to another engine"
+            )
+
     def renew(self, engine_id: str, lease_id: str, expires_s: float) -> ReadLease | None:
         """The engine's read lease, which expires no earlier than then; None where it has ended."""
         lease = self.get(engine_id, lease_id)
@@ -220,15 +266,19 @@ class LeaseBook:
         lease.expires_s = max(lease.expires_s, expires_s)
         return lease
 
+    def check_count(self, owner: str) -> None:
+        """Raises OVERLOADED unless the owner may have one more lease."""
+        if not self.bound.room(owner):
+            raise HotKVError(
+                Reason.OVERLOADED,
+                f"lease_id: {self.bound.refusal(owner, 'leases')}; release some first",
+            )
+
     def check_room(self, owner: str, field: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have a lease of this weight more."""
+        """Raises OVERLOADED unless the owner may have one more lease of this weight."""
         if weight > self.memory.room(owner):
             refusal = self.memory.refusal(owner, "bytes of lists of leases")
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
-
-    def elsewhere(self, engine_id: str, lease_id: str) -> bool:
-        """True where another engine has a lease with this id."""
-        return self._num_with_id.get(lease_id, 0) > ((engine_id, lease_id) in self._by_key)
 
     def all(self) -> list[Lease]:
         return list(self._by_key.values())

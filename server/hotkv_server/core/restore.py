@@ -75,7 +75,7 @@ def restore(
             size * SLOT_ALIGN, old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         )
     _publish(core, old, came, new_of, last_used_s, now_s, report)
-    core.space.keep_bounds()
+    core.space.room.keep_bounds()
     return report
 
 
@@ -202,7 +202,7 @@ def _publish(
     links = np.minimum(old[kinds, table.W_REPRESENTATION], len(old) - 1)
     good = (links == old[kinds, table.W_REPRESENTATION]) & _linked(core, old, kinds, links, new_of)
     space.representations.publish(new_of[kinds[good]], new_of[links[good]], kind_checks[good])
-    space.drop(new_of[kinds[~good]])
+    space.removal.drop(new_of[kinds[~good]])
     index.unverified[new_of[came]] = True
     index.unverified[new_of[kinds[~good]]] = False
     report.blocks, report.representations = len(blocks), int(good.sum())

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from hotkv.errors import HotKVError, Reason
 from hotkv_server.core.bounds import FairBound
 from hotkv_server.core.leases import Lease, ReadLease, WriteLease
-from hotkv_server.core.values import Entries, Int64s
-
-MAX_TRANSFERS = 1 << 14
+from hotkv_server.core.values import MAX_TRANSFERS, Entries, Int64s
 
 
 @dataclass(slots=True)

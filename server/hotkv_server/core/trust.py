@@ -35,5 +35,5 @@ def condemn(core: CacheCore, entries: Entries) -> None:
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])
     core.retention_pins.let_go(entries[~alone])
-    core.space.flush(entries[~alone])
+    core.space.removal.flush(entries[~alone])
     core.counters.condemned_blocks += int((~alone).sum())

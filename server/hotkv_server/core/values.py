@@ -16,6 +16,8 @@ BoolMask = NDArray[np.bool_]
 KEY_SPACE_ROWS = 1 << 13
 """Rows of arrays by key space. Numbers of key spaces are never given away anew, so the row is the
 number modulo this; no two that are known share one. A power of two."""
+MAX_TRANSFERS = 1 << 14
+"""Most transfers in flight, of all sessions together."""
 MAX_REPRESENTATIONS = 256
 """Most kinds of representations of one key space."""
 
@@ -38,7 +40,7 @@ class CoreConfig:
     arena. `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares by name; a
     tenant that is not named has none of its own and no bound. Times in seconds. `is_backed`: False
     where the arena has no memory yet; `CacheCore.grow` says how far it has. `makes_room`: False
-    where whoever reserves has made room before, see `parts.make_room`.
+    where whoever reserves has made room before, see `incremental.make_room`.
     """
 
     arena_bytes: int

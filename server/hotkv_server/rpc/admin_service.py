@@ -6,15 +6,11 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 import hotkv
 from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc
-from hotkv_server.core.census import PART_ENTRIES
-from hotkv_server.core.values import KEY_SPACE_ROWS
+from hotkv_server.core import inspect
 from hotkv_server.rpc import convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
@@ -22,7 +18,7 @@ from hotkv_server.rpc.explain import explain
 from hotkv_server.rpc.streams import stream
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.reports import WatchedReport
-from hotkv_server.runtime.stats import census, counters, gauges, tier
+from hotkv_server.runtime.stats import census, counters, gauges
 
 STATES = {
     table.STATE_RESERVED: "reserved",
@@ -66,7 +62,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListTiers(
         self, request: admin_pb2.ListTiersRequest, context: Any
     ) -> admin_pb2.ListTiersResponse:
-        host = tier(self._node, await census(self._node))
+        host = inspect.tier(self._node.core, await census(self._node))
         message = admin_pb2.Tier(
             name="host",
             capacity_byte_count=host.capacity_bytes,
@@ -95,16 +91,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListKeySpacesResponse(
             key_spaces=[
                 admin_pb2.KeySpaceInfo(
-                    key_space_id=number,
+                    key_space_id=record.number,
                     fingerprint=record.key_space.fingerprint.hex(),
                     key_space=convert.key_space_message(record.key_space),
-                    block_count=int(counted.blocks[number % KEY_SPACE_ROWS]),
+                    block_count=record.num_blocks,
                     representations=[
                         convert.representation_message(kind) for kind in record.representations
                     ],
-                    representation_count=int(counted.representations[number % KEY_SPACE_ROWS]),
+                    representation_count=record.num_representations,
                 )
-                for number, record in sorted(self._node.core.key_spaces.items())
+                for record in inspect.key_spaces(self._node.core, counted)
             ]
         )
 
@@ -112,9 +108,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ListSessionsRequest, context: Any
     ) -> admin_pb2.ListSessionsResponse:
         now_s = time.monotonic()
-        held: dict[str, int] = {}
-        for lease in self._node.core.leases.all():
-            held[lease.engine_id] = held.get(lease.engine_id, 0) + 1
+        held = inspect.leases_of_engines(self._node.core)
         return admin_pb2.ListSessionsResponse(
             sessions=[
                 admin_pb2.SessionInfo(
@@ -166,62 +160,31 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
         if request.key_space_id:
             self._node.core.key_space(request.key_space_id)
-        entries = await self._listed(start, size + 1, request.key_space_id)
-        # What was found first may have gone since.
-        records = self._node.core.space.index.table.records
-        page = entries[:size][records[entries[:size], table.W_GROUP_STATE] >> np.uint32(16) != 0]
-        now_s = time.monotonic()
-        used_s = self._node.core.space.policy.last_used_s(page)
-        blocks = [
-            self._block(int(entry), max(0.0, now_s - float(used)) if used else 0.0)
-            for entry, used in zip(page, used_s, strict=True)
-        ]
-        return admin_pb2.ListBlocksResponse(
-            blocks=blocks, next_page_token=str(int(entries[size])) if len(entries) > size else ""
-        )
-
-    async def _listed(self, start: int, most: int, key_space_id: int) -> NDArray[np.uint32]:
-        """The first `most` blocks with numbers from `start` on, of one key space unless that is 0.
-        Others are served meanwhile."""
-        index, found = self._node.core.space.index, [np.empty(0, np.uint32)]
-        while start < index.num_numbers and sum(map(len, found)) < most:
-            states = index.states(start, start + PART_ENTRIES)
-            wanted = states != 0
-            if key_space_id:
-                wanted &= (
-                    index.table.records[start : start + len(states), table.W_KEY_SPACE]
-                    == key_space_id
-                )
-            entries = start + np.flatnonzero(wanted).astype(np.uint32)
-            found.append(entries[~self._node.core.space.representations.among(entries)])
-            start += PART_ENTRIES
+        entries: list[int] = []
+        finding = inspect.find_blocks(self._node.core, start, size + 1, request.key_space_id)
+        for entries in finding:  # noqa: B007 - each part has what was found so far
             await asyncio.sleep(0)
-        return np.concatenate(found)[:most]
-
-    def _block(self, entry: int, idle_s: float) -> admin_pb2.Block:
-        index = self._node.core.space.index
-        record = index.table.records[entry]
-        number, group = int(record[table.W_KEY_SPACE]), int(record[table.W_GROUP_STATE] & 0xFFFF)
-        hash_bytes = self._node.core.key_space(number).hash_bytes
-        parent = index.table.records[int(record[table.W_PARENT])]
-        follows = (
-            record[table.W_PARENT]
-            and parent[table.W_GROUP_STATE] >> 16
-            and parent[table.W_DEPTH] + 1 == record[table.W_DEPTH]
+        now_s = time.monotonic()
+        return admin_pb2.ListBlocksResponse(
+            blocks=[self._block(b, now_s) for b in inspect.blocks(self._node.core, entries[:size])],
+            next_page_token=str(entries[size]) if len(entries) > size else "",
         )
+
+    def _block(self, block: inspect.BlockFigures, now_s: float) -> admin_pb2.Block:
+        hash_bytes = self._node.core.key_space(block.key_space_id).hash_bytes
+        idle_s = max(0.0, now_s - block.last_used_s) if block.last_used_s else 0.0
+        parent = block.parent_words
         return admin_pb2.Block(
-            block_hash=convert.unpadded(record[None, :8], hash_bytes),
-            key_space_id=number,
-            group_index=group,
-            state=STATES[int(record[table.W_GROUP_STATE] >> 16)],
-            byte_count=self._node.core.key_space(number).groups[group].slot_bytes,
-            depth=int(record[table.W_DEPTH]),
-            pin_count=int(index.pins[entry]),
+            block_hash=convert.unpadded(block.hash_words[None], hash_bytes),
+            key_space_id=block.key_space_id,
+            group_index=block.group_index,
+            state=STATES[block.state],
+            byte_count=block.slot_bytes,
+            depth=block.depth,
+            pin_count=block.num_pins,
             idle_s=idle_s,
-            representation_byte_count=int(index.slot_bytes(record[table.W_REPRESENTATION]))
-            if record[table.W_REPRESENTATION]
-            else 0,
-            parent_hash=convert.unpadded(parent[None, :8], hash_bytes) if follows else b"",
+            representation_byte_count=block.representation_bytes,
+            parent_hash=b"" if parent is None else convert.unpadded(parent[None], hash_bytes),
         )
 
     async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> admin_pb2.EvictResponse:
@@ -276,9 +239,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         async def call() -> admin_pb2.DrainResponse:
             self._node.drain(convert.seconds("timeout_ms", request.timeout_ms) or DEFAULT_DRAIN_S)
+            live = inspect.counts(self._node.core)
             return admin_pb2.DrainResponse(
-                lease_count=len(self._node.core.leases),
-                transfer_count=len(self._node.core.transfers),
+                lease_count=live.num_leases, transfer_count=live.num_transfers
             )
 
         return await answer(self._node, context, call)

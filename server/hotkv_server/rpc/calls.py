@@ -7,6 +7,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import PREFIX_CLOSED
 from hotkv.keys import MAX_GROUPS
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
+from hotkv_server.core import inspect
 from hotkv_server.rpc import convert, sparse_convert
 from hotkv_server.rpc.errors import rights_log
 from hotkv_server.runtime.in_place import InPlaceGrant
@@ -202,11 +203,14 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
     num_hashes = (
         sum(len(report.hashes) for report in request.requests) // session.key_space.hash_bytes
     )
-    if len(request.requests) > MAX_REPORTS or num_hashes > node.core.config.max_blocks_per_call:
+    if (
+        len(request.requests) > MAX_REPORTS
+        or num_hashes > inspect.limits(node.core).max_blocks_per_call
+    ):
         raise HotKVError(
             Reason.TOO_LARGE,
             f"requests: {len(request.requests)} with {num_hashes} hashes; at most {MAX_REPORTS} "
-            f"with {node.core.config.max_blocks_per_call}"
+            f"with {inspect.limits(node.core).max_blocks_per_call}"
             " are accepted in a message; send several",
         )
     node.touch(
@@ -243,7 +247,7 @@ def create_sequence(
                 "group of FULL_ATTENTION or MLA",
             )
         spec = sparse_convert.select_spec(request.select, session, request.group_index)
-        record = node.core.catalog.record(session.record.key_space_id)
+        record = node.core.key_spaces[session.record.key_space_id]
         if (
             spec.representation_group < MAX_GROUPS
             or record.block_group(spec.representation_group) != request.group_index
@@ -283,7 +287,9 @@ async def delete_sequence(
 ) -> sparse_pb2.DeleteSequenceResponse:
     """Ends a sequence; answers when nothing is selected for it any more."""
     hot_sets = sparse_convert.hot_sets(
-        request.hot_sets, session.key_space.num_shards, 2 * node.core.config.max_blocks_per_call
+        request.hot_sets,
+        session.key_space.num_shards,
+        2 * inspect.limits(node.core).max_blocks_per_call,
     )
     return sparse_pb2.DeleteSequenceResponse(
         deleted=await node.sparse.delete(session, _sequence_id(request.sequence_id), hot_sets)
@@ -292,7 +298,7 @@ async def delete_sequence(
 
 def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSparse) -> None:
     """Notes what an engine's sparse decode did."""
-    used = sparse_convert.used(request.sequences, node.core.config.max_blocks_per_call)
+    used = sparse_convert.used(request.sequences, inspect.limits(node.core).max_blocks_per_call)
     node.sparse.report(session, used, sparse_convert.layer_growth(request.layers))
 
 

@@ -6,7 +6,6 @@ words is done in a thread.
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +15,12 @@ from hotkv.groups import longest_hit, needed_blocks
 from hotkv.keys import KeySpace, token_block_hashes
 from hotkv.table import RESERVED_FLAG, Words
 from hotkv.v1 import admin_pb2
+from hotkv_server.core import inspect
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.node import Node
 
 MAX_BLOCKS = 1 << 16
 """Of one answer, over all key spaces."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Of one group: hash words [n, 8], entry words [n], and which of them are remembered as
-    evicted."""
-
-    hashes: Words
-    words: NDArray[np.uint32]
-    evicted: NDArray[np.bool_]
 
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
@@ -61,9 +51,10 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
                     "shorter prompt"
                 ),
             )
-        found: list[_Found] = []
+        found: list[inspect.PromptBlocks] = []
         for index in range(len(space.groups)):
-            found.append(_look(node, number, space, index, hashes))
+            mine = _of_group(space, index, hashes)
+            found.append(inspect.prompt_blocks(node.core, number, index, mine))
             await asyncio.sleep(0)
         await asyncio.to_thread(
             _explain,
@@ -91,23 +82,17 @@ def _prompt_hashes(space: KeySpace, request: admin_pb2.ExplainRequest) -> Words:
     return convert.hashes("token_ids", b"".join(computed), space.hash_bytes)
 
 
-def _look(node: Node, number: int, space: KeySpace, group_index: int, hashes: Words) -> _Found:
-    """What the cache knows of a prompt's blocks in one group."""
+def _of_group(space: KeySpace, group_index: int, hashes: Words) -> Words:
+    """Hashes of a prompt's blocks in one group: of its last whole hash block each."""
     step = space.groups[group_index].block_tokens // space.hash_block_tokens
-    mine = np.ascontiguousarray(hashes[step - 1 :: step])
-    core_space = node.core.space
-    return _Found(
-        mine,
-        core_space.index.find(number, group_index, mine),
-        core_space.was_evicted(number, group_index, mine),
-    )
+    return np.ascontiguousarray(hashes[step - 1 :: step])
 
 
 def _explain(
     explanation: admin_pb2.KeySpaceExplanation,
     space: KeySpace,
     number: int,
-    found: Sequence[_Found],
+    found: Sequence[inspect.PromptBlocks],
     num_tokens: int,
 ) -> None:
     """Puts all that was found into words. Filled in place: to copy a message of this size would

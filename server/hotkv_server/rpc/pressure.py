@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotkv.errors import HotKVError, Reason
+from hotkv_server.core import inspect
 from hotkv_server.rpc.guests import Guests
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
@@ -88,7 +89,7 @@ class Pressure:
         self._node = node
         self._guests = guests
         self._read_heap = read_heap
-        self._bound_bytes = UNEXPLAINED_BYTES + ENTRY_BYTES * node.core.config.capacity
+        self._bound_bytes = UNEXPLAINED_BYTES + ENTRY_BYTES * inspect.limits(node.core).max_entries
         # Of the process itself: at the start, and what has stayed since.
         self._first_bytes = self._own_bytes = 0
         # Ticks in a row beyond the bound; the least that was seen since all had been ended that
@@ -184,7 +185,7 @@ class Pressure:
             session.memory
             or session.jobs
             or session.num_reads
-            or self._node.core.leases.of_session(session.record.number)
+            or inspect.has_leases(self._node.core, session.record.number)
         )
 
     def _explained_bytes(self) -> int:

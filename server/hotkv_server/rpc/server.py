@@ -33,7 +33,7 @@ from hotkv.v1 import (
     sparse_pb2,
     sparse_pb2_grpc,
 )
-from hotkv_server.core.transfers import MAX_TRANSFERS
+from hotkv_server.core.values import MAX_TRANSFERS
 from hotkv_server.rpc import peers
 from hotkv_server.rpc.admin_service import AdminService
 from hotkv_server.rpc.cache_service import CacheService

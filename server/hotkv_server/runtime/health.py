@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from hotkv import table
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.inspect import story
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,6 @@ BOOKS = ("hotkv_server.core", "hotkv.table")
 """Modules whose assertions are invariants of the cache; others' are mistakes of one call."""
 ENTRY_NAMES = ("entry", "entries", "bad")
 """What the core calls entries of the index."""
-STATES = {
-    table.STATE_RESERVED: "reserved",
-    table.STATE_READY: "ready",
-    table.STATE_DETACHED: "flushed",
-}
 
 
 def _never(now_s: float) -> float:
@@ -182,23 +177,6 @@ def stories(error: BaseException) -> list[str]:
         owner = owner if isinstance(owner, BlockIndex) else getattr(owner, "index", None)
         index = owner if isinstance(owner, BlockIndex) else index
     return [] if index is None else [story(index, entry) for entry in list(found)[:MAX_STORIES]]
-
-
-def story(index: BlockIndex, entry: int) -> str:
-    """One line about an entry of the index as it stands."""
-    if not 0 < entry <= index.capacity:
-        return f"entry={entry} is none of the {index.capacity}"
-    record = index.table.records[entry]
-    state = int(record[table.W_GROUP_STATE]) >> 16
-    return (
-        f"entry={entry} state={STATES.get(state, 'free')} key_space={record[table.W_KEY_SPACE]} "
-        f"group={int(record[table.W_GROUP_STATE]) & 0xFFFF} "
-        f"hash={record[:8].tobytes().hex()[:16]} depth={record[table.W_DEPTH]} "
-        f"slot={record[table.W_OFFSET]} size={record[table.W_SIZE]} "
-        f"generation={record[table.W_GENERATION]} pins={index.pins[entry]} "
-        f"parent={record[table.W_PARENT]} representation={record[table.W_REPRESENTATION]} "
-        f"unverified={bool(index.unverified[entry])}"
-    )
 
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:

@@ -1,55 +1,25 @@
 """Figures of a running node, for metrics and the admin service. Read on the event loop only."""
 
 import asyncio
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
-from hotkv_server.core.census import Census, take
-from hotkv_server.core.slabs import SlabClassStats
+from hotkv_server.core import inspect
+from hotkv_server.core.census import Census
 from hotkv_server.runtime.node import Node
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """One tier, in bytes, blocks and slabs. `capacity_bytes`: as far as it has memory."""
-
-    capacity_bytes: int
-    used_bytes: int
-    pinned_bytes: int
-    representation_bytes: int
-    num_blocks: int
-    num_free_slabs: int
-    slab_bytes: int
-    slab_classes: list[SlabClassStats]
 
 
 async def census(node: Node) -> Census:
     """All that is there; others are served while it is counted."""
-    counting = take(node.core.space)
+    counting = inspect.census(node.core)
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count
         await asyncio.sleep(0)
     return whole
 
 
-def tier(node: Node, counted: Census) -> TierStats:
-    """The host tier."""
-    space = node.core.space
-    pool = space.pool
-    return TierStats(
-        pool.capacity_bytes,
-        space.used_bytes(),
-        counted.pinned_bytes,
-        counted.representation_bytes,
-        counted.num_blocks,
-        pool.num_free_slabs,
-        pool.slab_bytes,
-        pool.stats(),
-    )
-
-
 def counters(node: Node) -> dict[str, float]:
     """Counters by their metric names, without the `hotkv_` prefix."""
-    values = {f"{name}_total": float(value) for name, value in asdict(node.core.counters).items()}
+    values = {f"{name}_total": float(value) for name, value in inspect.counters(node.core).items()}
     values["loaded_bytes_total"] = float(node.transfers.loaded_bytes)
     values["stored_bytes_total"] = float(node.transfers.stored_bytes)
     values["events_lost_by_readers_total"] = float(node.events.feeds.lost_items)
@@ -73,18 +43,18 @@ def counters(node: Node) -> dict[str, float]:
 
 def gauges(node: Node, counted: Census) -> dict[str, float]:
     """Gauges by their metric names, without the `hotkv_` prefix."""
-    host, lag = tier(node, counted), node.lag.read()
-    pool = node.core.space.pool.figures()
+    host, live = inspect.tier(node.core, counted), inspect.counts(node.core)
+    pool, lag = host.pool, node.lag.read()
     return {
         "loop_lag_p50_seconds": lag.p50_s,
         "loop_lag_p99_seconds": lag.p99_s,
         "loop_lag_longest_seconds": lag.longest_s,
         "sessions": float(len(node.sessions)),
-        "leases": float(len(node.core.leases)),
-        "transfers_in_flight": float(len(node.core.transfers)),
+        "leases": float(live.num_leases),
+        "transfers_in_flight": float(live.num_transfers),
         "copy_pieces_queued": float(node.copy_engine.num_queued),
         "arena_capacity_bytes": float(host.capacity_bytes),
-        "arena_full_capacity_bytes": float(node.core.space.pool.num_slabs * host.slab_bytes),
+        "arena_full_capacity_bytes": float(host.full_capacity_bytes),
         "arena_used_bytes": float(host.used_bytes),
         "arena_pinned_bytes": float(host.pinned_bytes),
         "arena_lent_bytes": float(pool.lent_bytes),
@@ -95,14 +65,14 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "arena_imbalance_ratio": pool.imbalance_ratio,
         "representation_bytes": float(host.representation_bytes),
         "ready_blocks": float(host.num_blocks),
-        "unverified_blocks": float(counted.num_unverified),
+        "unverified_blocks": float(host.num_unverified),
         "arena_registered_bytes": float(node.devices.pinned_bytes),
         "device_allocations_open": float(node.devices.num_open),
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),
         "draining": float(node.core.draining),
-        "held_bytes": float(node.core.retention_pins.held_bytes),
-        "held_budget_bytes": float(node.core.retention_pins.budget_bytes),
+        "held_bytes": float(live.held_bytes),
+        "held_budget_bytes": float(live.held_budget_bytes),
         "events_queued_bytes": float(
             node.events.publisher.queued_bytes if node.events.publisher else 0
         ),
@@ -116,5 +86,5 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "notices_queued": float(
             max((s.notices.qsize() for s in node.sessions.values()), default=0)
         ),
-        **{f"eviction_{name}": value for name, value in node.core.space.policy.figures().items()},
+        **{f"eviction_{name}": value for name, value in inspect.policy_figures(node.core).items()},
     }

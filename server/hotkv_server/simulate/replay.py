@@ -90,7 +90,7 @@ class Tier:
 
     def take_evicted(self) -> Words:
         """Hash words [n, 8] of the blocks that went since the last call, coldest first."""
-        notices, self.space.effects = self.space.effects, []
+        notices = self.space.removal.take_effects()
         return (
             np.concatenate([notice.hashes for notice in notices])
             if notices
@@ -109,7 +109,7 @@ class OneTier:
         entries = self.tier.find(hashes)
         prefix = _prefix(entries)
         self.tier.store(hashes, entries, prefix, now_s)
-        self.tier.space.effects.clear()
+        self.tier.space.removal.take_effects()
         return prefix
 
 

@@ -1,0 +1,59 @@
+"""All books of the core in one value: what its calls read and change.
+
+`Uses`, `ReadLeases`, `Loads`, `Reservations` and `Stores` each act on them for one kind of call;
+`CacheCore` checks that they agree.
+"""
+
+from dataclasses import dataclass
+
+from hotkv.table import BlockTable
+from hotkv_server.core.bounds import Account, FairBound
+from hotkv_server.core.catalog import Catalog
+from hotkv_server.core.leases import LeaseBook
+from hotkv_server.core.pins import RetentionPins
+from hotkv_server.core.policies.protocol import Policy
+from hotkv_server.core.sessions import SessionBook
+from hotkv_server.core.space import Space
+from hotkv_server.core.transfers import TransferBook
+from hotkv_server.core.values import CoreConfig, Counters
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBooks:
+    """The books of one node's cache. `client_memory`: bounds what the books of clients take."""
+
+    config: CoreConfig
+    counters: Counters
+    space: Space
+    catalog: Catalog
+    sessions: SessionBook
+    client_memory: FairBound
+    leases: LeaseBook
+    transfers: TransferBook
+    retention_pins: RetentionPins
+
+
+def make_books(config: CoreConfig, block_table: BlockTable, policy: Policy) -> CacheBooks:
+    """Books of a cache that is empty."""
+    space = Space(
+        block_table,
+        config.arena_bytes,
+        config.slab_bytes,
+        policy,
+        config.tenants,
+        is_backed=config.is_backed,
+        makes_room=config.makes_room,
+    )
+    catalog = Catalog(space, len(config.tenants))
+    client_memory = FairBound(config.client_memory_bytes)
+    return CacheBooks(
+        config,
+        Counters(),
+        space,
+        catalog,
+        SessionBook(catalog, space.tenants),
+        client_memory,
+        LeaseBook(config.max_leases, Account(client_memory)),
+        TransferBook(),
+        RetentionPins(space.index, space.tenants, config.held_share),
+    )

@@ -1,0 +1,133 @@
+"""Removing entries: eviction, flush and drop, with the notices that they cause.
+
+Owns the notices that nobody has taken yet, and the keys of what was removed last. Always true: an
+entry that is pinned or reserved is never evicted; every block that is evicted or flushed has its
+notice, and a block that is dropped has none; a pinned block that is flushed cannot be found any
+more and keeps its slot until it is reaped.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import table
+from hotkv.table import Words
+from hotkv_server.core.books import EVICTED_PER_PART, Books
+from hotkv_server.core.index import Keys
+from hotkv_server.core.values import BoolMask, Entries, EvictionNotice
+
+GHOST_KEYS = 1 << 16
+"""Removed keys that are remembered for `explain`."""
+
+
+class Removal:
+    """Removes entries of one tier. `effects`: notices since `take_effects`."""
+
+    def __init__(self, books: Books) -> None:
+        self.evicted_blocks = 0
+        self.effects: list[EvictionNotice] = []
+        self._books = books
+        self.index = books.index
+        self._representations = books.representations
+        # A ring: `_next_ghost` is the place of the oldest.
+        self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
+        self._next_ghost = 0
+        # Made by the first question and kept until the next removal: one call may ask about
+        # thousands of groups.
+        self._sorted_ghosts: NDArray[np.uint64] | None = None
+
+    def __repr__(self) -> str:
+        return f"Removal({self.evicted_blocks} evicted, {len(self.effects)} notices not taken)"
+
+    def take_effects(self) -> list[EvictionNotice]:
+        """Returns the notices since the last call."""
+        effects, self.effects = self.effects, []
+        return effects
+
+    def evict(self, entries: Entries) -> int:
+        """Evicts those entries that are ready and not pinned; returns how many.
+
+        Blocks go with a notice, representations without.
+        """
+        going = entries[self.index.evictable(entries)]
+        alone = self._representations.among(going)
+        count = self.evict_blocks(going[~alone])
+        # Some of the representations went with their blocks.
+        rest = going[alone]
+        rest = rest[self.index.evictable(rest)]
+        self._representations.drop(rest)
+        return count + len(rest)
+
+    def evict_blocks(self, entries: Entries, *, for_reuse: bool = False) -> int:
+        """Evicts blocks that the caller knows to be evictable; returns how many.
+
+        `for_reuse`: as in `SlabPool.free`.
+        """
+        if len(entries):
+            keys = self.index.mixed(entries)
+            self._books.policy.forget(entries, keys, evicted=True)
+            parts = self.index.remove(entries, keys)
+            self._give_notice(parts, keys)
+            self._books.free_slots(parts, for_reuse=for_reuse)
+            self._representations.follow(parts)
+            self.evicted_blocks += len(entries)
+        return len(entries)
+
+    def flush(self, entries: Entries) -> None:
+        """Removes ready blocks, with a notice. Pinned ones keep their slots until they are
+        reaped."""
+        keys = self.index.mixed(entries)
+        parts = self.index.parts(self.index.table.records[entries])
+        self._give_notice(parts, keys)
+        self._books.policy.forget(entries, keys, evicted=False)
+        is_pinned = self.index.pins[entries] > 0
+        self._books.free_slots(self.index.remove(entries[~is_pinned], keys[~is_pinned]))
+        self.index.detach(entries[is_pinned])
+        self._representations.follow(parts)
+
+    def drop(self, entries: Entries) -> None:
+        """Removes entries without a notice: reserved ones that will not be written."""
+        keys = self.index.mixed(entries)
+        self._books.policy.forget(entries, keys, evicted=False)
+        self._books.free_slots(self.index.remove(entries, keys))
+
+    def reap(self, entries: Entries) -> None:
+        """Frees the slots of those entries that are detached and not pinned any more."""
+        detached = (
+            self.index.table.records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_DETACHED
+        )
+        if detached.any():
+            gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
+            # Copies of few records stay in the processor's cache.
+            for start in range(0, len(gone), EVICTED_PER_PART):
+                part = gone[start : start + EVICTED_PER_PART]
+                rows = self.index.table.records[part]
+                self.index.remove_detached(part)
+                self._books.free_slots(self.index.parts(rows))
+
+    def was_evicted(self, key_space_id: int, group_index: int, hashes: Words) -> BoolMask:
+        """Which keys [n] are among the last removed."""
+        keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
+        if self._sorted_ghosts is None:
+            self._sorted_ghosts = np.sort(self._ghosts)
+        places = np.minimum(np.searchsorted(self._sorted_ghosts, keys), GHOST_KEYS - 1)
+        evicted: BoolMask = self._sorted_ghosts[places] == keys
+        return evicted
+
+    def _give_notice(self, parts: Sequence[Words], keys: Keys) -> None:
+        """Adds a notice for each part, records of one key space and group, and remembers the
+        keys."""
+        for rows in parts:
+            key_space_id = int(rows[0, table.W_KEY_SPACE])
+            group_index = int(rows[0, table.W_GROUP_STATE]) & 0xFFFF
+            self.effects.append(
+                EvictionNotice(key_space_id, group_index, np.ascontiguousarray(rows[:, :8]))
+            )
+        last = keys[-GHOST_KEYS:]
+        at = self._next_ghost
+        self._next_ghost = (at + len(last)) % GHOST_KEYS
+        self._sorted_ghosts = None
+        fitting = min(len(last), GHOST_KEYS - at)
+        self._ghosts[at : at + fitting] = last[:fitting]
+        self._ghosts[: len(last) - fitting] = last[fitting:]
