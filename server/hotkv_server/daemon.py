@@ -36,6 +36,7 @@ from hotkv_server.cuda_start import CudaError, CudaPart, look_in_background, ope
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.http_endpoint import HttpServer
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory import left_behind, limits, sigbus
 from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, BusyError, NodeMemory, clear, lock_file
 from hotkv_server.memory.left_behind import write_owner
@@ -44,7 +45,6 @@ from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
 from hotkv_server.runtime.node import STALLED_WORK_S, Node
 from hotkv_server.runtime.recovery import take_over
-from hotkv_server.runtime.verify import Verifier
 from hotkv_server.security.path_checks import UnsafeError, check_files, check_runtime_dir
 from hotkv_server.security.tickets import Tickets
 from hotkv_server.settings import EventSettings, Settings
@@ -375,7 +375,7 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     native.load("hotkv.kernels")
     if settings.integrity.stride:
         # Else the first store would wait for it, for seconds where it is not compiled yet.
-        native.load("hotkv_server.dataplane.kernels")
+        native.load("hotkv_server.integrity.kernels")
     looking = look_in_background(settings.copy_)
     try:
         memory = open_memory(settings, reset=reset)

@@ -23,7 +23,6 @@ from hotkv.table import RESERVED_FLAG, BlockTable, Words
 from hotkv_server.core.arrays import first_occurrences, repeats, rows, without
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
-from hotkv_server.core.checks import Sums, sealed
 from hotkv_server.core.leases import (
     Lease,
     LeaseBook,
@@ -54,6 +53,7 @@ from hotkv_server.core.values import (
     SessionRecord,
     SlotRun,
 )
+from hotkv_server.integrity.check_values import Sums, sealed
 
 ABORTED_MARK = 1 << 31
 """Set in the shard mask of a reserved entry that will not be published."""

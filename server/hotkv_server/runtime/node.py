@@ -26,6 +26,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import EvictionNotice, HashList, Run
 from hotkv_server.dataplane.engine import CopyEngine
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.runtime.broadcast import Feeds
 from hotkv_server.runtime.devices import NO_DEVICES, Devices
@@ -40,7 +41,6 @@ from hotkv_server.runtime.session import Drain, LiveSession
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.transfers import Transfers
-from hotkv_server.runtime.verify import Verifier
 
 log = logging.getLogger(__name__)
 

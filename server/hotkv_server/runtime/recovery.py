@@ -12,9 +12,9 @@ from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.restore import Restored, restore
 from hotkv_server.core.slabs import SlabPool
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import KnownKeySpace, ServerState
-from hotkv_server.runtime.verify import Verifier
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from hotkv_server.core.bounds import Account
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import ReadLease
 from hotkv_server.core.values import BoolMask, HashList
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.session import LiveSession
-from hotkv_server.runtime.verify import Verifier
 from hotkv_server.sparse.figures import Latency, LayerFigures, LayerGrowth
 from hotkv_server.sparse.remembered import HotSets, Recalled, RememberedHotSets
 from hotkv_server.sparse.selection import Selected, SelectRequest, SelectSpec, check_request, select

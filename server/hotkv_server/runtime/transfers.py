@@ -21,18 +21,18 @@ from hotkv.order import DeviceMark
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.bounds import Account
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.checks import Sums
 from hotkv_server.core.values import LoadPositions, Run, SlotRun
-from hotkv_server.dataplane.checks import SumThreads
 from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Region, block_copies
+from hotkv_server.integrity.check_values import Sums
+from hotkv_server.integrity.sums import SumThreads
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.deadline import Deadline
 from hotkv_server.runtime.engine_memory import EngineMemory
 from hotkv_server.runtime.events import EventHub, RunContent, stored_events
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.order import MarkGate
 from hotkv_server.runtime.session import LiveSession
-from hotkv_server.runtime.verify import Verifier
 
 log = logging.getLogger(__name__)
 
