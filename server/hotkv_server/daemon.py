@@ -32,9 +32,9 @@ from hotkv_server.access import check_places, make_access_control, make_endpoint
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig
-from hotkv_server.cuda_start import CudaError, CudaPart, look_in_background, open_part, placer
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part, placer
 from hotkv_server.http_endpoint import HttpServer
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory import left_behind, limits, sigbus

@@ -34,7 +34,7 @@ from prometheus_client.registry import Collector
 
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import Reason
-from hotkv_server.runtime.devices import Devices
+from hotkv_server.device.devices import Devices
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.stats import census, counters, gauges

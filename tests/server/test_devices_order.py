@@ -22,10 +22,10 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory import sigbus
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.runtime.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.runtime.engine_memory import EngineMemory, check_handles, open_engine_memory
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.order import SessionOrder

@@ -26,10 +26,10 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import EvictionNotice, HashList, Run
 from hotkv_server.dataplane.engine import CopyEngine
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.runtime.broadcast import Feeds
-from hotkv_server.runtime.devices import NO_DEVICES, Devices
 from hotkv_server.runtime.engine_memory import check_handles, open_engine_memory
 from hotkv_server.runtime.events import EventHub, EventPublisher, removed_events
 from hotkv_server.runtime.health import Health
