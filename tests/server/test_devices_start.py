@@ -24,7 +24,10 @@ from hotkv_server.device.start import (
     write_calibration,
 )
 from hotkv_server.memory.arena import NodeMemory, clear
-from hotkv_server.settings import CopySettings, Settings, load_settings
+from hotkv_server.settings import Settings, load_settings
+from hotkv_server.settings.copies import CopySettings
+from hotkv_server.startup import StartError
+from hotkv_server.startup.arena import placer
 from hotkv_server.testing.device import FakeRuntime
 from tests.server.devices_support import until
 
@@ -163,9 +166,9 @@ def test_a_device_that_cannot_be_used_is_left_out(memory: NodeMemory, runtime: F
 
 
 def test_a_node_that_is_not_there_is_refused() -> None:
-    with pytest.raises(CudaError, match=r"arena\.numa is 999"):
-        device_start.placer("999")
-    assert device_start.placer("none") is None
+    with pytest.raises(StartError, match=r"arena\.numa is 999"):
+        placer("999")
+    assert placer("none") is None
 
 
 # Calibrations

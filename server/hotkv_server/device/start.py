@@ -9,7 +9,6 @@ engines, the pinned arena, the arena.
 
 import logging
 import os
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,8 @@ from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime
 from hotkv_server.memory import numa
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.pinning import ArenaPinner, refusal
-from hotkv_server.settings import CopySettings, Settings
+from hotkv_server.settings import Settings
+from hotkv_server.settings.copies import CopySettings
 
 log = logging.getLogger(__name__)
 
@@ -80,27 +80,6 @@ def look_in_background(copy: CopySettings) -> "Future[Found]":
     found = thread.submit(look, copy)
     thread.shutdown(wait=False)
     return found
-
-
-def placer(wanted: str) -> Callable[[int, int], None] | None:
-    """Says where the arena's memory is to come from, as `arena.numa` has it. Raises CudaError."""
-    try:
-        placement = numa.choose(wanted)
-    except ValueError as error:
-        raise CudaError(f"arena.numa {error}") from error
-    if placement is None:
-        return None
-
-    def place(address: int, num_bytes: int) -> None:
-        why_not = numa.place(address, num_bytes, placement)
-        if why_not:
-            log.warning(
-                "arena not placed on NUMA nodes=%s: %s", numa.describe(placement.nodes), why_not
-            )
-        else:
-            log.info("arena placed on NUMA nodes=%s", numa.describe(placement.nodes))
-
-    return place
 
 
 @dataclass(slots=True)
