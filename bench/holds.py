@@ -29,8 +29,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.rpc.convert import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_server.runtime.events import removed_events
-from hotkv_server.runtime.node import USE_PARTS
-from hotkv_server.runtime.recovery import UseNotes
+from hotkv_server.runtime.persistence import USE_PARTS, UseNotes
 from hotkv_server.runtime.sparse import REMEMBERED_BYTES
 from hotkv_server.sparse.remembered import RememberedHotSets
 from hotkv_server.startup.cache import MAX_BLOCKS_PER_CALL

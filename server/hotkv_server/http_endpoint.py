@@ -151,8 +151,8 @@ def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
     names = [*map(str, LATENCY_BOUNDS_S), "+Inf"]
     latency.add_metric(
         [],
-        list(zip(names, itertools.accumulate(sparse.latency.counts), strict=True)),
-        sparse.latency.sum_s,
+        list(zip(names, itertools.accumulate(sparse.selections.latency.counts), strict=True)),
+        sparse.selections.latency.sum_s,
     )
     return [*metrics, latency]
 

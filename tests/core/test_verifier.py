@@ -14,7 +14,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity import verifier
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Case, Verifier
-from hotkv_server.runtime.recovery import UseNotes
+from hotkv_server.runtime.persistence import UseNotes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 6, 40
