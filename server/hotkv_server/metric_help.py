@@ -95,7 +95,7 @@ HELP: dict[str, str] = {
     "reported_requests_total": "Requests that engines scheduled.",
     "reported_prompt_tokens_total": "Prompt tokens of those requests.",
     "reported_device_hit_tokens_total": "Prompt tokens that engines had in their own device cache.",
-    "reported_hit_tokens_total": "Prompt tokens that engines did not compute: in their device cache, "
+    "reported_hit_tokens_total": "Prompt tokens that engines did not compute: in the device cache "
     "or loaded from here. Divided by reported_prompt_tokens it is the hit ratio.",
     "request_watchers": "Readers of reported requests, such as `hotkv record`.",
     "watched_requests_lost_total": "Reported requests that a reader missed because it reads too "
