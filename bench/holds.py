@@ -25,15 +25,15 @@ from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.census import take
 from hotkv_server.core.values import HashList, LoadPositions, Run
-from hotkv_server.daemon import MAX_BLOCKS_PER_CALL, SWITCH_INTERVAL_S
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.rpc.convert import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_server.runtime.events import removed_events
-from hotkv_server.runtime.node import USE_PARTS
-from hotkv_server.runtime.recovery import UseNotes
+from hotkv_server.runtime.persistence import USE_PARTS, UseNotes
 from hotkv_server.runtime.sparse import REMEMBERED_BYTES
-from hotkv_server.runtime.verify import Verifier
 from hotkv_server.sparse.remembered import RememberedHotSets
+from hotkv_server.startup.cache import MAX_BLOCKS_PER_CALL
+from hotkv_server.startup.process import SWITCH_INTERVAL_S
 
 FLUSHED_BLOCKS = 1 << 18
 MAX_TENSORS = 4096

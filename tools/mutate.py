@@ -95,15 +95,18 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/core/index.py": f"tests/core/test_index.py {CORE}",
     "server/hotkv_server/core/slabs.py": f"tests/core/test_slabs.py {CORE}",
     "server/hotkv_server/core/restore.py": f"tests/core/test_restore.py {CORE}",
-    "server/hotkv_server/core/checks.py": (
-        f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
-    ),
     "server/hotkv_server/core/": CORE,
     "server/hotkv_server/dataplane/cuda/": CUDA,
-    "server/hotkv_server/dataplane/checks.py": (
+    "server/hotkv_server/integrity/check_values.py": (
+        f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
+    ),
+    "server/hotkv_server/integrity/kernels.py": "tests/core/test_checks.py",
+    "server/hotkv_server/integrity/sums.py": (
         "tests/core/test_checks.py tests/dataplane/test_contract.py"
     ),
-    "server/hotkv_server/dataplane/kernels.py": "tests/core/test_checks.py",
+    "server/hotkv_server/integrity/": (
+        f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
+    ),
     "server/hotkv_server/dataplane/": (
         f"{COPIES} tests/dataplane/test_layouts.py "
         "tests/dataplane/test_gates.py tests/server/test_health.py"

@@ -20,7 +20,7 @@ KERNELS = (
     "hotkv_sparse.kernels",
     "hotkv_server.core.kernels",
     "hotkv_server.core.policies.kernels",
-    "hotkv_server.dataplane.kernels",
+    "hotkv_server.integrity.kernels",
 )
 """All modules with kernels that a server loads."""
 
@@ -102,7 +102,8 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     # gRPC's C code, which looks when it is loaded, would write to stderr what peers say at their
     # leaving, byte by byte.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from hotkv_server.daemon import StartError, serve
+    from hotkv_server.daemon import serve
+    from hotkv_server.startup import StartError
 
     logging.basicConfig(
         level=settings.log_level.upper(),

@@ -1,16 +1,15 @@
 """HTTP for probes and Prometheus: /metrics, /livez, /readyz.
 
 Runs on a thread and an event loop of its own and asks the node's loop for figures, so an answer
-also proves that that one turns. /livez fails where only a restart helps, /readyz also while the
-server drains; both say what it is.
+also proves that the node's loop turns. /livez fails if only a restart helps, /readyz also while the
+server drains; both name the problem.
 
-Always true: who asks is answered, however many connections others hold open. However many ask for
+Always true: a request is answered, however many connections others hold open; however many ask for
 metrics, the node is asked once at a time.
 """
 
 import asyncio
 import contextlib
-import itertools
 import socket
 import threading
 import time
@@ -24,21 +23,9 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
 
-from hotkv.counters import SPARSE_COUNTERS
-from hotkv.errors import Reason
-from hotkv_server.runtime.devices import Devices
+from hotkv_server.metrics import NodeCollector
 from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.sparse import SparseDecode
-from hotkv_server.runtime.stats import census, counters, gauges
-from hotkv_server.sparse.figures import LATENCY_BOUNDS_S
 
 ANSWER_TIMEOUT_S = 2.0
 CONNECTION_S = 10.0
@@ -48,113 +35,6 @@ MAX_CONNECTIONS = 64
 MAX_REQUEST_BYTES = 8192
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 T = TypeVar("T")
-
-
-class _NodeCollector(Collector):
-    """Metrics as they were last read off the node."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._metrics: list[Metric] = []
-
-    async def read(self) -> None:
-        """On the node's loop."""
-        counted = await census(self._node)
-        metrics: list[Metric] = []
-        for name, value in counters(self._node).items():
-            metrics.append(
-                CounterMetricFamily(
-                    f"hotkv_{name}",
-                    name.removesuffix("_total").replace("_", " ") + " since start",
-                    value=value,
-                )
-            )
-        for name, value in gauges(self._node, counted).items():
-            metrics.append(GaugeMetricFamily(f"hotkv_{name}", name.replace("_", " "), value=value))
-        self._metrics = [
-            *metrics,
-            *_sparse_metrics(self._node.sparse),
-            _refusals(self._node),
-            *_device_metrics(self._node.devices),
-        ]
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
-
-    def describe(self) -> list[Metric]:
-        return []
-
-
-def _refusals(node: Node) -> Metric:
-    """How often each reason was given."""
-    family = CounterMetricFamily(
-        "hotkv_refused_by_reason", "refusals by reason, since start", labels=["reason"]
-    )
-    for reason in Reason:
-        family.add_metric([reason.name.lower()], float(node.refusals[reason]))
-    return family
-
-
-def _device_metrics(devices: Devices) -> list[Metric]:
-    """What copy engines of devices have moved, and what waits."""
-    moved = CounterMetricFamily(
-        "hotkv_device_copied_bytes",
-        "bytes that devices have copied since start",
-        labels=["device", "direction", "method"],
-    )
-    pieces = CounterMetricFamily(
-        "hotkv_device_pieces",
-        "pieces of those copies since start",
-        labels=["device", "direction", "method"],
-    )
-    failed = CounterMetricFamily(
-        "hotkv_device_failed_jobs",
-        "copy jobs of a device that failed, since start",
-        labels=["device"],
-    )
-    queued = GaugeMetricFamily(
-        "hotkv_device_pieces_queued", "pieces that wait for a device", labels=["device"]
-    )
-    flying = GaugeMetricFamily(
-        "hotkv_device_pieces_in_flight", "pieces that a device is copying", labels=["device"]
-    )
-    usable = GaugeMetricFamily(
-        "hotkv_device_usable", "1 while a device copies, 0 once it is lost", labels=["device"]
-    )
-    for info, figures in devices.figures():
-        device = str(info.number)
-        for part in figures.moved:
-            labels = [device, part.direction.value, part.method]
-            moved.add_metric(labels, float(part.num_bytes))
-            pieces.add_metric(labels, float(part.num_pieces))
-        failed.add_metric([device], float(figures.num_failed))
-        queued.add_metric([device], float(figures.num_queued))
-        flying.add_metric([device], float(figures.num_in_flight))
-        usable.add_metric([device], float(not figures.problem))
-    return [moved, pieces, failed, queued, flying, usable]
-
-
-def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
-    """What engines have reported per layer, at most MAX_LAYERS of them, and how long selections by
-    the server took."""
-    rows = list(sparse.figures.totals())
-    metrics: list[Metric] = []
-    for place, name in enumerate(SPARSE_COUNTERS):
-        title = f"sparse decode: {name.replace('_', ' ')} of a layer, over all engines since start"
-        family = CounterMetricFamily(f"hotkv_sparse_layer_{name}", title, labels=["layer"])
-        for growth in rows:
-            family.add_metric([str(growth.layer_index)], float(growth.values[place]))
-        metrics.append(family)
-    latency = HistogramMetricFamily(
-        "hotkv_sparse_select_seconds", "selections by the server, from request to answer"
-    )
-    names = [*map(str, LATENCY_BOUNDS_S), "+Inf"]
-    latency.add_metric(
-        [],
-        list(zip(names, itertools.accumulate(sparse.latency.counts), strict=True)),
-        sparse.latency.sum_s,
-    )
-    return [*metrics, latency]
 
 
 async def _probe(node: Node, *, also_draining: bool) -> tuple[int, bytes]:
@@ -241,7 +121,7 @@ class HttpServer:
     def __init__(self, host: str, port: int, node: Node) -> None:
         self._node = node
         self._node_loop = asyncio.get_running_loop()
-        self._collector = _NodeCollector(node)
+        self._collector = NodeCollector(node)
         self._registry = CollectorRegistry()
         self._registry.register(self._collector)
         ProcessCollector(registry=self._registry)

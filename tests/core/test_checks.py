@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_server.core.checks import Evidence, sealed, strides_of
-from hotkv_server.dataplane.checks import (
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.check_values import sealed, strides_of
+from hotkv_server.integrity.evidence import Evidence
+from hotkv_server.integrity.sums import (
     MAX_SUM_THREADS,
     SumThreads,
     add_sums,
     add_sums_reference,
     holds,
 )
-from hotkv_server.dataplane.plan import Region
 
 SLOT = 8192
 ENTRIES = np.arange(4, dtype=np.uint32)
@@ -71,7 +72,7 @@ def test_several_threads_find_what_one_finds(
     one, several = np.zeros(num_slots, np.uint64), np.zeros(num_slots, np.uint64)
     add_sums(region(memory), offsets, SLOT, 0, strides, one)
     threads = SumThreads(num_threads)
-    with mock.patch("hotkv_server.dataplane.checks.PART_BYTES", SLOT):
+    with mock.patch("hotkv_server.integrity.sums.PART_BYTES", SLOT):
         threads.add_sums(region(memory), offsets, SLOT, 0, strides, several)
     threads.close()
     assert one.tolist() == several.tolist()

@@ -23,7 +23,7 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.filling import NOTE, NOTE_MAGIC, RESERVE_BYTES, Filling, read_note
 from hotkv_server.memory.mapping import COLLAPSE_BYTES, FileMapping
 from hotkv_server.memory.pinning import ArenaPinner
-from hotkv_server.runtime.recovery import _bring_in_claimed
+from hotkv_server.runtime.recovery import _prefault_claimed
 from hotkv_server.testing.device import FakeRuntime
 from tests.core.support import make_key_space, make_table, words_of
 
@@ -291,7 +291,7 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
     core.space.pool.claim(SLOT_ALIGN, np.array([11 * slab + SLOT_ALIGN]))
     core.space.pool.claim(2 * slab, np.array([20 * slab]))
     before_bytes = allocated_bytes(memory.arena)
-    _bring_in_claimed(core.space.pool, memory)
+    _prefault_claimed(core.space.pool, memory)
     assert allocated_bytes(memory.arena) == before_bytes + 3 * slab
     memory.remove()
 

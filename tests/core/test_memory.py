@@ -16,6 +16,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, Run
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory import arena as arena_module
 from hotkv_server.memory import mapping as mapping_module
 from hotkv_server.memory.arena import NodeMemory
@@ -28,7 +29,6 @@ from hotkv_server.memory.state import (
     write_state,
 )
 from hotkv_server.runtime.recovery import take_over
-from hotkv_server.runtime.verify import Verifier
 from tests.core.support import make_key_space, words_of
 
 SLAB, ARENA, CAPACITY = 1 << 16, 1 << 20, 64

@@ -13,10 +13,10 @@ from hotkv.keys import Representation
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.checks import strides_of
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import restore
 from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
+from hotkv_server.integrity.check_values import strides_of
 from tests.core.support import evict_all, make_key_space, make_table, taken_over, words_of
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 12, 40

@@ -10,11 +10,11 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, Entries, HashList, LoadPositions, Run
-from hotkv_server.dataplane.checks import add_sums
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.runtime import verify
-from hotkv_server.runtime.recovery import UseNotes
-from hotkv_server.runtime.verify import Case, Verifier
+from hotkv_server.integrity import verifier
+from hotkv_server.integrity.sums import add_sums
+from hotkv_server.integrity.verifier import Case, Verifier
+from hotkv_server.runtime.persistence import UseNotes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 6, 40
@@ -209,8 +209,8 @@ def test_a_pass_of_the_scrubber_sees_every_block_once(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, scanned: int, batch_bytes: int
 ) -> None:
     """However little it looks at in one go, so that millions of entries hold up nobody."""
-    monkeypatch.setattr(verify, "SCANNED_ENTRIES", scanned)
-    monkeypatch.setattr(verify, "BATCH_BYTES", max(batch_bytes, SLOT_ALIGN))
+    monkeypatch.setattr(verifier, "SCANNED_ENTRIES", scanned)
+    monkeypatch.setattr(verifier, "BATCH_BYTES", max(batch_bytes, SLOT_ALIGN))
     arena.verifier._next_entry = 4
     seen: list[int] = []
     for _ in range(2):

@@ -10,7 +10,8 @@ import tomllib
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-from hotkv_server.settings import Settings, TenantSettings, load_settings
+from hotkv_server.settings import Settings, load_settings
+from hotkv_server.settings.security import TenantSettings
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "hotkv.toml"
 EXAMPLES = {"arena.bytes"}

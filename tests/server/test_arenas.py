@@ -17,11 +17,12 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult
 from hotkv_client.testing import PagedEngine
-from hotkv_server import cli, daemon
+from hotkv_server import cli
 from hotkv_server.memory import left_behind, limits
 from hotkv_server.memory.arena import LOCK_FILE, BusyError, NodeMemory, lock_file
 from hotkv_server.memory.left_behind import find
 from hotkv_server.settings import load_settings
+from hotkv_server.startup.arena import warn_of_others
 from tests.server.support import hashes
 from tests.server.test_restart import LAYERS, PAGE_BYTES, store
 
@@ -214,14 +215,14 @@ def test_a_start_says_who_holds_the_memory(
     )
     monkeypatch.setattr(left_behind, "SHARED_MEMORY", folder.path)
     monkeypatch.setattr(limits, "available_bytes", lambda: 500 * MIB)
-    daemon.warn_of_others(settings)
+    warn_of_others(settings)
     assert not caplog.records, "there are none"
     folder.leave("mine")
-    daemon.warn_of_others(settings)
+    warn_of_others(settings)
     assert not caplog.records, "its own is no other's"
     folder.leave("gone")
     held = NodeMemory.open(folder.path / "held", 2 * MIB, 1 << 16, 64, 7)
-    daemon.warn_of_others(settings)
+    warn_of_others(settings)
     (record,) = caplog.records
     said = record.getMessage()
     assert (
@@ -235,6 +236,6 @@ def test_a_start_says_who_holds_the_memory(
         f"{others['gone']} MiB of it"
     ) in said
     monkeypatch.setattr(limits, "available_bytes", lambda: 2 << 30)
-    daemon.warn_of_others(settings)
+    warn_of_others(settings)
     assert len(caplog.records) == 1, "there is enough for all"
     held.remove()

@@ -22,10 +22,10 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory import sigbus
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.runtime.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.runtime.engine_memory import EngineMemory, check_handles, open_engine_memory
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.order import SessionOrder
@@ -257,19 +257,19 @@ def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_pat
         )
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAGE,)),), 16)
         session, allocation = (
-            await node.open_session("e", "worker", space, "test"),
+            await node.sessions.open("e", "worker", space, "test"),
             FakeAllocation(2 * PAGE),
         )
         session.close_link = lambda: None
         registering = asyncio.create_task(
-            node.register_memory(session, _layout(_cuda("k", allocation)))
+            node.sessions.register_memory(session, _layout(_cuda("k", allocation)))
         )
         while not begun.is_set():
             await asyncio.sleep(0.001)
         registering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await registering
-        await node.close_session(session)
+        await node.sessions.close(session)
         go_on.set()
         while not closed:
             await asyncio.sleep(0.001)

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from demo.processes import ROOT, runtime_folder
-from hotkv_server import cuda_start
-from hotkv_server.cuda_start import (
+from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES, Calibration, driver_version
+from hotkv_server.dataplane.cuda.values import Direction, Method
+from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.device import start as device_start
+from hotkv_server.device.runtime import DeviceError
+from hotkv_server.device.start import (
     CudaError,
     Found,
     look,
@@ -19,12 +23,11 @@ from hotkv_server.cuda_start import (
     read_calibration,
     write_calibration,
 )
-from hotkv_server.dataplane.cuda.calibration import PAGE_BYTES, Calibration, driver_version
-from hotkv_server.dataplane.cuda.values import Direction, Method
-from hotkv_server.dataplane.host import HostCopyEngine
-from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory.arena import NodeMemory, clear
-from hotkv_server.settings import CopySettings, Settings, load_settings
+from hotkv_server.settings import Settings, load_settings
+from hotkv_server.settings.copies import CopySettings
+from hotkv_server.startup import StartError
+from hotkv_server.startup.arena import placer
 from hotkv_server.testing.device import FakeRuntime
 from tests.server.devices_support import until
 
@@ -60,28 +63,28 @@ def test_cuda_is_touched_only_where_it_is_wanted_and_a_device_exists(
     def explode() -> Any:
         raise AssertionError("CUDA was touched")
 
-    monkeypatch.setattr(cuda_start, "new_runtime", explode)
-    monkeypatch.setattr(cuda_start, "has_device_node", lambda: False)
+    monkeypatch.setattr(device_start, "new_runtime", explode)
+    monkeypatch.setattr(device_start, "has_device_node", lambda: False)
     assert "copy.cuda = off" in look(CopySettings(cuda="off")).why_none  # type: ignore[call-arg]
     assert "/dev/nvidia0" in look(CopySettings(cuda="auto")).why_none  # type: ignore[call-arg]
 
 
 def test_device_nodes(tmp_path: Path) -> None:
-    assert not cuda_start.has_device_node(tmp_path)
+    assert not device_start.has_device_node(tmp_path)
     (tmp_path / "nvidiactl").touch()
-    assert not cuda_start.has_device_node(tmp_path)
+    assert not device_start.has_device_node(tmp_path)
     (tmp_path / "nvidia3").touch()
-    assert cuda_start.has_device_node(tmp_path)
+    assert device_start.has_device_node(tmp_path)
 
 
 def test_why_there_is_none_comes_from_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> Any:
         raise DeviceError("CuPy is not installed: pip install 'hotkv[cuda12]'")
 
-    monkeypatch.setattr(cuda_start, "new_runtime", absent)
+    monkeypatch.setattr(device_start, "new_runtime", absent)
     assert "hotkv[cuda12]" in look(CopySettings(cuda="on")).why_none  # type: ignore[call-arg]
     monkeypatch.setattr(
-        cuda_start, "new_runtime", lambda: FakeRuntime(num_devices=0, threaded=False)
+        device_start, "new_runtime", lambda: FakeRuntime(num_devices=0, threaded=False)
     )
     assert "sees no device" in look(CopySettings(cuda="on")).why_none  # type: ignore[call-arg]
 
@@ -163,9 +166,9 @@ def test_a_device_that_cannot_be_used_is_left_out(memory: NodeMemory, runtime: F
 
 
 def test_a_node_that_is_not_there_is_refused() -> None:
-    with pytest.raises(CudaError, match=r"arena\.numa is 999"):
-        cuda_start.placer("999")
-    assert cuda_start.placer("none") is None
+    with pytest.raises(StartError, match=r"arena\.numa is 999"):
+        placer("999")
+    assert placer("none") is None
 
 
 # Calibrations
@@ -216,7 +219,7 @@ def test_another_devices_calibration_is_ignored(tmp_path: Path, runtime: FakeRun
 
 
 def test_a_server_that_must_have_devices_says_what_to_do(tmp_path: Path) -> None:
-    if cuda_start.has_device_node():
+    if device_start.has_device_node():
         pytest.skip("this machine has one")
     flags = [
         "--runtime-dir",

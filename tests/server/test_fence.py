@@ -48,11 +48,11 @@ class Place:
         )
 
     async def open(self, fence_fd: int | None) -> LiveSession:
-        session = await self.node.open_session("e", "worker", KEY_SPACE, "test")
+        session = await self.node.sessions.open("e", "worker", KEY_SPACE, "test")
         session.receive("kv", memory_file(4096))
         if fence_fd is not None:
             session.receive(FENCE_HANDLE, fence_fd)
-        await self.node.register_memory(session, LAYOUT)
+        await self.node.sessions.register_memory(session, LAYOUT)
         return session
 
     async def store(self, session: LiveSession, fence_index: int) -> int:
@@ -162,7 +162,7 @@ def test_a_fence_that_is_cut_short_revokes_everything(place: Place, when: str) -
 @pytest.mark.parametrize("num_bytes", [0, 1, FENCE_BYTES - 1])
 def test_a_page_that_is_too_short_is_no_fence(place: Place, num_bytes: int) -> None:
     async def scenario() -> None:
-        session = await place.node.open_session("e", "worker", KEY_SPACE, "test")
+        session = await place.node.sessions.open("e", "worker", KEY_SPACE, "test")
         fd = memory_file(num_bytes)
         with pytest.raises(ValueError, match=str(num_bytes)):
             session.receive(FENCE_HANDLE, fd)
@@ -191,7 +191,7 @@ def test_a_second_descriptor_of_one_name_is_refused(place: Place, handle_id: str
     """The first is what the server would go on reading, while the engine writes into the second."""
 
     async def scenario() -> None:
-        session = await place.node.open_session("e", "worker", KEY_SPACE, "test")
+        session = await place.node.sessions.open("e", "worker", KEY_SPACE, "test")
         session.receive(handle_id, memory_file(FENCE_BYTES))
         with pytest.raises(HotKVError, match=handle_id) as raised:
             session.receive(handle_id, memory_file(FENCE_BYTES))

@@ -171,9 +171,10 @@ def test_a_broken_invariant_is_seen_wherever_it_comes_up(folder: Path, where: st
 @pytest.mark.parametrize(
     ("point", "how", "name"),
     [
-        ("hotkv_server.runtime.verify:Verifier.next_batch", "die", "scrubber has died"),
+        ("hotkv_server.integrity.verifier:Verifier.next_batch", "die", "scrubber has died"),
         ("hotkv_server.dataplane.host:HostCopyEngine._copy", "die", "a copy thread has died"),
         ("hotkv_server.events.publisher:ZmqPublisher._send", "die", "the event publisher has died"),
+        ("hotkv_server.rpc.guests:Guests.end_late", "die", "pressure has died"),
     ],
 )
 def test_what_has_died_is_named(
@@ -314,7 +315,7 @@ class Manager:
 
 def test_systemd_is_told_of_start_work_trouble_and_stop(folder: Path) -> None:
     manager = Manager(folder / "notify")
-    point = "hotkv_server.runtime.verify:Verifier.next_batch"
+    point = "hotkv_server.integrity.verifier:Verifier.next_batch"
     with FaultyServer(
         folder, point, "die", "--drain-timeout-s", "3", environment=manager.environment
     ) as server:

@@ -4,6 +4,7 @@ the lease changes the answer."""
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,10 @@ class Place:
         return self.node.core.space.index.find(1, 0, hash_words(b"".join(HASHES), 32))
 
     async def open(self) -> LiveSession:
-        session = await self.node.open_session("e", "worker", KEY_SPACE, "test")
+        session = await self.node.sessions.open("e", "worker", KEY_SPACE, "test")
         session.receive("kv", os.memfd_create("kv"))
         os.posix_fallocate(session.received_fds["kv"], 0, NUM_BLOCKS * 4096)
-        await self.node.register_memory(session, LAYOUT)
+        await self.node.sessions.register_memory(session, LAYOUT)
         run = Run(0, hash_words(b"".join(HASHES), 32))
         await self.node.transfers.store(session, "s", "s", [run], [np.arange(NUM_BLOCKS)], 5.0)
         self.node.core.space.index.unverified[self.entries] = True
@@ -139,11 +140,15 @@ def test_others_are_served_while_blocks_are_compared(run: Any) -> None:
         waiting = [place.acquire(session, "a"), place.acquire(session, "a")]
         await asyncio.sleep(0.02)
         assert not any(call.done() for call in waiting)
-        other = await place.node.open_session("other", "worker", KEY_SPACE, "test")
-        masks, _ = place.node.acquire(
-            other, "o", [HashList(0, hash_words(b"".join(HASHES), 32))], 5.0
+        other = await place.node.sessions.open("other", "worker", KEY_SPACE, "test")
+        grant = place.node.core.acquire(
+            other.record.number,
+            "o",
+            [HashList(0, hash_words(b"".join(HASHES), 32))],
+            5.0,
+            time.monotonic(),
         )
-        assert masks[0].all(), (
+        assert grant.pinned[0].all(), (
             "without offsets nothing is promised of the bytes: a load compares them"
         )
         place.go.set()
@@ -188,7 +193,7 @@ def test_a_session_that_closes_waits_for_what_reads_the_arena(run: Any) -> None:
         waiting = place.acquire(session, "a")
         await asyncio.sleep(0.02)
         waiting.cancel()
-        closing = asyncio.create_task(place.node.close_session(session))
+        closing = asyncio.create_task(place.node.sessions.close(session))
         await asyncio.sleep(0.02)
         assert not closing.done()
         place.go.set()

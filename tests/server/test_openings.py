@@ -70,7 +70,7 @@ def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> None:
     async def scenario(node: Node) -> None:
         kinds = [(SPACE, ()), (SPACE, ()), (replace(SPACE, model="n"), ()), (SPACE, (KIND,))]
         tasks = [
-            asyncio.create_task(node.open_session("e", "rank", space, "test", kind))
+            asyncio.create_task(node.sessions.open("e", "rank", space, "test", kind))
             for space, kind in kinds
         ]
         await asyncio.sleep(0.05)
@@ -80,7 +80,7 @@ def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> None:
         assert written(tmp_path) == ["m 1", "n 0"] and disk.num_writes <= 2
         assert sorted(s.record.number for s in sessions) == [1, 2, 3, 4]
         # What is known needs no write.
-        await node.open_session("e", "rank", SPACE, "test", (KIND,))
+        await node.sessions.open("e", "rank", SPACE, "test", (KIND,))
         assert disk.num_writes <= 2
         await node.close()
 
@@ -92,13 +92,13 @@ def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(
     tmp_path: Path, disk: Disk
 ) -> None:
     async def scenario(node: Node) -> None:
-        task = asyncio.create_task(node.open_session("e", "rank", SPACE, "test"))
+        task = asyncio.create_task(node.sessions.open("e", "rank", SPACE, "test"))
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.sleep(0.05)
         assert task.cancelled() and not node.sessions and not node.core.sessions
         other = asyncio.create_task(
-            node.open_session("e", "rank", replace(SPACE, model="n"), "test")
+            node.sessions.open("e", "rank", replace(SPACE, model="n"), "test")
         )
         await asyncio.sleep(0.05)
         assert disk.num_writes == 1
@@ -117,9 +117,9 @@ def test_a_write_that_fails_is_tried_again_with_the_next_session(
     async def scenario(node: Node) -> None:
         disk.go.set()
         disk.error = OSError(28, "No space left on device")
-        await node.open_session("e", "rank", SPACE, "test")
+        await node.sessions.open("e", "rank", SPACE, "test")
         disk.error = None
-        await node.open_session("e", "rank", SPACE, "test")
+        await node.sessions.open("e", "rank", SPACE, "test")
         assert written(tmp_path) == ["m 0"]
         await node.close()
 
@@ -138,21 +138,21 @@ def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
         node.core.catalog.max_of_tenant = 2
         spaces = [replace(SPACE, model=name) for name in "mnop"]
         with node.events.feeds.reader() as feed:
-            first = await node.open_session("e", "tool", spaces[0], "test")
+            first = await node.sessions.open("e", "tool", spaces[0], "test")
             node.core.begin_store(
                 first.record.number, "t", "l", [Run(0, words_of(range(3)))], 0, 0.0, 0.0
             )
             node.core.end_store(first.record.number, "t", True, 0.0)
-            await node.close_session(first)
+            await node.sessions.close(first)
             for space in spaces[1:3]:
-                await node.open_session("e", "tool", space, "test")
+                await node.sessions.open("e", "tool", space, "test")
             assert written(tmp_path) == ["n 0", "o 0"]
             assert [known.number for known in read_state(tmp_path / "state.json").key_spaces] == [
                 2,
                 3,
             ]
             with pytest.raises(HotKVError, match="close some"):
-                await node.open_session("e", "tool", spaces[3], "test")
+                await node.sessions.open("e", "tool", spaces[3], "test")
             told = [convert.event(item) for item in (await feed.get(100))[0]]
         assert [(event.key_space_id, event.WhichOneof("body")) for event in told] == [
             (1, "cleared"),
@@ -173,16 +173,16 @@ def test_the_timer_forgets_what_was_left_long_ago(
     async def scenario(node: Node) -> None:
         disk.go.set()
         node.start()
-        session = await node.open_session("e", "tool", SPACE, "test")
+        session = await node.sessions.open("e", "tool", SPACE, "test")
         monkeypatch.setattr(catalog, "FORGET_S", 0.0)
         for _ in range(3):
             await asyncio.sleep(TIMER_S)
         assert list(node.core.key_spaces) == [1], "forgotten in use"
-        await node.close_session(session)
+        await node.sessions.close(session)
         async with asyncio.timeout(20):
             while node.core.key_spaces:
                 await asyncio.sleep(TIMER_S / 4)
-        assert (await node.open_session("e", "tool", SPACE, "test")).record.key_space_id == 2
+        assert (await node.sessions.open("e", "tool", SPACE, "test")).record.key_space_id == 2
         await node.close()
 
     with node_in(tmp_path) as node:

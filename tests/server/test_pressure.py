@@ -22,6 +22,7 @@ from hotkv_server.rpc.pressure import (
     Pressure,
     heap_reader,
 )
+from hotkv_server.runtime.health import Health
 
 MUCH = UNEXPLAINED_BYTES + (1 << 20)
 
@@ -45,7 +46,7 @@ def watching(*sessions: Session) -> Pressure:
     leases = SimpleNamespace(of_session=lambda number: [])
     core = SimpleNamespace(config=SimpleNamespace(capacity=0), leases=leases)
     node: Any = SimpleNamespace(
-        core=core, sessions=dict(enumerate(sessions)), books_bytes=lambda: 0
+        core=core, sessions=list(sessions), books_bytes=lambda: 0, health=Health()
     )
     return Pressure(node, Guests(9), None)
 
@@ -80,8 +81,8 @@ def test_what_stays_is_the_servers_own_and_ends_sessions_once() -> None:
     for _ in range(SILENT_TICK):
         watch.judge(MUCH)
     assert first.why
-    watch._node.sessions.clear()
-    again = watch._node.sessions[2] = Session(2, 9, has_memory=True)  # type: ignore[assignment]
+    again = Session(2, 9, has_memory=True)
+    watch._node.sessions[:] = [again]  # type: ignore[index]
     for _ in range(PATIENCE_TICKS):
         assert not watch._own_bytes
         watch.judge(MUCH)
@@ -100,7 +101,8 @@ def test_what_grows_on_is_ended_on(steps: list[int]) -> None:
     watch = watching()
     level = MUCH
     for step in steps:
-        watch._node.sessions[1] = session = Session(1, 9, has_memory=True)  # type: ignore[assignment]
+        session = Session(1, 9, has_memory=True)
+        watch._node.sessions[:] = [session]  # type: ignore[index]
         for _ in range(SILENT_TICK):
             watch.judge(level)
         assert session.why

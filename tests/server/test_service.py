@@ -193,7 +193,7 @@ def test_the_client_is_light() -> None:
 
 
 def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
-    from hotkv_server.daemon import has_own_pages, unused_library_pages
+    from hotkv_server.startup.process import has_own_pages, unused_library_pages
 
     maps = """7f0000000000-7f0000001000 r-xp 00000000 fe:00 1   /x/libllvmlite.so
 7f0000001000-7f0000002000 r--p 00001000 fe:00 1   /x/libllvmlite.so

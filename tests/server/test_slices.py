@@ -44,7 +44,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
             memory,
             None,
         )  # type: ignore[arg-type]
-        session = (await node.open_session("engine", "rank", KEY_SPACE, "test")).record.number
+        session = (await node.sessions.open("engine", "rank", KEY_SPACE, "test")).record.number
         turns, seen = 0, set[int]()
 
         def found(number: int) -> bool:
@@ -73,7 +73,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
             for number in range(NUM_BLOCKS):
                 store(number)
             meddling = asyncio.create_task(meddle())
-            assert await node.flush(1) >= NUM_BLOCKS
+            assert await node.removals.flush(1) >= NUM_BLOCKS
             left = {number for number in range(NUM_BLOCKS) if found(number)}
             meddling.cancel()
             items, lost = await feed.get(1000)

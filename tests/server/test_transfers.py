@@ -279,7 +279,7 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
     from hotkv_server.core.values import CoreConfig, Run
     from hotkv_server.dataplane.host import HostCopyEngine
     from hotkv_server.memory.arena import NodeMemory
-    from hotkv_server.runtime import transfers as transfers_module
+    from hotkv_server.runtime import transfer as transfer_module
     from hotkv_server.runtime.node import Node
 
     async def scenario() -> None:
@@ -289,16 +289,16 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
             CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, copies
         )
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
-        session = await node.open_session("e", "worker", space, "test")
+        session = await node.sessions.open("e", "worker", space, "test")
         session.receive("kv", os.memfd_create("kv"))
         os.posix_fallocate(session.received_fds["kv"], 0, 4096)
-        await node.register_memory(
+        await node.sessions.register_memory(
             session,
             Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)),
         )
         run, block_ids = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
         with monkeypatch.context() as patch:
-            patch.setattr(transfers_module, "block_copies", lambda *_, **__: 1 / 0)
+            patch.setattr(transfer_module, "block_copies", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 node.transfers.store(session, "t", "l", [run], block_ids, 5.0)
         node.core.check_invariants()
@@ -340,10 +340,10 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(
             copies,
         )
         space = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
-        session = await node.open_session("e", "worker", space, "test")
+        session = await node.sessions.open("e", "worker", space, "test")
         session.receive("kv", os.memfd_create("kv"))
         os.posix_fallocate(session.received_fds["kv"], 0, 4096)
-        await node.register_memory(
+        await node.sessions.register_memory(
             session,
             Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)),
         )
@@ -351,12 +351,12 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(
         assert (await node.transfers.store(session, "t", "l", [Run(0, block)], zeros, 5.0)).results[
             0
         ].tolist() == [BlockResult.STORED]
-        node.acquire(session, "r", [HashList(0, block)], 60.0)
+        node.core.acquire(session.record.number, "r", [HashList(0, block)], 60.0, time.monotonic())
         node.core.space.index.unverified[:] = True
         if not good:
             monkeypatch.setattr(node.verifier, "judge", lambda cases: 1 / 0)
         load = node.transfers.load(session, "u", "r", [LoadPositions(0, zeros[0])], zeros, 5.0)
-        await node.close_session(session)
+        await node.sessions.close(session)
         end = await load
         assert (
             end.outcome is (Outcome.CANCELLED if good else Outcome.FAILED)

@@ -18,7 +18,6 @@ from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable
 from hotkv_server.core.cache_books import make_books
-from hotkv_server.core.checks import Sums
 from hotkv_server.core.leases import Lease, ReadLease, WriteLease
 from hotkv_server.core.loads import Loads
 from hotkv_server.core.policies.protocol import Policy
@@ -41,6 +40,7 @@ from hotkv_server.core.values import (
     SessionRecord,
     SlotRun,
 )
+from hotkv_server.integrity.check_values import Sums
 
 
 class CacheCore:

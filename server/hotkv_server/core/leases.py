@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from hotkv.errors import HotKVError, Reason
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.bounds import Account, FairBound
-from hotkv_server.core.checks import Sums
 from hotkv_server.core.values import BoolMask, CoreConfig, HashList, SessionRecord
+from hotkv_server.integrity.check_values import Sums
 
 LEASE_BYTES = 1024
 LIST_BYTES = 192

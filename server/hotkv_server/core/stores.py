@@ -18,13 +18,13 @@ from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.arrays import without
 from hotkv_server.core.cache_books import CacheBooks
-from hotkv_server.core.checks import Sums, sealed
 from hotkv_server.core.leases import WriteLease
 from hotkv_server.core.representations import blocks_first
 from hotkv_server.core.reservations import Reservations
 from hotkv_server.core.transfers import StoreTransfer
 from hotkv_server.core.uses import Uses
 from hotkv_server.core.values import BoolMask, Entries, Int64s, Run, SessionRecord, SlotRun
+from hotkv_server.integrity.check_values import Sums, sealed
 
 ABORTED_MARK = 1 << 31
 """Set in the shard mask of a reserved entry that will not be published."""

@@ -126,7 +126,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     device_allocation_count=len(s.memory.allocations) if s.memory else 0,
                     device_order=s.memory.order.kind.name.lower() if s.memory else "",
                 )
-                for s in sorted(self._node.sessions.values(), key=lambda s: s.record.number)
+                for s in sorted(self._node.sessions, key=lambda s: s.record.number)
             ]
         )
 
@@ -192,14 +192,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             if request.all == bool(request.hashes):
                 raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
             if request.all:
-                evicted, kept = await self._node.evict_all(request.key_space_id)
+                evicted, kept = await self._node.removals.evict_all(request.key_space_id)
             else:
                 words = convert.hashes(
                     "hashes",
                     request.hashes,
                     self._node.core.key_space(request.key_space_id).hash_bytes,
                 )
-                evicted, kept = await self._node.evict(
+                evicted, kept = await self._node.removals.evict(
                     request.key_space_id, request.group_index, words
                 )
             return admin_pb2.EvictResponse(evicted_block_count=evicted, kept_block_count=kept)
@@ -211,7 +211,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.FlushKeySpaceResponse:
         async def call() -> admin_pb2.FlushKeySpaceResponse:
             return admin_pb2.FlushKeySpaceResponse(
-                flushed_block_count=await self._node.flush(request.key_space_id)
+                flushed_block_count=await self._node.removals.flush(request.key_space_id)
             )
 
         return await answer(self._node, context, call)
@@ -232,7 +232,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return admin_pb2.WatchRequestsResponse(requests=requests, lost_request_count=lost)
 
         async for part in stream(
-            context, node, request.key_space_id, node.watched, message, response
+            context, node, request.key_space_id, node.reports.watched, message, response
         ):
             yield part
 

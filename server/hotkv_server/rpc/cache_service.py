@@ -19,7 +19,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.LookupRequest, context: Any
     ) -> cache_pb2.LookupResponse:
         async def call() -> cache_pb2.LookupResponse:
-            session = self._node.session(request.session_id) if request.session_id else None
+            session = self._node.sessions.get(request.session_id) if request.session_id else None
             return calls.lookup(self._node, session, request)
 
         return await answer(self._node, context, call)
@@ -28,7 +28,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.AcquireLeaseRequest, context: Any
     ) -> cache_pb2.AcquireLeaseResponse:
         async def call() -> cache_pb2.AcquireLeaseResponse:
-            acquired = calls.acquire(self._node, self._node.session(request.session_id), request)
+            acquired = calls.acquire(
+                self._node, self._node.sessions.get(request.session_id), request
+            )
             return await acquired if isinstance(acquired, asyncio.Task) else acquired
 
         return await answer(self._node, context, call)
@@ -37,7 +39,9 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.ReserveBlocksRequest, context: Any
     ) -> cache_pb2.ReserveBlocksResponse:
         async def call() -> cache_pb2.ReserveBlocksResponse:
-            return await calls.reserve(self._node, self._node.session(request.session_id), request)
+            return await calls.reserve(
+                self._node, self._node.sessions.get(request.session_id), request
+            )
 
         return await answer(self._node, context, call)
 
@@ -45,20 +49,22 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.ReleaseLeaseRequest, context: Any
     ) -> cache_pb2.ReleaseLeaseResponse:
         async def call() -> cache_pb2.ReleaseLeaseResponse:
-            return calls.release(self._node, self._node.session(request.session_id), request)
+            return calls.release(self._node, self._node.sessions.get(request.session_id), request)
 
         return await answer(self._node, context, call)
 
     async def Load(self, request: cache_pb2.LoadRequest, context: Any) -> cache_pb2.LoadResponse:
         async def call() -> cache_pb2.LoadResponse:
-            end = await calls.load(self._node, self._node.session(request.session_id), request)
+            end = await calls.load(self._node, self._node.sessions.get(request.session_id), request)
             return convert.load_response(request.transfer_id, end)
 
         return await answer(self._node, context, call)
 
     async def Store(self, request: cache_pb2.StoreRequest, context: Any) -> cache_pb2.StoreResponse:
         async def call() -> cache_pb2.StoreResponse:
-            storing = await calls.store(self._node, self._node.session(request.session_id), request)
+            storing = await calls.store(
+                self._node, self._node.sessions.get(request.session_id), request
+            )
             end = await storing
             return convert.store_response(
                 request.transfer_id, [run.group_index for run in request.runs], end
@@ -70,6 +76,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.CancelTransferRequest, context: Any
     ) -> cache_pb2.CancelTransferResponse:
         async def call() -> cache_pb2.CancelTransferResponse:
-            return calls.cancel(self._node, self._node.session(request.session_id), request)
+            return calls.cancel(self._node, self._node.sessions.get(request.session_id), request)
 
         return await answer(self._node, context, call)

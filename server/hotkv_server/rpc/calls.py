@@ -2,6 +2,7 @@
 session."""
 
 import asyncio
+import time
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import PREFIX_CLOSED
@@ -13,7 +14,7 @@ from hotkv_server.rpc.errors import rights_log
 from hotkv_server.runtime.in_place import InPlaceGrant
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
-from hotkv_server.runtime.transfers import TransferEnd
+from hotkv_server.runtime.transfer import TransferEnd
 
 MAX_REPORTS = 1024
 
@@ -89,12 +90,12 @@ def acquire(
         )
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     lease_id = _lease_id(request.lease_id)
-    masks, ttl_s = node.acquire(
-        session, lease_id, groups, convert.seconds("ttl_ms", request.ttl_ms)
-    )
+    ttl_s = convert.seconds("ttl_ms", request.ttl_ms)
+    grant = node.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
     if not request.wants_offsets:
         return cache_pb2.AcquireLeaseResponse(
-            groups=convert.flags(request.groups, masks), ttl_ms=int(ttl_s * 1000)
+            groups=convert.flags(request.groups, list(grant.pinned)),
+            ttl_ms=int(grant.ttl_s * 1000),
         )
     granted = node.in_place.grant(session, lease_id)
     return (
@@ -213,11 +214,11 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
             f"with {inspect.limits(node.core).max_blocks_per_call}"
             " are accepted in a message; send several",
         )
-    node.touch(
-        session,
-        convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index),
+    used = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
+    node.core.touch(session.record.number, used, time.monotonic())
+    await node.reports.note(
+        session, convert.reports(request.requests, session.key_space.hash_bytes)
     )
-    await node.report(session, convert.reports(request.requests, session.key_space.hash_bytes))
 
 
 def _sequence_id(text: str) -> str:
@@ -304,7 +305,7 @@ def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSp
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
     """Forgets the session's key space."""
-    return session_pb2.Flushed(block_count=await node.flush(session.record.key_space_id))
+    return session_pb2.Flushed(block_count=await node.removals.flush(session.record.key_space_id))
 
 
 def cancel(

@@ -26,7 +26,7 @@ from hotkv_server.runtime.events import (
     TimedEvent,
 )
 from hotkv_server.runtime.reports import Report, WatchedReport
-from hotkv_server.runtime.transfers import TransferEnd
+from hotkv_server.runtime.transfer import TransferEnd
 
 MAX_TENSORS = 1 << 16
 MAX_LISTS = 1024

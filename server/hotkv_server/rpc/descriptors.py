@@ -187,7 +187,7 @@ class DescriptorServer:
                     ).SerializeToString()
                 )
                 return False
-            session = self._node.session(request.session_id)
+            session = self._node.sessions.get(request.session_id)
             self._gate.admit(peer, session.key_space.tenant)
             self._take(session, request, fds, kept)
             try:

@@ -3,8 +3,8 @@ measured to be, and what is wrong."""
 
 from hotkv.v1 import admin_pb2
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures
+from hotkv_server.device.devices import Devices, uuid_text
 from hotkv_server.device.runtime import DeviceInfo
-from hotkv_server.runtime.devices import Devices, uuid_text
 
 
 def device_report(devices: Devices) -> admin_pb2.DeviceReport:

@@ -1,11 +1,11 @@
-"""Memory of messages on their way: gRPC takes what is sent to any stream, up to the largest message
-each, and says to nobody how much that is together.
+"""Bounds the memory of messages that have not come whole: gRPC buffers each up to the largest
+message, and tells nobody how much that is together.
 
-So what malloc has given out is compared with what the books explain. Where the rest grows beyond a
-bound, calls end that may hold it: first those that are nobody's, then sessions of which nothing
-whole has come for a moment, those first that have nothing here. An engine whose session ends opens
-another; a client that sends its messages whole is not in the way for long. What stays although all
-these have ended is the server's own, and from then on explained.
+Pressure compares what malloc has given out with what the books explain. If the rest stays beyond a
+bound, it ends calls that may hold it: first calls without a session, then sessions of which no
+whole message has come for a moment, those without leases and transfers before others. An engine
+whose session ends opens another; a client that sends whole messages is silent only for a moment.
+Memory that stays although all these have ended is the server's own, and is explained from then on.
 """
 
 import asyncio
@@ -25,21 +25,23 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 UNEXPLAINED_BYTES = 64 << 20
-"""So much may be in messages on their way."""
+"""Bytes that messages on their way may have together."""
 ENTRY_BYTES = 48
-"""And so much for each entry of the index in what its walks keep for a time."""
+"""Added to that bound for each entry of the index: walks over it keep as much for a time."""
 FREE_BYTES = 32 << 20
-"""So much that is free within the heap is given back."""
+"""The heap is trimmed if more than this is free in it."""
 SILENT_S = 0.5
 GUESTS_TICK, BARE_TICK, SILENT_TICK = 2, 4, 6
-"""When, after so many ticks beyond the bound, calls without a session end; silent sessions that
-have nothing here; all silent ones."""
+"""After so many ticks beyond the bound end: calls without a session; silent sessions without
+leases and transfers; all silent sessions."""
 PATIENCE_TICKS = 20
 GROWTH_BYTES = 16 << 20
-"""After that, what grows by so much is ended like before; what stays for so many ticks more is no
+"""After that, growth by so many bytes ends calls again; what stays for PATIENCE_TICKS is no
 message."""
 SESSION_BYTES = 64 << 10
-"""About what a session takes, with its connection."""
+"""About the memory of a session with its connection."""
+STALLED_TICK_S = 60.0
+"""Far above what a tick may take that trims a large heap."""
 WHY = "the server holds too many bytes of messages that have not come whole; send again"
 _FIELDS = (
     "arena",
@@ -68,7 +70,7 @@ class Heap:
 
 
 def heap_reader() -> Callable[[], Heap] | None:
-    """Reads the heap's state; None where the C library is no glibc of 2.33 or newer."""
+    """A function that reads the heap's state; None if the C library is not glibc 2.33 or newer."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:
@@ -83,57 +85,62 @@ def heap_reader() -> Callable[[], Heap] | None:
 
 
 class Pressure:
-    """Of one process. `read_heap`: as `heap_reader` gives it."""
+    """See the module. `read_heap`: as `heap_reader` gives it."""
 
     def __init__(self, node: Node, guests: Guests, read_heap: Callable[[], Heap] | None) -> None:
         self._node = node
         self._guests = guests
         self._read_heap = read_heap
         self._bound_bytes = UNEXPLAINED_BYTES + ENTRY_BYTES * inspect.limits(node.core).max_entries
-        # Of the process itself: at the start, and what has stayed since.
+        # The process's own bytes: at the start, and with what has stayed since.
         self._first_bytes = self._own_bytes = 0
-        # Ticks in a row beyond the bound; the least that was seen since all had been ended that
-        # could be.
+        # Ticks in a row beyond the bound; the fewest bytes seen since all silent sessions ended.
         self._num_high = 0
         self._least_bytes = 0
+        self._ticked_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"Pressure({self._own_bytes} bytes of its own, {self._num_high} times high)"
 
     def start(self) -> None:
-        """From here on what the process takes more must be explained."""
+        """Begins; takes the process's present memory as explained. Health watches the task."""
         if self._read_heap is not None:
             self._first_bytes = self._own_bytes = (
                 self._read_heap().used_bytes - self._explained_bytes()
             )
+        self._ticked_s = time.monotonic()
         self._task = asyncio.create_task(self._run(), name="pressure")
+        self._node.health.watch_task(
+            self._task, lambda now_s: now_s - self._ticked_s, STALLED_TICK_S
+        )
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Ends the task."""
         if self._task is not None:
             self._task.cancel()
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._guests.end_late(time.monotonic())
+            self._ticked_s = time.monotonic()
+            self._guests.end_late(self._ticked_s)
             if self._read_heap is None:
                 continue
             heap = self._read_heap()
             self.judge(heap.used_bytes - self._own_bytes - self._explained_bytes())
             if heap.free_bytes > FREE_BYTES and not self._num_high:
-                # What was freed lies between what is in use.
+                # Freed memory lies between used memory.
                 await asyncio.get_running_loop().run_in_executor(
                     None, ctypes.CDLL(None).malloc_trim, 0
                 )
                 await asyncio.sleep(1.0)
 
     def judge(self, unexplained_bytes: int) -> None:
-        """Looks at so many bytes, once a tick, and ends calls where they are too many for long."""
+        """Judges the unexplained bytes, once a tick; ends calls if they are too many for long."""
         if unexplained_bytes <= self._bound_bytes:
             self._num_high = 0
-            # What was taken for the server's own and has gone again, was not.
+            # Bytes that were taken for the server's own and have been freed were not its own.
             self._own_bytes = max(self._first_bytes, self._own_bytes + min(0, unexplained_bytes))
             return
         self._num_high += 1
@@ -150,7 +157,7 @@ class Pressure:
         elif self._num_high > SILENT_TICK:
             self._least_bytes = min(self._least_bytes, unexplained_bytes)
             if unexplained_bytes > self._least_bytes + GROWTH_BYTES:
-                # Others go on with it.
+                # Other calls are filling memory.
                 self._num_high = 0
             elif self._num_high >= SILENT_TICK + PATIENCE_TICKS:
                 self._own_bytes += unexplained_bytes
@@ -161,7 +168,7 @@ class Pressure:
                 )
 
     def _end(self, unexplained_bytes: int, sessions: list[LiveSession]) -> None:
-        """Ends all guests, and these sessions."""
+        """Ends all calls without a session, and these sessions."""
         num_guests = self._guests.end_all(WHY)
         for session in sessions:
             session.end(HotKVError(Reason.OVERLOADED, WHY))
@@ -175,12 +182,12 @@ class Pressure:
             )
 
     def _silent(self) -> list[LiveSession]:
-        """Sessions of which nothing has come for a moment."""
+        """Sessions of which no message has come for a moment."""
         until_s = time.monotonic() - SILENT_S
-        return [session for session in self._node.sessions.values() if session.heard_s < until_s]
+        return [session for session in self._node.sessions if session.heard_s < until_s]
 
     def _has_anything(self, session: LiveSession) -> bool:
-        """Whether it would lose more than its connection."""
+        """True if the session would lose more than its connection."""
         return bool(
             session.memory
             or session.jobs

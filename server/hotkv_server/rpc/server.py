@@ -46,7 +46,8 @@ from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.rpc.sparse_service import MAX_SELECT_STREAMS, SparseService
 from hotkv_server.rpc.throttle import Pace
 from hotkv_server.rpc.tls import Certificates, TlsFiles
-from hotkv_server.runtime.node import MAX_SESSIONS, Node
+from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.sessions import MAX_SESSIONS
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.security.tickets import Tickets
 

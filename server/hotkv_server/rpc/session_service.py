@@ -24,9 +24,10 @@ from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import abort, as_refusal, detail
 from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.throttle import Pace
-from hotkv_server.runtime.node import NOTICE_BLOCKS, Node
+from hotkv_server.runtime.effects import NOTICE_BLOCKS
+from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import OUTBOX_MESSAGES, UNREAD, LiveSession, Notice
-from hotkv_server.runtime.transfers import TransferEnd
+from hotkv_server.runtime.transfer import TransferEnd
 from hotkv_server.security.identity import AccessControl, Peer, Tenant
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             why = await stream.run(request_iterator, self._opened(first, session))
         finally:
             # Shielded, so that a broken stream cannot cut the settling short.
-            await asyncio.shield(self._node.close_session(session))
+            await asyncio.shield(self._node.sessions.close(session))
         if why is not None:
             # Last, because it waits for the client to read.
             log.warning("session ended number=%d: %s", session.record.number, why.message)
@@ -127,7 +128,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             if tenant is None or not opening.engine_id
             else f"{tenant.name}/{opening.engine_id}"
         )
-        session = await self._node.open_session(
+        session = await self._node.sessions.open(
             engine_id, ROLES[opening.role], key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,
         )  # fmt: skip
@@ -141,9 +142,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     def _check_sessions(self, tenant: Tenant | None) -> None:
         if tenant is None or not tenant.max_sessions:
             return
-        num_open = sum(
-            session.key_space.tenant == tenant.name for session in self._node.sessions.values()
-        )
+        num_open = sum(session.key_space.tenant == tenant.name for session in self._node.sessions)
         if num_open >= tenant.max_sessions:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -414,7 +413,7 @@ class _Stream:
                 return session_pb2.ConnectResponse(pong=session_pb2.Pong())
             case "register_memory":
                 memory = request.register_memory
-                taken = await node.register_memory(
+                taken = await node.sessions.register_memory(
                     session, convert.layout(memory.layout), convert.device_order(memory.order)
                 )
                 return session_pb2.ConnectResponse(

@@ -20,6 +20,7 @@ from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.interceptor import Malformed
 from hotkv_server.rpc.throttle import Pace
 from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.selections import spec_of
 from hotkv_server.runtime.session import LiveSession
 
 MAX_SELECT_STREAMS = 1024
@@ -42,7 +43,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     ) -> sparse_pb2.CreateSequenceResponse:
         async def call() -> sparse_pb2.CreateSequenceResponse:
             return calls.create_sequence(
-                self._node, self._node.session(request.session_id), request
+                self._node, self._node.sessions.get(request.session_id), request
             )
 
         return await answer(self._node, context, call)
@@ -51,7 +52,9 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
         self, request: sparse_pb2.AppendBlocksRequest, context: Any
     ) -> sparse_pb2.AppendBlocksResponse:
         async def call() -> sparse_pb2.AppendBlocksResponse:
-            return calls.append_blocks(self._node, self._node.session(request.session_id), request)
+            return calls.append_blocks(
+                self._node, self._node.sessions.get(request.session_id), request
+            )
 
         return await answer(self._node, context, call)
 
@@ -60,7 +63,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     ) -> sparse_pb2.DeleteSequenceResponse:
         async def call() -> sparse_pb2.DeleteSequenceResponse:
             return await calls.delete_sequence(
-                self._node, self._node.session(request.session_id), request
+                self._node, self._node.sessions.get(request.session_id), request
             )
 
         return await answer(self._node, context, call)
@@ -109,17 +112,17 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
         if isinstance(request, Malformed):
             await self._pace.turn()
             raise request.error
-        return self._node.session(request.session_id)
+        return self._node.sessions.get(request.session_id)
 
     async def _select(
         self, request: sparse_pb2.SelectBlocksRequest | Malformed
     ) -> sparse_pb2.SelectBlocksResponse:
         session = await self._session(request)
         assert not isinstance(request, Malformed)
-        spec = self._node.sparse.spec(session, request.sequence_id)
-        selected = await self._node.sparse.select(
-            session, request.sequence_id, sparse_convert.select_request(request, spec)
-        )
+        sparse = self._node.sparse
+        sequence = sparse.sequences.get(session.record.number, request.sequence_id)
+        asked = sparse_convert.select_request(request, spec_of(sequence))
+        selected = await sparse.selections.select(session, sequence, asked)
         return sparse_convert.select_response(selected)
 
 

@@ -18,9 +18,9 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.layout import Layout, MemoryHandle
 from hotkv.order import DeviceOrder
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.device.devices import Allocation, Devices
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory.mapping import FileMapping, has_holes
-from hotkv_server.runtime.devices import Allocation, Devices
 from hotkv_server.runtime.order import SessionOrder, check_order, open_order
 
 HUGE_PAGE_BUDGET_S = 1.0

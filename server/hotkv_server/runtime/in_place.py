@@ -18,8 +18,8 @@ from hotkv.errors import HotKVError, Reason
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import ReadLease
 from hotkv_server.core.values import BoolMask
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.session import LiveSession
-from hotkv_server.runtime.verify import Verifier
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ from hotkv.order import (
     has_reached,
 )
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.device.devices import Devices, Queue
 from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Event
 from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.runtime.devices import Devices, Queue
 
 log = logging.getLogger(__name__)
 

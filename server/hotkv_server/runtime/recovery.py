@@ -1,20 +1,19 @@
-"""A new server over what an old one left: its key spaces, then its blocks, then a look at their
-bytes."""
+"""Recovery: takes over what an earlier server has left. Key spaces first, then blocks, then a first
+comparison of their bytes."""
 
 import logging
 import time
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hotkv import table
 from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.restore import Restored, restore
 from hotkv_server.core.slabs import SlabPool
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.memory.state import KnownKeySpace, ServerState
-from hotkv_server.runtime.verify import Verifier
+from hotkv_server.runtime.persistence import state_of
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +21,11 @@ log = logging.getLogger(__name__)
 def take_over(
     core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
 ) -> None:
-    """Fills an empty core with what `memory` found, if anything. Raises OSError where the files
-    can't be written.
+    """Fills an empty core with what `memory` found, if anything. Blocks. Raises OSError if the
+    files can't be written.
 
-    Compares bytes for `check_s` at most; None: nothing is ever compared, and so everything is
-    trusted.
+    Compares bytes for `check_s` at most; None: nothing is ever compared, and all blocks count as
+    verified.
     """
     core.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
     core.back_entries(memory.records.num_entries)
@@ -56,7 +55,7 @@ def take_over(
         memory.records.back(num_ready)
         core.back_entries(memory.records.num_entries)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s)
-        _bring_in_claimed(core.space.pool, memory)
+        _prefault_claimed(core.space.pool, memory)
         is_renumbered = any(old_number != number for old_number, number in numbers.items())
         memory.adopt(state_of(core, memory.slab_bytes), is_renumbered=is_renumbered)
         num_later = 0
@@ -70,8 +69,8 @@ def take_over(
         memory.save_state(state_of(core, memory.slab_bytes))
 
 
-def _bring_in_claimed(pool: SlabPool, memory: NodeMemory) -> None:
-    """Brings in slabs beyond what is filled in which blocks came back: stores may use the rest of
+def _prefault_claimed(pool: SlabPool, memory: NodeMemory) -> None:
+    """Prefaults slabs beyond the filled part in which blocks came back: stores may use the rest of
     them at once. Raises OSError.
 
     There are none unless the old server ran with `arena.prefault` off.
@@ -95,40 +94,3 @@ def _log(restored: Restored, verifier: Verifier, num_later: int, took_s: float) 
         ",".join(dropped) or "0",
         took_s,
     )
-
-
-def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
-    """What must outlive the server for its blocks to be understood."""
-    known = (
-        KnownKeySpace(number, record.key_space, record.representations)
-        for number, record in sorted(core.key_spaces.items())
-    )
-    return ServerState(slab_bytes, tuple(known))
-
-
-class UseNotes:
-    """When blocks were last used, for the next server: taken down a part at a time, so that no turn
-    of the event loop is long."""
-
-    def __init__(self, core: CacheCore) -> None:
-        self._core = core
-        self._turn = 0
-        self._used_s = np.empty(0, np.float64)
-
-    def take(self, num_parts: int) -> NDArray[np.float64] | None:
-        """Another of `num_parts` parts; with the last one all of it, float64 by entry number, nan
-        for what is no ready block."""
-        index = self._core.space.index
-        if not self._turn:
-            # Not filled in advance: it can have hundreds of megabytes.
-            self._used_s = np.empty(index.num_numbers, np.float64)
-        length = -(-len(self._used_s) // num_parts)
-        first, end = (
-            min(self._turn * length, len(self._used_s)),
-            min((self._turn + 1) * length, len(self._used_s)),
-        )
-        self._used_s[first:end] = np.nan
-        entries = index.ready_blocks(0, first, end)
-        self._used_s[entries] = self._core.space.policy.last_used_s(entries)
-        self._turn = (self._turn + 1) % num_parts
-        return None if self._turn else self._used_s

@@ -1,9 +1,12 @@
-"""What engines report of the requests they have scheduled.
+"""Reports of engines: the requests that they have scheduled, and what those used.
 
 A report names the prompt by its hashes, never by its tokens. Which blocks a device hit used follows
-from the hit rule, so that engines need not send hashes per group.
+from the hit rule, so engines need not send hashes per group. A message of reports is accepted as a
+whole or not at all.
 """
 
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +16,18 @@ from hotkv.groups import needed_blocks
 from hotkv.keys import KeySpace
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import Words
+from hotkv_server.core import incremental
+from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import HashList
+from hotkv_server.runtime.broadcast import Feeds
+from hotkv_server.runtime.session import LiveSession
+from hotkv_server.runtime.slices import slices
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One scheduled request. `hashes` [n, 8] words: of the prompt, one for each full hash block.
-    See `hotkv.v1.RequestReport`."""
+    """One scheduled request; see `hotkv.v1.RequestReport`. `hashes` [n, 8] words: of the prompt,
+    one for each full hash block."""
 
     hashes: Words
     prompt_tokens: int
@@ -29,7 +37,7 @@ class Report:
     retention: Retention
 
     def check(self, key_space: KeySpace, max_blocks: int) -> None:
-        """Raises INVALID_FIELD where the numbers contradict each other, TOO_LARGE for more than
+        """Raises INVALID_FIELD if the numbers contradict each other, TOO_LARGE for more than
         `max_blocks` hashes."""
         if len(self.hashes) > max_blocks:
             raise HotKVError(
@@ -52,8 +60,8 @@ class Report:
             )
 
     def used_blocks(self, key_space: KeySpace) -> list[HashList]:
-        """Per group, the blocks that the device hit needed; with a retention, all blocks of the
-        prompt."""
+        """The blocks that the device hit needed, a list for each group; with a retention, all
+        blocks of the prompt."""
         lists, needs = [], needed_blocks(key_space.groups, self.device_hit_tokens)
         for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
             step = group.block_tokens // key_space.hash_block_tokens
@@ -68,7 +76,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class WatchedReport:
-    """A report for who watches. `unix_time_s`: when the request came to its engine."""
+    """A report for watchers. `unix_time_s`: when the request came to its engine."""
 
     key_space_id: int
     hash_bytes: int
@@ -82,7 +90,7 @@ class WatchedReport:
 
 @dataclass(slots=True)
 class ReportCounters:
-    """What has been reported since the start."""
+    """Sums over all reports since the start."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -94,3 +102,41 @@ class ReportCounters:
         self.prompt_tokens += report.prompt_tokens
         self.device_hit_tokens += report.device_hit_tokens
         self.hit_tokens += report.hit_tokens
+
+
+class Reports:
+    """All reports of a node: `counters` sums them up, `watched` hands them to watchers."""
+
+    def __init__(self, core: CacheCore) -> None:
+        self._core = core
+        self.counters = ReportCounters()
+        self.watched: Feeds[WatchedReport] = Feeds()
+
+    async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
+        """Touches the blocks that the requests used and pins those that they ask to keep. Raises
+        before anything is noted.
+
+        Others are served meanwhile; for them, requests are noted one after the other.
+        """
+        for report in reports:
+            report.check(session.key_space, self._core.config.max_blocks_per_call)
+        now_s, unix_time_s = time.monotonic(), time.time()
+        number, hash_bytes = session.record.key_space_id, session.key_space.hash_bytes
+        self.watched.put(
+            WatchedReport(number, hash_bytes, unix_time_s - report.age_s, report)
+            for report in reports
+        )
+        for report in reports:
+            self.counters.count(report)
+        async for _ in slices(self._uses(session, reports, now_s)):
+            pass
+
+    def _uses(
+        self, session: LiveSession, reports: Sequence[Report], now_s: float
+    ) -> Iterator[None]:
+        for report in reports:
+            for hash_list in report.used_blocks(session.key_space):
+                yield from incremental.use(
+                    self._core, session.record.number, hash_list, now_s, report.retention
+                )
+                yield

@@ -136,9 +136,20 @@ class LiveSession:
         else:
             self.received_fds[handle_id] = fd
 
+    def take_files(self, handle_ids: Sequence[str]) -> dict[str, int]:
+        """Gives descriptors that have come to the caller. Raises UNKNOWN_HANDLE, and gives none, if
+        one has not."""
+        for handle_id in handle_ids:
+            if handle_id not in self.received_fds:
+                raise HotKVError(
+                    Reason.UNKNOWN_HANDLE,
+                    f"layout.handles: no descriptor for {handle_id!r} has come over the descriptor "
+                    "socket",
+                )
+        return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
+
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes descriptors that have come with a link that failed in the end, before anything was
-        made of them."""
+        """Closes descriptors of a link that has failed, before anything is made of them."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()

@@ -23,7 +23,7 @@ def counters(node: Node) -> dict[str, float]:
     values["loaded_bytes_total"] = float(node.transfers.loaded_bytes)
     values["stored_bytes_total"] = float(node.transfers.stored_bytes)
     values["events_lost_by_readers_total"] = float(node.events.feeds.lost_items)
-    values["watched_requests_lost_total"] = float(node.watched.lost_items)
+    values["watched_requests_lost_total"] = float(node.reports.watched.lost_items)
     values["verified_blocks_total"] = float(node.verifier.verified_blocks)
     values["scrub_passes_total"] = float(node.verifier.passes)
     values["refused_total"] = float(node.refusals.total())
@@ -32,12 +32,13 @@ def counters(node: Node) -> dict[str, float]:
     values["events_lost_total"] = float(publisher.lost_events) if publisher else 0.0
     values.update(
         (f"reported_{name}_total", float(value))
-        for name, value in asdict(node.report_counters).items()
+        for name, value in asdict(node.reports.counters).items()
     )
     values.update(
         (f"sparse_{name}_total", float(value))
         for name, value in asdict(node.sparse.counters).items()
     )
+    values["sparse_served_selects_total"] = float(node.sparse.selections.num_served)
     return values
 
 
@@ -77,14 +78,12 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
             node.events.publisher.queued_bytes if node.events.publisher else 0
         ),
         "event_readers": float(len(node.events.feeds)),
-        "request_watchers": float(len(node.watched)),
+        "request_watchers": float(len(node.reports.watched)),
         "sparse_sequences": float(len(node.sparse.sequences)),
         "sparse_sequence_blocks": float(node.sparse.sequences.num_blocks),
-        "sparse_selects_in_flight": float(node.sparse.num_selects),
+        "sparse_selects_in_flight": float(len(node.sparse.selections)),
         "sparse_remembered_contexts": float(len(node.sparse.remembered)),
         "sparse_remembered_bytes": float(node.sparse.remembered.num_bytes),
-        "notices_queued": float(
-            max((s.notices.qsize() for s in node.sessions.values()), default=0)
-        ),
+        "notices_queued": float(max((s.notices.qsize() for s in node.sessions), default=0)),
         **{f"eviction_{name}": value for name, value in inspect.policy_figures(node.core).items()},
     }

@@ -1,15 +1,13 @@
-"""Loads and stores: from a call to the last byte, and to the answer.
+"""Loads and stores of a node: admitted, begun in the core, and ended there.
 
-Always true: a transfer's answer comes only when nothing touches its memory any more; what a store
-wrote is kept only if its blocks were the engine's own until then, and what a load read had been
-compared. Runs on the event loop; bytes are moved by the copy engine's threads.
+Always true: a store's blocks are kept only if the engine has not revoked the store before it ends;
+one session's transfers are bounded in number and bytes, so that others always find room. On the
+event loop; `transfer` says how one goes.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -21,68 +19,30 @@ from hotkv.order import DeviceMark
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.bounds import Account
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.checks import Sums
 from hotkv_server.core.values import LoadPositions, Run, SlotRun
-from hotkv_server.dataplane.checks import SumThreads
-from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
-from hotkv_server.dataplane.plan import Region, block_copies
+from hotkv_server.dataplane.engine import CopyEngine, Outcome
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.check_values import Sums
+from hotkv_server.integrity.sums import SumThreads
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.deadline import Deadline
 from hotkv_server.runtime.engine_memory import EngineMemory
 from hotkv_server.runtime.events import EventHub, RunContent, stored_events
 from hotkv_server.runtime.health import Health
-from hotkv_server.runtime.order import MarkGate
 from hotkv_server.runtime.session import LiveSession
-from hotkv_server.runtime.verify import Verifier
-
-log = logging.getLogger(__name__)
+from hotkv_server.runtime.transfer import BlockIds, Call, Means, Transfer, TransferEnd
 
 MAX_TRANSFERS_OF_SESSION = 2048
-"""In flight at a time. Besides, a session begins none while its transfers have as many bytes as the
-arena, or these where it is small:"""
+"""In flight at a time. A session also begins no transfer while its transfers have as many bytes as
+the arena, or, if the arena is smaller, MIN_INFLIGHT_BYTES."""
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
 """About what is kept of a transfer until it ends, besides its message: for itself, for each run,
 for each block."""
-CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
-
-Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
-"""Ends a transfer in the core, given how it went and the bytes moved; returns the results a run."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferEnd:
-    """How a transfer ended. `results`: BlockResult values a run, for stores."""
-
-    outcome: Outcome
-    num_bytes: int
-    message: str
-    results: list[NDArray[np.uint8]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Hold:
-    """What a transfer waits for, for how long, and about how many bytes are kept of it until it
-    ends."""
-
-    deadline: Deadline
-    gate: MarkGate | None
-    kept_bytes: int
-
-    @staticmethod
-    def of(
-        memory: EngineMemory, after: DeviceMark | None, timeout_s: float, kept_bytes: int
-    ) -> "_Hold":
-        """Raises INVALID_FIELD for a mark that this session has not."""
-        deadline = Deadline(timeout_s)
-        return _Hold(
-            deadline,
-            None if after is None else memory.order.gate(after, deadline.mark_passed),
-            kept_bytes,
-        )
 
 
 class Transfers:
-    """All of a node. `run_effects`: carries out what the core's decisions call for."""
+    """See the module. `run_effects`: carries out what the core's decisions call for."""
 
     def __init__(
         self,
@@ -99,11 +59,11 @@ class Transfers:
         self.loaded_bytes = 0
         self.stored_bytes = 0
         self._arena = arena
-        self._copy_engine = copy_engine
-        self._verifier = verifier
         self._events = events
-        self._health = health
         self._run_effects = run_effects
+        self._means = Means(
+            core, arena, copy_engine, verifier, health, self.kept_bytes, run_effects
+        )
         self._sums = SumThreads()
 
     def __repr__(self) -> str:
@@ -116,26 +76,31 @@ class Transfers:
         """Stops its threads."""
         self._sums.close()
 
+    def cancel(self, session: LiveSession, transfer_id: str) -> bool:
+        """Asks a transfer to end early; False if it has ended."""
+        job = session.jobs.get(transfer_id)
+        if job is None:
+            return False
+        job.cancel()
+        return True
+
     def load(
         self,
         session: LiveSession,
         transfer_id: str,
         lease_id: str,
         runs: list[LoadPositions],
-        block_ids: list[NDArray[np.int64]],
+        block_ids: BlockIds,
         timeout_s: float,
         after: DeviceMark | None = None,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
-        """Starts a load. The future is done when nothing is written any more. `after`: nothing is
-        before this mark has passed.
+        """Starts a load. The future is done when nothing is written any more.
 
-        `message_bytes`: of what asked for it.
+        `after`: nothing is written before this mark has passed. `message_bytes`: of the request.
         """
-        kept_bytes = message_bytes + _plan_bytes(block_ids)
-        self._check_room(session, kept_bytes)
-        memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
-        hold = _Hold.of(memory, after, timeout_s, kept_bytes)
+        groups = [run.group_index for run in runs]
+        call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
         slots = self._core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
@@ -144,9 +109,7 @@ class Transfers:
             self.loaded_bytes += num_bytes
             return []
 
-        return self._transfer(
-            session, transfer_id, memory, slots, block_ids, hold, finish, to_engine=True
-        )
+        return Transfer(self._means, call, finish, to_engine=True).start(slots)
 
     def store(
         self,
@@ -154,7 +117,7 @@ class Transfers:
         transfer_id: str,
         lease_id: str,
         runs: list[Run],
-        block_ids: list[NDArray[np.int64]],
+        block_ids: BlockIds,
         timeout_s: float,
         retention: Retention = NO_RETENTION,
         fence_index: int = 0,
@@ -166,216 +129,106 @@ class Transfers:
         is read any more.
 
         `contents`: one a run, for events; or none. `after`: nothing is read before this mark has
-        passed. `message_bytes`: as for a load.
+        passed. `message_bytes`: of the request.
         """
-        kept_bytes = message_bytes + _plan_bytes(block_ids)
-        self._check_room(session, kept_bytes)
-        memory = _usable_memory(session, block_ids, [run.group_index for run in runs])
+        groups = [run.group_index for run in runs]
+        call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
         session.check_fence(fence_index)
-        for run, ids in zip(runs, block_ids, strict=True):
-            if len(ids) != len(run.hashes):
-                raise HotKVError(
-                    Reason.INVALID_FIELD,
-                    (
-                        f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one "
-                        "id a hash"
-                    ),
-                )
-        hold = _Hold.of(memory, after, timeout_s, kept_bytes)
-        ttl_s, shard_index = max(timeout_s, 0.0) * 2, memory.layout.shard_index
+        _check_lengths(runs, block_ids)
+        ttl_s, shard_index = max(timeout_s, 0.0) * 2, call.memory.layout.shard_index
+        number, sums = session.record.number, list[Sums]()
         slots = self._core.begin_store(
-            session.record.number,
-            transfer_id,
-            lease_id,
-            runs,
-            shard_index,
-            ttl_s,
-            time.monotonic(),
-            retention,
+            number, transfer_id, lease_id, runs, shard_index, ttl_s, time.monotonic(), retention
         )
-
-        sums: list[Sums] = []
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
             kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
-            results = self._core.end_store(
-                session.record.number, transfer_id, kept, time.monotonic(), sums
-            )
+            results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
             if self._events.is_heard and contents:
+                key_space_id, key_space = session.record.key_space_id, session.key_space
                 self._events.publish(
-                    stored_events(
-                        session.record.key_space_id, session.key_space, runs, contents, results
-                    )
+                    stored_events(key_space_id, key_space, runs, contents, results)
                 )
             return results
 
+        take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
         try:
-            take_sums = partial(
-                self._take_sums, session.record.key_space_id, shard_index, slots, sums
-            )
-            return self._transfer(
-                session,
-                transfer_id,
-                memory,
-                slots,
-                block_ids,
-                hold,
-                finish,
-                take_sums,
-                to_engine=False,
-            )
+            return Transfer(self._means, call, finish, take_sums, to_engine=False).start(slots)
         finally:
-            # Notices of what made room go out while the bytes move.
+            # Notices of evictions go out while the bytes move.
             self._run_effects()
 
+    def _admit(
+        self,
+        session: LiveSession,
+        transfer_id: str,
+        groups: Sequence[int],
+        block_ids: BlockIds,
+        timeout_s: float,
+        after: DeviceMark | None,
+        message_bytes: int,
+    ) -> Call:
+        """Checks a call and its bounds; its deadline and gate are made, and nothing is taken yet.
+        Raises HotKVError."""
+        kept_bytes = message_bytes + _plan_bytes(block_ids)
+        self._check_room(session, kept_bytes)
+        memory = _usable_memory(session, block_ids, groups)
+        deadline = Deadline(timeout_s)
+        gate = None if after is None else memory.order.gate(after, deadline.mark_passed)
+        return Call(session, transfer_id, memory, block_ids, deadline, gate, kept_bytes)
+
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        """Raises OVERLOADED where the session has more under way than one alone may have."""
+        """Raises OVERLOADED if the session has as much under way as one alone may have."""
         owner = self._core.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
-                (
-                    f"transfer_id: {self.kept_bytes.refusal(owner, 'bytes of transfers')}; wait "
-                    "for "
-                    "some"
-                ),
+                f"transfer_id: {self.kept_bytes.refusal(owner, 'bytes of transfers')}; wait for "
+                "some",
             )
         if len(session.jobs) >= MAX_TRANSFERS_OF_SESSION or session.inflight_bytes >= max(
             self._arena.num_bytes, MIN_INFLIGHT_BYTES
         ):
             raise HotKVError(
                 Reason.OVERLOADED,
-                (
-                    f"transfer_id: the session has {len(session.jobs)} transfers of "
-                    f"{session.inflight_bytes} bytes in flight; wait for some"
-                ),
+                f"transfer_id: the session has {len(session.jobs)} transfers of "
+                f"{session.inflight_bytes} bytes in flight; wait for some",
             )
 
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """What a store has written, for its check values. In the copy thread that wrote last."""
+        """Takes the sums of what a store has written, for check values. In the copy thread that
+        wrote last."""
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():
-            shard_bytes, found = (
-                record.shape(run.group_index).shard_bytes,
-                np.zeros(len(run.offsets), np.uint64),
-            )
-            strides = np.full(len(found), stride)
+            shard_bytes = record.shape(run.group_index).shard_bytes
+            found = np.zeros(len(run.offsets), np.uint64)
             self._sums.add_sums(
                 self._arena,
                 run.offsets + sum(shard_bytes[:shard_index]),
                 shard_bytes[shard_index],
                 shard_index,
-                strides,
+                np.full(len(found), stride),
                 found,
             )
             sums.append(found)
 
-    def cancel(self, session: LiveSession, transfer_id: str) -> bool:
-        """Asks a transfer to end early; False where it has ended."""
-        job = session.jobs.get(transfer_id)
-        if job is None:
-            return False
-        job.cancel()
-        return True
 
-    def _transfer(
-        self,
-        session: LiveSession,
-        transfer_id: str,
-        memory: EngineMemory,
-        slots: Sequence[SlotRun],
-        block_ids: Sequence[NDArray[np.int64]],
-        hold: "_Hold",
-        finish: Finish,
-        then: Callable[[], None] | None = None,
-        *,
-        to_engine: bool,
-    ) -> "asyncio.Future[TransferEnd]":
-        """`then`: called in a copy thread when all has been copied."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[TransferEnd] = loop.create_future()
-        record = self._core.catalog.record(session.record.key_space_id)
-        try:
-            plans = [
-                plan
-                for run, ids in zip(slots, block_ids, strict=True)
-                for plan in block_copies(
-                    memory.layout.recipes(
-                        session.named(run.group_index), record.shape(run.group_index)
-                    ),
-                    ids[run.positions],
-                    run.offsets,
-                    self._arena,
-                    memory.regions,
-                    to_engine=to_engine,
-                )
-            ]
-        except BaseException:
-            # The core has begun the transfer; it must not stay in its books.
-            finish(Outcome.FAILED, 0)
-            raise
-
-        def ended(outcome: Outcome, message: str) -> None:
-            hold.deadline.end()
-            del session.jobs[transfer_id]
-            session.inflight_bytes -= job.total_bytes
-            self.kept_bytes.give(owner, hold.kept_bytes)
-            session.settled.set()
-            if self._health.breach:
-                outcome, message = Outcome.FAILED, "the server ends: its books can't be trusted"
-            elif not memory.is_whole():
-                outcome, message = (
-                    Outcome.FAILED,
-                    "the file of the engine's memory has been truncated",
-                )
-                log.warning("memory cut short %s transfer=%r", session.name, transfer_id)
-            elif to_engine and outcome is Outcome.DONE and self._verifier.is_doubtful(slots):
-                outcome, message = Outcome.FAILED, CONDEMNED_MESSAGE
-            moved = job.total_bytes if outcome is Outcome.DONE else 0
-            results = finish(outcome, moved)
-            self._run_effects()
-            if not future.cancelled():
-                future.set_result(
-                    TransferEnd(outcome, moved, message or hold.deadline.message, results)
-                )
-
-        def on_done(outcome: Outcome, message: str) -> None:
-            try:
-                if then is not None and outcome is Outcome.DONE:
-                    then()
-            except Exception as error:  # noqa: BLE001 The edge of the effect executor: what can't be checked is not kept.
-                outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
-            loop.call_soon_threadsafe(ended, outcome, message)
-
-        owner = self._core.owner(session.record)
-        job = CopyJob(plans, on_done, hold.gate, owner)
-        session.jobs[transfer_id] = job
-        self.kept_bytes.take(owner, hold.kept_bytes)
-        session.inflight_bytes += job.total_bytes
-        hold.deadline.begin(job, has_mark=hold.gate is not None)
-        cases = self._verifier.unverified(slots) if to_engine else []
-        if not cases:
-            self._copy_engine.submit(job)
-            return future
-
-        def judged(checking: "asyncio.Future[list[NDArray[np.bool_]]]") -> None:
-            if (error := checking.exception()) is not None:
-                ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
-            elif len(self._verifier.settle(cases, checking.result())):
-                ended(Outcome.FAILED, CONDEMNED_MESSAGE)
-            else:
-                self._copy_engine.submit(job)
-
-        loop.run_in_executor(None, self._verifier.judge, cases).add_done_callback(judged)
-        return future
+def _check_lengths(runs: Sequence[Run], block_ids: BlockIds) -> None:
+    for run, ids in zip(runs, block_ids, strict=True):
+        if len(ids) != len(run.hashes):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a "
+                "hash",
+            )
 
 
-def _plan_bytes(block_ids: Sequence[NDArray[np.int64]]) -> int:
-    """About what is kept of a transfer besides its message. `block_ids`: of each run."""
+def _plan_bytes(block_ids: BlockIds) -> int:
+    """About what is kept of a transfer besides its message."""
     return (
         TRANSFER_BYTES
         + RUN_BYTES * len(block_ids)
@@ -384,7 +237,7 @@ def _plan_bytes(block_ids: Sequence[NDArray[np.int64]]) -> int:
 
 
 def _usable_memory(
-    session: LiveSession, block_ids: Sequence[NDArray[np.int64]], groups: Sequence[int]
+    session: LiveSession, block_ids: BlockIds, groups: Sequence[int]
 ) -> EngineMemory:
     """The session's memory, checked against the block ids and groups of a transfer."""
     if session.closing:

@@ -48,7 +48,7 @@ POINTS = {
     "open": "hotkv_server.memory.arena:NodeMemory.open",
     "state": "hotkv_server.memory.arena:write_state",
     "use": "hotkv_server.memory.arena:NodeMemory.save_use",
-    "verify": "hotkv_server.runtime.verify:Verifier.settle",
+    "verify": "hotkv_server.integrity.verifier:Verifier.settle",
 }
 """Where a server may be killed: stores, loads, evictions, rebalancing, restarts."""
 MOMENTS = ("before", "during", "after")
@@ -134,7 +134,7 @@ def _preload() -> None:
         "hotkv.kernels",
         "hotkv_server.core.kernels",
         "hotkv_server.core.policies.kernels",
-        "hotkv_server.dataplane.kernels",
+        "hotkv_server.integrity.kernels",
     ):
         native.load(name)
     importlib.import_module("hotkv_server.daemon")

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hotkv_server import cli, cuda_start
+from hotkv_server import cli
+from hotkv_server.device import start as device_start
 from hotkv_server.testing.device import FakeRuntime
 
 MAX_ORDER_BYTES = 4096
@@ -107,7 +108,7 @@ def main() -> int:
             _Control(runtime).listen(made.control)
         return runtime
 
-    cuda_start.new_runtime = new_runtime
+    device_start.new_runtime = new_runtime
     return cli.main(sys.argv[2:])
 
 

@@ -6,7 +6,7 @@ event after the last use. A job ends once, when the device has passed all that w
 is lost and touches nothing any more. A job fails alone, unless the device is lost.
 
 Three threads: `give` plans pieces and gives them to the stream, `follow` waits for them in the
-stream's order, `finish` tells how jobs ended (which may take its time).
+stream's order, `finish` tells how jobs ended (which may take a while).
 """
 
 import logging
@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from hotkv_server.dataplane.cuda.methods import GIVE, TABLE_BYTES, Slot
+from hotkv_server.dataplane.cuda.methods import GIVE, Slot
 from hotkv_server.dataplane.cuda.pieces import Choose, Piece, pieces
+from hotkv_server.dataplane.cuda.slots import Slots
 from hotkv_server.dataplane.cuda.values import (
     CudaCopySettings,
     Direction,
@@ -34,13 +35,13 @@ log = logging.getLogger(__name__)
 
 PAGEABLE = "pageable"
 MAX_TRIES = 3
-"""Of recording and awaiting an event. A device that can't be followed is given up: nobody could say
-when it leaves memory alone."""
+"""Tries to record or await an event. A device that can't be followed counts as lost: nobody could
+say when it leaves memory alone."""
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A job, as far as it has come. `ended`: no more of it will be given to the device."""
+    """A job and its progress. `ended`: no more of it will be given to the device."""
 
     job: CopyJob
     pieces: Iterator[Piece]
@@ -52,8 +53,8 @@ class _Work:
 
 @dataclass(slots=True)
 class _Given:
-    """A piece in flight. `is_recorded`: False where the device is lost, and there is nothing to
-    wait for."""
+    """A piece in flight. `is_recorded`: False if the device is lost: there is no event to wait
+    for."""
 
     work: _Work
     slot: Slot
@@ -98,9 +99,8 @@ class Lane:
         self._stream = runtime.new_stream(
             device, Priority.HIGH if direction is Direction.LOAD else Priority.LOW
         )
-        self.can_stage = False
-        self._slots = self._make_slots()
-        self._free = list(self._slots)
+        self._slots = Slots(runtime, device, settings, direction)
+        self._free = list(self._slots.all)
         self._threads = [
             threading.Thread(
                 target=target, name=f"hotkv-cuda{device}-{direction.value}-{name}", daemon=True
@@ -123,9 +123,9 @@ class Lane:
     # From outside
 
     def submit(self, job: CopyJob) -> None:
-        """Starts a job all of whose plans go this lane's way."""
+        """Starts a job. All its plans must have this lane's direction."""
         job.expect(1)
-        choose = self._choose if self.can_stage else self._plain_choice
+        choose = self._choose if self._slots.can_stage else self._plain_choice
         work = _Work(
             job,
             pieces(job.plans, self.direction, self._arena, self._settings, choose),
@@ -136,7 +136,7 @@ class Lane:
             self._changed.notify_all()
 
     def lose(self, why: str) -> None:
-        """The device is lost: whatever is queued fails, and whatever comes."""
+        """Fails all jobs from now on, queued and new ones: the device is lost."""
         with self._changed:
             self._problem = self._problem or why
 
@@ -159,7 +159,7 @@ class Lane:
             )
 
     def is_alive(self) -> bool:
-        """False where a thread has died."""
+        """False if a thread has died."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
@@ -179,74 +179,11 @@ class Lane:
         follow.join()
         self._finished.put(None)
         finish.join()
-        self._free_slots(self._slots)
-
-    # Slots
-
-    def _make_slots(self) -> list[Slot]:
-        slots: list[Slot] = []
-        wants_staging = (
-            self._settings.method in (None, Method.STAGED) and self._settings.slot_staging_bytes > 0
-        )
-        try:
-            for _ in range(self._settings.depth):
-                slots.append(
-                    Slot(
-                        self._runtime.new_event(self._device),
-                        self._runtime.allocate_pinned(TABLE_BYTES),
-                        0,
-                    )
-                )
-            if wants_staging:
-                slots = self._with_staging(slots)
-        except DeviceError:
-            self._free_slots(slots)
-            raise
-        return slots
-
-    def _with_staging(self, slots: list[Slot]) -> list[Slot]:
-        """The same with staging memory, where the device has it to spare."""
-        staging: list[int] = []
-        try:
-            staging.extend(
-                self._runtime.allocate(self._device, self._settings.slot_staging_bytes)
-                for _ in slots
-            )
-        except DeviceError as error:
-            if error.is_lost:
-                raise
-            log.warning(
-                "no staging memory device=%d lane=%s error=%s",
-                self._device,
-                self.direction.value,
-                error,
-            )
-            for address in staging:
-                self._runtime.free(self._device, address)
-            return slots
-        self.can_stage = True
-        return [
-            Slot(slot.event, slot.table, address)
-            for slot, address in zip(slots, staging, strict=True)
-        ]
-
-    def _free_slots(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            try:
-                if slot.staging:
-                    self._runtime.free(self._device, slot.staging)
-                self._runtime.free_pinned(slot.table)
-            except DeviceError as error:
-                log.warning(
-                    "not given back device=%d lane=%s error=%s",
-                    self._device,
-                    self.direction.value,
-                    error,
-                )
+        self._slots.close()
 
     def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
-        """Where there is no staging memory, arena runs as long as they may be make no
-        difference."""
+        """The choice without staging memory: without it, runs in the arena as long as they may be
+        make no difference."""
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
@@ -271,7 +208,7 @@ class Lane:
             del work, piece
 
     def _next(self) -> _Work | None:
-        """Whose turn it is, once there is a slot; None when all is done and the lane closes."""
+        """Waits for a free slot and returns the next job; None once the lane is closed and idle."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (self._works and self._free) or (self._closing and not self._works)
@@ -291,7 +228,7 @@ class Lane:
             GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
         except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
             given.error = work.error = self._judge(failure)
-        # Some of the piece may have been given even so.
+        # Some of the piece may have been given even if the call failed.
         given.is_recorded, error = self._insist(
             partial(self._runtime.record, given.slot.event, self._stream)
         )
@@ -299,11 +236,11 @@ class Lane:
         self._given.put(given)
 
     def _end(self, work: _Work, error: str) -> None:
-        """No more of it is given to the device."""
+        """Ends a job when all that was given for it has ended; gives no more of it."""
         with self._changed:
             self._works.remove(work)
             work.ended = True
-            # A job that was cancelled before anything went wrong for it has nothing to complain of.
+            # A job that was cancelled before its first failure ends as cancelled.
             work.error = work.error or (
                 "" if work.job.cancelled and not work.num_in_flight else error
             )
@@ -339,8 +276,7 @@ class Lane:
             self._finished.put(work)
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
-        """Whether the call succeeded in the end, and why it failed at first; empty where it did
-        not."""
+        """Tries a call MAX_TRIES times. Returns whether it succeeded, and its first failure."""
         first = ""
         for _ in range(MAX_TRIES):
             try:
@@ -355,7 +291,7 @@ class Lane:
         return False, first
 
     def _judge(self, failure: Exception) -> str:
-        """The failure in words; a lost device is told of."""
+        """The failure in words; reports a lost device."""
         if isinstance(failure, DeviceError):
             if failure.is_lost:
                 self._on_lost(f"device {self._device} is lost: {failure}")

@@ -1,4 +1,7 @@
-"""Sums over the bytes of slots, of which check values are made (`hotkv_server.core.checks`)."""
+"""Sums over the bytes of slots, from which check values are made.
+
+Kernel and numpy reference give the same sums. Bytes are read without the GIL, and only read.
+"""
 
 import itertools
 import os
@@ -9,15 +12,16 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from hotkv import native
-from hotkv_server.core.checks import Evidence, Int64s, Sums, agree, strides_of
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.check_values import Int64s, Sums, agree, strides_of
+from hotkv_server.integrity.evidence import Evidence
 
 LINE_BYTES = 64
 MAX_SUM_THREADS = 8
 PART_BYTES = 32 << 20
-"""Less than two of these are read by one thread."""
-TWIN_PART_LINES = 1 << 14
-"""What the reference looks at together: 1 MiB, and some times that while it does."""
+"""Slots of fewer than two such parts are read by one thread."""
+REFERENCE_PART_LINES = 1 << 14
+"""Lines that the reference reads at a time: 1 MiB, and a few times that for what it computes."""
 _PHASE_STEP = 37
 _SALTS = np.array(
     [(0x2545_F491 * (2 * i + 1) + 0x9E37_79B9 * i * i) & 0xFFFF_FFFF for i in range(16)], np.uint32
@@ -35,14 +39,14 @@ def add_sums(
     """Adds to `sums` [n] those of one shard's `num_bytes` bytes at `offsets` [n] of the memory, one
     line in every `strides[i]`.
 
-    Without the GIL; the bytes must not change meanwhile. Raises ValueError where a range leaves the
+    Gives up the GIL; the bytes must not change meanwhile. Raises ValueError if a range leaves the
     memory.
     """
     if len(offsets) and (
         int(offsets.min()) < 0 or int(offsets.max()) + num_bytes > memory.num_bytes
     ):
         raise ValueError(f"checks leave {memory.name} of {memory.num_bytes} bytes")
-    kernels = native.load("hotkv_server.dataplane.kernels")
+    kernels = native.load("hotkv_server.integrity.kernels")
     if kernels is None:
         add_sums_reference(memory, offsets, num_bytes, shard, strides, sums)
     else:
@@ -54,11 +58,11 @@ def add_sums(
 
 
 class SumThreads:
-    """`add_sums` on several threads where there is much to read: a store from a GPU is copied
+    """Runs `add_sums` on several threads if there is much to read: a store from a GPU is copied
     faster than one thread takes its sums."""
 
     def __init__(self, num_threads: int = 0) -> None:
-        """0: for half the processors, 1 to MAX_SUM_THREADS."""
+        """`num_threads`: 0 for half the processors, 1 to MAX_SUM_THREADS."""
         self._num_threads = num_threads or min(
             MAX_SUM_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)
         )
@@ -76,7 +80,7 @@ class SumThreads:
         strides: Int64s,
         sums: Sums,
     ) -> None:
-        """As the function; from any thread, which waits."""
+        """As the function `add_sums`. Blocks; from any thread."""
         num_parts = min(self._num_threads, len(offsets) * num_bytes // PART_BYTES)
         if num_parts < 2:
             add_sums(memory, offsets, num_bytes, shard, strides, sums)
@@ -93,12 +97,12 @@ class SumThreads:
             future.result()
 
     def close(self) -> None:
-        """Ends the threads when they are done."""
+        """Ends the threads once they are idle; does not wait."""
         self._threads.shutdown(wait=False)
 
 
 def _seed(shard: int) -> np.uint64:
-    """What tells the sums of shards apart."""
+    """A number that makes the sums of equal shards differ."""
     return np.uint64((shard + 1) * _SEED_FACTOR & 0xFFFF_FFFF_FFFF_FFFF)
 
 
@@ -114,7 +118,7 @@ def add_sums_reference(
         lines = first + (first // stride * _PHASE_STEP) % stride
         lines = np.append(lines[lines < num_lines - 1], num_lines - 1)
         mine = np.flatnonzero(strides == stride)
-        part_slots = max(1, TWIN_PART_LINES // len(lines))
+        part_slots = max(1, REFERENCE_PART_LINES // len(lines))
         for part in (mine[i : i + part_slots] for i in range(0, len(mine), part_slots)):
             words = _words(memory, offsets[part], lines, num_bytes) + _SALTS
             total = (words[..., ::2].astype(np.uint64) * words[..., 1::2].astype(np.uint64)).sum(
@@ -142,11 +146,11 @@ def _words(memory: Region, offsets: Int64s, lines: Int64s, num_bytes: int) -> ND
 
 
 def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
-    """Whose bytes are those of their check value [n]; False where there is none. Blocks for as long
-    as reading takes."""
+    """True for each block [n] whose bytes give its check value; False if it has none. Blocks for as
+    long as reading takes."""
     strides = np.maximum(strides_of(evidence.checks), 1)
     sums, begin = np.zeros(len(strides), np.uint64), 0
     for shard, num_bytes in enumerate(evidence.shard_bytes):
         add_sums(memory, evidence.offsets + begin, num_bytes, shard, strides, sums)
         begin += num_bytes
-    return agree(sums, evidence)
+    return agree(sums, evidence.keys, evidence.checks)

@@ -1,8 +1,8 @@
-"""The devices that this server sees, and what it has opened of engines' memory on them.
+"""The devices that this server sees, and the memory of engines that it has open on them.
 
 Always true: an allocation is open once, however many sessions name it, and is closed when the last
-of them lets go; so nothing of an engine that is gone stays. Opening and closing wait for the
-device: never on the event loop. Methods may be called from any thread.
+of them closes it; so nothing of an engine that has ended stays open. Opening and closing wait for
+the device: never on the event loop. Methods may be called from any thread.
 """
 
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def uuid_text(device_uuid: bytes) -> str:
-    """As nvidia-smi writes it."""
+    """The UUID as nvidia-smi writes it."""
     return (
         f"GPU-{uuid.UUID(bytes=device_uuid)}"
         if len(device_uuid) == 16
@@ -37,8 +37,8 @@ def uuid_text(device_uuid: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """An engine's allocation, opened at `address`. `num_bytes`: from there to its end, None where
-    CUDA does not tell."""
+    """An engine's allocation, opened at `address`. `num_bytes`: from there to its end, None if CUDA
+    does not tell."""
 
     address: int
     num_bytes: int | None
@@ -46,7 +46,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A stream, and an event to follow it."""
+    """A stream, and an event that is recorded in it."""
 
     stream: Stream
     event: Event
@@ -54,7 +54,7 @@ class Queue:
 
 @dataclass(slots=True)
 class _Opened:
-    """`tenant`: whose it is. `num_users`: handles of sessions that lie in it."""
+    """`tenant`: its owner. `num_users`: handles of sessions that lie in it."""
 
     allocation: Allocation
     tenant: str
@@ -62,11 +62,10 @@ class _Opened:
 
 
 class Devices:
-    """See the module. Without a runtime there are none, and `why_none` says why, as part of a
-    refusal.
+    """See the module. Without a runtime there are none, and refusals quote `why_none`.
 
-    `engines`: copy engines by device; `pinner`: what pins the arena, None where nothing does.
-    Neither is owned.
+    `engines`: copy engines by device; `pinner`: pins the arena, None if it is not pinned. Neither
+    is owned.
     """
 
     def __init__(
@@ -94,13 +93,13 @@ class Devices:
 
     @property
     def runtime(self) -> DeviceRuntime:
-        """Raises ValueError where there are no devices."""
+        """The runtime. Raises ValueError if there are no devices."""
         if self._runtime is None:
             raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
         return self._runtime
 
     def figures(self) -> list[tuple[DeviceInfo, CudaCopyFigures]]:
-        """Of all devices that have a copy engine."""
+        """Figures of all devices that have a copy engine."""
         return [
             (info, self.engines[info.number].figures())
             for info in self.infos
@@ -109,16 +108,16 @@ class Devices:
 
     @property
     def pinned_bytes(self) -> int:
-        """Of the arena, for devices."""
+        """Bytes of the arena that are pinned for devices."""
         return self.pinner.pinned_bytes if self.pinner is not None else 0
 
     @property
     def num_open(self) -> int:
-        """Allocations of engines that are open."""
+        """Number of engines' allocations that are open."""
         return len(self._memory)
 
     def find(self, device_uuid: bytes) -> int:
-        """The number of a device. Raises ValueError that names it and those that there are."""
+        """The number of a device. Raises ValueError that names it and those that exist."""
         number = next((info.number for info in self.infos if info.uuid == device_uuid), None)
         if number is None and self._runtime is not None:
             seen = (
@@ -134,24 +133,24 @@ class Devices:
         return number
 
     def take_queue(self, device: int) -> Queue:
-        """A queue that nobody uses. Streams live as long as the process, so sessions that come and
-        go share some. Raises DeviceError."""
+        """A queue that nobody uses. Streams live as long as the process, so sessions reuse those of
+        sessions that have ended. Raises DeviceError."""
         with self._lock:
             if idle := self._idle.get(device):
                 return idle.pop()
         return Queue(self.runtime.new_stream(device, Priority.HIGH), self.runtime.new_event(device))
 
     def give_queue(self, queue: Queue) -> None:
-        """All that it was given has ended."""
+        """Takes back a queue whose work has ended."""
         with self._lock:
             self._idle.setdefault(queue.stream.device, []).append(queue)
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
-        """An engine's allocation, open until as many calls of `close_memory`. Blocks.
+        """Opens an engine's allocation, until as many calls of `close_memory`. Blocks.
 
-        Raises DeviceError, also where another tenant has it open: who has come by a handle does not
-        so come by the memory. ValueError where it is another device's: CUDA opens that too, where
-        devices reach each other.
+        Raises DeviceError, also if another tenant has it open: a handle alone gives no access to
+        another tenant's memory. Raises ValueError if the memory is another device's: CUDA opens
+        that too if the devices reach each other.
         """
         with self._lock:
             opened = self._memory.get((device, handle))
@@ -193,7 +192,7 @@ class Devices:
             raise
 
     def close_memory(self, device: int, handle: bytes) -> None:
-        """Lets go of it. Blocks. What fails is logged: there is nothing else to do."""
+        """Closes it once. Blocks. A failure is logged: there is nothing else to do."""
         with self._lock:
             opened = self._memory[device, handle]
             opened.num_users -= 1

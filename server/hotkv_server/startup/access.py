@@ -1,37 +1,17 @@
-"""What the settings say about access, as the parts that hold it want it; the daemon puts these
-together."""
+"""Builds the access-control objects (peers, tenants, endpoints, TLS files) from the settings."""
 
 from collections.abc import Iterable
 
 from hotkv_server.core.values import TenantShare
-from hotkv_server.memory.arena import FILES, LOCK_FILE
 from hotkv_server.rpc.server import Endpoints
 from hotkv_server.rpc.tls import TlsFiles
 from hotkv_server.security.identity import AccessControl, Proofs, Tenant
-from hotkv_server.security.path_checks import (
-    check_arena_dir,
-    check_files,
-    check_private_key,
-    check_runtime_dir,
-    check_sockets,
-)
-from hotkv_server.settings import SecuritySettings, Settings
-
-
-def check_places(settings: Settings) -> None:
-    """Nobody else can have put something where arena, sockets and keys are. Raises UnsafeError,
-    OSError."""
-    security = settings.security
-    check_runtime_dir(settings.admin_socket.parent)
-    check_sockets([settings.grpc_socket, settings.descriptor_socket, settings.admin_socket])
-    check_arena_dir(settings.arena_dir, is_private=bool(security.tenants))
-    check_files(settings.arena_dir / name for name in (*FILES, LOCK_FILE))
-    if security.tls.key is not None:
-        check_private_key(security.tls.key)
+from hotkv_server.settings import Settings
+from hotkv_server.settings.security import SecuritySettings
 
 
 def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
-    """What each tenant may have of the arena."""
+    """The share of the arena of each tenant."""
     return {
         tenant.name: TenantShare(tenant.guaranteed_bytes, tenant.burst_bytes)
         for tenant in security.tenants
@@ -48,7 +28,7 @@ def proofs(
 
 
 def make_access_control(security: SecuritySettings) -> AccessControl:
-    """Who may act for which tenant, and who are admins over TCP."""
+    """Decides who may act for which tenant, and who is an admin over TCP."""
     tenants = {
         t.name: Tenant(
             t.name,
@@ -64,7 +44,7 @@ def make_access_control(security: SecuritySettings) -> AccessControl:
 
 
 def make_endpoints(settings: Settings) -> Endpoints:
-    """Where gRPC listens."""
+    """The addresses, modes and files of gRPC's listeners."""
     security, tls = settings.security, settings.security.tls
     files = (
         TlsFiles(tls.certificate, tls.key, tls.client_ca)

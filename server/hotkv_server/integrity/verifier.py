@@ -1,11 +1,11 @@
-"""Comparing blocks with their check values: as many as time allows at start, the rest at their
-first use, all in the background.
+"""Compares blocks with their check values: as many as time allows at start, the rest at their first
+use, and all of them again in the background.
 
 Always true: a block that came back from an old server is loaded by nobody, and nobody is told where
-it lies, before its bytes have been compared once; a block whose bytes are not those of its check
-value is condemned: nobody finds it from then on, and under a lease that was granted before each
-load of it fails. Bytes are read on copy threads. A block that is not pinned may go while it is
-read; so what does not agree counts only where the entry is still the same afterwards.
+it lies, before its bytes have been compared once; a block whose bytes do not give its check value
+is condemned: nobody finds it from then on, and each load of it fails, also under a lease that was
+granted before. Bytes are read on other threads. A block that is not pinned may be evicted while it
+is read, so a disagreement counts only if the entry is still the same afterwards.
 """
 
 import asyncio
@@ -19,32 +19,31 @@ from numpy.typing import NDArray
 
 from hotkv import table
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.checks import Evidence
-from hotkv_server.core.trust import condemn, evidence
 from hotkv_server.core.values import Entries, SlotRun
-from hotkv_server.dataplane.checks import holds
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.evidence import Evidence, condemn, evidence
+from hotkv_server.integrity.sums import holds
 
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 64 << 20
-"""Slots that are compared in one go."""
+"""Most bytes of slots that are compared at a time."""
 SCANNED_ENTRIES = 1 << 17
-"""Looked at in a millisecond."""
+"""Entries that a scrub looks at in one turn of the event loop: a millisecond."""
 MIN_PAUSE_S = 0.05
 PASS_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Entries to compare, and their generations when that was decided."""
+    """Entries to compare, and their generations when the case was made."""
 
     evidence: Evidence
     generations: Entries
 
 
 class Verifier:
-    """Over one core and its arena. All methods but `judge` belong to the event loop's thread."""
+    """See the module. All methods but `judge` belong to the event loop's thread."""
 
     def __init__(self, core: CacheCore, arena: Region) -> None:
         self._core = core
@@ -62,7 +61,7 @@ class Verifier:
         )
 
     def cases(self, entries: Entries) -> list[Case]:
-        """What is to be compared of entries that are ready or detached, in parts of one shape."""
+        """The cases of entries that are ready or detached, in parts of one shape."""
         records = self._core.space.index.table.records
         return [
             Case(found, records[found.entries, table.W_GENERATION].copy())
@@ -70,7 +69,7 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """What of a load has to be compared before it is copied; nothing, as a rule."""
+        """The cases that a load must compare before it copies; as a rule there are none."""
         index = self._core.space.index
         waiting = [run.entries[index.unverified[run.entries]] for run in slots]
         return [
@@ -78,22 +77,22 @@ class Verifier:
         ]
 
     def is_doubtful(self, slots: Sequence[SlotRun]) -> bool:
-        """Whether something of a load has been condemned since it was compared."""
+        """True if a block of the load has been condemned since it was compared."""
         return any(self._core.space.index.unverified[run.entries].any() for run in slots)
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Whose bytes agree, one mask a case. Blocks for as long as reading takes; from any thread,
-        without the GIL."""
+        """Which blocks agree, one mask a case. Blocks for as long as reading takes; from any
+        thread, without the GIL."""
         return [holds(self._arena, case.evidence) for case in cases]
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
-        """Notes what agrees, condemns what doesn't; returns what doesn't, each once, whoever has
-        condemned it."""
+        """Marks the blocks that agree as verified and condemns the others. Returns the others, each
+        once, also those that somebody else has condemned meanwhile."""
         records, index = self._core.space.index.table.records, self._core.space.index
         disagreeing = [np.empty(0, np.uint32)]
         for case, good in zip(cases, verdicts, strict=True):
             entries = case.evidence.entries
-            # An entry that was read under a lease is here still; it may be detached by now.
+            # An entry that was read under a lease still exists; it may be detached by now.
             same = index.can_be_read(entries) & (
                 records[entries, table.W_GENERATION] == case.generations
             )
@@ -114,8 +113,8 @@ class Verifier:
         return bad
 
     async def compare(self, entries: Entries) -> Entries:
-        """Compares those of the entries, which a lease keeps, that are not verified; returns what
-        does not agree, each once."""
+        """Compares those of the entries that are not verified; returns those that do not agree,
+        each once. A lease must pin all of them."""
         waiting = np.unique(entries[self._core.space.index.unverified[entries]])
         if not len(waiting):
             return waiting
@@ -131,8 +130,8 @@ class Verifier:
     # At start
 
     def verify_for(self, budget_s: float) -> int:
-        """Compares what came back, in random order, for `budget_s` at most; returns how many are
-        left for their first load. Blocks."""
+        """Compares blocks that came back, in random order, for `budget_s` at most. Returns how many
+        are left for their first load. Blocks."""
         deadline_s = time.monotonic() + budget_s
         index = self._core.space.index
         waiting = np.random.default_rng().permutation(
@@ -142,13 +141,13 @@ class Verifier:
         while at < len(waiting) and time.monotonic() < deadline_s:
             batch = waiting[at : at + self._batch_length(waiting[at:])]
             at += len(batch)
-            # What went with a condemned block is no entry any more.
+            # Representations of a condemned block were dropped with it.
             cases = self.cases(batch[index.unverified[batch]])
             self.settle(cases, self.judge(cases))
         return int(index.unverified.sum())
 
     def _batch_length(self, entries: Entries) -> int:
-        """How many of the first entries make a batch."""
+        """How many of the first entries have BATCH_BYTES together; 1 at least."""
         upto = np.cumsum(
             self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN])
         )
@@ -157,8 +156,8 @@ class Verifier:
     # In the background
 
     def next_batch(self) -> Entries | None:
-        """The ready entries that a scrub looks at next: by number, round and round; None at the end
-        of a pass. Looks at SCANNED_ENTRIES at most, so there may be none in a batch.
+        """The ready entries that a scrub compares next, by number; None at the end of a pass, after
+        which it starts over. Looks at SCANNED_ENTRIES at most, so a batch may be empty.
         """
         index, first = self._core.space.index, self._next_entry
         if first >= index.num_numbers:
@@ -178,8 +177,8 @@ class Verifier:
         return now_s - self._reading_since_s if self._reading_since_s else 0.0
 
     async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:
-        """Compares everything, again and again, slots of `bytes_per_s` in a second; `tell` after
-        each batch. Runs until it is cancelled."""
+        """Compares all blocks again and again, `bytes_per_s` of slots in a second; calls `tell`
+        after each batch. Runs until it is cancelled."""
         while True:
             batch = self.next_batch()
             if batch is None or not len(batch):

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the data plane. Import through `hotkv.native.load`, never at import time. What
-they compute, and the reference: `checks`."""
+"""Numba kernel of `sums`, which describes it and has the reference. Load it by `hotkv.native.load`,
+never at import time."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def _products(typingctx: Any, line: Any, salts: Any) -> Any:
     """Sum of products of neighbours among the 16 words at address `line`, each with its salt of
     those at address `salts` added first.
 
-    Of all words at once: one after the other they take as long as bringing the line in does.
+    All words at once: one after the other they would take as long as reading the line does.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,15 +1,14 @@
-"""What a server has for engines on GPUs: the runtime, a copy engine a device, the pinned arena.
-Made at start, closed at the end.
+"""Finds devices at start and makes what engines on GPUs need: the runtime, a copy engine for each
+device, the pinned arena.
 
-Always true: CUDA is touched only where it is wanted and an NVIDIA device exists; where it can't be
-had a server that may do without runs on, and refuses engines on GPUs with the reason. Things close
-in the order in which they depend on each other: engines' memory (with the sessions), copy engines,
-the pinned arena, the arena.
+Always true: CUDA is touched only if the settings want it and an NVIDIA device exists; if CUDA does
+not work, a server that may do without runs on, and refuses engines on GPUs with the reason. Things
+close in the order in which they depend on each other: engines' memory (with the sessions), copy
+engines, the pinned arena, the arena.
 """
 
 import logging
 import os
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +19,13 @@ from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Method
 from hotkv_server.dataplane.engine import CopyEngine
 from hotkv_server.dataplane.engines import CopyEngines
+from hotkv_server.device.devices import Devices
 from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime
 from hotkv_server.memory import numa
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.pinning import ArenaPinner, refusal
-from hotkv_server.runtime.devices import Devices
-from hotkv_server.settings import CopySettings, Settings
+from hotkv_server.settings import Settings
+from hotkv_server.settings.copies import CopySettings
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,13 @@ DEVICE_NODES = Path("/dev")
 
 
 class CudaError(Exception):
-    """The settings demand what this machine has not; the message says what to do."""
+    """The settings demand a device or memory that this machine lacks; the message says what to
+    do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A runtime with its devices, or why there is none."""
+    """A runtime with its devices, or the reason why there is none."""
 
     runtime: DeviceRuntime | None
     infos: tuple[DeviceInfo, ...] = ()
@@ -46,19 +47,19 @@ class Found:
 
 
 def has_device_node(folder: Path = DEVICE_NODES) -> bool:
-    """Whether this process is given an NVIDIA GPU."""
+    """True if this process may open an NVIDIA GPU."""
     return any(folder.glob("nvidia[0-9]*")) or (folder / "dxg").exists()
 
 
 def new_runtime() -> DeviceRuntime:
-    """CUDA. Raises DeviceError where it can't be had. Takes seconds."""
+    """Loads CUDA. Raises DeviceError if it does not work. Takes seconds."""
     from hotkv_server.device.cupy_runtime import CupyRuntime
 
     return CupyRuntime()
 
 
 def look(copy: CopySettings) -> Found:
-    """What there is for these settings. Takes seconds where there is a device."""
+    """Finds the runtime and devices for these settings. Takes seconds if there is a device."""
     if copy.cuda == "off":
         return Found(None, why_none="it is switched off (copy.cuda = off)")
     if copy.cuda == "auto" and not has_device_node():
@@ -74,37 +75,16 @@ def look(copy: CopySettings) -> Found:
 
 
 def look_in_background(copy: CopySettings) -> "Future[Found]":
-    """The same on a thread, while the arena comes in."""
+    """Runs `look` on a thread, while the arena is prefaulted."""
     thread = ThreadPoolExecutor(1, "hotkv-cuda-start")
     found = thread.submit(look, copy)
     thread.shutdown(wait=False)
     return found
 
 
-def placer(wanted: str) -> Callable[[int, int], None] | None:
-    """Says where the arena's memory is to come from, as `arena.numa` has it. Raises CudaError."""
-    try:
-        placement = numa.choose(wanted)
-    except ValueError as error:
-        raise CudaError(f"arena.numa {error}") from error
-    if placement is None:
-        return None
-
-    def place(address: int, num_bytes: int) -> None:
-        why_not = numa.place(address, num_bytes, placement)
-        if why_not:
-            log.warning(
-                "arena not placed on NUMA nodes=%s: %s", numa.describe(placement.nodes), why_not
-            )
-        else:
-            log.info("arena placed on NUMA nodes=%s", numa.describe(placement.nodes))
-
-    return place
-
-
 @dataclass(slots=True)
 class CudaPart:
-    """See the module. `copy_engine` is for the node, over all devices and the host."""
+    """See the module. `copy_engine` serves the node: all devices and the host."""
 
     devices: Devices
     copy_engine: CopyEngine
@@ -113,36 +93,36 @@ class CudaPart:
     pin_is_required: bool = False
 
     def fault(self) -> str:
-        """What keeps the server from serving; nothing where all is well."""
+        """What keeps the server from serving; empty if all is well."""
         lost = [engine.problem for engine in self.engines.values() if engine.problem]
         if self.pin_is_required and self.pinner is not None and self.pinner.error:
             lost.append(f"arena.pin is required, and {self.pinner.error}")
         return "; ".join(lost)
 
     def progress(self) -> str:
-        """What goes on in the background, for people; nothing when it is done."""
+        """How far pinning is, for people; empty when it is done."""
         pinner = self.pinner
         if pinner is None or pinner.is_done or pinner.error:
             return ""
         return f"pinning the arena: {pinner.pinned_bytes >> 20} of {pinner.num_bytes >> 20} MiB"
 
     def start(self) -> None:
-        """Pinning begins, in the background."""
+        """Begins to pin the arena, in the background."""
         if self.pinner is not None:
             self.pinner.start()
 
     def close(self) -> None:
-        """After all sessions. Blocks."""
+        """Closes copy engines and unpins the arena; after all sessions have ended. Blocks."""
         self.copy_engine.close()
         if (pinner := self.pinner) is not None:
-            # The driver lets go of every single page; a large arena has hundreds of millions.
+            # The driver unpins page by page; a large arena has hundreds of millions.
             with systemd.patience("unpinning the arena", lambda: pinner.unpinned_bytes):
                 pinner.close()
 
 
 def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: Found) -> CudaPart:
-    """Everything for what was found; `CudaPart.start` is still to be called. Blocks. Raises
-    CudaError."""
+    """Makes copy engines and pinner for the devices found; the caller calls `CudaPart.start`.
+    Blocks. Raises CudaError."""
     copy, arena = settings.copy_, memory.arena
     if found.runtime is None:
         if copy.cuda == "on":
@@ -191,8 +171,8 @@ def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: F
 def _new_engine(
     runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
 ) -> CudaCopyEngine:
-    """Its threads run on the processors next to the device. Its calibration lies in the folder, and
-    is made where there is none."""
+    """A device's copy engine, whose threads run on the processors next to the device. It reads its
+    calibration from the folder, or measures and writes one."""
     method, file = (
         None if copy.method == "auto" else Method(copy.method),
         folder / f"calibration-{info.uuid.hex()}.json",
@@ -215,7 +195,7 @@ def _new_engine(
 
 
 def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
-    """What an earlier server has measured, where it still holds."""
+    """What an earlier server has measured; None if it no longer holds."""
     try:
         if path.stat().st_uid != os.geteuid():
             raise ValueError("it is another user's")
@@ -229,7 +209,7 @@ def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """For the next start; failing to is no fault."""
+    """Writes it down for the next start. A failure is logged, no more."""
     scratch = path.with_suffix(".new")
     try:
         scratch.write_text(calibration.to_json())

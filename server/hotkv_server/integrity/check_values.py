@@ -1,0 +1,48 @@
+"""Check values: 64 bits in a block's record that its bytes must reproduce.
+
+A check value covers one line of 64 bytes in every `stride`, at a place that shifts from stride to
+stride, and the last line of every shard; a stride of 1 covers all bytes. It is bound to the block's
+key, so another block's bytes never pass. Its low 4 bits hold the stride, so values of different
+strides may lie in one table; 0 stands for no check value. It is no defence against an adversary:
+whoever can write the arena can write the table. Sums over lines and shards are added up, so each
+shard's sum may be taken by the copy that wrote it (`sums`).
+
+Pure: arrays in, arrays out. It imports nothing of the server.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+Sums = NDArray[np.uint64]
+
+MAX_STRIDE = 1 << 14
+_KEY_FACTOR, _TAG = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(15)
+
+
+def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
+    """Check values [n] of blocks, from the sums over all their shards and their mixed keys [n];
+    zeros if `stride` is 0."""
+    if not stride:
+        return np.zeros(len(sums), np.uint64)
+    values: Sums = _bound(sums, keys) | np.uint64(stride.bit_length())
+    return values
+
+
+def strides_of(checks: Sums) -> Int64s:
+    """Stride of each check value [n]; 0 for none."""
+    tags = (checks & _TAG).astype(np.int64)
+    return np.where(tags > 0, np.left_shift(1, np.maximum(tags - 1, 0)), 0)
+
+
+def agree(sums: Sums, keys: Sums, checks: Sums) -> NDArray[np.bool_]:
+    """True for each block [n] whose sum and mixed key give its check value; False if it has
+    none."""
+    tags = checks & _TAG
+    agreeing: NDArray[np.bool_] = (tags > 0) & (_bound(sums, keys) | tags == checks)
+    return agreeing
+
+
+def _bound(sums: Sums, keys: Sums) -> Sums:
+    bound: Sums = (sums ^ (keys * _KEY_FACTOR)) & ~_TAG
+    return bound

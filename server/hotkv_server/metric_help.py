@@ -1,0 +1,162 @@
+"""The HELP text of every metric: what is counted, and when it matters to an operator.
+
+Always true: each counter and gauge of a node has a text here, under its name without the prefix
+`hotkv_`; a test compares both.
+"""
+
+HELP: dict[str, str] = {
+    # Lookups and leases
+    "lookup_blocks_total": "Blocks that lookups by call asked for. Engines that map the block "
+    "table look up without a call and are not counted.",
+    "lookup_hit_blocks_total": "Blocks that lookups by call found. Compare with lookup_blocks.",
+    "acquired_blocks_total": "Blocks that read leases pinned: those that engines hit.",
+    "missed_blocks_total": "Blocks that read leases asked for and did not get. It grows if blocks "
+    "are evicted between an engine's lookup and its lease.",
+    "acquired_representations_total": "Representations that read leases pinned.",
+    "missed_representations_total": "Representations that read leases asked for and did not get.",
+    "expired_leases_total": "Leases that expired before they were released. It grows if engines "
+    "hang or die.",
+    # Stores and loads
+    "stored_blocks_total": "Blocks that stores made ready.",
+    "stored_bytes_total": "Bytes that stores copied out of engines' memory.",
+    "stored_representations_total": "Representations that stores made ready.",
+    "loaded_blocks_total": "Blocks that loads copied into engines' memory.",
+    "loaded_bytes_total": "Bytes that loads copied into engines' memory.",
+    "present_blocks_total": "Blocks that a store brought although they were ready: no copy was "
+    "needed.",
+    "in_flight_blocks_total": "Blocks that a store brought while another store was writing them.",
+    "no_space_blocks_total": "Blocks that were not stored because everything else was pinned, "
+    "guaranteed to other tenants or being written. If it grows, the arena is too small.",
+    "aborted_blocks_total": "Blocks whose store failed, was cancelled or was revoked.",
+    "transfers_in_flight": "Loads and stores that have begun and not ended.",
+    "copy_pieces_queued": "Pieces of copies that wait for a copy thread or a device. If it stays "
+    "high, copies are the bottleneck.",
+    # The arena
+    "arena_capacity_bytes": "Bytes of the arena that have memory. It grows after a start.",
+    "arena_full_capacity_bytes": "Bytes of the arena once all of it has memory.",
+    "arena_used_bytes": "Bytes of slots that hold blocks and representations.",
+    "arena_pinned_bytes": "Bytes that leases pin. Pinned blocks can't be evicted: near the "
+    "capacity, stores are refused.",
+    "arena_lent_bytes": "Bytes of slabs that are lent to a slot size.",
+    "arena_idle_bytes": "Bytes of free slots in lent slabs.",
+    "arena_tail_bytes": "Bytes at the ends of lent slabs that no slot covers.",
+    "arena_stranded_bytes": "Bytes of free slabs that do not lie together as the widest slot size "
+    "needs them.",
+    "arena_fragmentation_ratio": "Share of lent memory that holds nothing: idle and tail bytes of "
+    "lent bytes.",
+    "arena_imbalance_ratio": "Share of lent memory lent to other slot sizes than those that use "
+    "it. If it stays high, one slot size keeps slabs from others.",
+    "arena_huge_page_bytes": "Bytes of the arena in huge pages. Copies are slower without them.",
+    "arena_registered_bytes": "Bytes of the arena that are pinned for GPUs. Copies of the rest are "
+    "slow.",
+    "free_slabs": "Slabs that are lent to no slot size.",
+    "ready_blocks": "Blocks that engines can load.",
+    "representation_bytes": "Bytes of representations for sparse decode.",
+    # Eviction and retention
+    "evicted_blocks_total": "Blocks that were evicted to make room.",
+    "flushed_blocks_total": "Blocks that were dropped because an engine or operator flushed their "
+    "key space.",
+    "held_blocks_total": "Blocks that requests asked to keep (retention with pin).",
+    "held_bytes": "Bytes that are kept because requests asked for it.",
+    "held_budget_bytes": "Most bytes that requests may keep (leases.held_share). At the budget, "
+    "further requests keep nothing.",
+    "eviction_half_life_s": "Seconds in which a use loses half its weight, as the policy has "
+    "learned.",
+    "eviction_memory_s": "Seconds after which the policy counts an older use half.",
+    "eviction_recency": "Weight of recency against frequency in the policy; -1 keeps the older of "
+    "equally frequent blocks.",
+    "eviction_sample_ratio": "Share of keys that the policy samples to learn its setting.",
+    "eviction_once_blocks": "Blocks that were used once (policy arc).",
+    "eviction_again_blocks": "Blocks that were used more than once (policy arc).",
+    "eviction_once_target_blocks": "Number of once-used blocks that the policy aims at (policy "
+    "arc).",
+    "eviction_small_blocks": "Blocks in the queue of new blocks (policy s3fifo).",
+    "eviction_main_blocks": "Blocks in the queue of blocks that were used again (policy s3fifo).",
+    # Integrity
+    "restored_blocks_total": "Blocks that came back at the start from an earlier server.",
+    "verified_blocks_total": "Blocks whose bytes were compared with their check value and agreed.",
+    "condemned_blocks_total": "Blocks that were dropped because their bytes had changed. Above 0, "
+    "something else writes to the arena, or memory is faulty.",
+    "unverified_blocks": "Blocks that came back and have not been compared yet. Each is compared "
+    "before its first load.",
+    "scrub_passes_total": "Times that the scrubber has compared all blocks.",
+    # Sessions and refusals
+    "sessions": "Open sessions.",
+    "leases": "Read and write leases.",
+    "refused_total": "Calls and sessions that were refused, for whatever reason.",
+    "refused_by_reason_total": "Calls and sessions that were refused, by reason.",
+    "notices_queued": "Notices in the longest outbox of a session. If it grows, an engine does not "
+    "read.",
+    "draining": "1 while the server drains: it takes no new work.",
+    "loop_lag_p50_seconds": "Median delay of the event loop. All calls wait for it.",
+    "loop_lag_p99_seconds": "99th percentile of the delay of the event loop.",
+    "loop_lag_longest_seconds": "Longest delay of the event loop. `hotkv status` names its cause.",
+    # What engines report
+    "reported_requests_total": "Requests that engines scheduled.",
+    "reported_prompt_tokens_total": "Prompt tokens of those requests.",
+    "reported_device_hit_tokens_total": "Prompt tokens that engines had in their own device cache.",
+    "reported_hit_tokens_total": "Prompt tokens that engines did not compute: in the device cache "
+    "or loaded from here. Divided by reported_prompt_tokens it is the hit ratio.",
+    "request_watchers": "Readers of reported requests, such as `hotkv record`.",
+    "watched_requests_lost_total": "Reported requests that a reader missed because it reads too "
+    "slowly.",
+    # Events
+    "events_published_total": "KV events that were published over ZMQ.",
+    "events_lost_total": "KV events that were dropped because too many waited. events.buffer_bytes "
+    "is the bound.",
+    "events_lost_by_readers_total": "KV events that a reader over gRPC missed because it reads too "
+    "slowly.",
+    "events_queued_bytes": "Bytes of KV events that wait to be published.",
+    "event_readers": "Readers of KV events over gRPC.",
+    # Devices
+    "device_allocations_open": "Allocations of engines on GPUs that are open here.",
+    "device_copied_bytes_total": "Bytes that a device has copied, by direction and method. Much of "
+    "method pageable means that the arena is not pinned.",
+    "device_pieces_total": "Pieces that a device has copied, by direction and method.",
+    "device_failed_jobs_total": "Copy jobs of a device that failed.",
+    "device_pieces_queued": "Pieces that wait for a device.",
+    "device_pieces_in_flight": "Pieces that a device is copying.",
+    "device_usable": "1 while a device copies; 0 once it is lost, which only a restart repairs.",
+    # Sparse decode
+    "sparse_reports_total": "Messages in which engines reported their sparse decode.",
+    "sparse_unknown_sequences_total": "Reports of sequences that this server does not know, for "
+    "example after a restart.",
+    "sparse_used_blocks_total": "Blocks that sparse decode used and that count for hotness.",
+    "sparse_recalled_hot_sets_total": "Sequences that began with a remembered hot set.",
+    "sparse_served_selects_total": "Selections that the server made for engines.",
+    "sparse_selects_in_flight": "Selections that wait or run. If it stays high, engines wait for "
+    "them.",
+    "sparse_select_seconds": "Time of selections by the server, from request to answer.",
+    "sparse_sequences": "Sequences that engines decode sparsely.",
+    "sparse_sequence_blocks": "Blocks of those sequences.",
+    "sparse_remembered_contexts": "Contexts whose hot sets are remembered.",
+    "sparse_remembered_bytes": "Memory of remembered hot sets.",
+}
+
+SPARSE_LAYER_HELP: dict[str, str] = {
+    "selects": "Selections, one for each sequence and step.",
+    "context_blocks": "Blocks of the contexts that selections chose from.",
+    "selected_blocks": "Blocks that selections chose.",
+    "attended_blocks": "Blocks that were attended to. Divided by context_blocks it is the share of "
+    "the context that sparse decode reads.",
+    "seeded_blocks": "Blocks that hot sets began with.",
+    "corrected_blocks": "Blocks that joined a hot set in the step that selected them.",
+    "prefetched_blocks": "Blocks that joined a hot set a step after they were selected.",
+    "wanted_blocks": "Selected blocks besides those that are always kept.",
+    "hit_blocks": "Wanted blocks that the hot set had. Divided by wanted_blocks it is the hit "
+    "ratio: if it falls, hot sets are too small.",
+    "estimated_mass": "Sum over selections of the estimated share of attention mass.",
+    "swap_bytes": "Bytes of pages of blocks that joined hot sets.",
+    "select_s": "Seconds spent on selections.",
+    "built_blocks": "Representations that engines built.",
+    "build_s": "Seconds spent on building representations.",
+    "recall_samples": "Selections that were measured against exact attention.",
+    "recall": "Sum over samples of the share of the best blocks that was attended to. "
+    "Divided by recall_samples it should be near 1.",
+    "true_mass": "Sum over samples of the exact share of attention mass that was attended to.",
+    "faults": "Faults of sparse attention; the call fell back to dense attention.",
+    "loaded_blocks": "Representations that engines loaded.",
+    "remembered_blocks": "Of seeded_blocks, those from the hot set of another sequence over the "
+    "same prefix.",
+}
+"""By name of `hotkv.counters.SPARSE_COUNTERS`; each is per layer, summed over all engines."""

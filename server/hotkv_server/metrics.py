@@ -1,0 +1,118 @@
+"""Metrics of a node for Prometheus, as they were last read.
+
+Always true: the node is read on its own event loop, and Prometheus' registry only gets what was
+read. `metric_help` has the texts.
+"""
+
+import itertools
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from hotkv.counters import SPARSE_COUNTERS
+from hotkv.errors import Reason
+from hotkv_server.device.devices import Devices
+from hotkv_server.metric_help import HELP, SPARSE_LAYER_HELP
+from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.sparse import SparseDecode
+from hotkv_server.runtime.stats import census, counters, gauges
+from hotkv_server.sparse.figures import LATENCY_BOUNDS_S
+
+
+class NodeCollector(Collector):
+    """The registry's source: the metrics that `read` took last."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._metrics: list[Metric] = []
+
+    async def read(self) -> None:
+        """Reads all metrics off the node. On the node's loop."""
+        counted = await census(self._node)
+        self._metrics = [
+            *(_counter(name, value) for name, value in counters(self._node).items()),
+            *(_gauge(name, value) for name, value in gauges(self._node, counted).items()),
+            *_sparse_metrics(self._node.sparse),
+            _refusals(self._node),
+            *_device_metrics(self._node.devices),
+        ]
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def _help(name: str) -> str:
+    return HELP.get(name, name.replace("_", " "))
+
+
+def _counter(
+    name: str, value: float | None = None, labels: tuple[str, ...] = ()
+) -> CounterMetricFamily:
+    return CounterMetricFamily(
+        f"hotkv_{name}", _help(name), value=value, labels=labels if value is None else None
+    )
+
+
+def _gauge(
+    name: str, value: float | None = None, labels: tuple[str, ...] = ()
+) -> GaugeMetricFamily:
+    return GaugeMetricFamily(
+        f"hotkv_{name}", _help(name), value=value, labels=labels if value is None else None
+    )
+
+
+def _refusals(node: Node) -> Metric:
+    """How often each reason was given."""
+    family = _counter("refused_by_reason_total", labels=("reason",))
+    for reason in Reason:
+        family.add_metric([reason.name.lower()], float(node.refusals[reason]))
+    return family
+
+
+def _device_metrics(devices: Devices) -> list[Metric]:
+    """Metrics of devices' copy engines, by device."""
+    by_method, by_device = ("device", "direction", "method"), ("device",)
+    moved = _counter("device_copied_bytes_total", labels=by_method)
+    pieces = _counter("device_pieces_total", labels=by_method)
+    failed = _counter("device_failed_jobs_total", labels=by_device)
+    queued = _gauge("device_pieces_queued", labels=by_device)
+    flying = _gauge("device_pieces_in_flight", labels=by_device)
+    usable = _gauge("device_usable", labels=by_device)
+    for info, figures in devices.figures():
+        device = str(info.number)
+        for part in figures.moved:
+            labels = [device, part.direction.value, part.method]
+            moved.add_metric(labels, float(part.num_bytes))
+            pieces.add_metric(labels, float(part.num_pieces))
+        failed.add_metric([device], float(figures.num_failed))
+        queued.add_metric([device], float(figures.num_queued))
+        flying.add_metric([device], float(figures.num_in_flight))
+        usable.add_metric([device], float(not figures.problem))
+    return [moved, pieces, failed, queued, flying, usable]
+
+
+def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
+    """What engines have reported, by layer (at most MAX_LAYERS), and the latency of the server's
+    own selections."""
+    rows = list(sparse.figures.totals())
+    metrics: list[Metric] = []
+    for place, name in enumerate(SPARSE_COUNTERS):
+        text = SPARSE_LAYER_HELP.get(name, name)
+        family = CounterMetricFamily(f"hotkv_sparse_layer_{name}", text, labels=["layer"])
+        for growth in rows:
+            family.add_metric([str(growth.layer_index)], float(growth.values[place]))
+        metrics.append(family)
+    latency = HistogramMetricFamily("hotkv_sparse_select_seconds", _help("sparse_select_seconds"))
+    counted = sparse.selections.latency
+    names = [*map(str, LATENCY_BOUNDS_S), "+Inf"]
+    sums = list(zip(names, itertools.accumulate(counted.counts), strict=True))
+    latency.add_metric([], sums, counted.sum_s)
+    return [*metrics, latency]

@@ -1,0 +1,179 @@
+"""Settings of the server: a TOML file, `HOTKV_` environment variables and flags, in rising
+precedence.
+
+Every setting has a unit and a default here; `deploy/hotkv.toml` shows them all. An error names the
+field, its value and what is allowed. The sections have modules of their own.
+"""
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ByteSize,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from hotkv_server.settings.copies import CopySettings
+from hotkv_server.settings.outlets import EventSettings, HttpSettings
+from hotkv_server.settings.security import SecuritySettings
+from hotkv_server.settings.storage import ArenaSettings, IntegritySettings, LeaseSettings
+
+MIB = 1 << 20
+
+
+class Settings(BaseSettings):
+    """All settings of `hotkv-server`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="HOTKV_", env_nested_delimiter="__", extra="forbid", cli_kebab_case=True
+    )
+
+    runtime_dir: Path = Field(
+        Path("/run/hotkv"),
+        description="Directory of the sockets grpc.sock, fd.sock, admin.sock and of the lock.",
+    )
+    tcp_address: str = Field(
+        "", description="host:port to serve gRPC on besides the Unix sockets. Empty: none."
+    )
+    policy: Literal["hotness", "lru", "arc", "s3fifo"] = Field(
+        "hotness", description="Which blocks are evicted first."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level that is logged."
+    )
+    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        10.0, description="Longest wait for leases and transfers at SIGTERM, in seconds."
+    )
+    client_memory_bytes: Annotated[ByteSize, Field(ge=16 * MIB)] = Field(
+        ByteSize(96 * MIB),
+        description=(
+            "Most memory besides the arena that clients can make the server keep: leases, waiting "
+            "transfers, sequences of sparse decode. No client may take more than it leaves to the "
+            "others."
+        ),
+    )
+    arena: ArenaSettings = Field(default_factory=lambda: ArenaSettings())  # type: ignore[call-arg]
+    integrity: IntegritySettings = Field(default_factory=lambda: IntegritySettings())  # type: ignore[call-arg]
+    leases: LeaseSettings = Field(default_factory=lambda: LeaseSettings())  # type: ignore[call-arg]
+    # An alias has no prefix in the environment by itself.
+    copy_: CopySettings = Field(
+        default_factory=lambda: CopySettings(),  # type: ignore[call-arg]
+        validation_alias=AliasChoices("copy", "hotkv_copy"),
+        alias="copy",
+    )
+    http: HttpSettings = Field(default_factory=lambda: HttpSettings())  # type: ignore[call-arg]
+    events: EventSettings = Field(default_factory=lambda: EventSettings())  # type: ignore[call-arg]
+    security: SecuritySettings = Field(default_factory=lambda: SecuritySettings())  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _tcp_is_meant(self) -> "Settings":
+        security = self.security
+        if not self.tcp_address or security.tcp_insecure:
+            return self
+        if security.tls.key is None:
+            raise ValueError(
+                "tcp_address needs security.tls.certificate and key, or "
+                "security.tcp_insecure = "
+                "true if that is meant"
+            )
+        if security.tls.client_ca is None and not security.tenants:
+            raise ValueError(
+                "tcp_address lets everybody in: set security.tls.client_ca, or security.tenants "
+                "with token_sha256, or "
+                "security.tcp_insecure = true if that is meant"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "Settings":
+        promised = sum(tenant.guaranteed_bytes for tenant in self.security.tenants)
+        in_slabs = self.arena.bytes // self.arena.slab_bytes * self.arena.slab_bytes
+        if promised > in_slabs:
+            raise ValueError(
+                f"security.tenants: guaranteed_bytes come to {promised}, more than the "
+                f"{in_slabs} of arena.bytes in whole slabs"
+            )
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+    @property
+    def arena_dir(self) -> Path:
+        """Directory of arena and table."""
+        if self.arena.dir is not None:
+            return self.arena.dir
+        tag = hashlib.sha256(str(self.runtime_dir.absolute()).encode()).hexdigest()[:8]
+        return Path("/dev/shm") / f"hotkv-{tag}"
+
+    @property
+    def grpc_socket(self) -> Path:
+        return self.runtime_dir / "grpc.sock"
+
+    @property
+    def descriptor_socket(self) -> Path:
+        return self.runtime_dir / "fd.sock"
+
+    @property
+    def admin_socket(self) -> Path:
+        return self.security.admin_socket or self.runtime_dir / "admin.sock"
+
+
+def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Settings:
+    """Reads the settings from all sources. Raises ValueError with one line a mistake; exits after
+    printing help for `--help`."""
+    if config is not None and not config.is_file():
+        raise ValueError(f"--config: there is no file {config}")
+    model = type(
+        "Settings",
+        (Settings,),
+        {
+            "__doc__": Settings.__doc__,
+            "model_config": {**Settings.model_config, "toml_file": config},
+        },
+    )
+    try:
+        cli: CliSettingsSource[list[str]] = CliSettingsSource(
+            model, cli_prog_name=program, cli_parse_args=list(flags), cli_kebab_case=True
+        )
+        loaded = model(_cli_settings_source=cli)
+        assert isinstance(loaded, Settings)
+        return loaded
+    except ValidationError as error:
+        raise ValueError(
+            "\n".join(_line(item["loc"], item.get("input"), item["msg"]) for item in error.errors())
+        ) from error
+
+
+def _line(location: tuple[int | str, ...], value: object, message: str) -> str:
+    name = ".".join(str(part) for part in location) or "settings"
+    shown = "" if isinstance(value, dict | BaseModel) else f" is {value!r}"
+    return f"{name}{shown}: {message.removeprefix('Value error, ')}"
+
+
+def print_error(message: str) -> None:
+    """Prints one mistake a line on standard error."""
+    for line in message.splitlines():
+        print(f"hotkv-server: {line}", file=sys.stderr)

@@ -1,0 +1,140 @@
+"""Settings of the arena, of check values and of leases."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ByteSize, Field, field_validator, model_validator
+
+MIB = 1 << 20
+
+
+class ArenaSettings(BaseModel, extra="forbid"):
+    """The host memory that holds the blocks."""
+
+    bytes: Annotated[ByteSize, Field(ge=16 * MIB)] = Field(
+        ByteSize(1 << 30), description="Size of the arena, such as 64GiB."
+    )
+    dir: Path | None = Field(
+        None,
+        description=(
+            "Directory of the arena, on tmpfs or hugetlbfs. Default: a directory under /dev/shm "
+            "named after runtime_dir."
+        ),
+    )
+    slab_bytes: Annotated[ByteSize, Field(ge=64 << 10)] = Field(
+        ByteSize(4 * MIB), description="Size of one slab. Must be a multiple of 4KiB."
+    )
+    max_blocks: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
+        0,
+        description=(
+            "Most entries of the index: blocks and representations. 0: one per 16 KiB of arena."
+        ),
+    )
+    prefault: bool = Field(
+        True,
+        description=(
+            "Prefault all memory after start, as huge pages if the kernel has them. false: memory "
+            "is allocated when it is first used."
+        ),
+    )
+    keep: bool = Field(
+        True,
+        description=(
+            "Keep the arena at a clean stop, so that the next server continues with its blocks."
+        ),
+    )
+    pin: Literal["auto", "required", "off"] = Field(
+        "auto",
+        description=(
+            "Pin the arena for GPUs. auto: as much as the system grants; the rest is copied "
+            "slowly. required: what is not granted is an error. off: pin nothing."
+        ),
+    )
+    pin_piece_bytes: Annotated[ByteSize, Field(ge=2 * MIB)] = Field(
+        ByteSize(1 << 30),
+        description="Bytes that are pinned in one call. Must be a multiple of 2MiB.",
+    )
+    numa: Annotated[str, Field(pattern=r"^(auto|interleave|none|[0-9]{1,3})$")] = Field(
+        "auto",
+        description=(
+            "NUMA nodes of the arena: auto (those of the GPUs), interleave (all in turns), none "
+            "(as the kernel decides), or a node's number."
+        ),
+    )
+
+    @field_validator("pin_piece_bytes")
+    @classmethod
+    def _whole_huge_pages(cls, value: ByteSize) -> ByteSize:
+        if value % (2 * MIB):
+            raise ValueError("must be a multiple of 2MiB")
+        return value
+
+    @field_validator("slab_bytes")
+    @classmethod
+    def _whole_pages(cls, value: ByteSize) -> ByteSize:
+        if value % 4096:
+            raise ValueError("must be a multiple of 4KiB")
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ArenaSettings":
+        if self.slab_bytes > self.bytes:
+            raise ValueError("slab_bytes must not be larger than bytes")
+        return self
+
+    @property
+    def capacity(self) -> int:
+        """Most entries of the index."""
+        return self.max_blocks or max(1 << 16, self.bytes // (16 << 10))
+
+
+class IntegritySettings(BaseModel, extra="forbid"):
+    """Check values: the server compares blocks with them before it trusts their bytes."""
+
+    check: Literal["sampled", "full", "off"] = Field(
+        "sampled",
+        description=(
+            "What a check value covers: one line of 64 bytes in each 4 KiB (sampled), all bytes "
+            "(full), or nothing (off)."
+        ),
+    )
+    start_check_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        0.3,
+        description=(
+            "Longest time that a start compares blocks with their check values, in seconds. The "
+            "rest is compared when it is first loaded."
+        ),
+    )
+    scrub_bytes_per_s: Annotated[ByteSize, Field(ge=0)] = Field(
+        ByteSize(256 * MIB),
+        description=(
+            "Bytes of blocks that are compared with their check values in the background, a "
+            "second. 0: none."
+        ),
+    )
+
+    @property
+    def stride(self) -> int:
+        """Lines of which one is covered; 0 for no check values."""
+        return {"sampled": 64, "full": 1, "off": 0}[self.check]
+
+
+class LeaseSettings(BaseModel, extra="forbid"):
+    """Leases: how long they live, and how much they may pin."""
+
+    ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        30.0, description="Lifetime of a lease if the client names none, in seconds."
+    )
+    unadmitted_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.25,
+        description=(
+            "Largest share of the arena that requests may pin before the engine admits them."
+        ),
+    )
+    held_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.25,
+        description=(
+            "Largest share of the arena that requests may ask to keep (retention with pin). 0: "
+            "none."
+        ),
+    )

@@ -1,0 +1,132 @@
+"""Opens arena and table, and says what the machine lacks for them."""
+
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Callable
+
+import hotkv
+from hotkv_server import systemd
+from hotkv_server.memory import left_behind, limits, numa
+from hotkv_server.memory.arena import ARENA_FILE, BusyError, NodeMemory, clear
+from hotkv_server.memory.left_behind import write_owner
+from hotkv_server.settings import Settings
+from hotkv_server.startup import StartError
+
+log = logging.getLogger(__name__)
+
+ARENA_MODE = 0o600
+"""Clients get descriptors, so nobody else need open the files."""
+
+
+def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
+    """Opens arena and table. Warns if the machine grants less than the settings ask for. Raises
+    StartError.
+
+    `reset`: drop what an earlier server has left.
+    """
+    arena = settings.arena
+    _warn_of_limits(arena.bytes)
+    warn_of_others(settings)
+    try:
+        if reset:
+            clear(settings.arena_dir)
+        with systemd.patience(
+            "bringing the arena in", lambda: limits.allocated_bytes(settings.arena_dir / ARENA_FILE)
+        ):
+            memory = NodeMemory.open(
+                settings.arena_dir,
+                arena.bytes,
+                arena.slab_bytes,
+                arena.capacity,
+                secrets.randbits(62) | 1,
+                ARENA_MODE,
+                prefault=arena.prefault,
+                place=placer(arena.numa),
+            )
+        write_owner(settings.arena_dir, settings.runtime_dir.absolute(), hotkv.__version__)
+    except BusyError as error:
+        raise StartError(f"arena.dir: {error}") from error
+    except OSError as error:
+        full = (
+            "; not enough memory is free: lower arena.bytes"
+            if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT)
+            else ""
+        )
+        raise StartError(f"arena: {error}{full}") from error
+    if arena.prefault and memory.leftover is None and not memory.arena.huge_bytes:
+        log.warning("no huge pages, so copies are slower: %s", limits.why_no_huge_pages())
+    return memory
+
+
+def _warn_of_limits(arena_bytes: int) -> None:
+    granted = limits.cgroup_bytes()
+    if granted < arena_bytes:
+        log.warning(
+            "arena.bytes=%d is more than the memory limit of this service or container (%d "
+            "bytes): unless most of the arena is there already, the kernel will kill the server; "
+            "raise the limit or lower arena.bytes",
+            arena_bytes,
+            granted,
+        )
+    if limits.memlock_bytes() < arena_bytes:
+        log.info(
+            "locked memory is limited to %d bytes: enough for engines on CPU, too little to pin "
+            "the arena",
+            limits.memlock_bytes(),
+        )
+
+
+def warn_of_others(settings: Settings) -> None:
+    """Warns if arenas of other servers leave too little memory for this one; names those whose
+    server has ended."""
+    directory = settings.arena_dir.absolute()
+    folder = (
+        left_behind.SHARED_MEMORY
+        if directory.is_relative_to(left_behind.SHARED_MEMORY)
+        else directory.parent
+    )
+    others = [other for other in left_behind.find(folder) if other.path != directory]
+    gone_bytes = sum(other.num_bytes for other in others if other.is_stale)
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return
+    free_bytes = min(space.f_bavail * space.f_frsize, limits.available_bytes())
+    missing_bytes = (
+        settings.arena.bytes - limits.allocated_bytes(settings.arena_dir / ARENA_FILE) - free_bytes
+    )
+    if missing_bytes > 0 and any(other.num_bytes for other in others):
+        log.warning(
+            "%d MiB are missing for the arena, and other arenas in %s hold %d MiB, those whose "
+            "server is gone %d MiB of it: `hotkv-server arenas --folder %s` lists them, and with "
+            "--remove-stale gives the memory of the latter back",
+            missing_bytes >> 20,
+            folder,
+            sum(other.num_bytes for other in others) >> 20,
+            gone_bytes >> 20,
+            folder,
+        )
+
+
+def placer(wanted: str) -> Callable[[int, int], None] | None:
+    """A function that places memory on the NUMA nodes of `arena.numa`; None if none are chosen.
+    Raises StartError."""
+    try:
+        placement = numa.choose(wanted)
+    except ValueError as error:
+        raise StartError(f"arena.numa {error}") from error
+    if placement is None:
+        return None
+
+    def place(address: int, num_bytes: int) -> None:
+        why_not = numa.place(address, num_bytes, placement)
+        if why_not:
+            log.warning(
+                "arena not placed on NUMA nodes=%s: %s", numa.describe(placement.nodes), why_not
+            )
+        else:
+            log.info("arena placed on NUMA nodes=%s", numa.describe(placement.nodes))
+
+    return place

@@ -1,0 +1,51 @@
+"""Makes the core from the settings and fills it with what an earlier server has left."""
+
+from hotkv import native
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.values import CoreConfig
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.runtime.recovery import take_over
+from hotkv_server.settings import Settings
+from hotkv_server.startup import StartError
+from hotkv_server.startup.access import tenant_shares
+
+MAX_BLOCKS_PER_CALL = 1 << 17
+"""The event loop serves nobody else during a call: some 20 ms to find so many."""
+
+
+def load_kernels(settings: Settings) -> None:
+    """Loads kernels, and compiles those that are in no cache: else the first store would wait for
+    seconds."""
+    native.load("hotkv.kernels")
+    if settings.integrity.stride:
+        native.load("hotkv_server.integrity.kernels")
+
+
+def open_cache(settings: Settings, memory: NodeMemory) -> tuple[CacheCore, Verifier]:
+    """The core with the blocks that came back, compared for as long as the settings allow. Blocks.
+    Raises StartError."""
+    config = CoreConfig(
+        settings.arena.bytes,
+        settings.arena.slab_bytes,
+        settings.arena.capacity,
+        lease_ttl_s=settings.leases.ttl_s,
+        unadmitted_share=settings.leases.unadmitted_share,
+        held_share=settings.leases.held_share,
+        max_blocks_per_call=MAX_BLOCKS_PER_CALL,
+        client_memory_bytes=settings.client_memory_bytes,
+        check_stride=settings.integrity.stride,
+        tenants=tenant_shares(settings.security),
+        is_backed=False,
+        makes_room=False,
+    )
+    core = CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity))
+    verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
+    check_s = settings.integrity.start_check_s if settings.integrity.stride else None
+    try:
+        take_over(core, memory, verifier, check_s)
+    except OSError as error:
+        raise StartError(f"arena.dir: {error}") from error
+    return core, verifier

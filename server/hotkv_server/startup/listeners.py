@@ -1,0 +1,99 @@
+"""Everything that listens or publishes: gRPC, the descriptor socket, HTTP, ZMQ.
+
+Always true: a listener that cannot have its address keeps the server from starting, with the
+setting to change.
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hotkv.keys import KeySpace
+from hotkv_server.http_endpoint import HttpServer
+from hotkv_server.rpc.descriptors import DescriptorServer
+from hotkv_server.rpc.server import RpcServer
+from hotkv_server.runtime.node import Node
+from hotkv_server.security.path_checks import UnsafeError
+from hotkv_server.security.tickets import Tickets
+from hotkv_server.settings import Settings
+from hotkv_server.settings.outlets import EventSettings
+from hotkv_server.startup import StartError
+from hotkv_server.startup.access import make_access_control, make_endpoints
+
+if TYPE_CHECKING:
+    from hotkv_server.events.publisher import ZmqPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """All of them; `http` is None if it is switched off."""
+
+    rpc: RpcServer
+    descriptors: DescriptorServer
+    http: HttpServer | None
+
+    @staticmethod
+    async def open(settings: Settings, node: Node) -> "Listeners":
+        """Binds all of them and starts gRPC. Raises StartError."""
+        access, tickets = make_access_control(settings.security), Tickets()
+        endpoints = make_endpoints(settings)
+        uids = frozenset({os.getuid(), 0, *settings.security.allowed_uids})
+        try:
+            rpc = RpcServer(node, access, tickets, endpoints)
+            descriptors = DescriptorServer(
+                node, settings.descriptor_socket, endpoints.socket_mode, uids, access, tickets
+            )
+        except (OSError, RuntimeError, ValueError, UnsafeError) as error:
+            raise StartError(f"can't listen: {error}") from error
+        http = _listen_http(settings, node)
+        await rpc.start()
+        return Listeners(rpc, descriptors, http)
+
+
+def _listen_http(settings: Settings, node: Node) -> HttpServer | None:
+    http = settings.http
+    try:
+        return HttpServer(http.host, http.port, node) if http.port >= 0 else None
+    except OSError as error:
+        raise StartError(
+            f"http.port: can't listen on {http.host}:{http.port} ({error.strerror}); choose "
+            "another with --http.port (0 for any free one, -1 for none), and an address of this "
+            "machine for http.host"
+        ) from error
+
+
+def make_publisher(settings: EventSettings) -> "ZmqPublisher | None":
+    """The publisher of events; None if the settings name no endpoint. Raises StartError."""
+    if not settings.endpoint:
+        return None
+    try:
+        import zmq
+
+        from hotkv_server.events.publisher import ZmqPublisher
+    except ImportError as missing:
+        raise StartError(
+            f"events.endpoint is set, but {missing.name} is not installed: pip install "
+            "'hotkv[events]'"
+        ) from missing
+    host = socket.gethostname()
+
+    def topic_of(number: int, key_space: KeySpace) -> str:
+        return settings.topic.format(
+            host=host, model=key_space.model, tenant=key_space.tenant, key_space=number
+        )
+
+    try:
+        return ZmqPublisher(
+            settings.endpoint,
+            settings.replay_endpoint,
+            topic_of,
+            buffer_steps=settings.buffer_steps,
+            buffer_bytes=settings.buffer_bytes,
+            int_hashes=settings.int_hashes,
+        )
+    except zmq.ZMQError as error:
+        raise StartError(
+            f"events: {error}; is {settings.endpoint} or "
+            f"{settings.replay_endpoint or '(no replay_endpoint)'} in use?"
+        ) from error

@@ -1,0 +1,50 @@
+"""Directories and files of a server: checked against other users, and locked.
+
+Always true: the second server on one runtime directory refuses.
+"""
+
+from pathlib import Path
+
+from hotkv_server.memory.arena import FILES, LOCK_FILE, BusyError, lock_file
+from hotkv_server.security.path_checks import (
+    UnsafeError,
+    check_arena_dir,
+    check_files,
+    check_private_key,
+    check_runtime_dir,
+    check_sockets,
+)
+from hotkv_server.settings import Settings
+from hotkv_server.startup import StartError
+
+
+def lock_runtime_dir(directory: Path) -> int:
+    """Locks the directory and returns its descriptor. Raises StartError, with the other server's
+    pid if one holds the lock."""
+    try:
+        check_runtime_dir(directory)
+        check_files([directory / LOCK_FILE])
+        return lock_file(directory / LOCK_FILE)
+    except UnsafeError as error:
+        raise StartError(f"runtime_dir: {error}") from error
+    except BusyError as error:
+        raise StartError(f"runtime_dir: {error}") from error
+    except OSError as error:
+        raise StartError(
+            f"runtime_dir: {error}; choose a directory this user may write, with --runtime-dir"
+        ) from error
+
+
+def check_places(settings: Settings) -> None:
+    """Raises StartError if another user could have put something in the place of arena, sockets or
+    keys."""
+    security = settings.security
+    try:
+        check_runtime_dir(settings.admin_socket.parent)
+        check_sockets([settings.grpc_socket, settings.descriptor_socket, settings.admin_socket])
+        check_arena_dir(settings.arena_dir, is_private=bool(security.tenants))
+        check_files(settings.arena_dir / name for name in (*FILES, LOCK_FILE))
+        if security.tls.key is not None:
+            check_private_key(security.tls.key)
+    except (UnsafeError, OSError) as error:
+        raise StartError(f"refused to start: {error}") from error
