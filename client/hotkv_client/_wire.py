@@ -2,6 +2,7 @@
 values in, messages out, and back."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -9,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hotkv
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace
+from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv.keys import KeySpace, unsigned_salt
 from hotkv.layout import Layout
 from hotkv.order import DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.v1 import cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc, sparse_pb2
+from hotkv.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION, Feature, agreed_features
 from hotkv_client.types import (
     After,
     BlockExtraKeys,
@@ -32,6 +34,10 @@ from hotkv_client.types import (
     TransferResult,
     TransferStatus,
 )
+
+STATUS_KEY, DETAIL_KEY = "grpc-status-details-bin", "hotkv-error-bin"
+"""Trailers of a failed call: a google.rpc.Status, and what servers of version 1 send instead."""
+ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
 
 Request = session_pb2.ConnectRequest
 Response = session_pb2.ConnectResponse
@@ -159,7 +165,9 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
     """First message of a stream."""
     return Request(
         open_session=session_pb2.OpenSession(
-            protocol_version=hotkv.PROTOCOL_VERSION,
+            protocol_version=OLDEST_VERSION,
+            newest_protocol_version=NEWEST_VERSION,
+            features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(FEATURES)],
             engine_id=config.engine_id,
             role=session_pb2.SessionRole.ValueType(int(config.role)),
             key_space=key_space_message(config.key_space),
@@ -357,7 +365,44 @@ def _masks(groups: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
 def refusal(detail: errors_pb2.ErrorDetail) -> HotKVError:
     """The server's refusal as an exception."""
     known = int(detail.reason) in set(Reason)
-    return HotKVError(Reason(int(detail.reason)) if known else Reason.INTERNAL, detail.message)
+    reason = Reason(int(detail.reason)) if known else None
+    return _refusal(reason, detail.message, detail.retryable)
+
+
+def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError:
+    """A reason that only newer servers know becomes OVERLOADED if a retry helps, else INTERNAL."""
+    return HotKVError(reason or (Reason.OVERLOADED if retryable else Reason.INTERNAL), message)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a server says of the session that it opened.
+
+    `salts`: of the block table, by group index; empty if the server leaves them to the client."""
+
+    session_id: str
+    protocol_version: int
+    epoch: int
+    has_descriptor_socket: bool
+    wants_token_ids: bool
+    salts: tuple[int, ...]
+
+
+def opened(response: Response | None) -> Opened:
+    """The first answer of a stream. Raises SessionLostError if it is not that of an open
+    session."""
+    if response is None or response.WhichOneof("body") != "session_opened":
+        raise SessionLostError("the server did not open the session")
+    message = response.session_opened
+    has_salts = Feature.TABLE_SALTS in agreed_features(message.features)
+    return Opened(
+        message.session_id,
+        message.protocol_version,
+        message.epoch,
+        message.has_descriptor_socket,
+        message.wants_token_ids,
+        tuple(map(unsigned_salt, message.salts)) if has_salts else (),
+    )
 
 
 def result(response: Response, lease_id: str = "") -> Any:
@@ -466,10 +511,18 @@ def ticket(packet: bytes) -> bytes:
 
 
 def as_error(error: grpc.RpcError) -> HotKVError:
-    """A failed call as a refusal, with the server's reason where it sent one."""
-    for key, value in getattr(error, "trailing_metadata", lambda: ())() or ():
-        if key == "hotkv-error-bin":
-            return refusal(errors_pb2.ErrorDetail.FromString(value))
+    """A failed call as a refusal, with the server's reason if it sent one."""
+    trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
+    if STATUS_KEY in trailers:
+        status = errors_pb2.Status.FromString(trailers[STATUS_KEY])
+        for packed in status.details:
+            if packed.type_url == ERROR_INFO_URL:
+                info = errors_pb2.ErrorInfo.FromString(packed.value)
+                if info.domain == "hotkv":
+                    retryable = info.metadata.get("retryable") == "true"
+                    return _refusal(Reason.__members__.get(info.reason), status.message, retryable)
+    if DETAIL_KEY in trailers:
+        return refusal(errors_pb2.ErrorDetail.FromString(trailers[DETAIL_KEY]))
     code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     details = getattr(error, "details", lambda: str(error))()
     reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL

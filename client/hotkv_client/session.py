@@ -82,6 +82,8 @@ class _Connection:
     table: BlockTable | None = None
     call: Any = None
     session_id: str = ""
+    protocol_version: int = 0
+    salts: tuple[int, ...] = ()
     order_kind: OrderKind = OrderKind.HOST
     order_message: str = ""
 
@@ -148,6 +150,12 @@ class Session:
         return self._epoch
 
     @property
+    def protocol_version(self) -> int:
+        """Protocol version of the session; 0 without a connection."""
+        connection = self._connection
+        return connection.protocol_version if connection is not None else 0
+
+    @property
     def wants_token_ids(self) -> bool:
         """True where the server last connected to publishes events, for which it needs
         `BlockRun.token_ids`; False before."""
@@ -199,7 +207,7 @@ class Session:
                 Reason.INVALID_HASH,
                 f"hashes do not all have the {self._hash_bytes} bytes of this key space",
             )
-        return connection.table.ready(packed, self._hash_bytes, self._salts[group_index])
+        return connection.table.ready(packed, self._hash_bytes, connection.salts[group_index])
 
     def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]":
         """Which blocks are ready, by a call."""
@@ -583,15 +591,11 @@ class Session:
 
     def _handshake(self, connection: _Connection) -> None:
         """Opens the session, links, and registers memory."""
-        opened = next(connection.call, None)
-        if opened is None or opened.WhichOneof("body") != "session_opened":
-            raise SessionLostError("the server did not open the session")
-        connection.session_id = opened.session_opened.session_id
-        path = (
-            descriptor_socket(self.config.target)
-            if opened.session_opened.has_descriptor_socket
-            else None
-        )
+        opened = _wire.opened(next(connection.call, None))
+        connection.session_id = opened.session_id
+        connection.protocol_version = opened.protocol_version
+        connection.salts = opened.salts or self._salts
+        path = descriptor_socket(self.config.target) if opened.has_descriptor_socket else None
         if path is None and self._memory is not None and self._memory.is_on_devices:
             raise SessionLostError(
                 "memory of devices needs a unix: target: without the link nothing tells when a "
@@ -603,9 +607,7 @@ class Session:
                 if self._memory is None or self._fence is None
                 else {**self._memory.fds, FENCE_HANDLE: self._fence.fd}
             )
-            connection.link = Link(
-                path, opened.session_opened.session_id, fds, self.config.connect_timeout_s
-            )
+            connection.link = Link(path, opened.session_id, fds, self.config.connect_timeout_s)
             connection.table = connection.link.table if self.config.use_table else None
         if self._memory is not None:
             request = _wire.register_memory(self._memory.layout, self._memory.order)
@@ -615,8 +617,8 @@ class Session:
                 if response.request_id == request.request_id:
                     connection.order_kind, connection.order_message = _wire.result(response)
                     break
-        self._epoch = opened.session_opened.epoch
-        self._wants_token_ids = opened.session_opened.wants_token_ids
+        self._epoch = opened.epoch
+        self._wants_token_ids = opened.wants_token_ids
 
     def _receive(self, connection: _Connection, response: _wire.Response) -> None:
         if response.request_id == 0:

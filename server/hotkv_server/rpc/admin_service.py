@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hotkv
-from hotkv import table
+from hotkv import table, versions
 from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import admin_pb2, admin_pb2_grpc
+from hotkv.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
 from hotkv_server.core.census import PART_ENTRIES
 from hotkv_server.core.values import KEY_SPACE_ROWS
 from hotkv_server.rpc import convert, sparse_convert
@@ -25,9 +25,9 @@ from hotkv_server.runtime.reports import WatchedReport
 from hotkv_server.runtime.stats import census, counters, gauges, tier
 
 STATES = {
-    table.STATE_RESERVED: "reserved",
-    table.STATE_READY: "ready",
-    table.STATE_DETACHED: "flushed",
+    table.STATE_RESERVED: admin_pb2.BLOCK_STATE_RESERVED,
+    table.STATE_READY: admin_pb2.BLOCK_STATE_READY,
+    table.STATE_DETACHED: admin_pb2.BLOCK_STATE_FLUSHED,
 }
 DEFAULT_PAGE = 100
 MAX_PAGE = 10_000
@@ -47,20 +47,26 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.GetInfoResponse:
         node, counted = self._node, await census(self._node)
         serving = "; ".join(filter(None, ("ready", node.memory.filling.progress())))
+        problems = "; ".join(node.health.problems(time.monotonic()))
         return admin_pb2.GetInfoResponse(
             version=hotkv.__version__,
-            protocol_version=hotkv.PROTOCOL_VERSION,
+            protocol_version=versions.NEWEST_VERSION,
+            oldest_protocol_version=versions.OLDEST_VERSION,
             epoch=node.epoch,
             pid=os.getpid(),
             uptime_s=time.monotonic() - node.started_s,
-            state="; ".join(node.health.problems(time.monotonic()))
-            or ("draining" if node.core.draining else serving),
+            state=problems or ("draining" if node.core.draining else serving),
             counters=[
                 admin_pb2.Counter(name=name, value=value)
                 for name, value in {**counters(node), **gauges(node, counted)}.items()
             ],
             devices=device_report(node.devices),
             loop_held_by=node.lag.read().held_by,
+            server_state=admin_pb2.SERVER_STATE_UNHEALTHY
+            if problems
+            else admin_pb2.SERVER_STATE_DRAINING
+            if node.core.draining
+            else admin_pb2.SERVER_STATE_READY,
         )
 
     async def ListTiers(
@@ -131,6 +137,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     client_name=s.client_name,
                     device_allocation_count=len(s.memory.allocations) if s.memory else 0,
                     device_order=s.memory.order.kind.name.lower() if s.memory else "",
+                    session_role=convert.ROLES[s.record.role],
+                    device_order_kind=convert.order_kind(s.memory.order.kind)
+                    if s.memory
+                    else layout_pb2.DEVICE_ORDER_KIND_UNSPECIFIED,
                 )
                 for s in sorted(self._node.sessions.values(), key=lambda s: s.record.number)
             ]
@@ -204,6 +214,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         number, group = int(record[table.W_KEY_SPACE]), int(record[table.W_GROUP_STATE] & 0xFFFF)
         hash_bytes = self._node.core.key_space(number).hash_bytes
         parent = index.table.records[int(record[table.W_PARENT])]
+        state = STATES[int(record[table.W_GROUP_STATE] >> 16)]
         follows = (
             record[table.W_PARENT]
             and parent[table.W_GROUP_STATE] >> 16
@@ -213,7 +224,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             block_hash=convert.unpadded(record[None, :8], hash_bytes),
             key_space_id=number,
             group_index=group,
-            state=STATES[int(record[table.W_GROUP_STATE] >> 16)],
+            state=convert.enum_word(admin_pb2.BlockState, state),
+            block_state=state,
             byte_count=self._node.core.key_space(number).groups[group].slot_bytes,
             depth=int(record[table.W_DEPTH]),
             pin_count=int(index.pins[entry]),

@@ -1,7 +1,10 @@
 """Between wire messages and the values of the core. Every check of a message's own shape is here;
 the field is named in the error."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +42,12 @@ MAX_LOADED_BLOCKS = 1 << 17
 MAX_IDENTIFIER = 256
 MAX_KEY_SPACE_BYTES = 32 << 10
 """Of one on the wire: layer names make most of it."""
+ROLES = {
+    "scheduler": session_pb2.SESSION_ROLE_SCHEDULER,
+    "worker": session_pb2.SESSION_ROLE_WORKER,
+    "tool": session_pb2.SESSION_ROLE_TOOL,
+}
+"""By the role's name in the core."""
 GroupIndex = Callable[[int], int]
 """From a group index as the session names it to the core's: `LiveSession.group_index`."""
 STATUS: dict[Outcome, cache_pb2.TransferStatus.ValueType] = {
@@ -261,11 +270,22 @@ def device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> Devi
     )
 
 
+def order_kind(kind: OrderKind) -> layout_pb2.DeviceOrderKind.ValueType:
+    """How marks are made, on the wire."""
+    return layout_pb2.DeviceOrderKind.ValueType(int(kind))
+
+
 def memory_registered(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
     """What was taken of a device order."""
-    return session_pb2.MemoryRegistered(
-        order=layout_pb2.DeviceOrderKind.ValueType(int(kind)), message=message
-    )
+    return session_pb2.MemoryRegistered(order=order_kind(kind), message=message)
+
+
+@cache
+def enum_word(kind: Any, number: int) -> str:
+    """An enum's value as clients of version 1 read it: `BLOCK_VERDICT_NEVER_STORED` as
+    "never stored"."""
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.DESCRIPTOR.name).upper()
+    return str(kind.Name(number)).removeprefix(f"{prefix}_").lower().replace("_", " ")
 
 
 def hashes(field: str, packed: bytes, hash_bytes: int) -> Words:

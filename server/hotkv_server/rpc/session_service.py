@@ -18,7 +18,15 @@ from typing import Any
 
 import hotkv
 from hotkv.errors import HotKVError, Reason
+from hotkv.keys import KeySpace, signed_salt
 from hotkv.v1 import cache_pb2, session_pb2, session_pb2_grpc
+from hotkv.versions import (
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    Feature,
+    agreed_features,
+    agreed_version,
+)
 from hotkv_server.core.values import EvictionNotice
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import abort, as_refusal, detail
@@ -31,11 +39,6 @@ from hotkv_server.security.identity import AccessControl, Peer, Tenant
 
 log = logging.getLogger(__name__)
 
-ROLES = {
-    session_pb2.SESSION_ROLE_SCHEDULER: "scheduler",
-    session_pb2.SESSION_ROLE_WORKER: "worker",
-    session_pb2.SESSION_ROLE_TOOL: "tool",
-}
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 LAST_WORDS_S = 2.0
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
@@ -102,14 +105,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             await abort(context, as_refusal(self._node, why, session.name))
 
     async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
-        if opening.protocol_version != hotkv.PROTOCOL_VERSION:
-            raise HotKVError(
-                Reason.VERSION_MISMATCH,
-                f"protocol_version is {opening.protocol_version}; this server "
-                f"{hotkv.__version__} speaks {hotkv.PROTOCOL_VERSION}: "
-                "install the same version of hotkv on both sides",
-            )
-        if opening.role not in ROLES:
+        _version(opening)
+        if opening.role not in convert.ROLES.values():
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)",
@@ -127,8 +124,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             if tenant is None or not opening.engine_id
             else f"{tenant.name}/{opening.engine_id}"
         )
+        role = convert.enum_word(session_pb2.SessionRole, opening.role)
         session = await self._node.open_session(
-            engine_id, ROLES[opening.role], key_space, opening.client_name, representations,
+            engine_id, role, key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,
         )  # fmt: skip
         if tenant is not None:
@@ -156,18 +154,46 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     def _opened(
         self, first: session_pb2.ConnectRequest, session: LiveSession
     ) -> session_pb2.ConnectResponse:
+        opening = first.open_session
+        features = agreed_features(opening.features)
         return session_pb2.ConnectResponse(
             request_id=first.request_id,
             session_opened=session_pb2.SessionOpened(
-                protocol_version=hotkv.PROTOCOL_VERSION,
+                protocol_version=_version(opening),
                 session_id=session.secret_id,
                 key_space_id=session.record.key_space_id,
                 epoch=self._node.epoch,
                 has_descriptor_socket=self._has_descriptor_socket,
                 server_name=f"hotkv-server {hotkv.__version__}",
                 wants_token_ids=self._node.events.publisher is not None,
+                features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(features)],
+                salts=_salts(opening, session.key_space) if Feature.TABLE_SALTS in features else (),
             ),
         )
+
+
+def _version(opening: session_pb2.OpenSession) -> int:
+    """The protocol version of a session. Raises VERSION_MISMATCH."""
+    oldest = opening.protocol_version
+    newest = opening.newest_protocol_version or oldest
+    version = agreed_version(oldest, newest)
+    if version is None:
+        raise HotKVError(
+            Reason.VERSION_MISMATCH,
+            f"protocol_version is {oldest}, newest_protocol_version {newest}; this server "
+            f"{hotkv.__version__} speaks {OLDEST_VERSION} to {NEWEST_VERSION}: upgrade the older "
+            "side",
+        )
+    return version
+
+
+def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
+    """Salts of the block table, as signed numbers, by group index as the session names it."""
+    salts = [
+        *map(space.group_salt, range(len(space.groups))),
+        *map(space.representation_salt, convert.representations(opening.representations)),
+    ]
+    return [signed_salt(salt) for salt in salts]
 
 
 async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session_pb2.ConnectRequest:
