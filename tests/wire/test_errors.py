@@ -8,7 +8,7 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv.errors import RETRYABLE, HotKVError, Reason
 from hotkv.v1 import cache_pb2, cache_pb2_grpc, errors_pb2
-from hotkv_client import _wire
+from hotkv_client import _answers
 from hotkv_server.rpc import errors
 
 google = pytest.importorskip("google.rpc", reason="googleapis-common-protos is not installed")
@@ -48,7 +48,7 @@ class FailedCall(grpc.RpcError):
 def test_the_client_reads_either_trailer(reason: Reason, key: str) -> None:
     told = HotKVError(reason, "hashes is odd")
     made = errors.status if key == errors.STATUS_KEY else errors.detail
-    read = _wire.as_error(FailedCall(("x", b""), (key, made(told).SerializeToString())))
+    read = _answers.as_error(FailedCall(("x", b""), (key, made(told).SerializeToString())))
     assert (read.reason, read.message, read.retryable) == (reason, told.message, RETRYABLE[reason])
 
 
@@ -57,20 +57,20 @@ def test_the_client_reads_either_trailer(reason: Reason, key: str) -> None:
 )
 def test_a_reason_of_a_newer_server_keeps_its_advice(retryable: bool, reason: Reason) -> None:
     detail = errors_pb2.ErrorDetail(reason=99, message="new", retryable=retryable)  # type: ignore[arg-type]
-    assert _wire.refusal(detail).reason is reason
+    assert _answers.refusal(detail).reason is reason
     info = error_details_pb2.ErrorInfo(
         reason="NEW", domain="hotkv", metadata={"retryable": str(retryable).lower()}
     )
     status = status_pb2.Status(message="new")
     status.details.add().Pack(info)
-    read = _wire.as_error(FailedCall((errors.STATUS_KEY, status.SerializeToString())))
+    read = _answers.as_error(FailedCall((errors.STATUS_KEY, status.SerializeToString())))
     assert (read.reason, read.message) == (reason, "new")
 
 
 def test_details_of_others_are_not_taken_for_hotkvs() -> None:
     status = status_pb2.Status(message="proxy")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason="DRAINING", domain="a.proxy"))
-    read = _wire.as_error(FailedCall((errors.STATUS_KEY, status.SerializeToString())))
+    read = _answers.as_error(FailedCall((errors.STATUS_KEY, status.SerializeToString())))
     assert (read.reason, read.message) == (Reason.INTERNAL, "ABORTED: details")
 
 

@@ -29,6 +29,7 @@ from hotkv_client import (
     Role,
     Session,
     SessionConfig,
+    _answers,
     _wire,
 )
 from hotkv_client.admin import AdminClient
@@ -144,7 +145,7 @@ def test_sides_without_a_common_version_say_which_they_speak(
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         open_with(server, protocol_version=oldest, newest_protocol_version=newest)
-    error = _wire.as_error(caught.value)
+    error = _answers.as_error(caught.value)
     assert error.reason is Reason.VERSION_MISMATCH
     assert f"protocol_version is {oldest}" in error.message and "speaks 1 to 2" in error.message
 

@@ -7,7 +7,16 @@ from hotkv import keys, layout, versions
 from hotkv.errors import RETRYABLE, Reason
 from hotkv.v1 import errors_pb2, session_pb2
 from hotkv_server.core.values import CoreConfig
-from hotkv_server.rpc import calls, convert, descriptors, message_limits, server, session_service
+from hotkv_server.rpc import (
+    calls,
+    convert,
+    descriptors,
+    message_limits,
+    server,
+    session_outbox,
+    session_service,
+    space_convert,
+)
 from hotkv_server.rpc.errors import CODES
 from hotkv_server.runtime import node, transfers
 from hotkv_server.security import tickets
@@ -23,7 +32,7 @@ LIMITS = {
     "blocks in a store or reservation": convert.MAX_STORED_BLOCKS,
     "blocks in a load": convert.MAX_LOADED_BLOCKS,
     "characters of an id or name": convert.MAX_IDENTIFIER,
-    "bytes of a key space on the wire": convert.MAX_KEY_SPACE_BYTES,
+    "bytes of a key space on the wire": space_convert.MAX_KEY_SPACE_BYTES,
     "groups of a key space": keys.MAX_GROUPS,
     "bytes of a hash, at least": keys.MIN_HASH_BYTES,
     "bytes of a hash, at most": keys.MAX_HASH_BYTES,
@@ -31,7 +40,7 @@ LIMITS = {
     "transfers of a session under way": transfers.MAX_TRANSFERS_OF_SESSION,
     "requests in one report": calls.MAX_REPORTS,
     "answers of a stream that wait to be read, before the server reads on": (
-        session_service.UNREAD_ANSWERS
+        session_outbox.UNREAD_ANSWERS
     ),
     "seconds for the first message of a stream": session_service.FIRST_MESSAGE_TIMEOUT_S,
     "seconds for the first packet on the descriptor socket": descriptors.REQUEST_TIMEOUT_S,

@@ -15,7 +15,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
 from hotkv_server.core.census import PART_ENTRIES
 from hotkv_server.core.values import KEY_SPACE_ROWS
-from hotkv_server.rpc import convert, sparse_convert
+from hotkv_server.rpc import convert, event_convert, space_convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
@@ -103,10 +103,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 admin_pb2.KeySpaceInfo(
                     key_space_id=number,
                     fingerprint=record.key_space.fingerprint.hex(),
-                    key_space=convert.key_space_message(record.key_space),
+                    key_space=space_convert.key_space_message(record.key_space),
                     block_count=int(counted.blocks[number % KEY_SPACE_ROWS]),
                     representations=[
-                        convert.representation_message(kind) for kind in record.representations
+                        space_convert.representation_message(kind)
+                        for kind in record.representations
                     ],
                     representation_count=int(counted.representations[number % KEY_SPACE_ROWS]),
                 )
@@ -137,8 +138,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     client_name=s.client_name,
                     device_allocation_count=len(s.memory.allocations) if s.memory else 0,
                     device_order=s.memory.order.kind.name.lower() if s.memory else "",
-                    session_role=convert.ROLES[s.record.role],
-                    device_order_kind=convert.order_kind(s.memory.order.kind)
+                    session_role=space_convert.ROLES[s.record.role],
+                    device_order_kind=space_convert.order_kind(s.memory.order.kind)
                     if s.memory
                     else layout_pb2.DEVICE_ORDER_KIND_UNSPECIFIED,
                 )
@@ -273,7 +274,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
             if request.key_space_id not in (0, value.key_space_id):
                 return None
-            return convert.watched_request(value)
+            return event_convert.watched_request(value)
 
         def response(
             requests: list[admin_pb2.WatchedRequest], lost: int
