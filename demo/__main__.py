@@ -24,7 +24,7 @@ from demo.processes import (
     prepare_model,
     runtime_folder,
 )
-from hotkv_client.cli import human_bytes
+from hotkv_client.tables import human_bytes
 
 PROMPT_TOKENS = 4050
 WARM_UP_TOKENS = 600

@@ -115,6 +115,9 @@ TESTS: dict[str, str] = {
         "tests/server/test_fence.py tests/vllm/test_revocations.py tests/server/test_life.py"
     ),
     "client/hotkv_client/session.py": LIFE,
+    "client/hotkv_client/calls.py": LIFE,
+    "client/hotkv_client/connection.py": LIFE,
+    "client/hotkv_client/life.py": LIFE,
     "client/hotkv_client/link.py": (
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
     ),
@@ -123,6 +126,9 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/channels.py": "tests/server/test_tcp.py tests/server/test_security.py",
     "client/hotkv_client/_sparse_wire.py": (
         "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"
+    ),
+    "client/hotkv_client/_answers.py": (
+        f"{WIRE} tests/wire/test_errors.py tests/wire/test_versions.py"
     ),
     "client/hotkv_client/_wire.py": (
         f"{WIRE} tests/server/test_order_wire.py "
@@ -156,6 +162,7 @@ TESTS: dict[str, str] = {
 """The tests of a file: those of the longest entry that its path begins with, quick ones first."""
 LEFT_OUT = (
     "client/hotkv_client/cli.py",
+    "client/hotkv_client/tables.py",
     "client/hotkv_client/__init__.py",
     "connector_vllm/hotkv_vllm/sparse/",
     "client/hotkv_client/testing/",

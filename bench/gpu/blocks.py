@@ -15,7 +15,7 @@ from time import perf_counter
 import numpy as np
 
 from bench.gpu.figures import gpu_parser, print_figures
-from hotkv_client.cli import table
+from hotkv_client.tables import table
 from hotkv_server.device.cupy_runtime import COPY_BLOCKS, CupyRuntime
 from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Priority, Stream
 from hotkv_server.testing.device import FakeRuntime

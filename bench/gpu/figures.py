@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.report import parser
-from hotkv_client.cli import table
+from hotkv_client.tables import table
 
 
 @dataclass(frozen=True, slots=True)

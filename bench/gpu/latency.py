@@ -35,7 +35,7 @@ from bench.gpu.shape import Shape
 from bench.report import median, percentile
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client import TransferResult
-from hotkv_client.cli import table
+from hotkv_client.tables import table
 
 ORDERS = ("events", "flags", "host")
 PAGE_BYTES, LAYERS = 64 << 10, 32

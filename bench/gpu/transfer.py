@@ -31,7 +31,7 @@ from bench.gpu.shape import Shape
 from bench.report import median
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv import native
-from hotkv_client.cli import table
+from hotkv_client.tables import table
 
 PAGES = (64 << 10, 16 << 10, 4 << 10, 256 << 10, 2 << 20)
 """The most telling first."""

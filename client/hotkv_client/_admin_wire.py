@@ -9,7 +9,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, events_pb2, events_pb2_grpc
-from hotkv_client._wire import as_error
+from hotkv_client._answers import as_error
 from hotkv_client.channels import Metadata
 from hotkv_client.types import WatchedRequest
 
@@ -27,6 +27,16 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
 }
 
 
+WORDS_OF = {
+    "session_role": "role",
+    "device_order_kind": "device_order",
+    "block_state": "state",
+    "block_verdict": "verdict",
+    "copy_direction": "direction",
+    "copy_method": "method",
+}
+"""Enums, each with the string in which it is shown. Servers of version 1 send the string alone;
+later ones may leave it out."""
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
 
@@ -155,4 +165,13 @@ def plain(message: Message) -> dict[str, Any]:
         result[field.name] = (
             [value(field, element) for element in item] if many else value(field, item)
         )
+        if field.name in WORDS_OF and item and not getattr(message, WORDS_OF[field.name]):
+            result[WORDS_OF[field.name]] = enum_word(result[field.name], field.name)
     return result
+
+
+def enum_word(name: str, field: str) -> str:
+    """A value's name as servers of version 1 wrote it: "never stored" for
+    BLOCK_VERDICT_NEVER_STORED."""
+    prefix = field.removesuffix("_kind").upper() + "_"
+    return name.removeprefix(prefix).removeprefix("KIND_").lower().replace("_", " ")

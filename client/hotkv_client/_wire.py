@@ -1,5 +1,7 @@
-"""The stubs of sessions; with `_admin_wire` the only module of the client that sees protobuf. Typed
-values in, messages out, and back."""
+"""Requests of sessions: typed values in, messages out. `_answers` reads what comes back.
+
+With `_answers`, `_sparse_wire` and `_admin_wire` the only modules of the client that see protobuf.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,29 +14,21 @@ import hotkv
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout
-from hotkv.order import DeviceOrder, OrderKind
+from hotkv.order import DeviceOrder
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv.v1 import cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc, sparse_pb2
+from hotkv.v1 import cache_pb2, layout_pb2, session_pb2, session_pb2_grpc
+from hotkv.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
 from hotkv_client.types import (
     After,
     BlockExtraKeys,
     BlockRun,
-    BoolMask,
-    Evicted,
     GroupHashes,
-    LayerHotSet,
-    LeaseGrant,
     LoadRun,
     RequestReport,
-    SequenceCreated,
-    SequenceState,
     SessionConfig,
-    TransferResult,
-    TransferStatus,
 )
 
 Request = session_pb2.ConnectRequest
-Response = session_pb2.ConnectResponse
 
 
 def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
@@ -46,11 +40,6 @@ def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
             f"hashes[{wrong}] has {len(hashes[wrong])} bytes; this key space uses {hash_bytes}",
         )
     return b"".join(hashes)
-
-
-def unpack(packed: bytes, hash_bytes: int) -> list[bytes]:
-    """Joined hashes as a list."""
-    return [packed[i : i + hash_bytes] for i in range(0, len(packed), hash_bytes)]
 
 
 def _int32s(values: NDArray[np.int32]) -> bytes:
@@ -159,7 +148,9 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
     """First message of a stream."""
     return Request(
         open_session=session_pb2.OpenSession(
-            protocol_version=hotkv.PROTOCOL_VERSION,
+            protocol_version=OLDEST_VERSION,
+            newest_protocol_version=NEWEST_VERSION,
+            features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(FEATURES)],
             engine_id=config.engine_id,
             role=session_pb2.SessionRole.ValueType(int(config.role)),
             key_space=key_space_message(config.key_space),
@@ -350,85 +341,6 @@ def flush() -> Request:
     return Request(flush=session_pb2.Flush())
 
 
-def _masks(groups: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
-    return tuple(np.frombuffer(group.flags, np.bool_) for group in groups)
-
-
-def refusal(detail: errors_pb2.ErrorDetail) -> HotKVError:
-    """The server's refusal as an exception."""
-    known = int(detail.reason) in set(Reason)
-    return HotKVError(Reason(int(detail.reason)) if known else Reason.INTERNAL, detail.message)
-
-
-def result(response: Response, lease_id: str = "") -> Any:
-    """The typed value of an answer. Raises HotKVError for a refusal."""
-    match response.WhichOneof("body"):
-        case "error":
-            raise refusal(response.error)
-        case "lookup":
-            return _masks(response.lookup.groups)
-        case "acquire_lease":
-            granted = response.acquire_lease
-            offsets = tuple(
-                np.frombuffer(g.offsets, "<i8").astype(np.int64) for g in granted.offsets
-            )
-            return LeaseGrant(lease_id, _masks(granted.groups), granted.ttl_ms / 1000, offsets)
-        case "reserve_blocks":
-            return tuple(
-                np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs
-            )
-        case "flushed":
-            return response.flushed.block_count
-        case "memory_registered":
-            taken = response.memory_registered
-            return OrderKind(taken.order or OrderKind.HOST), taken.message
-        case "load":
-            load_end = response.load
-            return TransferResult(
-                load_end.transfer_id,
-                TransferStatus(load_end.status),
-                load_end.byte_count,
-                message=load_end.message,
-            )
-        case "store":
-            store_end = response.store
-            runs = tuple(np.frombuffer(run.results, np.uint8) for run in store_end.runs)
-            return TransferResult(
-                store_end.transfer_id,
-                TransferStatus(store_end.status),
-                store_end.byte_count,
-                runs,
-                store_end.message,
-            )
-        case "create_sequence":
-            return _sequence_created(response.create_sequence)
-        case "append_blocks":
-            state = response.append_blocks
-            return SequenceState(state.block_count, state.lease_id, state.covered_block_count)
-        case "delete_sequence":
-            return response.delete_sequence.deleted
-        case _:
-            return None
-
-
-def _sequence_created(message: sparse_pb2.CreateSequenceResponse) -> SequenceCreated:
-    hot_sets = tuple(
-        LayerHotSet(
-            s.layer_index, s.shard_index, np.frombuffer(s.positions, "<i4").astype(np.int32)
-        )
-        for s in message.hot_sets
-    )
-    return SequenceCreated(
-        message.lease_id, message.covered_block_count, hot_sets, message.remembered_block_count
-    )
-
-
-def evicted(response: Response, hash_bytes: int) -> Evicted:
-    """The eviction notice of a message that carries one."""
-    groups = response.eviction_notice.groups
-    return Evicted(tuple(GroupHashes(g.group_index, unpack(g.hashes, hash_bytes)) for g in groups))
-
-
 def connect(
     channel: grpc.Channel, requests: Iterator[Request], metadata: Sequence[tuple[str, str]] = ()
 ) -> Any:
@@ -444,33 +356,3 @@ def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:
 def ticket_request() -> bytes:
     """The packet that asks for a ticket."""
     return session_pb2.LinkRequest(wants_ticket=True).SerializeToString()
-
-
-def _link_response(packet: bytes) -> session_pb2.LinkResponse:
-    response = session_pb2.LinkResponse.FromString(packet)
-    if response.HasField("error"):
-        raise refusal(response.error)
-    return response
-
-
-def link_sizes(packet: bytes) -> tuple[int, int]:
-    """(arena bytes, table bytes) of a link's answer; 0 for what this session may not map. Raises
-    HotKVError where it was refused."""
-    response = _link_response(packet)
-    return response.arena_byte_count, response.table_byte_count
-
-
-def ticket(packet: bytes) -> bytes:
-    """The ticket. Raises HotKVError where it was refused."""
-    return _link_response(packet).ticket
-
-
-def as_error(error: grpc.RpcError) -> HotKVError:
-    """A failed call as a refusal, with the server's reason where it sent one."""
-    for key, value in getattr(error, "trailing_metadata", lambda: ())() or ():
-        if key == "hotkv-error-bin":
-            return refusal(errors_pb2.ErrorDetail.FromString(value))
-    code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
-    details = getattr(error, "details", lambda: str(error))()
-    reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
-    return HotKVError(reason, f"{code.name}: {details}")

@@ -3,7 +3,7 @@
 Sends the descriptors of the engine's memory, receives read-only ones of what the session may map.
 Its end is the proof that the server can't touch the engine's memory any more: the server closes it
 only then, and the kernel closes it when the server is dead. A device may still be at what a dead
-server gave it (`session.DEVICE_GRACE_S`).
+server gave it (`connection.DEVICE_GRACE_S`).
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hotkv.table import BlockTable
-from hotkv_client import _wire
+from hotkv_client import _answers, _wire
 from hotkv_client.arena import Arena
 from hotkv_client.mapping import map_file
 
@@ -36,7 +36,7 @@ def fetch_ticket(path: Path, timeout_s: float) -> bytes:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
         connection.send(_wire.ticket_request())
-        return _wire.ticket(connection.recv(MAX_PACKET_BYTES))
+        return _answers.ticket(connection.recv(MAX_PACKET_BYTES))
 
 
 class Link:
@@ -65,7 +65,7 @@ class Link:
                     raise ConnectionError(
                         "the server closed the descriptor socket without an answer"
                     )
-                arena_bytes, table_bytes = _wire.link_sizes(answer)
+                arena_bytes, table_bytes = _answers.link_sizes(answer)
                 if len(received) != bool(arena_bytes) + bool(table_bytes):
                     raise ConnectionError(
                         f"the server sent {len(received)} descriptors, not one for each size"

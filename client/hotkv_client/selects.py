@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from hotkv.errors import SessionLostError
-from hotkv_client import _sparse_wire, _wire
+from hotkv_client import _answers, _sparse_wire
 from hotkv_client.types import Float32s, SelectedBlocks
 
 
@@ -69,7 +69,7 @@ class Selects:
         try:
             response = next(self._call, None)
         except grpc.RpcError as error:
-            raise _wire.as_error(error) from error
+            raise _answers.as_error(error) from error
         if response is None:
             raise SessionLostError("the server ended the stream of selections")
         return _sparse_wire.selected(response)

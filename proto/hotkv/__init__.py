@@ -2,6 +2,3 @@
 the wire."""
 
 __version__ = "0.1.0"
-
-PROTOCOL_VERSION = 1
-"""Version of `hotkv.v1` as spoken; client and server must be equal."""

@@ -1,10 +1,12 @@
 """The one error base and the one reason enum of hotkv.
 
-A refusal always carries a reason and a sentence that names the field and the fix. Misses, pending
-answers and short grants are values, never errors.
+A refusal always carries a reason and a sentence that names the field and the fix; if a field is at
+fault, the sentence begins with its path. Misses, pending answers and short grants are values, never
+errors.
 """
 
 import enum
+from typing import Final
 
 
 class Reason(enum.IntEnum):
@@ -17,7 +19,6 @@ class Reason(enum.IntEnum):
     UNKNOWN_SESSION = 5
     UNKNOWN_LEASE = 6
     UNKNOWN_KEY_SPACE = 7
-    UNKNOWN_TRANSFER = 8
     UNKNOWN_HANDLE = 9
     FOREIGN_LEASE = 10
     NOT_ALLOWED = 11
@@ -26,10 +27,31 @@ class Reason(enum.IntEnum):
     VERSION_MISMATCH = 14
     OVERLOADED = 15
     DRAINING = 16
-    DEADLINE = 17
-    CANCELLED = 18
     INTERNAL = 19
     UNAUTHENTICATED = 20
+
+
+RETRYABLE: Final[dict[Reason, bool]] = {
+    Reason.INVALID_FIELD: False,
+    Reason.INVALID_HASH: False,
+    Reason.INVALID_LAYOUT: False,
+    Reason.TOO_LARGE: False,
+    Reason.UNKNOWN_SESSION: False,
+    Reason.UNKNOWN_LEASE: False,
+    Reason.UNKNOWN_KEY_SPACE: False,
+    Reason.UNKNOWN_HANDLE: False,
+    Reason.FOREIGN_LEASE: False,
+    Reason.NOT_ALLOWED: False,
+    Reason.DUPLICATE_ID: False,
+    Reason.NO_MEMORY_REGISTERED: False,
+    Reason.VERSION_MISMATCH: False,
+    Reason.OVERLOADED: True,
+    Reason.DRAINING: True,
+    Reason.INTERNAL: False,
+    Reason.UNAUTHENTICATED: False,
+}
+"""Whether the same call, unchanged, may succeed later. Total over `Reason`; a test proves it.
+docs/wire.md says for each reason what to do instead."""
 
 
 class HotKVError(Exception):
@@ -39,6 +61,11 @@ class HotKVError(Exception):
         super().__init__(message)
         self.reason = reason
         self.message = message
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call, unchanged, may succeed later."""
+        return RETRYABLE[self.reason]
 
     def __str__(self) -> str:
         return f"{self.reason.name}: {self.message}"

@@ -138,6 +138,16 @@ class KeySpace:
         return int.from_bytes(digest[:8], "little")
 
 
+def signed_salt(salt: int) -> int:
+    """A 64-bit salt as the signed number that stands for it on the wire."""
+    return salt - (1 << 64) if salt >> 63 else salt
+
+
+def unsigned_salt(number: int) -> int:
+    """The inverse of `signed_salt`."""
+    return number & ((1 << 64) - 1)
+
+
 def group_hashes(
     hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int
 ) -> Sequence[bytes]:

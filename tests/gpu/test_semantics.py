@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hotkv_client.session import DEVICE_GRACE_S
+from hotkv_client.connection import DEVICE_GRACE_S
 from hotkv_server.device.cupy_runtime import CupyRuntime
 from hotkv_server.device.runtime import DeviceError, Priority, Stream
 

@@ -336,7 +336,7 @@ class OddSessions:
             return opening
         message = opening.open_session
         groups = message.key_space.groups
-        match chance.randrange(8):
+        match chance.randrange(9):
             case 0:
                 groups[0].shard_byte_counts[:] = [
                     chance.choice(ODD_SIZES) for _ in range(chance.choice((0, 1, 2, 31, 32)))
@@ -362,6 +362,13 @@ class OddSessions:
                     kind.shard_byte_counts[:] = [
                         chance.choice(ODD_SIZES) for _ in range(chance.choice((0, 1, 5)))
                     ]
+            case 7:
+                message.protocol_version, message.newest_protocol_version = (
+                    chance.choice((-1, 0, 1, 2, 3, (1 << 31) - 1)) for _ in range(2)
+                )
+                message.features[:] = [  # type: ignore[assignment]
+                    chance.choice((0, 1, -1, 99)) for _ in range(chance.choice((0, 1, 5000)))
+                ]
             case _:
                 groups[0].kind, groups[0].window_token_count = (
                     chance.choice((0, 3, 5, 99)),

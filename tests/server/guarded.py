@@ -194,7 +194,7 @@ def why_absent(
         )
     )
     if ticket is not None:
-        session._ticket = lambda: (ticket, "")  # type: ignore[method-assign]
+        session._life._ticket = lambda: (ticket, "")  # type: ignore[method-assign]
     session.start()
     try:
         state, why = states.get(timeout=20)

@@ -308,7 +308,7 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
         asked.set()
         assert has_left.wait(20)
 
-    monkeypatch.setattr("hotkv_client.session._await_devices", wait_for_it)
+    monkeypatch.setattr("hotkv_client.connection._await_devices", wait_for_it)
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
         one, names, ids = (
@@ -333,7 +333,7 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
 
 def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without, nothing tells when a server that is gone has let go of it."""
-    monkeypatch.setattr("hotkv_client.session.descriptor_socket", lambda target: None)
+    monkeypatch.setattr("hotkv_client.connection.descriptor_socket", lambda target: None)
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
         one = DeviceEngine(running.target)

@@ -217,11 +217,14 @@ def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
         blocks = hashes(1)
         session.store("t", "l", [BlockRun(0, blocks, block_ids(1))], 20).result(20)
         session.acquire("r", [GroupHashes(0, blocks)]).result(20)
-        assert session._memory is not None
+        assert session._life.memory is not None
         libc = ctypes.CDLL(None, use_errno=True)
         keep_size_and_punch_hole = 0x03
         page = ctypes.c_long(PAGE_BYTES)
-        assert libc.fallocate(session._memory.fds["kv"], keep_size_and_punch_hole, page, page) == 0
+        assert (
+            libc.fallocate(session._life.memory.fds["kv"], keep_size_and_punch_hole, page, page)
+            == 0
+        )
         with pytest.raises(HotKVError, match="memory of the file of 'kv' was given back"):
             session.load(
                 "t2", "r", [LoadRun(0, np.zeros(1, np.int32), np.ones(1, np.int32))], 20

@@ -24,7 +24,7 @@ from hotkv_server.core.values import CoreConfig, HashList, Run
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.rpc import calls
-from hotkv_server.rpc.session_service import _Stream
+from hotkv_server.rpc.session_calls import SessionCalls
 from hotkv_server.rpc.throttle import Pace
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
@@ -207,30 +207,31 @@ def test_the_stream_goes_on_and_answers_later(run: Any) -> None:
 
     async def scenario(place: Place, session: LiveSession) -> None:
         place.spoil(0)
-        stream = _Stream(place.node, session, None, Pace(1000.0))
+        sent: list[session_pb2.ConnectResponse] = []
+        stream = SessionCalls(place.node, session, Pace(1000.0), sent.append)
         groups = [cache_pb2.GroupHashes(group_index=0, hashes=b"".join(HASHES))]
         for number, lease_id in enumerate("ab", 1):
             acquiring = cache_pb2.AcquireLeaseRequest(
                 lease_id=lease_id, groups=groups, wants_offsets=True
             )
             assert (
-                await stream._handle(
+                await stream.handle(
                     session_pb2.ConnectRequest(request_id=number, acquire_lease=acquiring)
                 )
                 is None
             )
         assert place.node.core.release(session.record.number, "a")
         assert (
-            await stream._handle(session_pb2.ConnectRequest(request_id=3, ping=session_pb2.Ping()))
+            await stream.handle(session_pb2.ConnectRequest(request_id=3, ping=session_pb2.Ping()))
             is not None
         )
         await asyncio.sleep(0.02)
-        assert stream._outbox.empty()
+        assert not sent
         place.go.set()
-        answers: dict[int, session_pb2.ConnectResponse] = {}
-        while not {1, 2} <= answers.keys():
-            answer = await asyncio.wait_for(stream._outbox.get(), 10)
-            answers[answer.request_id] = answer
+        async with asyncio.timeout(10):
+            while len(sent) < 2:
+                await asyncio.sleep(0.01)
+        answers = {answer.request_id: answer for answer in sent}
         assert answers[1].error.reason == Reason.UNKNOWN_LEASE
         assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == [
             number != 0 for number in range(NUM_BLOCKS)

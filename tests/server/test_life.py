@@ -81,9 +81,9 @@ def test_a_session_that_waits_for_a_server_ends_when_it_is_closed(tmp_path: Path
         )
     )
     session.start()
-    wait_until(lambda: session._awaited is not None)
+    wait_until(lambda: session._life._awaited is not None)
     session.close()
-    assert not session._thread.is_alive()
+    assert not session._life.thread.is_alive()
 
 
 def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:

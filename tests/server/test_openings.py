@@ -20,7 +20,7 @@ from hotkv_server.core.values import CoreConfig, Run
 from hotkv_server.memory import arena
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import ServerState, read_state, write_state
-from hotkv_server.rpc import convert
+from hotkv_server.rpc import event_convert
 from hotkv_server.runtime.node import TIMER_S, Node
 from tests.core.support import words_of
 
@@ -153,7 +153,7 @@ def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
             ]
             with pytest.raises(HotKVError, match="close some"):
                 await node.sessions.open("e", "tool", spaces[3], "test")
-            told = [convert.event(item) for item in (await feed.get(100))[0]]
+            told = [event_convert.event(item) for item in (await feed.get(100))[0]]
         assert [(event.key_space_id, event.WhichOneof("body")) for event in told] == [
             (1, "cleared"),
             (2, "cleared"),

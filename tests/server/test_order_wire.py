@@ -32,7 +32,7 @@ from hotkv_client import (
 from hotkv_client import OrderKind as ClientOrderKind
 from hotkv_client.testing import PagedEngine
 from hotkv_client.types import TransferStatus
-from hotkv_server.rpc import convert
+from hotkv_server.rpc import space_convert
 
 Make = Callable[..., PagedEngine]
 EVENTS = DeviceOrder(bytes(16), (bytes(64), b"x" * 64))
@@ -52,7 +52,7 @@ def test_an_order_comes_out_as_it_went_in(order: DeviceOrder) -> None:
     engine = PagedEngine("unix:/nowhere")
     request = _wire.register_memory(engine.layout, order)
     assert (
-        convert.device_order(
+        space_convert.device_order(
             type(request).FromString(request.SerializeToString()).register_memory.order
         )
         == order
@@ -62,11 +62,11 @@ def test_an_order_comes_out_as_it_went_in(order: DeviceOrder) -> None:
 @given(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-(1 << 63), (1 << 63) - 1))
 def test_a_mark_comes_out_as_it_went_in(index: int, value: int) -> None:
     after = After(OrderKind.FLAGS, DeviceMark(index, value))
-    assert convert.device_mark(_wire.load("t", "l", [], 1.0, after).load) == after.mark
-    assert convert.device_mark(cache_pb2.StoreRequest(after=layout_pb2.DeviceMark())) == DeviceMark(
-        0, 0
-    )
-    assert convert.device_mark(cache_pb2.StoreRequest()) is None
+    assert space_convert.device_mark(_wire.load("t", "l", [], 1.0, after).load) == after.mark
+    assert space_convert.device_mark(
+        cache_pb2.StoreRequest(after=layout_pb2.DeviceMark())
+    ) == DeviceMark(0, 0)
+    assert space_convert.device_mark(cache_pb2.StoreRequest()) is None
 
 
 def test_kinds_have_the_numbers_of_the_wire() -> None:

@@ -477,7 +477,7 @@ def test_refusals_of_layouts(engine: Make, number: int) -> None:
 
 def test_memory_whose_descriptor_never_came_is_refused(server: Server) -> None:
     one = PagedEngine(server.target, engine_id="no-descriptor")
-    one.session._memory = EngineMemory(one.layout, {})
+    one.session._life.memory = EngineMemory(one.layout, {})
     states: list[tuple[LinkState, str]] = []
     object.__setattr__(
         one.session.config, "on_state", lambda state, why: states.append((state, why))

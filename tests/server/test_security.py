@@ -28,7 +28,17 @@ from hotkv.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, Session, SessionConfig, _wire, cli
+from hotkv_client import (
+    BlockRun,
+    GroupHashes,
+    LoadRun,
+    Role,
+    Session,
+    SessionConfig,
+    _answers,
+    _wire,
+    cli,
+)
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.link import descriptor_socket, fetch_ticket
@@ -229,7 +239,7 @@ def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engi
             peer.connect(str(descriptor_socket(guarded.target)))
             peer.send(_wire.link_request(bare._connection.session_id, []))
             answer, fds, _, _ = socket.recv_fds(peer, 65536, 4)
-            assert tuple(map(bool, _wire.link_sizes(answer))) == tuple(map(bool, sizes)) and len(
+            assert tuple(map(bool, _answers.link_sizes(answer))) == tuple(map(bool, sizes)) and len(
                 fds
             ) == sum(sizes)
             for fd in fds:

@@ -245,7 +245,7 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
 
     def noted_close(session: Session) -> None:
         close(session)
-        threads_that_go_on.append(session._thread.is_alive())
+        threads_that_go_on.append(session._life.thread.is_alive())
 
     monkeypatch.setattr(Session, "wait_connected", noted_wait)
     monkeypatch.setattr(Session, "close", noted_close)

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
-from hotkv_client import _wire
+from hotkv_client import _answers, _wire
 from hotkv_server.rpc import convert
 
 HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)
@@ -20,7 +20,7 @@ def test_there_and_back(data: st.DataObject, hash_bytes: int, count: int) -> Non
     words = convert.hashes("hashes", packed, hash_bytes)
     assert words.shape == (count, 8)
     assert convert.unpadded(words, hash_bytes) == packed
-    assert _wire.unpack(packed, hash_bytes) == hashes
+    assert _answers.unpack(packed, hash_bytes) == hashes
 
 
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), hash_bytes=HASH_BYTES)

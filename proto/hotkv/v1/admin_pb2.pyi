@@ -7,8 +7,10 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import hotkv.v1.layout_pb2
+import hotkv.v1.session_pb2
 import hotkv.v1.sparse_pb2
 import sys
 import typing
@@ -19,6 +21,154 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _ServerState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ServerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ServerState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SERVER_STATE_UNSPECIFIED: _ServerState.ValueType  # 0
+    """Never sent."""
+    SERVER_STATE_READY: _ServerState.ValueType  # 1
+    """It serves."""
+    SERVER_STATE_DRAINING: _ServerState.ValueType  # 2
+    """It takes no new work and is about to stop."""
+    SERVER_STATE_UNHEALTHY: _ServerState.ValueType  # 3
+    """Something has died or hangs; `state` says what."""
+
+class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
+    """Whether the server serves."""
+
+SERVER_STATE_UNSPECIFIED: ServerState.ValueType  # 0
+"""Never sent."""
+SERVER_STATE_READY: ServerState.ValueType  # 1
+"""It serves."""
+SERVER_STATE_DRAINING: ServerState.ValueType  # 2
+"""It takes no new work and is about to stop."""
+SERVER_STATE_UNHEALTHY: ServerState.ValueType  # 3
+"""Something has died or hangs; `state` says what."""
+Global___ServerState: typing_extensions.TypeAlias = ServerState
+
+class _CopyDirection:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CopyDirectionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CopyDirection.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    COPY_DIRECTION_UNSPECIFIED: _CopyDirection.ValueType  # 0
+    """Never sent."""
+    COPY_DIRECTION_LOAD: _CopyDirection.ValueType  # 1
+    """To the device."""
+    COPY_DIRECTION_STORE: _CopyDirection.ValueType  # 2
+    """From the device."""
+
+class CopyDirection(_CopyDirection, metaclass=_CopyDirectionEnumTypeWrapper):
+    """Where a copy goes."""
+
+COPY_DIRECTION_UNSPECIFIED: CopyDirection.ValueType  # 0
+"""Never sent."""
+COPY_DIRECTION_LOAD: CopyDirection.ValueType  # 1
+"""To the device."""
+COPY_DIRECTION_STORE: CopyDirection.ValueType  # 2
+"""From the device."""
+Global___CopyDirection: typing_extensions.TypeAlias = CopyDirection
+
+class _CopyMethod:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CopyMethodEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CopyMethod.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    COPY_METHOD_UNSPECIFIED: _CopyMethod.ValueType  # 0
+    """Never sent."""
+    COPY_METHOD_MEMCPY: _CopyMethod.ValueType  # 1
+    """A call for each run."""
+    COPY_METHOD_BATCH: _CopyMethod.ValueType  # 2
+    """A call for many runs."""
+    COPY_METHOD_KERNEL: _CopyMethod.ValueType  # 3
+    """A kernel that reads or writes host memory."""
+    COPY_METHOD_STAGED: _CopyMethod.ValueType  # 4
+    """A kernel to or from device memory, and a call for the whole."""
+    COPY_METHOD_PAGEABLE: _CopyMethod.ValueType  # 5
+    """A call for each run; the arena was not registered yet."""
+
+class CopyMethod(_CopyMethod, metaclass=_CopyMethodEnumTypeWrapper):
+    """How a device's copies are made."""
+
+COPY_METHOD_UNSPECIFIED: CopyMethod.ValueType  # 0
+"""Never sent."""
+COPY_METHOD_MEMCPY: CopyMethod.ValueType  # 1
+"""A call for each run."""
+COPY_METHOD_BATCH: CopyMethod.ValueType  # 2
+"""A call for many runs."""
+COPY_METHOD_KERNEL: CopyMethod.ValueType  # 3
+"""A kernel that reads or writes host memory."""
+COPY_METHOD_STAGED: CopyMethod.ValueType  # 4
+"""A kernel to or from device memory, and a call for the whole."""
+COPY_METHOD_PAGEABLE: CopyMethod.ValueType  # 5
+"""A call for each run; the arena was not registered yet."""
+Global___CopyMethod: typing_extensions.TypeAlias = CopyMethod
+
+class _BlockState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BlockStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BlockState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BLOCK_STATE_UNSPECIFIED: _BlockState.ValueType  # 0
+    """Never sent."""
+    BLOCK_STATE_RESERVED: _BlockState.ValueType  # 1
+    """It is being written."""
+    BLOCK_STATE_READY: _BlockState.ValueType  # 2
+    """Lookups find it."""
+    BLOCK_STATE_FLUSHED: _BlockState.ValueType  # 3
+    """No lookup finds it any more; it is dropped with its last pin."""
+
+class BlockState(_BlockState, metaclass=_BlockStateEnumTypeWrapper):
+    """State of a block."""
+
+BLOCK_STATE_UNSPECIFIED: BlockState.ValueType  # 0
+"""Never sent."""
+BLOCK_STATE_RESERVED: BlockState.ValueType  # 1
+"""It is being written."""
+BLOCK_STATE_READY: BlockState.ValueType  # 2
+"""Lookups find it."""
+BLOCK_STATE_FLUSHED: BlockState.ValueType  # 3
+"""No lookup finds it any more; it is dropped with its last pin."""
+Global___BlockState: typing_extensions.TypeAlias = BlockState
+
+class _BlockVerdict:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BlockVerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BlockVerdict.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BLOCK_VERDICT_UNSPECIFIED: _BlockVerdict.ValueType  # 0
+    """Never sent."""
+    BLOCK_VERDICT_READY: _BlockVerdict.ValueType  # 1
+    """It would."""
+    BLOCK_VERDICT_RESERVED: _BlockVerdict.ValueType  # 2
+    """It is being written."""
+    BLOCK_VERDICT_EVICTED: _BlockVerdict.ValueType  # 3
+    """It made room for others."""
+    BLOCK_VERDICT_NEVER_STORED: _BlockVerdict.ValueType  # 4
+    """It was never stored, or evicted so long ago that the server has forgotten it."""
+
+class BlockVerdict(_BlockVerdict, metaclass=_BlockVerdictEnumTypeWrapper):
+    """Whether a block of a prompt would hit."""
+
+BLOCK_VERDICT_UNSPECIFIED: BlockVerdict.ValueType  # 0
+"""Never sent."""
+BLOCK_VERDICT_READY: BlockVerdict.ValueType  # 1
+"""It would."""
+BLOCK_VERDICT_RESERVED: BlockVerdict.ValueType  # 2
+"""It is being written."""
+BLOCK_VERDICT_EVICTED: BlockVerdict.ValueType  # 3
+"""It made room for others."""
+BLOCK_VERDICT_NEVER_STORED: BlockVerdict.ValueType  # 4
+"""It was never stored, or evicted so long ago that the server has forgotten it."""
+Global___BlockVerdict: typing_extensions.TypeAlias = BlockVerdict
 
 @typing.final
 class GetInfoRequest(google.protobuf.message.Message):
@@ -69,10 +219,12 @@ class GetInfoResponse(google.protobuf.message.Message):
     COUNTERS_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
     LOOP_HELD_BY_FIELD_NUMBER: builtins.int
+    SERVER_STATE_FIELD_NUMBER: builtins.int
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Software version."""
     protocol_version: builtins.int
-    """Protocol version."""
+    """Newest protocol version that the server speaks."""
     epoch: builtins.int
     """Epoch of the cache."""
     pid: builtins.int
@@ -80,9 +232,13 @@ class GetInfoResponse(google.protobuf.message.Message):
     uptime_s: builtins.float
     """Seconds since start."""
     state: builtins.str
-    """`ready`, `draining`, or what keeps the server from serving, in words."""
+    """`server_state` in words, with what keeps the server from serving, or how far the arena is filled."""
     loop_held_by: builtins.str
     """In which function the event loop was when it was latest in the last minute, as module:name; empty where it was never late for long."""
+    server_state: Global___ServerState.ValueType
+    """Whether it serves."""
+    oldest_protocol_version: builtins.int
+    """Oldest protocol version that the server speaks."""
     @property
     def counters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Counter]:
         """Counters and gauges."""
@@ -103,9 +259,11 @@ class GetInfoResponse(google.protobuf.message.Message):
         counters: collections.abc.Iterable[Global___Counter] | None = ...,
         devices: Global___DeviceReport | None = ...,
         loop_held_by: builtins.str = ...,
+        server_state: Global___ServerState.ValueType = ...,
+        oldest_protocol_version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["devices", b"devices"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["counters", b"counters", "devices", b"devices", "epoch", b"epoch", "loop_held_by", b"loop_held_by", "pid", b"pid", "protocol_version", b"protocol_version", "state", b"state", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counters", b"counters", "devices", b"devices", "epoch", b"epoch", "loop_held_by", b"loop_held_by", "oldest_protocol_version", b"oldest_protocol_version", "pid", b"pid", "protocol_version", b"protocol_version", "server_state", b"server_state", "state", b"state", "uptime_s", b"uptime_s", "version", b"version"]) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse
 
@@ -221,14 +379,20 @@ class DeviceCopies(google.protobuf.message.Message):
     METHOD_FIELD_NUMBER: builtins.int
     BYTE_COUNT_FIELD_NUMBER: builtins.int
     PIECE_COUNT_FIELD_NUMBER: builtins.int
+    COPY_DIRECTION_FIELD_NUMBER: builtins.int
+    COPY_METHOD_FIELD_NUMBER: builtins.int
     direction: builtins.str
-    """`load` (to the device) or `store`."""
+    """`load` or `store`: `copy_direction` for clients of version 1."""
     method: builtins.str
-    """`memcpy`, `batch`, `kernel`, `staged`, or `pageable` where the arena was not registered yet."""
+    """`memcpy`, `batch`, `kernel`, `staged` or `pageable`: `copy_method` for clients of version 1."""
     byte_count: builtins.int
     """Bytes."""
     piece_count: builtins.int
     """Pieces."""
+    copy_direction: Global___CopyDirection.ValueType
+    """Where they went."""
+    copy_method: Global___CopyMethod.ValueType
+    """How they were made."""
     def __init__(
         self,
         *,
@@ -236,8 +400,10 @@ class DeviceCopies(google.protobuf.message.Message):
         method: builtins.str = ...,
         byte_count: builtins.int = ...,
         piece_count: builtins.int = ...,
+        copy_direction: Global___CopyDirection.ValueType = ...,
+        copy_method: Global___CopyMethod.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["byte_count", b"byte_count", "direction", b"direction", "method", b"method", "piece_count", b"piece_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["byte_count", b"byte_count", "copy_direction", b"copy_direction", "copy_method", b"copy_method", "direction", b"direction", "method", b"method", "piece_count", b"piece_count"]) -> None: ...
 
 Global___DeviceCopies: typing_extensions.TypeAlias = DeviceCopies
 
@@ -251,14 +417,20 @@ class CopySpeed(google.protobuf.message.Message):
     METHOD_FIELD_NUMBER: builtins.int
     PAGE_BYTE_COUNT_FIELD_NUMBER: builtins.int
     GB_PER_S_FIELD_NUMBER: builtins.int
+    COPY_DIRECTION_FIELD_NUMBER: builtins.int
+    COPY_METHOD_FIELD_NUMBER: builtins.int
     direction: builtins.str
-    """`load` or `store`."""
+    """As in DeviceCopies, for clients of version 1."""
     method: builtins.str
-    """As in DeviceCopies."""
+    """As in DeviceCopies, for clients of version 1."""
     page_byte_count: builtins.int
     """Bytes of a page."""
     gb_per_s: builtins.float
     """In 1e9 bytes a second; zero for what does not work here."""
+    copy_direction: Global___CopyDirection.ValueType
+    """Where the copy went."""
+    copy_method: Global___CopyMethod.ValueType
+    """How it was made."""
     def __init__(
         self,
         *,
@@ -266,8 +438,10 @@ class CopySpeed(google.protobuf.message.Message):
         method: builtins.str = ...,
         page_byte_count: builtins.int = ...,
         gb_per_s: builtins.float = ...,
+        copy_direction: Global___CopyDirection.ValueType = ...,
+        copy_method: Global___CopyMethod.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["direction", b"direction", "gb_per_s", b"gb_per_s", "method", b"method", "page_byte_count", b"page_byte_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copy_direction", b"copy_direction", "copy_method", b"copy_method", "direction", b"direction", "gb_per_s", b"gb_per_s", "method", b"method", "page_byte_count", b"page_byte_count"]) -> None: ...
 
 Global___CopySpeed: typing_extensions.TypeAlias = CopySpeed
 
@@ -491,12 +665,14 @@ class SessionInfo(google.protobuf.message.Message):
     CLIENT_NAME_FIELD_NUMBER: builtins.int
     DEVICE_ALLOCATION_COUNT_FIELD_NUMBER: builtins.int
     DEVICE_ORDER_FIELD_NUMBER: builtins.int
+    SESSION_ROLE_FIELD_NUMBER: builtins.int
+    DEVICE_ORDER_KIND_FIELD_NUMBER: builtins.int
     session_number: builtins.int
     """Number in this server."""
     engine_id: builtins.str
     """Its engine."""
     role: builtins.str
-    """`scheduler`, `worker` or `tool`."""
+    """`scheduler`, `worker` or `tool`: `session_role` for clients of version 1."""
     key_space_id: builtins.int
     """Its key space."""
     age_s: builtins.float
@@ -516,7 +692,11 @@ class SessionInfo(google.protobuf.message.Message):
     device_allocation_count: builtins.int
     """Allocations on devices among its memory."""
     device_order: builtins.str
-    """How marks of its device are made: `host`, `events`, `flags`; empty before memory is registered."""
+    """`host`, `events`, `flags` or empty: `device_order_kind` for clients of version 1."""
+    session_role: hotkv.v1.session_pb2.SessionRole.ValueType
+    """What it does in its engine."""
+    device_order_kind: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType
+    """How marks of its device are made; unspecified before memory is registered."""
     def __init__(
         self,
         *,
@@ -533,8 +713,10 @@ class SessionInfo(google.protobuf.message.Message):
         client_name: builtins.str = ...,
         device_allocation_count: builtins.int = ...,
         device_order: builtins.str = ...,
+        session_role: hotkv.v1.session_pb2.SessionRole.ValueType = ...,
+        device_order_kind: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "device_allocation_count", b"device_allocation_count", "device_order", b"device_order", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "role", b"role", "session_number", b"session_number", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "device_allocation_count", b"device_allocation_count", "device_order", b"device_order", "device_order_kind", b"device_order_kind", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "role", b"role", "session_number", b"session_number", "session_role", b"session_role", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
 
 Global___SessionInfo: typing_extensions.TypeAlias = SessionInfo
 
@@ -600,6 +782,7 @@ class Block(google.protobuf.message.Message):
     IDLE_S_FIELD_NUMBER: builtins.int
     PARENT_HASH_FIELD_NUMBER: builtins.int
     REPRESENTATION_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    BLOCK_STATE_FIELD_NUMBER: builtins.int
     block_hash: builtins.bytes
     """Its hash."""
     key_space_id: builtins.int
@@ -607,7 +790,7 @@ class Block(google.protobuf.message.Message):
     group_index: builtins.int
     """Its group."""
     state: builtins.str
-    """`ready`, `reserved`, or `flushed`: it can't be found any more and goes with its last pin."""
+    """`ready`, `reserved` or `flushed`: `block_state` for clients of version 1."""
     byte_count: builtins.int
     """Bytes of its slot."""
     depth: builtins.int
@@ -620,6 +803,8 @@ class Block(google.protobuf.message.Message):
     """Hash of the block before it; empty at the root or where that block is gone."""
     representation_byte_count: builtins.int
     """Bytes of the slot of its representation; zero where it has none."""
+    block_state: Global___BlockState.ValueType
+    """Its state."""
     def __init__(
         self,
         *,
@@ -633,8 +818,9 @@ class Block(google.protobuf.message.Message):
         idle_s: builtins.float = ...,
         parent_hash: builtins.bytes = ...,
         representation_byte_count: builtins.int = ...,
+        block_state: Global___BlockState.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "byte_count", b"byte_count", "depth", b"depth", "group_index", b"group_index", "idle_s", b"idle_s", "key_space_id", b"key_space_id", "parent_hash", b"parent_hash", "pin_count", b"pin_count", "representation_byte_count", b"representation_byte_count", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_state", b"block_state", "byte_count", b"byte_count", "depth", b"depth", "group_index", b"group_index", "idle_s", b"idle_s", "key_space_id", b"key_space_id", "parent_hash", b"parent_hash", "pin_count", b"pin_count", "representation_byte_count", b"representation_byte_count", "state", b"state"]) -> None: ...
 
 Global___Block: typing_extensions.TypeAlias = Block
 
@@ -907,6 +1093,7 @@ class BlockExplanation(google.protobuf.message.Message):
     BLOCK_HASH_FIELD_NUMBER: builtins.int
     VERDICT_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    BLOCK_VERDICT_FIELD_NUMBER: builtins.int
     group_index: builtins.int
     """The group."""
     depth: builtins.int
@@ -914,9 +1101,11 @@ class BlockExplanation(google.protobuf.message.Message):
     block_hash: builtins.bytes
     """Its hash."""
     verdict: builtins.str
-    """`ready`, `reserved`, `evicted`, `never stored` or `refused`."""
+    """`ready`, `reserved`, `evicted` or `never stored`: `block_verdict` for clients of version 1."""
     detail: builtins.str
     """More, for people."""
+    block_verdict: Global___BlockVerdict.ValueType
+    """Whether it would hit."""
     def __init__(
         self,
         *,
@@ -925,8 +1114,9 @@ class BlockExplanation(google.protobuf.message.Message):
         block_hash: builtins.bytes = ...,
         verdict: builtins.str = ...,
         detail: builtins.str = ...,
+        block_verdict: Global___BlockVerdict.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "depth", b"depth", "detail", b"detail", "group_index", b"group_index", "verdict", b"verdict"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_verdict", b"block_verdict", "depth", b"depth", "detail", b"detail", "group_index", b"group_index", "verdict", b"verdict"]) -> None: ...
 
 Global___BlockExplanation: typing_extensions.TypeAlias = BlockExplanation
 

@@ -22,17 +22,26 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/errors.proto\x12\x08hotkv.v1\"E\n\x0b\x45rrorDetail\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.hotkv.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t*\xa4\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_REASON_INVALID_FIELD\x10\x01\x12\x1d\n\x19\x45RROR_REASON_INVALID_HASH\x10\x02\x12\x1f\n\x1b\x45RROR_REASON_INVALID_LAYOUT\x10\x03\x12\x1a\n\x16\x45RROR_REASON_TOO_LARGE\x10\x04\x12 \n\x1c\x45RROR_REASON_UNKNOWN_SESSION\x10\x05\x12\x1e\n\x1a\x45RROR_REASON_UNKNOWN_LEASE\x10\x06\x12\"\n\x1e\x45RROR_REASON_UNKNOWN_KEY_SPACE\x10\x07\x12!\n\x1d\x45RROR_REASON_UNKNOWN_TRANSFER\x10\x08\x12\x1f\n\x1b\x45RROR_REASON_UNKNOWN_HANDLE\x10\t\x12\x1e\n\x1a\x45RROR_REASON_FOREIGN_LEASE\x10\n\x12\x1c\n\x18\x45RROR_REASON_NOT_ALLOWED\x10\x0b\x12\x1d\n\x19\x45RROR_REASON_DUPLICATE_ID\x10\x0c\x12%\n!ERROR_REASON_NO_MEMORY_REGISTERED\x10\r\x12!\n\x1d\x45RROR_REASON_VERSION_MISMATCH\x10\x0e\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x0f\x12\x19\n\x15\x45RROR_REASON_DRAINING\x10\x10\x12\x19\n\x15\x45RROR_REASON_DEADLINE\x10\x11\x12\x1a\n\x16\x45RROR_REASON_CANCELLED\x10\x12\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x13\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x14\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/errors.proto\x12\x08hotkv.v1\x1a\x19google/protobuf/any.proto\"g\n\x0b\x45rrorDetail\x12%\n\x06reason\x18\x01 \x01(\x0e\x32\x15.hotkv.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\x91\x01\n\tErrorInfo\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x33\n\x08metadata\x18\x03 \x03(\x0b\x32!.hotkv.v1.ErrorInfo.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\xaa\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_REASON_INVALID_FIELD\x10\x01\x12\x1d\n\x19\x45RROR_REASON_INVALID_HASH\x10\x02\x12\x1f\n\x1b\x45RROR_REASON_INVALID_LAYOUT\x10\x03\x12\x1a\n\x16\x45RROR_REASON_TOO_LARGE\x10\x04\x12 \n\x1c\x45RROR_REASON_UNKNOWN_SESSION\x10\x05\x12\x1e\n\x1a\x45RROR_REASON_UNKNOWN_LEASE\x10\x06\x12\"\n\x1e\x45RROR_REASON_UNKNOWN_KEY_SPACE\x10\x07\x12\x1f\n\x1b\x45RROR_REASON_UNKNOWN_HANDLE\x10\t\x12\x1e\n\x1a\x45RROR_REASON_FOREIGN_LEASE\x10\n\x12\x1c\n\x18\x45RROR_REASON_NOT_ALLOWED\x10\x0b\x12\x1d\n\x19\x45RROR_REASON_DUPLICATE_ID\x10\x0c\x12%\n!ERROR_REASON_NO_MEMORY_REGISTERED\x10\r\x12!\n\x1d\x45RROR_REASON_VERSION_MISMATCH\x10\x0e\x12\x1b\n\x17\x45RROR_REASON_OVERLOADED\x10\x0f\x12\x19\n\x15\x45RROR_REASON_DRAINING\x10\x10\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x13\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x14\"\x04\x08\x08\x10\x08\"\x04\x08\x11\x10\x11\"\x04\x08\x12\x10\x12*\x1d\x45RROR_REASON_UNKNOWN_TRANSFER*\x15\x45RROR_REASON_DEADLINE*\x16\x45RROR_REASON_CANCELLEDb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hotkv.v1.errors_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ERRORREASON']._serialized_start=107
-  _globals['_ERRORREASON']._serialized_end=783
-  _globals['_ERRORDETAIL']._serialized_start=35
-  _globals['_ERRORDETAIL']._serialized_end=104
+  _globals['_ERRORINFO_METADATAENTRY']._loaded_options = None
+  _globals['_ERRORINFO_METADATAENTRY']._serialized_options = b'8\001'
+  _globals['_ERRORREASON']._serialized_start=396
+  _globals['_ERRORREASON']._serialized_end=1078
+  _globals['_ERRORDETAIL']._serialized_start=62
+  _globals['_ERRORDETAIL']._serialized_end=165
+  _globals['_STATUS']._serialized_start=167
+  _globals['_STATUS']._serialized_end=245
+  _globals['_ERRORINFO']._serialized_start=248
+  _globals['_ERRORINFO']._serialized_end=393
+  _globals['_ERRORINFO_METADATAENTRY']._serialized_start=346
+  _globals['_ERRORINFO_METADATAENTRY']._serialized_end=393
 # @@protoc_insertion_point(module_scope)

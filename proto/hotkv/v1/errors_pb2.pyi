@@ -4,7 +4,10 @@ isort:skip_file
 """
 
 import builtins
+import collections.abc
+import google.protobuf.any_pb2
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
@@ -39,8 +42,6 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """No lease with this id, or it has expired. NOT_FOUND."""
     ERROR_REASON_UNKNOWN_KEY_SPACE: _ErrorReason.ValueType  # 7
     """No key space with this id. NOT_FOUND."""
-    ERROR_REASON_UNKNOWN_TRANSFER: _ErrorReason.ValueType  # 8
-    """No transfer with this id. NOT_FOUND."""
     ERROR_REASON_UNKNOWN_HANDLE: _ErrorReason.ValueType  # 9
     """The memory handle was never received. FAILED_PRECONDITION."""
     ERROR_REASON_FOREIGN_LEASE: _ErrorReason.ValueType  # 10
@@ -52,15 +53,11 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_NO_MEMORY_REGISTERED: _ErrorReason.ValueType  # 13
     """The session has not registered its memory. FAILED_PRECONDITION."""
     ERROR_REASON_VERSION_MISMATCH: _ErrorReason.ValueType  # 14
-    """Client and server speak different protocol versions. FAILED_PRECONDITION."""
+    """Client and server speak no common protocol version. FAILED_PRECONDITION."""
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 15
     """A bounded queue or table is full; retry later. RESOURCE_EXHAUSTED."""
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 16
     """The server is draining. UNAVAILABLE."""
-    ERROR_REASON_DEADLINE: _ErrorReason.ValueType  # 17
-    """The deadline passed before the work was done. DEADLINE_EXCEEDED."""
-    ERROR_REASON_CANCELLED: _ErrorReason.ValueType  # 18
-    """The client cancelled. CANCELLED."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 19
     """A defect in the server. INTERNAL."""
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 20
@@ -85,8 +82,6 @@ ERROR_REASON_UNKNOWN_LEASE: ErrorReason.ValueType  # 6
 """No lease with this id, or it has expired. NOT_FOUND."""
 ERROR_REASON_UNKNOWN_KEY_SPACE: ErrorReason.ValueType  # 7
 """No key space with this id. NOT_FOUND."""
-ERROR_REASON_UNKNOWN_TRANSFER: ErrorReason.ValueType  # 8
-"""No transfer with this id. NOT_FOUND."""
 ERROR_REASON_UNKNOWN_HANDLE: ErrorReason.ValueType  # 9
 """The memory handle was never received. FAILED_PRECONDITION."""
 ERROR_REASON_FOREIGN_LEASE: ErrorReason.ValueType  # 10
@@ -98,15 +93,11 @@ ERROR_REASON_DUPLICATE_ID: ErrorReason.ValueType  # 12
 ERROR_REASON_NO_MEMORY_REGISTERED: ErrorReason.ValueType  # 13
 """The session has not registered its memory. FAILED_PRECONDITION."""
 ERROR_REASON_VERSION_MISMATCH: ErrorReason.ValueType  # 14
-"""Client and server speak different protocol versions. FAILED_PRECONDITION."""
+"""Client and server speak no common protocol version. FAILED_PRECONDITION."""
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 15
 """A bounded queue or table is full; retry later. RESOURCE_EXHAUSTED."""
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 16
 """The server is draining. UNAVAILABLE."""
-ERROR_REASON_DEADLINE: ErrorReason.ValueType  # 17
-"""The deadline passed before the work was done. DEADLINE_EXCEEDED."""
-ERROR_REASON_CANCELLED: ErrorReason.ValueType  # 18
-"""The client cancelled. CANCELLED."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 19
 """A defect in the server. INTERNAL."""
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 20
@@ -115,22 +106,104 @@ Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final
 class ErrorDetail(google.protobuf.message.Message):
-    """A refusal, with what to change. In trailing metadata `hotkv-error-bin` of unary calls."""
+    """A refusal, with what to change. As an answer on a stream; when a call fails, in its trailing metadata `hotkv-error-bin`, for clients of
+    version 1.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REASON_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    FIELD_FIELD_NUMBER: builtins.int
+    RETRYABLE_FIELD_NUMBER: builtins.int
     reason: Global___ErrorReason.ValueType
     """What kind of refusal."""
     message: builtins.str
     """One sentence that names the field and the fix."""
+    field: builtins.str
+    """The field at fault, as a path in the request; empty if it is none. Since version 2."""
+    retryable: builtins.bool
+    """True if the same call, unchanged, may succeed later. Since version 2."""
     def __init__(
         self,
         *,
         reason: Global___ErrorReason.ValueType = ...,
         message: builtins.str = ...,
+        field: builtins.str = ...,
+        retryable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["field", b"field", "message", b"message", "reason", b"reason", "retryable", b"retryable"]) -> None: ...
 
 Global___ErrorDetail: typing_extensions.TypeAlias = ErrorDetail
+
+@typing.final
+class Status(google.protobuf.message.Message):
+    """google.rpc.Status, as its bytes are; in trailing metadata `grpc-status-details-bin` of a call that failed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    DETAILS_FIELD_NUMBER: builtins.int
+    code: builtins.int
+    """Canonical gRPC code."""
+    message: builtins.str
+    """As ErrorDetail.message."""
+    @property
+    def details(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.any_pb2.Any]:
+        """One ErrorInfo, of type `type.googleapis.com/google.rpc.ErrorInfo`."""
+
+    def __init__(
+        self,
+        *,
+        code: builtins.int = ...,
+        message: builtins.str = ...,
+        details: collections.abc.Iterable[google.protobuf.any_pb2.Any] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "details", b"details", "message", b"message"]) -> None: ...
+
+Global___Status: typing_extensions.TypeAlias = Status
+
+@typing.final
+class ErrorInfo(google.protobuf.message.Message):
+    """google.rpc.ErrorInfo, as its bytes are."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class MetadataEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    REASON_FIELD_NUMBER: builtins.int
+    DOMAIN_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """An ErrorReason, without `ERROR_REASON_`."""
+    domain: builtins.str
+    """`hotkv`."""
+    @property
+    def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """`field`, if one is at fault: as in ErrorDetail. `retryable`: `true` or `false`."""
+
+    def __init__(
+        self,
+        *,
+        reason: builtins.str = ...,
+        domain: builtins.str = ...,
+        metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["domain", b"domain", "metadata", b"metadata", "reason", b"reason"]) -> None: ...
+
+Global___ErrorInfo: typing_extensions.TypeAlias = ErrorInfo

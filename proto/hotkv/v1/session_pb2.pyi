@@ -51,6 +51,26 @@ SESSION_ROLE_TOOL: SessionRole.ValueType  # 3
 """Anything else: tools, tests, other clients."""
 Global___SessionRole: typing_extensions.TypeAlias = SessionRole
 
+class _Feature:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Feature.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    FEATURE_UNSPECIFIED: _Feature.ValueType  # 0
+    """Ignored."""
+    FEATURE_TABLE_SALTS: _Feature.ValueType  # 1
+    """SessionOpened.salts is filled."""
+
+class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
+    """Something that a session does only if both sides know it. Numbers that a side does not know are ignored."""
+
+FEATURE_UNSPECIFIED: Feature.ValueType  # 0
+"""Ignored."""
+FEATURE_TABLE_SALTS: Feature.ValueType  # 1
+"""SessionOpened.salts is filled."""
+Global___Feature: typing_extensions.TypeAlias = Feature
+
 @typing.final
 class OpenSession(google.protobuf.message.Message):
     """First message of a stream."""
@@ -65,8 +85,10 @@ class OpenSession(google.protobuf.message.Message):
     REPRESENTATIONS_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
     WITHOUT_EVICTION_NOTICES_FIELD_NUMBER: builtins.int
+    NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
-    """Protocol version the client speaks."""
+    """Oldest protocol version that the client speaks."""
     engine_id: builtins.str
     """Engine that the session belongs to; leases are the engine's."""
     role: Global___SessionRole.ValueType
@@ -79,6 +101,8 @@ class OpenSession(google.protobuf.message.Message):
     """
     without_eviction_notices: builtins.bool
     """True for a client that has no use for eviction notices: it is sent none."""
+    newest_protocol_version: builtins.int
+    """Newest protocol version that the client speaks; zero if that is `protocol_version`."""
     @property
     def key_space(self) -> hotkv.v1.layout_pb2.KeySpace:
         """The key space of its blocks."""
@@ -88,6 +112,10 @@ class OpenSession(google.protobuf.message.Message):
         """Representations that go with the blocks. In this session the first of them has the group index that follows the key space's groups, and so
         on: layouts, lookups, leases and transfers name it like a group.
         """
+
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Feature.ValueType]:
+        """Features that the client knows."""
 
     def __init__(
         self,
@@ -100,9 +128,11 @@ class OpenSession(google.protobuf.message.Message):
         representations: collections.abc.Iterable[hotkv.v1.layout_pb2.Representation] | None = ...,
         ticket: builtins.bytes = ...,
         without_eviction_notices: builtins.bool = ...,
+        newest_protocol_version: builtins.int = ...,
+        features: collections.abc.Iterable[Global___Feature.ValueType] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_space", b"key_space"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "key_space", b"key_space", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket", "without_eviction_notices", b"without_eviction_notices"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "features", b"features", "key_space", b"key_space", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket", "without_eviction_notices", b"without_eviction_notices"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
@@ -119,8 +149,10 @@ class SessionOpened(google.protobuf.message.Message):
     HAS_DESCRIPTOR_SOCKET_FIELD_NUMBER: builtins.int
     SERVER_NAME_FIELD_NUMBER: builtins.int
     WANTS_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
+    SALTS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
-    """Protocol version the server speaks."""
+    """Protocol version of the session: the newest that both sides speak."""
     session_id: builtins.str
     """Secret id of the session, for unary calls and the descriptor socket."""
     key_space_id: builtins.int
@@ -133,6 +165,16 @@ class SessionOpened(google.protobuf.message.Message):
     """Software and version, for people."""
     wants_token_ids: builtins.bool
     """True where BlockRun.token_ids are of use: the server publishes events."""
+    @property
+    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Feature.ValueType]:
+        """Features of the session: those that both sides know."""
+
+    @property
+    def salts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """What a lookup in the block table mixes into hashes, one salt for each group index of the session, representations
+        included: 64 bits, as a signed number.
+        """
+
     def __init__(
         self,
         *,
@@ -143,8 +185,10 @@ class SessionOpened(google.protobuf.message.Message):
         has_descriptor_socket: builtins.bool = ...,
         server_name: builtins.str = ...,
         wants_token_ids: builtins.bool = ...,
+        features: collections.abc.Iterable[Global___Feature.ValueType] | None = ...,
+        salts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "has_descriptor_socket", b"has_descriptor_socket", "key_space_id", b"key_space_id", "protocol_version", b"protocol_version", "server_name", b"server_name", "session_id", b"session_id", "wants_token_ids", b"wants_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "features", b"features", "has_descriptor_socket", b"has_descriptor_socket", "key_space_id", b"key_space_id", "protocol_version", b"protocol_version", "salts", b"salts", "server_name", b"server_name", "session_id", b"session_id", "wants_token_ids", b"wants_token_ids"]) -> None: ...
 
 Global___SessionOpened: typing_extensions.TypeAlias = SessionOpened
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import hotkv
-from hotkv import table
+from hotkv import table, versions
 from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import admin_pb2, admin_pb2_grpc
+from hotkv.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
 from hotkv_server.core import inspect
-from hotkv_server.rpc import convert, sparse_convert
+from hotkv_server.rpc import convert, event_convert, space_convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
@@ -21,9 +21,9 @@ from hotkv_server.runtime.reports import WatchedReport
 from hotkv_server.runtime.stats import census, counters, gauges
 
 STATES = {
-    table.STATE_RESERVED: "reserved",
-    table.STATE_READY: "ready",
-    table.STATE_DETACHED: "flushed",
+    table.STATE_RESERVED: admin_pb2.BLOCK_STATE_RESERVED,
+    table.STATE_READY: admin_pb2.BLOCK_STATE_READY,
+    table.STATE_DETACHED: admin_pb2.BLOCK_STATE_FLUSHED,
 }
 DEFAULT_PAGE = 100
 MAX_PAGE = 10_000
@@ -43,20 +43,26 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.GetInfoResponse:
         node, counted = self._node, await census(self._node)
         serving = "; ".join(filter(None, ("ready", node.memory.filling.progress())))
+        problems = "; ".join(node.health.problems(time.monotonic()))
         return admin_pb2.GetInfoResponse(
             version=hotkv.__version__,
-            protocol_version=hotkv.PROTOCOL_VERSION,
+            protocol_version=versions.NEWEST_VERSION,
+            oldest_protocol_version=versions.OLDEST_VERSION,
             epoch=node.epoch,
             pid=os.getpid(),
             uptime_s=time.monotonic() - node.started_s,
-            state="; ".join(node.health.problems(time.monotonic()))
-            or ("draining" if node.core.draining else serving),
+            state=problems or ("draining" if node.core.draining else serving),
             counters=[
                 admin_pb2.Counter(name=name, value=value)
                 for name, value in {**counters(node), **gauges(node, counted)}.items()
             ],
             devices=device_report(node.devices),
             loop_held_by=node.lag.read().held_by,
+            server_state=admin_pb2.SERVER_STATE_UNHEALTHY
+            if problems
+            else admin_pb2.SERVER_STATE_DRAINING
+            if node.core.draining
+            else admin_pb2.SERVER_STATE_READY,
         )
 
     async def ListTiers(
@@ -93,10 +99,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 admin_pb2.KeySpaceInfo(
                     key_space_id=record.number,
                     fingerprint=record.key_space.fingerprint.hex(),
-                    key_space=convert.key_space_message(record.key_space),
+                    key_space=space_convert.key_space_message(record.key_space),
                     block_count=record.num_blocks,
                     representations=[
-                        convert.representation_message(kind) for kind in record.representations
+                        space_convert.representation_message(kind)
+                        for kind in record.representations
                     ],
                     representation_count=record.num_representations,
                 )
@@ -125,6 +132,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     client_name=s.client_name,
                     device_allocation_count=len(s.memory.allocations) if s.memory else 0,
                     device_order=s.memory.order.kind.name.lower() if s.memory else "",
+                    session_role=space_convert.ROLES[s.record.role],
+                    device_order_kind=space_convert.order_kind(s.memory.order.kind)
+                    if s.memory
+                    else layout_pb2.DEVICE_ORDER_KIND_UNSPECIFIED,
                 )
                 for s in sorted(self._node.sessions, key=lambda s: s.record.number)
             ]
@@ -178,7 +189,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             block_hash=convert.unpadded(block.hash_words[None], hash_bytes),
             key_space_id=block.key_space_id,
             group_index=block.group_index,
-            state=STATES[block.state],
+            state=convert.enum_word(admin_pb2.BlockState, STATES[block.state]),
+            block_state=STATES[block.state],
             byte_count=block.slot_bytes,
             depth=block.depth,
             pin_count=block.num_pins,
@@ -224,7 +236,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
             if request.key_space_id not in (0, value.key_space_id):
                 return None
-            return convert.watched_request(value)
+            return event_convert.watched_request(value)
 
         def response(
             requests: list[admin_pb2.WatchedRequest], lost: int

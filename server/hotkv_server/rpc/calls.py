@@ -9,7 +9,7 @@ from hotkv.groups import PREFIX_CLOSED
 from hotkv.keys import MAX_GROUPS
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.core import inspect
-from hotkv_server.rpc import convert, sparse_convert
+from hotkv_server.rpc import convert, space_convert, sparse_convert
 from hotkv_server.rpc.errors import rights_log
 from hotkv_server.runtime.in_place import InPlaceGrant
 from hotkv_server.runtime.node import Node
@@ -167,7 +167,7 @@ def load(
             positions,
             block_ids,
             timeout_s,
-            convert.device_mark(request),
+            space_convert.device_mark(request),
             request.ByteSize(),
         )
     except HotKVError as error:
@@ -194,7 +194,7 @@ async def store(
         convert.retention("retention", request.retention),
         request.fence_index,
         contents,
-        convert.device_mark(request),
+        space_convert.device_mark(request),
         request.ByteSize(),
     )
 

@@ -56,13 +56,13 @@ class DescriptorServer:
         path: Path,
         mode: int,
         allowed_uids: frozenset[int],
-        gate: AccessControl,
+        access: AccessControl,
         tickets: Tickets,
     ) -> None:
         self._node = node
         self._path = path
         self._allowed_uids = allowed_uids
-        self._gate = gate
+        self._access = access
         self._tickets = tickets
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -163,7 +163,7 @@ class DescriptorServer:
                         f"{MAX_DESCRIPTORS} descriptors"
                     ),
                 )
-            if peer.uid not in self._allowed_uids and not self._gate.may_link(peer):
+            if peer.uid not in self._allowed_uids and not self._access.may_link(peer):
                 raise HotKVError(
                     Reason.NOT_ALLOWED,
                     (
@@ -188,7 +188,7 @@ class DescriptorServer:
                 )
                 return False
             session = self._node.sessions.get(request.session_id)
-            self._gate.admit(peer, session.key_space.tenant)
+            self._access.admit(peer, session.key_space.tenant)
             self._take(session, request, fds, kept)
             try:
                 self._send(connection, session)

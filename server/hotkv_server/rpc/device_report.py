@@ -2,9 +2,22 @@
 measured to be, and what is wrong."""
 
 from hotkv.v1 import admin_pb2
-from hotkv_server.dataplane.cuda.values import CudaCopyFigures
+from hotkv_server.dataplane.cuda.lane import PAGEABLE
+from hotkv_server.dataplane.cuda.values import CudaCopyFigures, Direction, Method
 from hotkv_server.device.devices import Devices, uuid_text
 from hotkv_server.device.runtime import DeviceInfo
+
+DIRECTIONS = {
+    Direction.LOAD: admin_pb2.COPY_DIRECTION_LOAD,
+    Direction.STORE: admin_pb2.COPY_DIRECTION_STORE,
+}
+METHODS = {
+    Method.MEMCPY.value: admin_pb2.COPY_METHOD_MEMCPY,
+    Method.BATCH.value: admin_pb2.COPY_METHOD_BATCH,
+    Method.KERNEL.value: admin_pb2.COPY_METHOD_KERNEL,
+    Method.STAGED.value: admin_pb2.COPY_METHOD_STAGED,
+    PAGEABLE: admin_pb2.COPY_METHOD_PAGEABLE,
+}
 
 
 def device_report(devices: Devices) -> admin_pb2.DeviceReport:
@@ -32,7 +45,9 @@ def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> adm
         copies=[
             admin_pb2.DeviceCopies(
                 direction=moved.direction.value,
+                copy_direction=DIRECTIONS[moved.direction],
                 method=moved.method,
+                copy_method=METHODS[moved.method],
                 byte_count=moved.num_bytes,
                 piece_count=moved.num_pieces,
             )
@@ -44,7 +59,9 @@ def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> adm
         speeds=[
             admin_pb2.CopySpeed(
                 direction=direction.value,
+                copy_direction=DIRECTIONS[direction],
                 method=method.value,
+                copy_method=METHODS[method.value],
                 page_byte_count=page_bytes,
                 gb_per_s=speed,
             )

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from hotkv.v1 import events_pb2, events_pb2_grpc
-from hotkv_server.rpc import convert
+from hotkv_server.rpc import event_convert
 from hotkv_server.rpc.streams import stream
 from hotkv_server.runtime.events import TimedEvent
 from hotkv_server.runtime.node import Node
@@ -24,7 +24,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         def message(item: TimedEvent) -> events_pb2.Event | None:
             if request.key_space_id not in (0, item.event.key_space_id):
                 return None
-            return convert.event(item)
+            return event_convert.event(item)
 
         def response(events: list[events_pb2.Event], lost: int) -> events_pb2.SubscribeResponse:
             return events_pb2.SubscribeResponse(events=events, lost_event_count=lost)

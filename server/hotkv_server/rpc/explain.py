@@ -102,15 +102,24 @@ def _explain(
         masks.append((group.words != 0) & (group.words < RESERVED_FLAG))
         for depth, word in enumerate(group.words):
             if word == 0:
-                verdict = "evicted" if group.evicted[depth] else "never stored"
+                verdict = (
+                    admin_pb2.BLOCK_VERDICT_EVICTED
+                    if group.evicted[depth]
+                    else admin_pb2.BLOCK_VERDICT_NEVER_STORED
+                )
                 text = "it made room for others" if group.evicted[depth] else "or evicted long ago"
             elif word >= RESERVED_FLAG:
-                verdict, text = "reserved", "it is being written"
+                verdict, text = admin_pb2.BLOCK_VERDICT_RESERVED, "it is being written"
             else:
-                verdict, text = "ready", ""
+                verdict, text = admin_pb2.BLOCK_VERDICT_READY, ""
             packed = convert.unpadded(group.hashes[depth : depth + 1], space.hash_bytes)
             explanation.blocks.add(
-                group_index=index, depth=depth, block_hash=packed, verdict=verdict, detail=text
+                group_index=index,
+                depth=depth,
+                block_hash=packed,
+                verdict=convert.enum_word(admin_pb2.BlockVerdict, verdict),
+                block_verdict=verdict,
+                detail=text,
             )
     hit = longest_hit(space.groups, masks, num_tokens)
     limiting = _limiting_group(space, masks, hit, num_tokens)

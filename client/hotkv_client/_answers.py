@@ -1,0 +1,193 @@
+"""Answers to sessions: messages in, typed values out; a refusal becomes a HotKVError."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv.keys import unsigned_salt
+from hotkv.order import OrderKind
+from hotkv.v1 import cache_pb2, errors_pb2, session_pb2, sparse_pb2
+from hotkv.versions import Feature, agreed_features
+from hotkv_client.types import (
+    BoolMask,
+    Evicted,
+    GroupHashes,
+    LayerHotSet,
+    LeaseGrant,
+    SequenceCreated,
+    SequenceState,
+    TransferResult,
+    TransferStatus,
+)
+
+STATUS_KEY, DETAIL_KEY = "grpc-status-details-bin", "hotkv-error-bin"
+"""Trailers of a failed call: a google.rpc.Status, and what servers of version 1 send instead."""
+ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
+
+Response = session_pb2.ConnectResponse
+
+
+def unpack(packed: bytes, hash_bytes: int) -> list[bytes]:
+    """Joined hashes as a list."""
+    return [packed[i : i + hash_bytes] for i in range(0, len(packed), hash_bytes)]
+
+
+def _masks(groups: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
+    return tuple(np.frombuffer(group.flags, np.bool_) for group in groups)
+
+
+def refusal(detail: errors_pb2.ErrorDetail) -> HotKVError:
+    """The server's refusal as an exception."""
+    known = int(detail.reason) in set(Reason)
+    reason = Reason(int(detail.reason)) if known else None
+    return _refusal(reason, detail.message, detail.retryable)
+
+
+def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError:
+    """A reason that only newer servers know becomes OVERLOADED if a retry helps, else INTERNAL."""
+    return HotKVError(reason or (Reason.OVERLOADED if retryable else Reason.INTERNAL), message)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a server says of the session that it opened.
+
+    `salts`: of the block table, by group index; empty if the server leaves them to the client."""
+
+    session_id: str
+    protocol_version: int
+    epoch: int
+    has_descriptor_socket: bool
+    wants_token_ids: bool
+    salts: tuple[int, ...]
+
+
+NOT_OPENED = Opened("", 0, 0, False, False, ())
+
+
+def opened(response: Response | None) -> Opened:
+    """The first answer of a stream. Raises SessionLostError if it is not that of an open
+    session."""
+    if response is None or response.WhichOneof("body") != "session_opened":
+        raise SessionLostError("the server did not open the session")
+    message = response.session_opened
+    has_salts = Feature.TABLE_SALTS in agreed_features(message.features)
+    return Opened(
+        message.session_id,
+        message.protocol_version,
+        message.epoch,
+        message.has_descriptor_socket,
+        message.wants_token_ids,
+        tuple(map(unsigned_salt, message.salts)) if has_salts else (),
+    )
+
+
+def result(response: Response, lease_id: str = "") -> Any:
+    """The typed value of an answer. Raises HotKVError for a refusal."""
+    match response.WhichOneof("body"):
+        case "error":
+            raise refusal(response.error)
+        case "lookup":
+            return _masks(response.lookup.groups)
+        case "acquire_lease":
+            granted = response.acquire_lease
+            offsets = tuple(
+                np.frombuffer(g.offsets, "<i8").astype(np.int64) for g in granted.offsets
+            )
+            return LeaseGrant(lease_id, _masks(granted.groups), granted.ttl_ms / 1000, offsets)
+        case "reserve_blocks":
+            return tuple(
+                np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs
+            )
+        case "flushed":
+            return response.flushed.block_count
+        case "memory_registered":
+            taken = response.memory_registered
+            return OrderKind(taken.order or OrderKind.HOST), taken.message
+        case "load":
+            load_end = response.load
+            return TransferResult(
+                load_end.transfer_id,
+                TransferStatus(load_end.status),
+                load_end.byte_count,
+                message=load_end.message,
+            )
+        case "store":
+            store_end = response.store
+            runs = tuple(np.frombuffer(run.results, np.uint8) for run in store_end.runs)
+            return TransferResult(
+                store_end.transfer_id,
+                TransferStatus(store_end.status),
+                store_end.byte_count,
+                runs,
+                store_end.message,
+            )
+        case "create_sequence":
+            return _sequence_created(response.create_sequence)
+        case "append_blocks":
+            state = response.append_blocks
+            return SequenceState(state.block_count, state.lease_id, state.covered_block_count)
+        case "delete_sequence":
+            return response.delete_sequence.deleted
+        case _:
+            return None
+
+
+def _sequence_created(message: sparse_pb2.CreateSequenceResponse) -> SequenceCreated:
+    hot_sets = tuple(
+        LayerHotSet(
+            s.layer_index, s.shard_index, np.frombuffer(s.positions, "<i4").astype(np.int32)
+        )
+        for s in message.hot_sets
+    )
+    return SequenceCreated(
+        message.lease_id, message.covered_block_count, hot_sets, message.remembered_block_count
+    )
+
+
+def evicted(response: Response, hash_bytes: int) -> Evicted:
+    """The eviction notice of a message that carries one."""
+    groups = response.eviction_notice.groups
+    return Evicted(tuple(GroupHashes(g.group_index, unpack(g.hashes, hash_bytes)) for g in groups))
+
+
+def _link_response(packet: bytes) -> session_pb2.LinkResponse:
+    response = session_pb2.LinkResponse.FromString(packet)
+    if response.HasField("error"):
+        raise refusal(response.error)
+    return response
+
+
+def link_sizes(packet: bytes) -> tuple[int, int]:
+    """(arena bytes, table bytes) of a link's answer; 0 for what this session may not map. Raises
+    HotKVError where it was refused."""
+    response = _link_response(packet)
+    return response.arena_byte_count, response.table_byte_count
+
+
+def ticket(packet: bytes) -> bytes:
+    """The ticket. Raises HotKVError where it was refused."""
+    return _link_response(packet).ticket
+
+
+def as_error(error: grpc.RpcError) -> HotKVError:
+    """A failed call as a refusal, with the server's reason if it sent one."""
+    trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
+    if STATUS_KEY in trailers:
+        status = errors_pb2.Status.FromString(trailers[STATUS_KEY])
+        for packed in status.details:
+            if packed.type_url == ERROR_INFO_URL:
+                info = errors_pb2.ErrorInfo.FromString(packed.value)
+                if info.domain == "hotkv":
+                    retryable = info.metadata.get("retryable") == "true"
+                    return _refusal(Reason.__members__.get(info.reason), status.message, retryable)
+    if DETAIL_KEY in trailers:
+        return refusal(errors_pb2.ErrorDetail.FromString(trailers[DETAIL_KEY]))
+    code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
+    details = getattr(error, "details", lambda: str(error))()
+    reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
+    return HotKVError(reason, f"{code.name}: {details}")

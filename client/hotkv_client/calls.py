@@ -1,0 +1,162 @@
+"""What an engine asks of the cache: each call is a message, and a future for its answer.
+
+Calls that touch no memory of the engine; `session.Session` adds those that do. Always true: a call
+never blocks, but for `ping`. What is wrong with its arguments comes out of its future, not out of
+the call itself; calls without an answer raise it.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_client import _sparse_wire, _wire
+from hotkv_client.types import (
+    BlockRun,
+    BoolMask,
+    GroupHashes,
+    Int32s,
+    LayerHotSet,
+    LeaseGrant,
+    RequestReport,
+    SelectConfig,
+    SequenceCreated,
+    SequenceState,
+)
+
+
+class Calls(ABC):
+    """See the module. Sequence ids are the caller's choice, unique in the session. All sequences
+    end with the connection."""
+
+    def __init__(self, hash_bytes: int) -> None:
+        self._hash_bytes = hash_bytes
+
+    @abstractmethod
+    def _call(self, build: Callable[[], _wire.Request], *, lease_id: str = "") -> "Future[Any]":
+        """Sends a request. The future gets its answer, or why it was not sent."""
+
+    @abstractmethod
+    def _send_only(self, request: _wire.Request) -> None:
+        """Sends a request that has no answer; without a connection it is dropped."""
+
+    def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]":
+        """Which blocks are ready, by a call."""
+        return self._call(lambda: _wire.lookup(groups, self._hash_bytes))
+
+    def acquire(
+        self,
+        lease_id: str,
+        groups: Sequence[GroupHashes],
+        ttl_s: float = 0,
+        *,
+        wants_offsets: bool = False,
+    ) -> "Future[LeaseGrant]":
+        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default. The same call
+        again gets the same answer; the same id with other blocks fails as DUPLICATE_ID.
+        `wants_offsets`: also says where they lie in `arena()`, and fails as NOT_ALLOWED if there is
+        none; blocks that came back from an earlier server are compared with their check values
+        first.
+        """
+        return self._call(
+            lambda: _wire.acquire(
+                lease_id, groups, ttl_s, self._hash_bytes, wants_offsets=wants_offsets
+            ),
+            lease_id=lease_id,
+        )
+
+    def reserve(
+        self,
+        lease_id: str,
+        runs: Sequence[BlockRun],
+        ttl_s: float = 0,
+        retention: Retention = NO_RETENTION,
+    ) -> "Future[tuple[NDArray[np.uint8], ...]]":
+        """Reserves slots; BlockResult values a run."""
+        return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
+
+    def release(self, lease_id: str) -> None:
+        """Gives a lease back. Nothing to wait for; without a connection the lease is gone
+        anyhow."""
+        self._send_only(_wire.release(lease_id))
+
+    def report_use(self, groups: Sequence[GroupHashes]) -> None:
+        """Tells the server which blocks the engine used from its own device cache."""
+        self._send_only(_wire.report_use(groups, self._hash_bytes))
+
+    def report_requests(self, reports: Sequence[RequestReport]) -> None:
+        """Tells the server of scheduled requests: what they used from the device cache, and how
+        long to keep their blocks. Nothing to wait for. Raises HotKVError for hashes of another
+        length.
+        """
+        self._send_only(_wire.report_requests(reports, self._hash_bytes))
+
+    def create_sequence(
+        self,
+        sequence_id: str,
+        group_index: int,
+        hashes: Sequence[bytes],
+        select: SelectConfig | None = None,
+    ) -> "Future[SequenceCreated]":
+        """Begins a sequence over the complete blocks `hashes` of its context; with `select` the
+        server selects for it (`selects`).
+
+        Without, nothing is pinned: reports name the sequence, and remembered hot sets are handed
+        out.
+        """
+        return self._call(
+            lambda: _sparse_wire.create_sequence(
+                sequence_id, group_index, hashes, select, self._hash_bytes
+            )
+        )
+
+    def append_blocks(
+        self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
+    ) -> "Future[SequenceState]":
+        """Adds blocks that have become complete, the first of them at `first_position` of the
+        context; those that the sequence has already must be the same. Where the server selects, it
+        leases anew what is ready now, also where `hashes` is empty.
+        """
+        return self._call(
+            lambda: _sparse_wire.append_blocks(
+                sequence_id, first_position, hashes, self._hash_bytes
+            )
+        )
+
+    def report_sparse(
+        self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
+    ) -> None:
+        """Tells the server what sparse decode did since the report before; nothing to wait for.
+
+        `positions`: by sequence id, int32 positions of blocks that were selected or joined a hot
+        set in any layer; they count as used. `counters`: by layer, growth of counters by the names
+        of `SPARSE_COUNTERS`; raises HotKVError for others.
+        """
+        self._send_only(_sparse_wire.report_sparse(positions, counters))
+
+    def delete_sequence(
+        self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()
+    ) -> "Future[bool]":
+        """Ends a sequence; its hot sets are remembered for the next one over the same prefix. False
+        where there was none."""
+        return self._call(lambda: _sparse_wire.delete_sequence(sequence_id, hot_sets))
+
+    def flush(self) -> "Future[int]":
+        """Forgets every block of this session's key space, whoever stored it; gives how many were
+        ready.
+
+        Once resolved, no lookup finds a block from before, and what was being stored is refused as
+        ABORTED.
+        """
+        return self._call(_wire.flush)
+
+    def ping(self, timeout_s: float) -> float:
+        """Seconds of a round trip. Raises HotKVError or TimeoutError."""
+        start_s = time.perf_counter()
+        self._call(_wire.ping).result(timeout_s)
+        return time.perf_counter() - start_s

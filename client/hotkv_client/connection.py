@@ -1,0 +1,261 @@
+"""One life of a session's stream: from the opening to the end of the last transfer.
+
+A connection owns the channel, the link, the mapped block table, and every call that waits for its
+answer. Always true: each call is resolved once. If the stream breaks, a call that touches no memory
+fails at once, and so does a store that can be revoked; a load, or a store without a word of the
+fence, fails only when the server can no longer touch the engine's memory.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from hotkv.errors import HotKVError, Reason, SessionLostError
+from hotkv.layout import FENCE_HANDLE
+from hotkv.order import OrderKind
+from hotkv.table import BlockTable
+from hotkv_client import _answers, _wire, channels
+from hotkv_client.fence import Fence, SharedFence
+from hotkv_client.link import Link, descriptor_socket
+from hotkv_client.types import (
+    After,
+    EngineMemory,
+    SessionConfig,
+    TransferResult,
+    TransferStatus,
+)
+
+MAX_PENDING = 1 << 16
+DEVICE_GRACE_S = 1.0
+"""How long a device may go on with what a dead server had given it. The kernel closes a dead
+process's sockets and devices in no promised order; a server gives a device a few pieces at a time
+(`copy.depth`), which take tens of milliseconds.
+"""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A call that waits for its answer. `transfer_id`: set for transfers. `fence_index`: set for
+    stores that can be revoked."""
+
+    future: "Future[Any]"
+    lease_id: str = ""
+    transfer_id: str = ""
+    fence_index: int = 0
+    is_load: bool = False
+
+
+class Connection:
+    """See the module. `order_kind`, `order_message`: what the server took of the memory's device
+    order, and why no more. Thread-safe once it is open."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        memory: EngineMemory | None,
+        fence: Fence | SharedFence | None,
+    ) -> None:
+        """Raises HotKVError for credentials that can't be used."""
+        self._config = config
+        self._memory = memory
+        self._fence = fence
+        self._metadata = channels.metadata(config.target, config.credentials)
+        self.channel = channels.open_channel(config.target, config.credentials)
+        self.outbox: queue.SimpleQueue[_wire.Request | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending: dict[int, Pending] = {}
+        self._request_ids = itertools.count(1)
+        self._has_ended = False
+        self.link: Link | None = None
+        self.table: BlockTable | None = None
+        self.call: Any = None
+        self.opened = _answers.NOT_OPENED
+        self.order_kind = OrderKind.HOST
+        self.order_message = ""
+
+    @property
+    def session_id(self) -> str:
+        return self.opened.session_id
+
+    @property
+    def num_pending(self) -> int:
+        """Calls that wait for their answers."""
+        return len(self._pending)
+
+    def open(self, ticket: bytes) -> None:
+        """Opens the session, links, and registers memory. Raises HotKVError, OSError, or
+        grpc.RpcError; the latter also when it takes longer than `connect_timeout_s`."""
+        self.outbox.put(_wire.open_session(self._config, ticket))
+        self.call = _wire.connect(self.channel, iter(self.outbox.get, None), self._metadata)
+        watchdog = threading.Timer(self._config.connect_timeout_s, self.call.cancel)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            self.opened = _answers.opened(next(self.call, None))
+            self._link()
+            self._register()
+        finally:
+            watchdog.cancel()
+
+    def _link(self) -> None:
+        config, memory = self._config, self._memory
+        path = descriptor_socket(config.target) if self.opened.has_descriptor_socket else None
+        if path is None:
+            if memory is not None and memory.is_on_devices:
+                raise SessionLostError(
+                    "memory of devices needs a unix: target: without the link nothing tells when a "
+                    "dead server has let go of it"
+                )
+            return
+        if not config.use_table and memory is None:
+            return
+        fds = (
+            {}
+            if memory is None or self._fence is None
+            else {**memory.fds, FENCE_HANDLE: self._fence.fd}
+        )
+        self.link = Link(path, self.session_id, fds, config.connect_timeout_s)
+        self.table = self.link.table if config.use_table else None
+
+    def _register(self) -> None:
+        if self._memory is None:
+            return
+        request = _wire.register_memory(self._memory.layout, self._memory.order)
+        request.request_id = next(self._request_ids)
+        self.outbox.put(request)
+        for response in self.call:
+            if response.request_id == request.request_id:
+                self.order_kind, self.order_message = _answers.result(response)
+                break
+
+    def submit(
+        self, request: _wire.Request, pending: Pending, after: After | None
+    ) -> HotKVError | None:
+        """Sends a request; its answer resolves `pending`. Returns why it was not sent, and then
+        nothing has changed."""
+        with self._lock:
+            if self._has_ended:
+                return SessionLostError("the link to the server broke")
+            if (after is not None and self.order_kind is not after.kind) or (
+                pending.fence_index and self.link is None
+            ):
+                return SessionLostError(
+                    "the link has changed, and does not take this mark or fence; mark anew"
+                )
+            if len(self._pending) >= MAX_PENDING:
+                return HotKVError(
+                    Reason.OVERLOADED, f"{MAX_PENDING} calls are unanswered; wait for some"
+                )
+            request.request_id = next(self._request_ids)
+            self._pending[request.request_id] = pending
+            self.outbox.put(request)
+            return None
+
+    def serve(self, on_notice: Callable[[_answers.Response], None]) -> None:
+        """Resolves calls as answers come, until the server ends the stream. Raises
+        grpc.RpcError."""
+        for response in self.call:
+            if response.request_id:
+                self._answered(response)
+            else:
+                on_notice(response)
+
+    def _answered(self, response: _answers.Response) -> None:
+        with self._lock:
+            waiting = self._pending.pop(response.request_id, None)
+        if waiting is None:
+            return
+        self._give_back(waiting.fence_index)
+        try:
+            value = _answers.result(response, waiting.lease_id)
+        except HotKVError as error:
+            waiting.future.set_exception(error)
+        else:
+            waiting.future.set_result(value)
+
+    def cancel(self, transfer_id: str) -> None:
+        """Asks for a transfer's end. A store that has a word of the fence is revoked, and resolved
+        at once."""
+        revoked: Future[TransferResult] | None = None
+        with self._lock:
+            for item in self._pending.values():
+                if item.transfer_id == transfer_id and item.fence_index and self._fence is not None:
+                    self._fence.revoke(item.fence_index)
+                    revoked, item.future = item.future, Future()
+        self.outbox.put(_wire.cancel(transfer_id))
+        if revoked is not None:
+            revoked.set_result(
+                TransferResult(
+                    transfer_id, TransferStatus.CANCELLED, message="revoked by the engine"
+                )
+            )
+
+    def has_unrevocable_store(self) -> bool:
+        """Whether a store is under way that has no word of the fence."""
+        with self._lock:
+            return any(
+                item.transfer_id and not item.is_load and not item.fence_index
+                for item in self._pending.values()
+            )
+
+    def end(self) -> None:
+        """Closes the stream and fails the calls that wait, each as early as the module allows."""
+        with self._lock:
+            self._has_ended = True
+            waiting = list(self._pending.values())
+            self._pending.clear()
+        self.outbox.put(None)
+        self.channel.close()
+        lost = SessionLostError("the link to the server broke")
+        for item in waiting:
+            if item.fence_index and self._fence is not None:
+                # The server may live, and not know yet: nobody here could take these blocks back
+                # any more.
+                self._fence.revoke(item.fence_index)
+                told, item.future = item.future, Future()
+                told.set_exception(lost)
+            elif not item.transfer_id:
+                item.future.set_exception(lost)
+        transfers = [item for item in waiting if item.transfer_id]
+        if self.link is None:
+            self._fail(transfers, lost)
+        elif transfers:
+            threading.Thread(
+                target=self._settle,
+                args=(self.link, transfers, lost),
+                name="hotkv-settle",
+                daemon=True,
+            ).start()
+        else:
+            self.link.close()
+
+    def _settle(self, link: Link, transfers: list[Pending], lost: SessionLostError) -> None:
+        link.wait_closed()
+        loads = (
+            [item for item in transfers if item.is_load]
+            if self._memory is not None and self._memory.is_on_devices
+            else []
+        )
+        self._fail([item for item in transfers if item not in loads], lost)
+        if loads:
+            _await_devices()
+            self._fail(loads, lost)
+
+    def _fail(self, transfers: list[Pending], lost: SessionLostError) -> None:
+        for item in transfers:
+            self._give_back(item.fence_index)
+            item.future.set_exception(lost)
+
+    def _give_back(self, fence_index: int) -> None:
+        if self._fence is not None:
+            self._fence.give_back(fence_index)
+
+
+def _await_devices() -> None:
+    """Returns when no device works any more for a server that is dead."""
+    time.sleep(DEVICE_GRACE_S)

@@ -1,0 +1,170 @@
+"""The life of a session: connections that follow each other, with back-off between them.
+
+Owns the session's thread, its state and the engine's memory and fence. Always true: there is at
+most one open connection, and the state is CONNECTED only while there is one; `close` ends the
+thread, whatever it waits for.
+"""
+
+import random
+import threading
+import time
+
+import grpc
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_client import _answers
+from hotkv_client.connection import Connection
+from hotkv_client.fence import Fence, SharedFence
+from hotkv_client.link import descriptor_socket, fetch_ticket
+from hotkv_client.types import EngineMemory, LinkState, SessionConfig
+
+CLOSE_WAIT_S = 5.0
+
+
+class SessionLife:
+    """See the module. `connection`: the one that is open, if any. `opened`: what the server said
+    when the last connection was opened. `fence`: the memory's, or one of the session's own."""
+
+    def __init__(self, config: SessionConfig, memory: EngineMemory | None) -> None:
+        self._config = config
+        self.memory = memory
+        self.fence: Fence | SharedFence | None = None if memory is None else memory.fence or Fence()
+        self.connection: Connection | None = None
+        self.opened = _answers.NOT_OPENED
+        self.state = LinkState.ABSENT
+        self._changed = threading.Condition()
+        self._awaited: grpc.Future[None] | None = None
+        self._closed = threading.Event()
+        self.thread = threading.Thread(
+            target=self._run, name=f"hotkv-session-{config.role.name.lower()}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begins to connect, in the background."""
+        self.thread.start()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Blocks until connected or the time is up; says which."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.state is LinkState.CONNECTED, timeout_s)
+
+    def close(self) -> None:
+        """Ends the connection and the thread. Blocks until the server has settled the session, 5
+        seconds at most. A fence of the session's own is closed."""
+        self._closed.set()
+        with self._changed:
+            connection, awaited = self.connection, self._awaited
+        if connection is not None:
+            connection.outbox.put(None)
+        if awaited is not None:
+            # Without a server the thread would wait for one until its time is up.
+            awaited.cancel()
+        if self.thread.is_alive():
+            self.thread.join(CLOSE_WAIT_S)
+        if isinstance(self.fence, Fence) and not self.thread.is_alive():
+            # Nobody links or revokes any more: the thread has revoked what was under way.
+            self.fence = None
+        self._set_state(LinkState.CLOSED, "closed")
+
+    def _run(self) -> None:
+        delay_s = self._config.reconnect_initial_s
+        while not self._closed.is_set():
+            started_s = time.monotonic()
+            try:
+                reason = self._connect_and_serve()
+            except (HotKVError, OSError, ValueError) as error:
+                reason = str(error)
+            if self._closed.is_set():
+                return
+            self._set_state(LinkState.ABSENT, reason)
+            if time.monotonic() - started_s > 2 * self._config.reconnect_max_s:
+                delay_s = self._config.reconnect_initial_s
+            self._closed.wait(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, self._config.reconnect_max_s)
+
+    def _connect_and_serve(self) -> str:
+        """One life of the stream; returns why it ended."""
+        config, why_no_ticket = self._config, ""
+        connection = Connection(config, self.memory, self.fence)
+        try:
+            try:
+                self._await_server(connection.channel)
+            except grpc.FutureCancelledError:
+                return "closed"
+            except grpc.FutureTimeoutError:
+                return (
+                    f"no server answers at {config.target}, or it and this client do not accept "
+                    "each other's TLS certificates"
+                )
+            ticket, why_no_ticket = self._ticket()
+            connection.open(ticket)
+            with self._changed:
+                self.connection, self.opened = connection, connection.opened
+            self._set_state(LinkState.CONNECTED, f"connected to {config.target}")
+            if self._closed.is_set():
+                connection.outbox.put(None)
+            connection.serve(self._notice)
+            return "the server closed the session"
+        except grpc.RpcError as error:
+            refusal = _answers.as_error(error)
+            if refusal.reason is Reason.UNAUTHENTICATED and why_no_ticket:
+                return f"{refusal} (no ticket: {why_no_ticket})"
+            return str(refusal)
+        finally:
+            self._lose(connection)
+
+    def _await_server(self, channel: grpc.Channel) -> None:
+        """Blocks until a server answers. Raises grpc.FutureTimeoutError when the time is up,
+        grpc.FutureCancelledError after `close`."""
+        ready = grpc.channel_ready_future(channel)
+        with self._changed:
+            self._awaited = ready
+        # `close` sets the event before it looks for what to cancel.
+        if self._closed.is_set():
+            ready.cancel()
+        try:
+            ready.result(self._config.connect_timeout_s)
+        finally:
+            with self._changed:
+                self._awaited = None
+
+    def _ticket(self) -> tuple[bytes, str]:
+        """The proof of this process's user, and why there is none. A server without tenants needs
+        none, so that is no failure yet."""
+        path = descriptor_socket(self._config.target)
+        if path is None:
+            return b"", ""
+        try:
+            return fetch_ticket(path, self._config.connect_timeout_s), ""
+        except (HotKVError, OSError) as error:
+            return b"", str(error)
+
+    def _notice(self, response: _answers.Response) -> None:
+        match response.WhichOneof("body"):
+            case "eviction_notice":
+                if self._config.on_evicted is not None:
+                    self._config.on_evicted(
+                        _answers.evicted(response, self._config.key_space.hash_bytes)
+                    )
+            case "drain_notice":
+                self._set_state(LinkState.DRAINING, "the server is draining")
+
+    def _lose(self, connection: Connection) -> None:
+        """No call is sent over the connection any more; then it ends."""
+        with self._changed:
+            if self.connection is connection:
+                self.connection = None
+            if self.state in (LinkState.CONNECTED, LinkState.DRAINING):
+                self.state = LinkState.ABSENT
+        connection.end()
+
+    def _set_state(self, state: LinkState, reason: str) -> None:
+        with self._changed:
+            if self.state is LinkState.CLOSED or (
+                self.state is state and state is not LinkState.ABSENT
+            ):
+                return
+            self.state = state
+            self._changed.notify_all()
+        if self._config.on_state is not None:
+            self._config.on_state(state, reason)

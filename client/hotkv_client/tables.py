@@ -1,0 +1,359 @@
+"""How `hotkv` shows answers to people: tables and lines, from the plain values of `AdminClient`."""
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+
+def human_bytes(count: float) -> str:
+    """1536 as 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """3725 as 1h 2m."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f}m {seconds % 60:.0f}s"
+    return f"{seconds // 3600:.0f}h {seconds % 3600 // 60:.0f}m"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as they need to be; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [
+        max(len(header), *(len(row[i]) for row in cells), 0) if cells else len(header)
+        for i, header in enumerate(headers)
+    ]
+    right = [
+        bool(rows) and all(isinstance(row[i], int | float) for row in rows)
+        for i in range(len(headers))
+    ]
+    lines = [
+        [h.rjust(w) if r else h.ljust(w) for h, w, r in zip(headers, widths, right, strict=True)]
+    ]
+    lines += [
+        [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
+        for row in cells
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def show_status(answer: dict[str, Any]) -> str:
+    counters = answer["counters"]
+    acquired, missed = (
+        counters.get("acquired_blocks_total", 0),
+        counters.get("missed_blocks_total", 0),
+    )
+    rate = f"{acquired / (acquired + missed):.1%}" if acquired + missed else "-"
+    moved = {name: human_bytes(counters[f"{name}_bytes_total"]) for name in ("stored", "loaded")}
+    parts = [
+        f"hotkv-server {answer['version']}  pid {answer['pid']}  {answer['state']}  "
+        f"up {human_seconds(answer['uptime_s'])}  epoch {answer['epoch']:x}",
+        f"sessions {len(answer['sessions'])}  stored {moved['stored']}  loaded {moved['loaded']} "
+        f" leased blocks found {rate}  "
+        f"evicted {counters['evicted_blocks_total']:.0f}  no space "
+        f"{counters['no_space_blocks_total']:.0f}",
+        *([gpu_line(answer["devices"])] if answer["devices"]["devices"] else []),
+        loop_line(counters, answer["loop_held_by"]),
+        "",
+        table(
+            ("tier", "used", "capacity", "share", "pinned", "representations", "blocks"),
+            [
+                (
+                    t["name"],
+                    human_bytes(t["used_byte_count"]),
+                    human_bytes(t["capacity_byte_count"]),
+                    f"{t['used_byte_count'] / max(1, t['capacity_byte_count']):.1%}",
+                    human_bytes(t["pinned_byte_count"]),
+                    human_bytes(t["representation_byte_count"]),
+                    t["block_count"],
+                )
+                for t in answer["tiers"]
+            ],
+        ),
+        "",
+        table(
+            ("key space", "model", "dtype", "groups", "blocks", "fingerprint"),
+            [
+                (
+                    k["key_space_id"],
+                    k["key_space"]["model"],
+                    k["key_space"]["dtype"],
+                    len(k["key_space"]["groups"]),
+                    k["block_count"],
+                    k["fingerprint"][:12],
+                )
+                for k in answer["key_spaces"]
+            ],
+        ),
+    ]
+    return "\n".join(parts)
+
+
+def loop_line(counters: dict[str, Any], held_by: str) -> str:
+    """How late the server's event loop has been in the last minute."""
+    p50, p99, longest = (
+        f"{counters[f'loop_lag_{name}_seconds'] * 1e3:.1f} ms" for name in ("p50", "p99", "longest")
+    )
+    return (
+        f"event loop late by {p50} (p50), {p99} (p99), {longest} "
+        f"(longest{', in ' + held_by if held_by else ''})"
+    )
+
+
+def gpu_line(answer: dict[str, Any]) -> str:
+    """GPUs in one line; `hotkv devices` says more."""
+    problems = [d["problem"] for d in answer["devices"] if d["problem"]]
+    why = f"  {answer['registering_error']}" if answer["registering_error"] else ""
+    return (
+        f"GPUs {len(answer['devices'])}  arena registered "
+        f"{human_bytes(answer['registered_byte_count'])}{why}  "
+    ) + ("; ".join(problems) or "all copy")
+
+
+def show_devices(answer: dict[str, Any]) -> str:
+    if not answer["devices"]:
+        return f"no devices: {answer['why_none']}"
+    state = answer["registering_error"] or f"in {human_seconds(answer['registering_s'])}"
+    rows = [
+        (
+            d["number"],
+            d["name"],
+            d["uuid"],
+            d["pci_bus_id"],
+            d["numa_node"] if d["numa_node"] >= 0 else "-",
+            *(
+                human_bytes(sum(c["byte_count"] for c in d["copies"] if c["direction"] == way))
+                for way in ("load", "store")
+            ),
+            d["queued_piece_count"] + d["flying_piece_count"],
+            d["failed_job_count"],
+            d["problem"] or "-",
+        )
+        for d in answer["devices"]
+    ]
+    parts = [
+        f"arena registered with CUDA: {human_bytes(answer['registered_byte_count'])}, {state}; "
+        f"allocations of engines open: {answer['open_allocation_count']}",
+        table(
+            (
+                "device",
+                "name",
+                "uuid",
+                "pci",
+                "node",
+                "loaded",
+                "stored",
+                "pieces",
+                "failed",
+                "problem",
+            ),
+            rows,
+        ),
+    ]
+    return "\n\n".join([*parts, *(speeds(d) for d in answer["devices"] if d["speeds"])])
+
+
+def speeds(device: dict[str, Any]) -> str:
+    """A device's measured speeds: a line for each direction and page size, a column for each
+    method."""
+    found = {
+        (s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"] for s in device["speeds"]
+    }
+    methods = list(dict.fromkeys(method for _, _, method in found))
+    rows = [
+        (
+            direction,
+            human_bytes(size),
+            *(f"{found.get((direction, size, method), 0.0):.1f}" for method in methods),
+        )
+        for direction, size in sorted({key[:2] for key in found})
+    ]
+    return f"device {device['number']}, GB/s as measured:\n" + table(
+        ("direction", "page", *methods), rows
+    )
+
+
+def show_sessions(answer: list[dict[str, Any]]) -> str:
+    return table(
+        (
+            "session",
+            "engine",
+            "role",
+            "key space",
+            "age",
+            "leases",
+            "transfers",
+            "memory",
+            "order",
+            "loaded",
+            "stored",
+            "client",
+        ),
+        [
+            (
+                s["session_number"],
+                s["engine_id"],
+                s["role"],
+                s["key_space_id"],
+                human_seconds(s["age_s"]),
+                s["lease_count"],
+                s["transfer_count"],
+                human_bytes(s["memory_byte_count"]),
+                s["device_order"] or "-",
+                human_bytes(s["loaded_byte_count"]),
+                human_bytes(s["stored_byte_count"]),
+                s["client_name"],
+            )
+            for s in answer
+        ],
+    )
+
+
+def show_blocks(answer: dict[str, Any]) -> str:
+    rows = [
+        (
+            b["block_hash"][:16],
+            b["key_space_id"],
+            b["group_index"],
+            b["depth"],
+            b["state"],
+            human_bytes(b["byte_count"]),
+            human_bytes(b["representation_byte_count"]) if b["representation_byte_count"] else "-",
+            b["pin_count"],
+            human_seconds(b["idle_s"]),
+            b["parent_hash"][:16] or "-",
+        )
+        for b in answer["blocks"]
+    ]
+    text = table(
+        (
+            "hash",
+            "key space",
+            "group",
+            "depth",
+            "state",
+            "size",
+            "representation",
+            "pins",
+            "idle",
+            "parent",
+        ),
+        rows,
+    )
+    return text + (
+        f"\nmore: --page {answer['next_page_token']}" if answer["next_page_token"] else ""
+    )
+
+
+def show_evict(answer: dict[str, Any]) -> str:
+    return (
+        f"evicted {answer['evicted_block_count']} blocks, kept {answer['kept_block_count']} "
+        "that are pinned or being written"
+    )
+
+
+def show_flush(answer: dict[str, Any]) -> str:
+    return f"flushed {answer['flushed_block_count']} blocks"
+
+
+def event_line(item: dict[str, Any]) -> str:
+    """One event for people."""
+    if item["event"] == "lost":
+        return f"{item['count']} events lost: they came faster than they could be read"
+    at = datetime.datetime.fromtimestamp(item["unix_time_ms"] / 1000).isoformat(" ", "milliseconds")
+    head = f"{at}  key space {item['key_space_id']}  {item['event']}"
+    if item["event"] == "cleared":
+        return head
+    blocks = (
+        f"  group {item['group_index']}  {item['block_count']} blocks, first {item['hashes'][:16]}"
+    )
+    if item["event"] == "removed":
+        return head + blocks
+    return f"{head}{blocks}  depth {item['depth']}  tokens {len(item['token_ids']) or 'unknown'}"
+
+
+def show_record(answer: dict[str, Any]) -> str:
+    text = (
+        f"recorded {answer['request_count']} requests with {answer['block_count']} blocks of "
+        f"{answer['block_token_count']} tokens, "
+        f"{answer['unique_block_count']} of them different, in {human_seconds(answer['seconds'])}"
+    )
+    lost = (
+        f"; {answer['lost_request_count']} requests lost: they came faster than they could be read"
+        if answer["lost_request_count"]
+        else ""
+    )
+    return text + lost + ("; stopped at --max-blocks" if answer["is_full"] else "")
+
+
+def show_sparse(answer: dict[str, Any]) -> str:
+    if not answer["layers"]:
+        return "no engine has reported sparse decode"
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    def mean(value: float | None, scale: float = 1.0) -> str:
+        return "-" if value is None else f"{value * scale:.1f}"
+
+    columns = (
+        "engine",
+        "layer",
+        "selects",
+        "hits",
+        "recall",
+        "est. mass",
+        "selected",
+        "swapped",
+        "select us",
+        "faults",
+    )
+    rows = [
+        (
+            row.get("engine_id", "total"),
+            row.get("layer_index", "all"),
+            int(row["selects"]),
+            share(row["hit_ratio"]),
+            share(row["recall_ratio"]),
+            share(row["mean_estimated_mass"]),
+            mean(row["mean_selected_blocks"]),
+            human_bytes(row["swap_bytes"]),
+            mean(row["mean_select_s"], 1e6),
+            int(row["faults"]),
+        )
+        for row in (*answer["layers"], answer["total"])
+    ]
+    return table(columns, rows)
+
+
+def show_drain(answer: dict[str, Any]) -> str:
+    return (
+        f"draining: {answer['lease_count']} leases held, {answer['transfer_count']} transfers "
+        "in flight"
+    )
+
+
+def show_explain(answer: list[dict[str, Any]]) -> str:
+    if not answer:
+        return (
+            "no key space of the server can answer: no engine has connected yet, or its hash "
+            "algorithm needs --hashes"
+        )
+    parts = []
+    for space in answer:
+        rows = [
+            (b["group_index"], b["depth"], b["block_hash"][:16], b["verdict"], b["detail"])
+            for b in space["blocks"]
+        ]
+        parts.append(
+            f"key space {space['key_space_id']}: {space['summary']}\n"
+            + table(("group", "depth", "hash", "verdict", "detail"), rows)
+        )
+    return "\n\n".join(parts)

@@ -1,0 +1,37 @@
+"""Protocol versions and features: what this software speaks, and what two sides agree on.
+
+Always true: a session speaks the newest version that both sides know, so either side may be
+upgraded first, and uses a feature only if both sides named it. A version changes what messages
+mean; what only adds to them is a feature.
+"""
+
+import enum
+from collections.abc import Iterable
+from typing import Final
+
+OLDEST_VERSION: Final = 1
+NEWEST_VERSION: Final = 2
+"""1: one version for all, states and roles as strings. 2: a range of versions, features, enums,
+refusals that name the field and say whether a retry helps."""
+
+
+class Feature(enum.IntEnum):
+    """What a session does only if both sides know it; the numbers are those of
+    `hotkv.v1.Feature`."""
+
+    TABLE_SALTS = 1
+    """The server gives the salts of the block table."""
+
+
+FEATURES: Final = frozenset(Feature)
+
+
+def agreed_version(oldest: int, newest: int) -> int | None:
+    """Newest version that this software and a peer speak; None if they have none in common."""
+    version = min(newest, NEWEST_VERSION)
+    return version if version >= max(oldest, OLDEST_VERSION) else None
+
+
+def agreed_features(numbers: Iterable[int]) -> frozenset[Feature]:
+    """Features that this software and a peer know."""
+    return FEATURES & frozenset(numbers)

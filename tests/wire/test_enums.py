@@ -1,0 +1,183 @@
+"""Enums of the wire: each value is sent by some code path, has one meaning, and what clients of
+version 1 read as a string says the same."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.processes import Server, runtime_folder
+from hotkv.errors import RETRYABLE, Reason
+from hotkv.v1 import (
+    admin_pb2,
+    cache_pb2,
+    errors_pb2,
+    events_pb2,
+    layout_pb2,
+    session_pb2,
+    sparse_pb2,
+)
+from hotkv.versions import Feature
+from hotkv_client import BlockRun, GroupHashes, _admin_wire
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+from hotkv_server.dataplane.cuda.values import Direction, Method
+from hotkv_server.rpc import convert, device_report
+from hotkv_server.rpc.errors import CODES
+from tests.server.support import block_ids, hashes
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = (admin_pb2, cache_pb2, errors_pb2, events_pb2, layout_pb2, session_pb2, sparse_pb2)
+TWINS = {
+    "BlockResult": "BlockResult",
+    "TransferStatus": "Outcome",
+    "Feature": "Feature",
+    "DeviceOrderKind": "OrderKind",
+    "KvGroupKind": "GroupKind",
+}
+"""Enums that the code uses under a name of its own, with the same members."""
+
+
+def sources() -> Iterator[ast.AST]:
+    """Syntax trees of the server and of what it shares with clients."""
+    for folder in ("server", "proto"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "/v1/" not in str(path):
+                yield ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def used() -> set[str]:
+    """What the code names, as `Owner.MEMBER` or as a name of the generated modules."""
+    return {
+        f"{node.value.id}.{node.attr}"
+        for tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+
+
+def raised() -> set[str]:
+    """Reasons with which the server raises or makes a refusal."""
+    found = set()
+    for tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                for argument in node.args:
+                    if (
+                        isinstance(argument, ast.Attribute)
+                        and isinstance(argument.value, ast.Name)
+                        and argument.value.id == "Reason"
+                    ):
+                        found.add(argument.attr)
+    return found
+
+
+def test_every_reason_is_sent() -> None:
+    assert raised() == {reason.name for reason in Reason}
+
+
+def test_every_reason_has_a_code_and_says_whether_a_retry_helps() -> None:
+    assert set(RETRYABLE) == set(CODES) == set(Reason)
+
+
+@pytest.mark.parametrize(
+    "enum",
+    [
+        enum
+        for file in FILES
+        for enum in file.DESCRIPTOR.enum_types_by_name.values()
+        if enum.name != "ErrorReason"
+    ],
+    ids=lambda enum: enum.name,
+)
+def test_every_value_is_used(enum: Any, used: set[str]) -> None:
+    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
+    module = Path(enum.file.name).stem + "_pb2"
+    for value in enum.values[1:]:
+        names = {f"{module}.{value.name}"}
+        if enum.name in TWINS:
+            names.add(f"{TWINS[enum.name]}.{value.name.removeprefix(prefix)}")
+        assert names & used, f"nothing sends {value.name}: reserve it"
+
+
+@pytest.mark.parametrize("name", sorted(_admin_wire.WORDS_OF))
+def test_the_client_says_an_enum_as_version_1_did(name: str) -> None:
+    """So it shows the same of a server that leaves the strings out."""
+    (kind, field) = next(
+        (kind, field)
+        for kind in admin_pb2.DESCRIPTOR.message_types_by_name.values()
+        for field in kind.fields
+        if field.name == name
+    )
+    made = getattr(admin_pb2, kind.name)
+    wrapper = getattr(admin_pb2, field.enum_type.name, None) or getattr(
+        session_pb2 if field.enum_type.name == "SessionRole" else layout_pb2, field.enum_type.name
+    )
+    for number in filter(None, wrapper.values()):
+        shown = _admin_wire.plain(made(**{name: number}))
+        assert shown[_admin_wire.WORDS_OF[name]] == convert.enum_word(wrapper, number)
+        kept = _admin_wire.plain(made(**{name: number, _admin_wire.WORDS_OF[name]: "as sent"}))
+        assert kept[_admin_wire.WORDS_OF[name]] == "as sent"
+
+
+def test_features_have_the_numbers_of_the_wire() -> None:
+    wire = {f"FEATURE_{feature.name}": int(feature) for feature in Feature}
+    assert wire == {name: number for name, number in session_pb2.Feature.items() if number}
+
+
+def test_devices_copies_have_a_value_for_each_way() -> None:
+    assert {way.value: device_report.DIRECTIONS[way] for way in Direction} == {
+        convert.enum_word(admin_pb2.CopyDirection, number): number
+        for number in admin_pb2.CopyDirection.values()
+        if number
+    }
+    assert set(device_report.METHODS) >= {method.value for method in Method}
+    assert {
+        convert.enum_word(admin_pb2.CopyMethod, number): number
+        for number in admin_pb2.CopyMethod.values()
+        if number
+    } == device_report.METHODS
+
+
+def test_strings_of_version_1_say_what_the_enums_say() -> None:
+    with (
+        runtime_folder(64 << 20) as folder,
+        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server,
+    ):
+        server.wait_ready()
+        engine = PagedEngine(server.target).connect()
+        blocks = hashes(3)
+        with AdminClient(server.target) as admin:
+            assert (admin.info()["state"], admin.info()["server_state"]) == (
+                "ready",
+                "SERVER_STATE_READY",
+            )
+            session = admin.sessions()[0]
+            assert (session["role"], session["session_role"]) == ("worker", "SESSION_ROLE_WORKER")
+            assert (session["device_order"], session["device_order_kind"]) == (
+                "host",
+                "DEVICE_ORDER_KIND_HOST",
+            )
+            explained = admin.explain(1, b"".join(blocks))[0]["blocks"]
+            assert {(b["verdict"], b["block_verdict"]) for b in explained} == {
+                ("never stored", "BLOCK_VERDICT_NEVER_STORED")
+            }
+            engine.session.store("s", "s", [BlockRun(0, blocks, block_ids(3))], 10).result(10)
+            rows = admin.blocks()["blocks"]
+            assert {(b["state"], b["block_state"]) for b in rows} == {
+                ("ready", "BLOCK_STATE_READY")
+            }
+            explained = admin.explain(1, b"".join(blocks))[0]["blocks"]
+            assert {(b["verdict"], b["block_verdict"]) for b in explained} == {
+                ("ready", "BLOCK_VERDICT_READY")
+            }
+            engine.session.acquire("l", [GroupHashes(0, blocks)], 60).result(10)
+            admin.drain(30)
+            assert (admin.info()["state"], admin.info()["server_state"]) == (
+                "draining",
+                "SERVER_STATE_DRAINING",
+            )
+        engine.close()

@@ -1,0 +1,86 @@
+"""docs/wire.md says what the code does: reasons, limits and features."""
+
+import re
+from pathlib import Path
+
+from hotkv import keys, layout, versions
+from hotkv.errors import RETRYABLE, Reason
+from hotkv.v1 import errors_pb2, session_pb2
+from hotkv_server.core.values import CoreConfig
+from hotkv_server.rpc import (
+    calls,
+    convert,
+    descriptors,
+    message_limits,
+    server,
+    session_outbox,
+    session_service,
+    space_convert,
+)
+from hotkv_server.rpc.errors import CODES
+from hotkv_server.runtime import node, transfers
+from hotkv_server.security import tickets
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "wire.md").read_text()
+CORE = CoreConfig(arena_bytes=1 << 30, slab_bytes=1 << 20, capacity=1 << 10)
+LIMITS = {
+    "bytes of a message to the server": server.MAX_MESSAGE_BYTES,
+    "fields, list entries and messages in one message": message_limits.MAX_PARTS,
+    "hash lists or runs in a call": convert.MAX_LISTS,
+    "hashes in a lookup or lease": CORE.max_blocks_per_call,
+    "blocks in a store or reservation": convert.MAX_STORED_BLOCKS,
+    "blocks in a load": convert.MAX_LOADED_BLOCKS,
+    "characters of an id or name": convert.MAX_IDENTIFIER,
+    "bytes of a key space on the wire": space_convert.MAX_KEY_SPACE_BYTES,
+    "groups of a key space": keys.MAX_GROUPS,
+    "bytes of a hash, at least": keys.MIN_HASH_BYTES,
+    "bytes of a hash, at most": keys.MAX_HASH_BYTES,
+    "sessions of a server": node.MAX_SESSIONS,
+    "transfers of a session under way": transfers.MAX_TRANSFERS_OF_SESSION,
+    "requests in one report": calls.MAX_REPORTS,
+    "answers of a stream that wait to be read, before the server reads on": (
+        session_outbox.UNREAD_ANSWERS
+    ),
+    "seconds for the first message of a stream": session_service.FIRST_MESSAGE_TIMEOUT_S,
+    "seconds for the first packet on the descriptor socket": descriptors.REQUEST_TIMEOUT_S,
+    "seconds that a ticket is good": tickets.TTL_S,
+    "bytes of a packet on the descriptor socket": descriptors.MAX_PACKET_BYTES,
+    "descriptors in a packet": descriptors.MAX_DESCRIPTORS,
+    "words of the fence": layout.FENCE_WORDS,
+    "longest lifetime of a lease in seconds": CORE.max_lease_ttl_s,
+    "lifetime of a lease that asks for none, in seconds": CORE.lease_ttl_s,
+}
+
+
+def rows(title: str) -> list[list[str]]:
+    """Cells of the table under a heading, without its first two lines."""
+    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_limits_are_those_of_the_code() -> None:
+    assert {name: float(value) for name, value in rows("Limits")} == LIMITS
+
+
+def test_reasons_have_the_codes_and_the_advice_of_the_code() -> None:
+    told = {name: (code, retry) for name, code, retry, _ in rows("Errors")}
+    assert told == {
+        reason.name: (CODES[reason].name, "yes" if RETRYABLE[reason] else "no") for reason in Reason
+    }
+    assert all(what.endswith(".") for *_, what in rows("Errors"))
+
+
+def test_the_schema_names_the_same_codes() -> None:
+    text = (ROOT / "proto" / "hotkv" / "v1" / "errors.proto").read_text()
+    for reason in Reason:
+        comment = text.partition(f"  ERROR_REASON_{reason.name} = ")[0].rpartition(";")[2]
+        assert re.findall(r"\b[A-Z_]{6,}\b", comment)[-1] == CODES[reason].name
+        assert errors_pb2.ErrorReason.Value(f"ERROR_REASON_{reason.name}") == reason
+
+
+def test_versions_and_features_are_those_of_the_code() -> None:
+    assert f"speak {versions.OLDEST_VERSION} to {versions.NEWEST_VERSION}" in PAGE
+    named = {name.strip("`") for name, _ in rows("Versions and features")}
+    assert named == {name for name, number in session_pb2.Feature.items() if number}
