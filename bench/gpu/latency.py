@@ -23,15 +23,14 @@ from bench.gpu.engine import (
     GIB,
     Engine,
     GpuServer,
-    Side,
     done,
-    find_side,
     new_hashes,
     operation_bytes,
     until,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.shape import Shape
+from bench.gpu.sides import Side, find_side
 from bench.report import median, percentile
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client import TransferResult

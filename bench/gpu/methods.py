@@ -25,14 +25,13 @@ from bench.gpu.engine import (
     Engine,
     GpuServer,
     PlainCopies,
-    Side,
     done,
-    find_side,
     new_hashes,
     operation_bytes,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.shape import Shape
+from bench.gpu.sides import Side, find_side
 from bench.gpu.transfer import ARENA_OPERATIONS, layers_of, measure
 from bench.report import median
 from demo.processes import ends_cleanly, runtime_folder

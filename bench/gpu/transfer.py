@@ -20,14 +20,13 @@ from bench.gpu.engine import (
     Engine,
     GpuServer,
     PlainCopies,
-    Side,
     done,
-    find_side,
     new_hashes,
     operation_bytes,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.shape import Shape
+from bench.gpu.sides import Side, find_side
 from bench.report import median
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv import native
