@@ -343,6 +343,14 @@ class Server:
             else f"not ready in {timeout_s:g} s"
         )
 
+    def wait_filled(self, timeout_s: float = 120.0) -> None:
+        """Blocks until the whole arena has memory. Raises ChildError."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.counter("arena_capacity_bytes") < self.counter("arena_full_capacity_bytes"):
+            if time.monotonic() > deadline_s:
+                raise self._child.error(f"the arena is not filled in {timeout_s:g} s")
+            time.sleep(0.2)
+
     def cli(self, *arguments: str) -> str:
         """Output of the `hotkv` command against this server; raises ChildError."""
         command = [sys.executable, "-m", "hotkv_client.cli", *arguments, "--target", self.target]
