@@ -263,7 +263,7 @@ class HotSet:
                 Reason.INVALID_FIELD, f"capacity is {capacity_blocks} blocks; use 1 or more"
             )
         tables = self.tables
-        tables.add_slots(max(capacity_blocks + tables.spare_slots - self.num_slots, 0))
+        tables.add_slots(capacity_blocks + tables.spare_slots - self.num_slots)
         tables.capacity_blocks = capacity_blocks
         victims = eviction.victims(tables, tables.num_mapped - capacity_blocks)
         tables.evict(victims)

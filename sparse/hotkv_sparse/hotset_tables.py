@@ -23,6 +23,7 @@ I32 = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 NO_SLOT = -1
 NO_BLOCKS = np.empty(0, np.int32)
+_FIRST_BLOCKS = 64
 # Plain integers: numpy compares arrays with them several times faster than with members of an enum.
 FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
 
@@ -42,15 +43,14 @@ class HotTables:
         self.version, self.clock, self.hand = 0, 0, 0
         self.mapped = NO_BLOCKS
         self._map = HotMap(0, NO_BLOCKS, NO_BLOCKS)
-        self.state = np.empty(0, np.int8)
-        self.block_of = np.empty(0, np.int32)
-        self.used_at = np.empty(0, np.int64)
-        self.referenced = np.empty(0, np.bool_)
-        self.slot_of = np.empty(0, np.int32)
-        self.has_copy = np.empty(0, np.bool_)
-        self.swapping = np.empty(0, np.bool_)
-        self.add_slots(capacity_blocks + spare_slots)
-        self.add_blocks(64)
+        num_slots = capacity_blocks + spare_slots
+        self.state = np.full(num_slots, FREE, np.int8)
+        self.block_of = np.full(num_slots, NO_SLOT, np.int32)
+        self.used_at = np.zeros(num_slots, np.int64)
+        self.referenced = np.zeros(num_slots, np.bool_)
+        self.slot_of = np.full(_FIRST_BLOCKS, NO_SLOT, np.int32)
+        self.has_copy = np.zeros(_FIRST_BLOCKS, np.bool_)
+        self.swapping = np.zeros(_FIRST_BLOCKS, np.bool_)
 
     def __repr__(self) -> str:
         counts = (f"{state.name.lower()} {int((self.state == state).sum())}" for state in SlotState)
@@ -58,6 +58,8 @@ class HotTables:
 
     def add_slots(self, more: int) -> None:
         """Appends free slots."""
+        if more <= 0:
+            return
         self.state = np.concatenate([self.state, np.full(more, FREE, np.int8)])
         self.block_of = np.concatenate([self.block_of, np.full(more, NO_SLOT, np.int32)])
         self.used_at = np.concatenate([self.used_at, np.zeros(more, np.int64)])
