@@ -146,13 +146,13 @@ LEFT_OUT = (
     "connector_vllm/hotkv_vllm/sparse/",
     "client/hotkv_client/testing/",
 )
-"""What people read, and what is no product code or has a folder of tests that this run would not
-get through."""
+"""Output that people read, code that is not of the product, and folders whose tests would take too
+long."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the mutants that ran. Shared by the workers, under `lock`."""
+    """Results of the mutants that ran. Shared by the workers, under `lock`."""
 
     killed: list[Mutant] = field(default_factory=list)
     survivors: list[Mutant] = field(default_factory=list)
@@ -161,7 +161,7 @@ class Tally:
 
     @property
     def score(self) -> float:
-        """Of mutants that are not known to be equivalent; 1 where none ran."""
+        """Of mutants that are not known to be equivalent; 1 if none ran."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
 

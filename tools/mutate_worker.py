@@ -107,7 +107,7 @@ class Worker:
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1
         path.write_bytes(mutant.apply(source))
-        # Python compiles anew when the time in whole seconds differs.
+        # Python compiles again when the time in whole seconds differs.
         os.utime(path, (stat.st_atime, stat.st_mtime + 10 * self._num_changed))
         # Numba notices a kernel's own file, not those of kernels that it calls.
         is_kernel = path.name.endswith("kernels.py")
@@ -124,7 +124,7 @@ class Worker:
         """Returns the first of `tests` that sees the mutant; empty if none does. `sound`: tests
         known to pass without a mutant; adds what it finds.
 
-        Exits where a test fails without the mutant too, as it would kill every one.
+        Exits if a test fails without the mutant too, as it would kill every one.
         """
         tests = [test for test in tests if (self.tree / test).exists()]
         with self.changed(mutant) as caches:
@@ -158,7 +158,7 @@ def share_out(
                 return
             try:
                 work(worker, mutant)
-            except BaseException as error:  # noqa: BLE001 A thread's failure is raised by whoever waits for it.
+            except BaseException as error:  # noqa: BLE001 A thread's failure is raised by the caller, who waits for it.
                 failures.append(error)
 
     threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]

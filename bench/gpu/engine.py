@@ -1,10 +1,9 @@
 """An engine without vLLM: KV in torch tensors on a GPU, shown to a real server by the connector's
 own code, and plain copies beside it.
 
-Always true: what is compared or overwritten is settled on the device before the server is asked,
-unless a mark says so. With a `MadeUp` device all of it runs without a GPU, server included; then
-bytes count and times do not.
-"""
+Always true: memory that is compared or overwritten is settled on the device before the server is
+asked, unless a mark says so. With a `MadeUp` device all of it runs without a GPU, server included;
+then bytes count and times do not."""
 
 import json
 import os
@@ -268,7 +267,8 @@ def until(reached: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S
 
 
 def operation_bytes(wanted_bytes: int, arenas: int) -> int:
-    """What of the wanted fits so many times into shared memory, a power of two."""
+    """Bytes of an operation: as many as wanted, or the largest power of two that fits so many times
+    into shared memory."""
     free = shutil.disk_usage(SHM).free if SHM.is_dir() else 0
     found = wanted_bytes
     while found > 16 * MIB and free < arenas * found + 256 * MIB:

@@ -118,7 +118,7 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
 
 
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
-    """One order; raises AssertionError where the server took another."""
+    """One order; raises AssertionError if the server took another."""
     num_blocks = 2 * max(SIZES.values())
     engine = Engine(
         side, target, Shape(PAGE_BYTES, LAYERS, num_blocks, "LBHNC"), order=order

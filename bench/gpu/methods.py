@@ -58,7 +58,7 @@ class Products:
         self._stream = side.stream()
 
     def window_ms(self) -> float:
-        """Of one window of the loop, by events of the device where there is one."""
+        """Of one window of the loop, by events of the device if there is one."""
         if self._side.is_made_up:
             torch.mm(self._a, self._b, out=self._out)
             return 1.0
@@ -182,7 +182,7 @@ def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds
 
 @dataclass(slots=True)
 class Found:
-    """What was measured so far. `ratios`: of plain copies, by method and page bytes, then
+    """Figures so far. `ratios`: of plain copies, by method and page bytes, then
     direction; `losses`, `rates_gb_s`: by method."""
 
     side: Side

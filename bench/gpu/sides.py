@@ -43,7 +43,7 @@ class Side(Protocol):
         """Marks at the end of the current stream; `wanted` as in the connector's setting."""
 
     def stream(self) -> Any:
-        """A queue of its own, a context manager: what is given to the device inside goes there."""
+        """A queue of its own, a context manager: work given to the device inside is put there."""
 
     def synchronize(self) -> None:
         """Waits for all that was given to the device by this process."""

@@ -36,7 +36,7 @@ TARGETS = {"score_ratio": 0.25, "build_share": 0.02, "pull_ratio": 0.6}
 
 
 class Clock:
-    """Milliseconds of what is given to the stream, by events."""
+    """Milliseconds of work given to the stream, by events."""
 
     def __init__(self, cupy: Any, stream: Any) -> None:
         self._cupy, self._stream = cupy, stream

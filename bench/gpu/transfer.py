@@ -43,7 +43,7 @@ brings."""
 
 
 def layers_of(page_bytes: int, operation_bytes: int) -> int:
-    """32, fewer where blocks would be too large for an operation to have 16 of them."""
+    """32, fewer if blocks would be too large for an operation to have 16 of them."""
     return max(1, min(32, operation_bytes // 16 // page_bytes))
 
 

@@ -2,10 +2,10 @@
 """Numba kernels that rotate and quantise: keys of a block into a representation, queries into
 codes. Part of `hotkv_sparse.kernels`, through which they are loaded.
 
-What they compute, and the references: `hotkv_sparse.representations` and `hotkv_sparse.scores`.
-The callers check the arrays. All run without the GIL and allocate only scratch. Sixteen tokens of
-one head, or the queries of sixteen heads, lie side by side in the lanes of a vector. Loops assign
-single elements: an assignment of slices takes numba a second to compile, with its error messages.
+Their references are in `hotkv_sparse.representations` and `hotkv_sparse.scores`. The callers check
+the arrays. All run without the GIL and allocate only scratch. Sixteen tokens of one head, or the
+queries of sixteen heads, lie side by side in the lanes of a vector. Loops assign single elements:
+an assignment of slices takes numba a second to compile, with its error messages.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, C channels with
 padding, P parts, N bytes of a block and head.
@@ -93,7 +93,7 @@ def build_tokens(
 
 @numba.njit(nogil=True, cache=True)
 def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
-    """parts[0] = the mean of keys [T, D] less `mu`; 0 where there are none."""
+    """parts[0] = the mean of keys [T, D] less `mu`; 0 if there are none."""
     parts[0] = 0
     for token in range(keys.shape[0]):
         for channel in range(keys.shape[1]):
@@ -105,7 +105,7 @@ def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
 @numba.njit(nogil=True, cache=True)
 def _edges_of(keys: Any, mu: Any, cuboid: Any, parts: Any) -> None:
     """parts = max, min of keys [T, D] less `mu`, or their middle and the mean distance to it; 0
-    where there are none."""
+    if there are none."""
     high, low = parts[0], parts[1]
     high[:] = -np.inf if keys.shape[0] else 0
     low[:] = np.inf if keys.shape[0] else 0

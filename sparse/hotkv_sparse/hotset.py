@@ -2,13 +2,14 @@
 slots.
 
 Always true:
-- What `hotset_tables` promises of slots, blocks and maps, and `hotset_eviction` of victims.
-- Prefetch gets free slots only. What it wrote becomes visible in `adopt`, at a step boundary, in a
-  new map. A correction may take the slot of the block it evicts, as the engine writes it itself
-  before it attends.
+- The promises of `hotset_tables` about slots, blocks and maps, and of `hotset_eviction` about
+  victims.
+- Prefetch gets free slots only. A block that it wrote becomes visible in `adopt`, at a step
+  boundary, in a new map. A correction may take the slot of the block it evicts, as the engine
+  writes it itself before it attends.
 
-Decides, and does nothing: copies are the caller's. One owner, one thread. What happens in every
-step is a compiled kernel over the tables (`hotset_kernels`), with `hotset_reference` beside it.
+Decides, and does nothing: the caller copies. One owner, one thread. A step is a compiled kernel
+over the tables (`hotset_kernels`), with `hotset_reference` beside it.
 """
 
 from typing import Any
@@ -81,7 +82,7 @@ class HotSet:
         return self.tables.span
 
     def map(self) -> HotMap:
-        """What may be attended at present."""
+        """The blocks that may be attended at present."""
         return self.tables.map()
 
     def resident(self, first: int, last: int) -> Mask:
@@ -237,8 +238,8 @@ class HotSet:
             raise tables.not_loading()
 
     def adopt(self) -> Moves:
-        """Step boundary: what prefetch has written joins the map, evicting by policy; what finds no
-        room is dropped. No copies."""
+        """Step boundary: prefetched blocks join the map, evicting by policy; those without room are
+        dropped. No copies."""
         if self._kernels is None:
             return reference.adopt(self.tables)
         tables = self.tables

@@ -2,7 +2,8 @@
 """Numba kernels of the hot set's step; part of `hotkv_sparse.kernels`, through which they are
 loaded.
 
-What they compute, the invariants and the plain references: `hotkv_sparse.hotset`. They change the
+Their references are in `hotkv_sparse.hotset_reference`, the invariants in
+`hotkv_sparse.hotset_tables`. They change the
 caller's arrays, by slot and by block, in place; a call that refuses its arguments has changed
 nothing. All run without the GIL.
 
@@ -203,7 +204,7 @@ def hot_step(
 
     Fills maps [2, K] (blocks and slots of the new map), moves [4, max(n, K)] (blocks loaded, their
     slots, victims, blocks for prefetch) and returns (M, loaded, victims, for prefetch, always kept
-    ones selected, selected ones that were resident, of these always kept, hand). M is REFUSED where
+    ones selected, selected ones that were resident, of these always kept, hand). M is REFUSED if
     a block is outside the context.
     """
     for i in range(blocks.shape[0]):
@@ -379,8 +380,8 @@ def hot_begin_prefetch(
     cache=True,
 )
 def hot_finish_prefetch(slots: Any, success: Any, state: Any, block_of: Any, slot_of: Any) -> Any:
-    """What `slots` held is ready, or free where it failed or was cancelled. REFUSED where no
-    prefetch writes one of them, else 0."""
+    """Blocks in `slots` become ready, or their slots free after a failure or cancellation. REFUSED
+    if no prefetch writes one of them, else 0."""
     for i in range(slots.shape[0]):
         if not 0 <= slots[i] < state.shape[0] or (
             state[slots[i]] != _LOADING and state[slots[i]] != _CANCELLED

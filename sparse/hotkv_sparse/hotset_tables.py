@@ -88,7 +88,7 @@ class HotTables:
     # ------------------------------------------------------------------------------------------ map
 
     def map(self) -> HotMap:
-        """What may be attended at present."""
+        """The blocks that may be attended at present."""
         if self._map.version != self.version:
             blocks = np.sort(self.block_of[self.state == MAPPED])
             self._set_map(np.stack([blocks, self.slot_of[blocks]]))

@@ -1,7 +1,7 @@
 """All numba kernels of sparse selection. Import through `hotkv.native.load`, never at import time;
 the first import compiles for seconds.
 
-Always true: whoever loads this module loads every kernel, so `hotkv-server compile` and an image
+Always true: an import of this module loads every kernel, so `hotkv-server compile` and an image
 have them all. numba's disk cache notices a change of the file that defines a kernel, and misses one
 of the files that this kernel calls into (`*_lanes`, `key_order_kernels`): clear the cache then.
 """

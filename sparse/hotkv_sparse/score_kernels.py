@@ -2,7 +2,7 @@
 """Numba kernels that score blocks with a step's queries; part of `hotkv_sparse.kernels`, through
 which they are loaded.
 
-What they compute, and the references: `hotkv_sparse.scores`. The callers check the arrays. All run
+Their references are in `hotkv_sparse.scores`. The callers check the arrays. All run
 without the GIL and allocate only scratch. Sixteen tokens of one head lie side by side in the lanes
 of a vector.
 

@@ -315,7 +315,7 @@ def _emit_exp_sums(builder: Any, args: Any) -> None:
 
 def _emit_finish(builder: Any, args: Any) -> None:
     """(largest, totals, shift, out, num_runs): float32 [num_runs][16] each, `shift` one float32;
-    out = ln 2 * (largest + log2 totals) + shift, or -inf where the maximum is that of no token.
+    out = ln 2 * (largest + log2 totals) + shift, or -inf if the maximum is that of no token.
     `out` may be `largest`.
     """
     largest, totals, shift, out, num_runs = args

@@ -180,7 +180,7 @@ class CudaSelector:
         )
 
     def choose(self) -> None:
-        """The selection: `blocks`, `chosen` [R, S] (their weights, inf where always kept),
+        """The selection: `blocks`, `chosen` [R, S] (their weights, inf if always kept),
         `numbers` [R], `mass` [R]."""
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, pieces = np.int32(shape.max_blocks), np.int32(work.num_pieces)
@@ -232,7 +232,7 @@ class CudaSelector:
         always: bool = False,
     ) -> None:
         """Reference attention over the hot set into `out` float32 [R, Q, D], and its log mass
-        float32 [R, Q]; `always`: over what is always kept."""
+        float32 [R, Q]; `always`: over the blocks that are always kept."""
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot
         scale = 1.0 / math.sqrt(shape.head_size) if scale is None else scale
         self._device.launch(

@@ -1,4 +1,4 @@
-"""What the layers of a step on CUDA share: the step's plan, scratch, and where blocks lie.
+"""State that the layers of a step on CUDA share: the step's plan, scratch, places of blocks.
 
     workspace.begin(context_tokens)   once a step, before the forward pass
 
@@ -50,7 +50,7 @@ class StepShape:
 
 
 class Workspace:
-    """What the layers of a step share: the plan, scratch, and where blocks lie.
+    """State that the layers of a step share: the plan, scratch, places of blocks.
 
     `pages` int32 [R, K]: the page of the engine's cache that a hot slot of a sequence is, in all
     layers; slots by number unless written otherwise.
