@@ -17,7 +17,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export HOTKV_VENV := $(abspath $(VENV))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test torture mutate check fix proto bench clean
+.PHONY: help setup demo test torture mutate check fix proto bench dist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,7 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(PROTO_VENV)/bin/python tools/protos.py --check
 	$(BIN)/python tools/check_kernels.py
 	$(BIN)/python tools/check_module_size.py
+	$(BIN)/python -m tools.mutate --check
 
 fix: $(STAMPS)/dev ## formats and mends what ruff can mend
 	$(BIN)/ruff format .
@@ -59,6 +60,9 @@ proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 
 bench: $(STAMPS)/dev ## every benchmark of bench/, tables on the terminal
 	@set -e; for script in lookup transfer footprint core hybrid restart soak sparse_speed sparse_engine sparse_quality e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
+
+dist: $(STAMPS)/dev ## builds sdist and wheel into dist/, and checks each in an empty environment
+	$(BIN)/python -m tools.check_dist
 
 clean: ## removes environments and caches
 	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

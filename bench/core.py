@@ -131,7 +131,7 @@ def print_holds(bench: Bench) -> float:
 
 def main() -> int:
     """Command line."""
-    flags = parser("What the core costs a prompt, and its index a block.")
+    flags = parser("Cost of the core for a prompt, and of its index for a block.")
     flags.add_argument("--policy", default="hotness", choices=sorted(POLICIES))
     flags.add_argument("--rounds", type=int, default=200)
     flags.add_argument(

@@ -1,4 +1,4 @@
-"""What a server and a client cost before they do anything.
+"""Cost of a server and a client before they do anything.
 
 Prints a table; `--json` prints one JSON object last: `ready_s_1gib` and `ready_s_8gib` (start of
 the process to the health service's "serving", an arena of that size that is not there yet;
@@ -84,7 +84,7 @@ def import_once() -> float:
 
 def main() -> int:
     """Command line."""
-    flags = parser("What a server and a client cost before they do anything.")
+    flags = parser("Cost of a server and a client before they do anything.")
     flags.add_argument("--repeats", type=int, default=5)
     options = flags.parse_args()
     with ends_cleanly():

@@ -1,8 +1,8 @@
 """How long each operation on a large cache holds the event loop: the longest time between two
-points where others are served.
+points at which others are served.
 
 `operations` goes over a full core of `bench.core`. Each operation is what the runtime does for one
-call, at the largest size that a call may have, or in the background; what goes in parts counts part
+call, at the largest size that a call may have, or in the background; work done in parts counts part
 by part, as `runtime.slices` takes them. Processor time is what counts, because on a machine that
 does other things the clock measures those; a part is kept from the event loop for as long on an
 idle one.
@@ -242,7 +242,7 @@ def _flushes(holds: RetentionPins) -> None:
 
 
 def _others(holds: RetentionPins) -> None:
-    """What does not walk the index, and grows with what a client sends."""
+    """Work that does not walk the index, and grows with a client's message."""
     _layouts(holds)
     remembered, hashes = (
         RememberedHotSets(REMEMBERED_BYTES),

@@ -1,5 +1,5 @@
-"""What a hit of 32k tokens moves on a model with windows of 1024 tokens in five of six layers, over
-what it moves with full layers only.
+"""Bytes that a hit of 32k tokens moves on a model with windows of 1024 tokens in five of six
+layers, over what it moves with full layers only.
 
 `python -m bench.hybrid [--json]`. One engine stores a prompt in a running server, another finds it
 and plans its load as the connector does (`hotkv_vllm.lookup.HitFinder`), and the server copies it.
@@ -40,7 +40,7 @@ WAIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the connector reads of a request."""
+    """The fields of a request that the connector reads."""
 
     request_id: str
     block_hashes: Sequence[bytes]
@@ -89,7 +89,7 @@ def load(
     finder: HitFinder, target: PagedEngine, hashes: list[bytes], number: int
 ) -> tuple[int, float]:
     """Bytes and seconds of one load, from the connector's plan. The block tables are as vLLM makes
-    them: null where nothing is needed."""
+    them: null if nothing is needed."""
     state = RequestState(Prompt(f"request {number}", hashes), [0] * len(finder.specs), 0)
     deadline_s = time.monotonic() + WAIT_S
     while (answer := finder.match(state, 0, time.monotonic()))[

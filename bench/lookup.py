@@ -76,8 +76,7 @@ def main() -> int:
         Server(folder, "4GiB", "--arena.max-blocks", str(BLOCKS + 1)) as server,
     ):
         server.wait_ready()
-        while server.counter("arena_capacity_bytes") < server.counter("arena_full_capacity_bytes"):
-            time.sleep(0.2)
+        server.wait_filled()
         session, pool = fill(server.target)
         hits, misses = ColdPicks(pool, 1), ColdPicks(random_hashes(200_000), 2)
         stub = cache_pb2_grpc.CacheServiceStub(grpc.insecure_channel(server.target))

@@ -33,7 +33,7 @@ def print_report(
     *,
     as_json: bool,
 ) -> None:
-    """The table, then the figures where they are asked for."""
+    """The table, then the figures if they are asked for."""
     print(table(headers, rows))
     if as_json:
         print(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""What a restart costs: an arena of 8 GiB with 100,000 ready blocks, its server killed, another one
+"""Cost of a restart: an arena of 8 GiB with 100,000 ready blocks, its server killed, another one
 started over it.
 
 Prints a row a restart; `--json` prints one JSON object last: `ready_s` (start of the process to the
@@ -62,7 +62,7 @@ def found(server: Server, stored: list[bytes]) -> int:
 
 def main() -> int:
     """Command line."""
-    flags = parser("What a restart costs.")
+    flags = parser("Cost of a restart.")
     flags.add_argument("--repeats", type=int, default=5)
     options = flags.parse_args()
     rows: list[tuple[float, float, float]] = []

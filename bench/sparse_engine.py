@@ -2,7 +2,7 @@
 scorer and corrections.
 
 A text of 8192 tokens, of which the last 127 are decoded teacher-forced. KL(dense || sparse) per
-token in nats, where both sides are the engine's, in bfloat16, beside the same of `bench.sparse`'s
+token in nats, if both sides are the engine's, in bfloat16, beside the same of `bench.sparse`'s
 own forward pass in float32. Bound: `ratio` = engine / offline <= 1.5.
 
 Prints a row per text and, with `--json`, `{"model", "setup", "seconds", "rows", "worst_ratio"}`.
@@ -57,7 +57,7 @@ def mean_loss(log_probs_NW: torch.Tensor, tokens: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InEngine:
-    """What the engine did with a text, nats per token."""
+    """The engine's results for a text, nats per token."""
 
     kl: float
     delta_nll: float

@@ -71,7 +71,7 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """True where the bound holds; False too where there is no figure."""
+        """True if the bound holds; False too if there is no figure."""
         return self.value is not None and (
             self.value >= self.bound if self.at_least else self.value <= self.bound
         )

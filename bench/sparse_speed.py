@@ -1,5 +1,5 @@
-"""What sparse decode costs a layer: scoring, choosing, and the attention that is left, beside dense
-attention. One thread.
+"""Cost of sparse decode for a layer: scoring, choosing, and the attention that is left, beside
+dense attention. One thread.
 
 8 KV heads of 4 query heads, 128 channels, blocks of 16 tokens; contexts of 1k, 8k and 64k blocks,
 and 32k tokens (2k blocks) for the speed-up. Dense and sparse attention are vLLM's own kernel for
@@ -72,7 +72,7 @@ class PagedAttention:
         self._starts = torch.tensor([0, 1], dtype=torch.int32)
 
     def plan(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths and the kernel's schedule for so many pages; what a backend makes anew where the
+        """Lengths and the kernel's schedule for so many pages; what a backend makes anew if the
         table changes."""
         lengths = torch.tensor([num_pages * PAGE_TOKENS], dtype=torch.int32)
         schedule = self._ops.cpu_attn_get_scheduler_metadata(
@@ -247,7 +247,7 @@ def bandwidth_gb_s() -> float:
 
 def main() -> int:
     """Command line."""
-    flags = parser("What sparse decode costs a layer, beside dense attention.")
+    flags = parser("Cost of sparse decode for a layer, beside dense attention.")
     flags.add_argument("--rounds", type=int, default=30)
     options = flags.parse_args()
     torch.set_num_threads(1)

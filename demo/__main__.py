@@ -36,7 +36,7 @@ BEGIN_S = time.monotonic()
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[None]:
-    """Shows what is going on and for how long; on a terminal the seconds count up."""
+    """Shows the present step and its duration; on a terminal the seconds count up."""
     begin_s = time.monotonic()
     done = threading.Event()
     lively = sys.stdout.isatty()
@@ -106,7 +106,7 @@ def engine(name: str, server: Server, model: Path, folder: Path, seed: int) -> I
 
 
 def run(folder: Path) -> int:
-    """Runs the demo with files in `folder`; 0 where engine B hit."""
+    """Runs the demo with files in `folder`; 0 if engine B hit."""
     with step("SmolLM2-135M: preparing it, once"):
         model = prepare_model()
     prompt = prompts.token_ids(model, seed=1, num_tokens=PROMPT_TOKENS)

@@ -21,7 +21,7 @@ SHUTDOWN_TIMEOUT_S = 40.0
 
 
 def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """What a user writes to give an engine the connector; None without a server."""
+    """The settings with which a user gives an engine the connector; None without a server."""
     if not settings["target"]:
         return None
     return {

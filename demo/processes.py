@@ -47,7 +47,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine says of one request. `logprobs`: for each generated token, token id to logprob
+    """An engine's answer to one request. `logprobs`: for each generated token, token id to logprob
     of the likeliest five."""
 
     ttft_s: float
@@ -90,7 +90,7 @@ def ends_cleanly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_folder(needed_bytes: int) -> Iterator[Path]:
-    """A fresh folder in shared memory where that has room, else in the temporary folder; removed at
+    """A fresh folder in shared memory if that has room, else in the temporary folder; removed at
     the end."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
     folder = Path(tempfile.mkdtemp(prefix="hotkv-", dir=SHM if roomy else None))
@@ -166,7 +166,7 @@ class Child:
         )
 
     def signal_group(self, number: int, deadline_s: float) -> None:
-        """Sends a signal to all members and waits until they are gone, or the deadline has
+        """Sends a signal to all members and waits until they have ended, or the deadline has
         passed."""
         end_s = time.monotonic() + deadline_s
         for pid in group_members(self.process.pid):
@@ -235,7 +235,7 @@ class Engine:
         return self._child.log
 
     def wait_ready(self) -> None:
-        """Blocks until the model is loaded, tens of seconds; raises ChildError where that fails."""
+        """Blocks until the model is loaded, tens of seconds; raises ChildError if that fails."""
         self.vllm_version = self._read()["vllm"]
 
     def warm_up(self, token_ids: Sequence[int]) -> None:
@@ -286,7 +286,7 @@ class Server:
     """A hotkv-server in a child process with its runtime directory and its arena in `folder`. Use
     in a `with` block.
 
-    One after the other in the same folder, each goes on with what the one before has left.
+    One after the other in the same folder, each goes on with the cache of the one before.
     """
 
     def __init__(self, folder: Path, arena: str, *flags: str) -> None:
@@ -315,7 +315,7 @@ class Server:
 
     @property
     def log(self) -> Path:
-        """What the server logged."""
+        """The server's log file."""
         return self._child.log
 
     def wait_ready(self, timeout_s: float = 60.0) -> float:
@@ -343,6 +343,14 @@ class Server:
             else f"not ready in {timeout_s:g} s"
         )
 
+    def wait_filled(self, timeout_s: float = 120.0) -> None:
+        """Blocks until the whole arena has memory. Raises ChildError."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.counter("arena_capacity_bytes") < self.counter("arena_full_capacity_bytes"):
+            if time.monotonic() > deadline_s:
+                raise self._child.error(f"the arena is not filled in {timeout_s:g} s")
+            time.sleep(0.2)
+
     def cli(self, *arguments: str) -> str:
         """Output of the `hotkv` command against this server; raises ChildError."""
         command = [sys.executable, "-m", "hotkv_client.cli", *arguments, "--target", self.target]
@@ -352,12 +360,12 @@ class Server:
         return done.stdout
 
     def status(self) -> dict[str, Any]:
-        """What `hotkv status --json` says."""
+        """Output of `hotkv status --json`."""
         status: dict[str, Any] = json.loads(self.cli("status", "--json"))
         return status
 
     def counter(self, name: str) -> float:
-        """A counter of the server; raises KeyError where it has none of that name."""
+        """A counter of the server; raises KeyError if it has none of that name."""
         return float(self.status()["counters"][name])
 
     def wait_for_stores(self) -> None:

@@ -3,7 +3,7 @@ warnings as errors; prints what they use.
 
 The compiler is NVRTC (the dev extra installs it, a CUDA toolkit has it), which compiles them at run
 time too, and without headers: what passes here needs nothing that is not built in. Where there is
-no NVRTC, nvcc; where neither, it says so. Registers and stack are read from the machine code.
+no NVRTC, nvcc; if neither, it says so. Registers and stack are read from the machine code.
 """
 
 import ctypes

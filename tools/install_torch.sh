@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# install_torch.sh PYTHON REQUIREMENT: installs the CPU build of torch, or says what to configure where pip finds none.
+# install_torch.sh PYTHON REQUIREMENT: installs the CPU build of torch, or says how to configure pip if it finds none.
 set -euo pipefail
 python=$1 requirement=$2
 if log=$("$python" -m pip install -qq "$requirement" 2>&1); then

@@ -11,31 +11,22 @@ see it. The score is killed / (mutants that ran - equivalent ones).
 """
 
 import argparse
-import contextlib
-import os
-import queue
 import random
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from demo.processes import ends_cleanly
+from tools.mutate_worker import Worker, share_out
 from tools.mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
-PATHS = ("proto", "sparse", "client", "server", "connector_vllm", ".")
 MIN_SCORE = 0.95
-SLOWEST_TEST_S = 120
-LONGEST_S = 900
-"""A mutant whose tests take longer is killed."""
 
 CORE = (
     "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py "
@@ -152,7 +143,6 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/device_order.py": "tests/vllm/test_device_order.py",
     "connector_vllm/hotkv_vllm/exported.py": "tests/vllm/test_cuda_export.py",
     "connector_vllm/hotkv_vllm/reset.py": f"tests/vllm/test_reset.py {ENGINE}",
-    "connector_vllm/hotkv_vllm/reach.py": f"tests/vllm/test_revocations.py {ENGINE}",
     "connector_vllm/hotkv_vllm/lookup.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
     "connector_vllm/hotkv_vllm/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
     "connector_vllm/hotkv_vllm/multi.py": "tests/vllm/test_multi_connector.py",
@@ -167,13 +157,13 @@ LEFT_OUT = (
     "connector_vllm/hotkv_vllm/sparse/",
     "client/hotkv_client/testing/",
 )
-"""What people read, and what is no product code or has a folder of tests that this run would not
-get through."""
+"""Output that people read, code that is not of the product, and folders whose tests would take too
+long."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the mutants that ran. Shared by the workers, under `lock`."""
+    """Results of the mutants that ran. Shared by the workers, under `lock`."""
 
     killed: list[Mutant] = field(default_factory=list)
     survivors: list[Mutant] = field(default_factory=list)
@@ -182,7 +172,7 @@ class Tally:
 
     @property
     def score(self) -> float:
-        """Of mutants that are not known to be equivalent; 1 where none ran."""
+        """Of mutants that are not known to be equivalent; 1 if none ran."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
 
@@ -209,158 +199,31 @@ def sources(only: Sequence[str]) -> list[str]:
     )
 
 
-class Worker:
-    """A copy of the tree, and the tests run in it. One thread."""
+def equivalents() -> set[str]:
+    """The names in `mutate_equivalents.txt`."""
+    lines = EQUIVALENTS.read_text().splitlines()
+    return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
 
-    def __init__(self, folder: Path) -> None:
-        self.tree, self.caches, self._num_changed = folder / "tree", folder / "numba", 0
-        self._process: subprocess.Popen[bytes] | None = None
-        files = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for name in files.stdout.splitlines():
-            if (ROOT / name).is_file():
-                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, self.tree / name)
 
-    def __repr__(self) -> str:
-        return f"Worker({self.tree}, {self._num_changed} mutants)"
-
-    def failed(self, tests: Sequence[str], limit_s: float, caches: Path) -> str:
-        """The first test that fails, or that the time was up; empty where all pass. Ends all
-        processes that it began."""
-        environment = {
-            **os.environ,
-            "NUMBA_CACHE_DIR": str(caches),
-            "PYTHONPATH": os.pathsep.join(str(self.tree / part) for part in PATHS),
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--timeout={SLOWEST_TEST_S}",
-            *tests,
+def stale_entries() -> list[str]:
+    """Returns what the tables name and the tree has not: mutants, sources and test files."""
+    paths, known = sources(()), equivalents()
+    files = {name.partition(":")[0] for name in known}
+    mutants = {
+        m.name for path in files & set(paths) for m in mutants_of(path, (ROOT / path).read_bytes())
+    }
+    found = [f"{EQUIVALENTS.name}: no such mutant: {name}" for name in known - mutants]
+    for prefix, tests in TESTS.items():
+        if not any(path.startswith(prefix) for path in paths):
+            found.append(f"TESTS: no such source: {prefix}")
+        found += [
+            f"TESTS: no such test: {test}" for test in tests.split() if not (ROOT / test).is_file()
         ]
-        with (self.tree.parent / "output").open("w+") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=self.tree,
-                env=environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            self._process = process
-            try:
-                if process.wait(limit_s) == 0:
-                    return ""
-            except subprocess.TimeoutExpired:
-                return f"longer than {limit_s:.0f} s"
-            finally:
-                self.stop()
-            output.seek(0)
-            named = [line for line in output if line.startswith(("FAILED tests/", "ERROR tests/"))]
-            return (
-                named[0].split(" - ")[0].strip() if named else f"exit status {process.returncode}"
-            )
-
-    def stop(self) -> None:
-        """Ends the tests that run now. From any thread."""
-        process = self._process
-        if process is None:
-            return
-        # Tests that are interrupted clean up behind themselves.
-        for number in (signal.SIGINT, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(10)
-
-    @contextlib.contextmanager
-    def changed(self, mutant: Mutant) -> Iterator[Path]:
-        """The tree with the mutant in it; gives a folder for compiled kernels."""
-        path = self.tree / mutant.path
-        source, stat = path.read_bytes(), path.stat()
-        self._num_changed += 1
-        path.write_bytes(mutant.apply(source))
-        # Python compiles anew when the time in whole seconds differs.
-        os.utime(path, (stat.st_atime, stat.st_mtime + 10 * self._num_changed))
-        # Numba notices a kernel's own file, not those of kernels that it calls.
-        is_kernel = path.name == "kernels.py"
-        caches = Path(tempfile.mkdtemp(dir=self.tree.parent)) if is_kernel else self.caches
-        try:
-            yield caches
-        finally:
-            path.write_bytes(source)
-            os.utime(path, (stat.st_atime, stat.st_mtime))
-            if is_kernel:
-                shutil.rmtree(caches, ignore_errors=True)
-
-    def seen_by(self, mutant: Mutant, sound: set[str]) -> str:
-        """The first test that sees the mutant; empty where none does. `sound`: tests known to pass
-        without a mutant; adds what it finds.
-
-        Exits where a test fails without the mutant too, as it would kill every one.
-        """
-        tests = [test for test in tests_of(mutant.path) if (self.tree / test).exists()]
-        with self.changed(mutant) as caches:
-            failed = self.failed(tests, LONGEST_S, caches)
-        test = failed.partition(" ")[2] if failed.startswith(("FAILED ", "ERROR ")) else ""
-        if test and test not in sound:
-            if self.failed([test], LONGEST_S, self.caches):
-                raise SystemExit(f"mutate: without any mutant, too: {failed}")
-            sound.add(test)
-        return failed
-
-
-def share_out(
-    workers: Sequence[Worker],
-    mutants: Sequence[Mutant],
-    work: Callable[[Worker, Mutant], None],
-    until_s: float,
-) -> None:
-    """Calls `work` for each mutant, on a thread for each worker, until the time is up. Raises the
-    first exception."""
-    waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    failures: list[BaseException] = []
-    for mutant in mutants:
-        waiting.put(mutant)
-
-    def run(worker: Worker) -> None:
-        while time.monotonic() < until_s and not failures:
-            try:
-                mutant = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                work(worker, mutant)
-            except BaseException as error:  # noqa: BLE001 A thread's failure is raised by whoever waits for it.
-                failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException as error:  # noqa: BLE001 It is raised below, when the tests have ended.
-        failures.append(error)
-        for worker, thread in zip(workers, threads, strict=True):
-            worker.stop()
-            thread.join()
-    if failures:
-        raise failures[0]
+    return sorted(set(found))
 
 
 def main() -> int:
-    """Runs mutants, prints the survivors and the score. Returns 1 where the score is too low."""
+    """Runs mutants, prints the survivors and the score. Returns 1 if the score is too low."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=30, help="begins no mutant after that")
     parser.add_argument("--number", type=int, default=100_000, help="at most so many mutants")
@@ -370,7 +233,12 @@ def main() -> int:
         "--only", nargs="*", default=[], help="files or folders, as the table TESTS names them"
     )
     parser.add_argument("--match", default="", help="only mutants whose name has this text")
+    parser.add_argument("--check", action="store_true", help="only look for stale table entries")
     flags = parser.parse_args()
+    if flags.check:
+        stale = stale_entries()
+        print("\n".join(stale) or "mutate: the tables fit the tree")
+        return int(bool(stale))
     began_s = time.monotonic()
     mutants = [
         m
@@ -380,8 +248,7 @@ def main() -> int:
     ]
     random.Random(flags.seed).shuffle(mutants)
     num_all, mutants = len(mutants), mutants[: flags.number]
-    lines = EQUIVALENTS.read_text().splitlines() if EQUIVALENTS.exists() else []
-    equivalents = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
+    hopeless = equivalents()
     tally = Tally()
     with (
         ends_cleanly(),
@@ -392,11 +259,11 @@ def main() -> int:
         print(f"{num_all} mutants to choose from", flush=True)
 
         def run(worker: Worker, job: Mutant) -> None:
-            if job.name in equivalents:
+            if job.name in hopeless:
                 with tally.lock:
                     tally.equivalent.append(job)
                 return
-            seen_by = worker.seen_by(job, sound)
+            seen_by = worker.seen_by(job, tests_of(job.path), sound)
             with tally.lock:
                 (tally.killed if seen_by else tally.survivors).append(job)
             print(

@@ -37,7 +37,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 SWAPPED_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 QUIET_FUNCTIONS = {"__repr__", "check_invariants", "check"}
 QUIET_CALLS = {"log", "logger", "warnings", "print", "prefetch", "prefetch_address"}
-"""What people read, and hints to the processor."""
+"""Output that people read, and hints to the processor."""
 
 
 @dataclass(frozen=True, slots=True)

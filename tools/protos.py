@@ -29,7 +29,7 @@ def generated_files(root: Path) -> Iterator[Path]:
 
 
 def generate(target: Path) -> None:
-    """Writes generated code below `target`; raises CalledProcessError where protoc refuses a
+    """Writes generated code below `target`; raises CalledProcessError if protoc refuses a
     file."""
     sources = sorted(str(path.relative_to(SOURCE)) for path in (SOURCE / PACKAGE).glob("*.proto"))
     outputs = [
@@ -42,7 +42,7 @@ def generate(target: Path) -> None:
 
 
 def read(path: Path) -> str:
-    """The file's text; empty where there is none."""
+    """The file's text; empty if there is none."""
     return path.read_text() if path.exists() else ""
 
 

@@ -36,7 +36,7 @@ def gguf_file() -> Path:
 
 
 def complete(folder: Path) -> bool:
-    """True where this recipe made the folder and finished."""
+    """True if this recipe made the folder and finished."""
     marker = folder / MARKER
     return marker.is_file() and marker.read_text() == RECIPE
 

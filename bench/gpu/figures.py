@@ -18,7 +18,7 @@ from hotkv_client.tables import table
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`target`: the least that will do, or the most where `at_most`; None where there is none."""
+    """`target`: the least that will do, or the most if `at_most`; None if there is none."""
 
     name: str
     measured: float
@@ -77,7 +77,7 @@ def _row(figure: Figure) -> tuple[object, ...]:
 
 
 def read(path: Path) -> list[Figure]:
-    """Those of one benchmark; none where it did not come to its end."""
+    """Those of one benchmark; none if it did not come to its end."""
     lines = path.read_text().splitlines()
     try:
         found = json.loads(lines[-1]) if lines else {}

@@ -23,15 +23,14 @@ from bench.gpu.engine import (
     GIB,
     Engine,
     GpuServer,
-    Side,
     done,
-    find_side,
     new_hashes,
     operation_bytes,
     until,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.shape import Shape
+from bench.gpu.sides import Side, find_side
 from bench.report import median, percentile
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client import TransferResult
@@ -119,7 +118,7 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
 
 
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
-    """One order; raises AssertionError where the server took another."""
+    """One order; raises AssertionError if the server took another."""
     num_blocks = 2 * max(SIZES.values())
     engine = Engine(
         side, target, Shape(PAGE_BYTES, LAYERS, num_blocks, "LBHNC"), order=order

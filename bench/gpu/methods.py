@@ -25,14 +25,13 @@ from bench.gpu.engine import (
     Engine,
     GpuServer,
     PlainCopies,
-    Side,
     done,
-    find_side,
     new_hashes,
     operation_bytes,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.shape import Shape
+from bench.gpu.sides import Side, find_side
 from bench.gpu.transfer import ARENA_OPERATIONS, layers_of, measure
 from bench.report import median
 from demo.processes import ends_cleanly, runtime_folder
@@ -59,7 +58,7 @@ class Products:
         self._stream = side.stream()
 
     def window_ms(self) -> float:
-        """Of one window of the loop, by events of the device where there is one."""
+        """Of one window of the loop, by events of the device if there is one."""
         if self._side.is_made_up:
             torch.mm(self._a, self._b, out=self._out)
             return 1.0
@@ -183,7 +182,7 @@ def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds
 
 @dataclass(slots=True)
 class Found:
-    """What was measured so far. `ratios`: of plain copies, by method and page bytes, then
+    """Figures so far. `ratios`: of plain copies, by method and page bytes, then
     direction; `losses`, `rates_gb_s`: by method."""
 
     side: Side

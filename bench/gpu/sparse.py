@@ -18,8 +18,10 @@ import numpy as np
 from bench.report import median, parser, print_report
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.device import CupyDevice
+from hotkv_sparse.cuda.hotsets import CudaHotSets, Fragment
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
-from hotkv_sparse.cuda.selector import CudaSelector, Fragment, Queries, StepShape, Workspace
+from hotkv_sparse.cuda.selector import CudaSelector, Queries
+from hotkv_sparse.cuda.workspace import StepShape, Workspace
 
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS, LAYER = 8, 4, 128, 16, 2
 NUM_HEADS = KV_HEADS * GROUP
@@ -34,7 +36,7 @@ TARGETS = {"score_ratio": 0.25, "build_share": 0.02, "pull_ratio": 0.6}
 
 
 class Clock:
-    """Milliseconds of what is given to the stream, by events."""
+    """Milliseconds of work given to the stream, by events."""
 
     def __init__(self, cupy: Any, stream: Any) -> None:
         self._cupy, self._stream = cupy, stream
@@ -77,7 +79,11 @@ class Layer:
                 heads = pool.reshape(num_blocks, KV_HEADS, -1)
                 heads[:, :, -32:] = cupy.bitwise_and(heads[:, :, -32:], 0x3C)
             index.pool = pool
-            self.selectors.append(CudaSelector(self.work, LAYER, index, nowhere, nowhere, (), 0))
+            self.selectors.append(
+                CudaSelector(
+                    self.work, LAYER, index, nowhere, nowhere, CudaHotSets(self.work, (), 0)
+                )
+            )
         rows = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
         self.work.set_blocks(0, 0, rows, np.zeros(num_blocks, np.int64))
         self.work.begin(cupy.asarray([num_blocks * BLOCK_TOKENS], dtype=cupy.int32))

@@ -20,14 +20,13 @@ from bench.gpu.engine import (
     Engine,
     GpuServer,
     PlainCopies,
-    Side,
     done,
-    find_side,
     new_hashes,
     operation_bytes,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.shape import Shape
+from bench.gpu.sides import Side, find_side
 from bench.report import median
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv import native
@@ -44,7 +43,7 @@ brings."""
 
 
 def layers_of(page_bytes: int, operation_bytes: int) -> int:
-    """32, fewer where blocks would be too large for an operation to have 16 of them."""
+    """32, fewer if blocks would be too large for an operation to have 16 of them."""
     return max(1, min(32, operation_bytes // 16 // page_bytes))
 
 

@@ -36,7 +36,7 @@ def universe() -> list[bytes]:
 
 @dataclass
 class Tally:
-    """What one session has done."""
+    """Counts of one session."""
 
     done: "collections.Counter[str]" = field(default_factory=collections.Counter)
     errors: "collections.Counter[str]" = field(default_factory=collections.Counter)

@@ -40,7 +40,7 @@ class Own:
 
     @staticmethod
     def of(dense: Dense) -> "Own":
-        """What a dense pass has seen."""
+        """Statistics of a dense pass."""
         num_tokens = dense.keys_LHSD[0].shape[1]
         return Own(
             dense.moments_L,
@@ -69,7 +69,7 @@ def _centres(dense: Dense, num_tokens: int) -> tuple[LayerCentre, ...]:
 
 
 def calibration(other: Own, own: Own, file: Centres | None, first_layer: int) -> Calibration:
-    """For a text that gives `own`, beside another that gives `other`; ValueError where a file is of
+    """For a text that gives `own`, beside another that gives `other`; ValueError if a file is of
     another model."""
     centres: dict[str, Sequence[LayerCentre | None]] = {
         "mu": other.whole_L,

@@ -35,8 +35,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a step selects from: `always_log_mass` float32 [Q] of what is always kept; `block_mass`
-    [Q, B], exact, if it is known."""
+    """Input of a selection: `always_log_mass` float32 [Q] of the blocks that are always kept;
+    `block_mass` [Q, B], exact, if it is known."""
 
     tokens: int
     query_QD: F32
@@ -46,7 +46,7 @@ class Context:
 
 class Chooser:
     """See the module. `scorer` knows the first `num_shared` tokens, which are those before the
-    first step; none where none is needed."""
+    first step; none if none is needed."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Chooser:
         ]
 
     def span(self, context_tokens: int) -> Span:
-        """What is always kept of a context, and what is chosen from."""
+        """The blocks of a context that are always kept, and the candidates."""
         return span(self.config, context_tokens, self.variant.block_tokens)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
@@ -81,7 +81,7 @@ class Chooser:
             self._scorer.block_filled(layer, block, keys_THD)
 
     def choose(self, layer: int, context: Context) -> Choice:
-        """What to attend to."""
+        """The blocks to attend to."""
         where = self.span(context.tokens)
         if self.variant.scorer == ENDS:
             return Choice((where.always,), 0)

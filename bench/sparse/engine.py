@@ -23,7 +23,7 @@ _forced: list[int] = []
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What both the engine and the offline decode run with."""
+    """Settings of both the engine and the offline decode."""
 
     block_tokens: int = 32
     budget_ratio: float = 0.1

@@ -26,7 +26,7 @@ SAMPLE_EVERY_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the forward pass reads of a model's config.json."""
+    """The part of a model's config.json that the forward pass reads."""
 
     num_layers: int
     query_heads: int
@@ -38,7 +38,7 @@ class Shape:
 
     @staticmethod
     def read(folder: Path) -> "Shape":
-        """The shape of the model in `folder`; ValueError where it is not plain Llama."""
+        """The shape of the model in `folder`; ValueError if it is not plain Llama."""
         config = json.loads((folder / "config.json").read_text())
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))

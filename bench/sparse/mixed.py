@@ -60,7 +60,7 @@ class Moments:
 
 
 def hadamard(size: int) -> torch.Tensor:
-    """Orthonormal Hadamard matrix; the identity where `size` is no power of two."""
+    """Orthonormal Hadamard matrix; the identity if `size` is no power of two."""
     if size & (size - 1):
         return torch.eye(size)
     matrix = torch.ones(1, 1)

@@ -1,4 +1,4 @@
-"""Scores of a variant's blocks, by what is kept of their keys: packed representations of
+"""Scores of a variant's blocks, by their compact keys: packed representations of
 hotkv_sparse, or rebuilt keys of a code on trial.
 
 Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q query
@@ -26,7 +26,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 class Scorer(Protocol):
-    """What one variant knows of its keys, all layers."""
+    """One variant's compact keys, all layers."""
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
         """A block has just become complete."""
@@ -111,7 +111,7 @@ def scorer_of(
     max_tokens: int,
     calibration: Calibration,
 ) -> Scorer | None:
-    """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None where a
+    """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None if a
     variant needs none."""
     if variant.scorer in BIAS:
         mixed = codes(variant.scorer, calibration.moments_L)

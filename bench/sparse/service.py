@@ -43,6 +43,7 @@ def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, floa
         Server(folder, str(ARENA_BYTES)) as server,
     ):
         server.wait_ready()
+        server.wait_filled()
         engine = _Engine(server.target, num_blocks)
         try:
             return engine.measure(rounds)

@@ -81,7 +81,7 @@ def texts(
     """`files`, or what the system has, each of `num_tokens` tokens, then the copy text made of the
     last one.
 
-    ValueError where a file is too short, or the system has no text.
+    ValueError if a file is too short, or the system has no text.
     """
     named = [(file.stem, [file]) for file in files] or [_licences(), _vim_manual(), _prose()]
     found = [_read(name, paths, encode, num_tokens) for name, paths in named]

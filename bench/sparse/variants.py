@@ -1,9 +1,9 @@
-"""What is compared: a way to choose what a decode step attends to.
+"""Variants that are compared: ways to choose the blocks that a decode step attends to.
 
 A variant is a scorer, a budget, a block size, one set for all KV heads or one for each, and how
 fresh selections are:
 - `fresh`: the blocks that this step's query chooses.
-- `previous`: those that the query before it chose, and what is always kept.
+- `previous`: those that the query before it chose, and the blocks that are always kept.
 - `lru`: a hot set of twice the budget, fed by the previous steps' selections; all of it is
   attended. At most `corrections` missing blocks a set are loaded with the fresh query before that;
   the rest arrives before the next step.

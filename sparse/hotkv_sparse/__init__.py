@@ -1,7 +1,7 @@
 """Sparse decode, the pure part: which blocks of a long context a step should attend to.
 
 From unpacked keys to a selection, in the order of a step: `representations.build` when a block
-fills; `scores.prepare` and `scores.score` with a step's query; `weights.aggregate` (where scorers
+fills; `scores.prepare` and `scores.score` with a step's query; `weights.aggregate` (if scorers
 are fused, after `weights.fuse`); `topk.span` and `topk.select`; `hotset.HotSet.step`.
 `config.SparseConfig` says how, `budget.AdaptiveCapacity` how large, `superblocks` scores summaries
 in two levels, `torch_ops` is the same on a GPU.

@@ -1,7 +1,7 @@
 """How large a hot set should be, learned from what its steps needed.
 
 With `adaptive_p`, selections are as large as the attention mass asks, up to the budget. The hot set
-follows: twice what selections need of late (quickly up, slowly down), more where steps keep missing
+follows: twice what selections need of late (quickly up, slowly down), more if steps keep missing
 more than they may load. Always between twice the always kept blocks and `MAX_SETS` times the
 budget.
 """

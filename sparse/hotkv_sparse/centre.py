@@ -60,7 +60,7 @@ class CentreEstimate:
         self._sum_HD += finite.sum(axis=0, dtype=np.float64)
 
     def mu(self) -> npt.NDArray[np.float32] | None:
-        """The centre float32 [H, D], or None where too few tokens were seen."""
+        """The centre float32 [H, D], or None if too few tokens were seen."""
         if self.num_tokens < MIN_TOKENS:
             return None
         return (self._sum_HD / self.num_tokens).astype(np.float32)
@@ -75,7 +75,7 @@ def measured_bias(
     scale: float | None = None,
 ) -> float:
     """By how much token format `name` with centre `mu_HD` overestimates a block's log mass, in
-    nats; its own bias where nothing has mass.
+    nats; its own bias if nothing has mass.
 
     Mean of estimated minus exact log mass over blocks of 16 tokens and query heads, weighted by
     exact mass. `keys_SHD` float32 are those of a context from its first token on, `queries_NQD`
@@ -140,7 +140,7 @@ class LayerCentre:
 @dataclass(frozen=True, slots=True)
 class Centres:
     """A model's calibration, by layer index; layers that are absent have centre 0. INVALID_FIELD
-    where a part cannot be used.
+    if a part cannot be used.
 
     `model`: what it was made from, for people to read; `num_tokens`: how many keys each centre is
     the mean of.

@@ -5,7 +5,7 @@ checked whole: a file that is cut short, damaged, or made by something else is r
 INVALID_FIELD, which names file and problem. A file appears whole or not at all.
 
 Arrays: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64 [L],
-ascending; `formats` text [F] and `bias` float64 [L, F], NaN where not measured; `mu_<layer>`
+ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured; `mu_<layer>`
 float32 [H, D] of each layer.
 """
 
@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 
 
 def read_centres(path: str | os.PathLike[str]) -> Centres:
-    """The centres in the file; INVALID_FIELD where it is absent or no file that `write_centres`
+    """The centres in the file; INVALID_FIELD if it is absent or no file that `write_centres`
     made. Blocks while it reads."""
     try:
         arrays = _arrays(Path(path))
@@ -85,7 +85,7 @@ _BROKEN = (
     OverflowError,
     TypeError,
 )
-"""What zipfile and numpy raise where bytes are not what they should be."""
+"""Exceptions of zipfile and numpy for malformed bytes."""
 
 
 def _refuse(path: str | os.PathLike[str], problem: str) -> HotKVError:

@@ -2,8 +2,8 @@
 """Numba kernels that turn scores into a choice of blocks; part of `hotkv_sparse.kernels`, through
 which they are loaded.
 
-What they compute, and the plain references: `hotkv_sparse.weights` and `hotkv_sparse.topk`. Called
-with checked arrays; scratch is their own; all run without the GIL. A row of scores is read twice,
+Their references are in `hotkv_sparse.weights` and `hotkv_sparse.topk`. They are called with checked
+arrays; scratch is their own; all run without the GIL. A row of scores is read twice,
 the second time from the nearest cache.
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
@@ -116,7 +116,7 @@ def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
     """out = indices of the len(out) < num largest of values[:num], ascending; of equals the lowest.
 
     `values` int32 >= 0, padded to whole runs with -1. Halves the range of the last value that is
-    in: counting what is above a bound takes no branch and no memory beside the values.
+    in: counting values above a bound takes no branch and no memory beside the values.
     """
     words, runs, count = np.empty(2, np.int32), (num + 15) // 16, out.shape[0]
     low, high, above = np.int64(0), np.int64(largest) + 1, np.int64(0)
@@ -171,7 +171,7 @@ def choose(
 
     `first` blocks before the candidates and those after them, up to `count`, are always kept and
     weigh inf. `resident` [S], or [0] for no prior, favours blocks by 1 + `prior`. Returns (share of
-    what is always kept, share of the chosen).
+    blocks that are always kept, share of the chosen).
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

@@ -2,9 +2,9 @@
 """Operations on sixteen lanes that turn scores into a choice of blocks: shares of the attention
 mass, counting, collecting.
 
-As `hotkv_sparse.lanes`: written in the vectors of `hotkv_sparse.vectors`, operands are integer
-addresses and counts, and nothing here checks bounds; the caller, `hotkv_sparse.choice_kernels`,
-owns the arrays. (numba's disk cache sees changes of that file only.)
+As `hotkv_sparse.score_lanes`: written in the vectors of `hotkv_sparse.vectors`, operands are
+integer addresses and counts, and nothing here checks bounds; the caller,
+`hotkv_sparse.choice_kernels`, owns the arrays. (numba's disk cache sees changes of that file only.)
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an operator may ask of sparse decode.
+"""Settings of sparse decode, as an operator writes them.
 
 A `SparseConfig` is checked twice: alone when it is made, and against the model by `check`, before
 anything uses it. Every refusal names the field, the value and the fix.
@@ -23,7 +23,7 @@ def _refuse(name: str, value: object, fix: str) -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """Sparse decode as configured; `HotKVError` (INVALID_FIELD) where it makes no sense.
+    """Sparse decode as configured; `HotKVError` (INVALID_FIELD) if it makes no sense.
 
     `sparse_topk`: the budget of a sequence and layer, always kept tokens included; an int counts
     tokens, a float is a share of the context. `adaptive_p`: attention mass to reach; the budget is
@@ -192,7 +192,7 @@ class SparseConfig:
 
     def scorers_of(self, layer: int) -> Mapping[str, float]:
         """Scorer to exponent of a layer; one scorer of exponent 1 unless scorers are fused; empty
-        where the layer is dense."""
+        if the layer is dense."""
         if layer in self.dense_layers:
             return {}
         if layer in self.scorer_of_layer:

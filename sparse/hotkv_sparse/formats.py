@@ -11,12 +11,12 @@ Token formats are ceil(tokens / 16) runs of 16 tokens, each:
                                             channel l * (32 / w) + 4 p + b
   high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
                                             with w = 1
-  sigma       float16 [16]                  scale per token; negative where there is no token
+  sigma       float16 [16]                  scale per token; negative if there is no token
 A shift and a mask turn a line of 64 bytes into four channels of sixteen tokens, which is what a
 four-way byte product takes. Channels are padded to whole lines; padding means nothing.
 
 Summary formats: parts uint8 [parts][D padded to 32], value + 128 with 128 in the padding, then
-float32 [parts], the scales; a scale is negative where there is no token. quest: max, min. cuboid:
+float32 [parts], the scales; a scale is negative if there is no token. quest: max, min. cuboid:
 centre, radius. mean: mean.
 """
 
@@ -34,7 +34,7 @@ RUN_TOKENS = 16
 LINE_BYTES = 64
 PART_ALIGN = 32
 NO_TOKEN = -1.0
-"""Stored in place of a scale where there is no token."""
+"""Stored in place of a scale if there is no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def format_named(name: str) -> Format:
 
 
 def token_scorer(name: str) -> bool:
-    """True where scores estimate attention mass, so that masses may be summed and compared with
+    """True if scores estimate attention mass, so that masses may be summed and compared with
     p."""
     return format_named(name).bits > 0
 

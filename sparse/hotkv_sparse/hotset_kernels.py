@@ -2,7 +2,8 @@
 """Numba kernels of the hot set's step; part of `hotkv_sparse.kernels`, through which they are
 loaded.
 
-What they compute, the invariants and the plain references: `hotkv_sparse.hotset`. They change the
+Their references are in `hotkv_sparse.hotset_reference`, the invariants in
+`hotkv_sparse.hotset_tables`. They change the
 caller's arrays, by slot and by block, in place; a call that refuses its arguments has changed
 nothing. All run without the GIL.
 
@@ -16,12 +17,11 @@ import numpy as np
 from numba import types
 
 from hotkv_sparse.config import CACHE_POLICIES as POLICIES
+from hotkv_sparse.key_order_kernels import coldest, sort
 from hotkv_sparse.moves import SlotState
 
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1
-_FEW = 16
-"""So many keys are put in order one by one; more are sorted."""
 _CLOCK, _NONE = (POLICIES.index(policy) for policy in ("clock", "none"))
 REFUSED = -1
 _I32, _F32 = (
@@ -38,64 +38,6 @@ _SLOTS = (
     types.boolean[::1],
 )
 """state [K], block_of [K], used_at [K], referenced [K], slot_of [>= C], has_copy [>= C]."""
-
-
-@numba.njit(nogil=True, cache=True)
-def _sort(keys: Any, num: Any) -> None:
-    """Sorts keys[:num], int64 from 0 up, ascending: a few by insertion, more by their bytes from
-    the lowest on."""
-    if num <= _FEW:
-        for i in range(1, num):
-            key, place = keys[i], i
-            while place > 0 and keys[place - 1] > key:
-                keys[place] = keys[place - 1]
-                place -= 1
-            keys[place] = key
-        return
-    counts, other = np.zeros((8, 256), np.int32), np.empty(num, np.int64)
-    for i in range(num):
-        key = keys[i]
-        for byte in range(8):
-            counts[byte, (key >> (8 * byte)) & 255] += 1
-    source, target, is_elsewhere = keys, other, False
-    for byte in range(8):
-        shift = 8 * byte
-        if counts[byte, (source[0] >> shift) & 255] == num:
-            continue
-        total = 0
-        for digit in range(256):
-            count = counts[byte, digit]
-            counts[byte, digit] = total
-            total += count
-        for i in range(num):
-            digit = (source[i] >> shift) & 255
-            target[counts[byte, digit]] = source[i]
-            counts[byte, digit] += 1
-        source, target, is_elsewhere = target, source, not is_elsewhere
-    if is_elsewhere:
-        for i in range(num):
-            keys[i] = other[i]
-
-
-@numba.njit(nogil=True, cache=True)
-def _coldest(keys: Any, num: Any, count: Any) -> None:
-    """keys[:count] = the `count` smallest of keys[:num], ascending."""
-    if count > _FEW:
-        _sort(keys, num)
-        return
-    size = 0
-    for i in range(num):
-        key = keys[i]
-        if size == count:
-            if key > keys[size - 1]:
-                continue
-            size -= 1
-        place = size
-        while place > 0 and keys[place - 1] > key:
-            keys[place] = keys[place - 1]
-            place -= 1
-        keys[place] = key
-        size += 1
 
 
 @numba.njit(nogil=True, cache=True)
@@ -152,7 +94,7 @@ def _victims(
         return count, hand if count == 0 else _sweep(
             keys, num, count, hand, block_of, referenced, out
         )
-    _coldest(keys, num, count)
+    coldest(keys, num, count)
     for i in range(count):
         out[i] = keys[i] & 0xFFFFFFFF
     return count, hand
@@ -213,7 +155,7 @@ def _missing(
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             keys[num] = (np.int64(0x7FFFFFFF - np.int64(bits)) << 31) | i
             num += 1
-    _sort(keys, num)
+    sort(keys, num)
     for i in range(num):
         keys[i] &= 0x7FFFFFFF
     return num, num_kept, num_always
@@ -226,7 +168,7 @@ def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, ma
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):
         keys[i] = joined[i]
-    _sort(keys, num_joined)
+    sort(keys, num_joined)
     for i in range(old.shape[0]):
         block = old[i]
         while place < num_joined and keys[place] < block:
@@ -262,7 +204,7 @@ def hot_step(
 
     Fills maps [2, K] (blocks and slots of the new map), moves [4, max(n, K)] (blocks loaded, their
     slots, victims, blocks for prefetch) and returns (M, loaded, victims, for prefetch, always kept
-    ones selected, selected ones that were resident, of these always kept, hand). M is REFUSED where
+    ones selected, selected ones that were resident, of these always kept, hand). M is REFUSED if
     a block is outside the context.
     """
     for i in range(blocks.shape[0]):
@@ -438,8 +380,8 @@ def hot_begin_prefetch(
     cache=True,
 )
 def hot_finish_prefetch(slots: Any, success: Any, state: Any, block_of: Any, slot_of: Any) -> Any:
-    """What `slots` held is ready, or free where it failed or was cancelled. REFUSED where no
-    prefetch writes one of them, else 0."""
+    """Blocks in `slots` become ready, or their slots free after a failure or cancellation. REFUSED
+    if no prefetch writes one of them, else 0."""
     for i in range(slots.shape[0]):
         if not 0 <= slots[i] < state.shape[0] or (
             state[slots[i]] != _LOADING and state[slots[i]] != _CANCELLED

@@ -1,5 +1,4 @@
-"""What a hot set answers: what may be attended, and what is to be copied before that. Values
-only."""
+"""Answers of a hot set: blocks that may be attended, blocks to copy before that. Values only."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,7 +10,7 @@ I32 = npt.NDArray[np.int32]
 
 
 class SlotState(IntEnum):
-    """What a hot slot holds."""
+    """State of a hot slot."""
 
     FREE = 0
     MAPPED = 1
@@ -22,7 +21,7 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HotMap:
-    """What may be attended: `blocks` int32, ascending, and their `slots` int32. Read-only;
+    """Blocks that may be attended: `blocks` int32, ascending, and their `slots` int32. Read-only;
     `version` grows with every change."""
 
     version: int
@@ -42,7 +41,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a layer does in one decode step: carry out `load`, attend to all of `map`, hand
+    """A layer's part of one decode step: carry out `load`, attend to all of `map`, hand
     `prefetch` (int32, heaviest first) on.
 
     `num_selected`, `num_resident`: candidates selected, and how many of them were resident before;

@@ -1,6 +1,6 @@
 """Building representations from unpacked keys, and unpacking them again.
 
-Pure array functions: numpy references here, compiled kernels behind the same call where they can be
+Pure array functions: numpy references here, compiled kernels behind the same call if they can be
 used. A representation is built once, when its block fills, from keys as attention sees them (after
 RoPE).
 
@@ -194,7 +194,7 @@ def _pack_summary(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) ->
 
 
 def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> U8:
-    """Summary bytes uint8 [B, H, N] of float parts [B, H, P, D]; `some_B` is False where a block is
+    """Summary bytes uint8 [B, H, N] of float parts [B, H, P, D]; `some_B` is False if a block is
     empty.
 
     quest rounds its edges outwards, so that its score stays an upper bound; the others round to
@@ -223,7 +223,7 @@ def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """An unpacked token format: `levels` int8 [B, H, R * 16, channels], `sigma` float32 [B, H, R *
-    16], negative where there is no token.
+    16], negative if there is no token.
 
     A rotated key is about sigma · level / `level_unit`.
     """

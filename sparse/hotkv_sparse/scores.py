@@ -1,7 +1,7 @@
 """Scoring: how much attention each block would get from this step's query, judged by its
 representation.
 
-`score` is the one entry: it dispatches to compiled kernels where they can be used and to the plain
+`score` is the one entry: it dispatches to compiled kernels if they can be used and to the plain
 references here elsewhere; both compute the same integers, so they differ by float rounding only. A
 score is a log mass in nats: token formats estimate logsumexp over the block's tokens of q · k *
 scale, summaries give the value of their formula.
@@ -152,7 +152,7 @@ def _check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
                 f"of {size} channels"
             ),
         )
-    # Negative numbers are large ones where the sign is a digit.
+    # Negative numbers are large ones if the sign is a digit.
     if rows_S.size and rows_S.view(np.uint32).max() >= packed_BHN.shape[0]:
         raise HotKVError(Reason.INVALID_FIELD, f"rows must be from 0 to {packed_BHN.shape[0] - 1}")
 

@@ -1,7 +1,7 @@
 """One layer's selection from a query to blocks: scores, fusion, weights, budget, in the order that
 the configuration says.
 
-What engines do for every layer of a decode step, and the server on behalf of clients that can't.
+Engines call it for every layer of a decode step, and the server for clients that can't.
 The set is shared by the layer's KV heads, as block tables are.
 
 Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C
@@ -57,10 +57,10 @@ def select_layer(
     resident_C: Mask | None = None,
     scale: float | None = None,
 ) -> Selection:
-    """Blocks of a context that `layer` should attend to; INVALID_FIELD where a source is missing or
+    """Blocks of a context that `layer` should attend to; INVALID_FIELD if a source is missing or
     the layer is dense.
 
-    `rows_C` int32: the pool row of each block of the context (of no meaning where always kept).
+    `rows_C` int32: the pool row of each block of the context (of no meaning if always kept).
     `always_log_mass_Q` float32 [Q]: exact log mass of the always kept blocks (`exact_log_mass`).
     `resident_C`: what the prior of `lru_prior` favours.
     """

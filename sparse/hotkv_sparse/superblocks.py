@@ -70,7 +70,7 @@ def score_pruned(
     rows_B: I32 | None = None,
     keep_ratio: float = KEEP_RATIO,
 ) -> F32:
-    """Scores float32 [Q, B] of a context's blocks, -inf where their super-block is not among the
+    """Scores float32 [Q, B] of a context's blocks, -inf if their super-block is not among the
     best `keep_ratio`.
 
     Super-blocks compete with the mean weight over all KV heads, so that the second level reads

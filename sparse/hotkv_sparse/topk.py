@@ -62,7 +62,7 @@ def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`blocks` int32, ascending, always kept ones included; `weights` float32, inf where always
+    """`blocks` int32, ascending, always kept ones included; `weights` float32, inf if always
     kept; `mass`: their estimated share."""
 
     blocks: I32
@@ -81,7 +81,7 @@ def select(
     resident_S: Mask | None = None,
     prior: float = 0.0,
 ) -> Selection:
-    """The `budget_blocks` best blocks of a context, always kept ones first; INVALID_FIELD where
+    """The `budget_blocks` best blocks of a context, always kept ones first; INVALID_FIELD if
     weights do not fit the span.
 
     Candidates are ordered by w * (1 + prior * resident). With `adaptive_p`, the fewest of that
@@ -123,8 +123,8 @@ def select(
 def enough(
     priority: F32, weights: F32, always_mass: float, p: float, floor_blocks: int
 ) -> npt.NDArray[np.intp]:
-    """Which of the chosen blocks reach `p` together with what is always kept: ascending indices, by
-    `priority`, at least `floor_blocks`."""
+    """Which of the chosen blocks reach `p` together with the blocks that are always kept: ascending
+    indices, by `priority`, at least `floor_blocks`."""
     order = np.argsort(-priority, kind="stable")
     reached = np.concatenate(
         [[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)]

@@ -2,7 +2,7 @@
 
 The same bytes, formulas and integers as the numpy references, so results differ by float rounding
 only. Nothing here waits for the device; only what the caller reads back does. Import this module
-only where torch is installed.
+only if torch is installed.
 
 Shapes: Q query heads, H KV heads, D channels, C channels with padding, P parts, S scored blocks, N
 bytes of a block and head, T tokens.
@@ -113,7 +113,7 @@ def unpack_tokens(
     name: str, packed_SHN: torch.Tensor, head_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [S, H, T, D] and sigma float32 [S, H, T] of a token format, T a multiple of 16;
-    sigma < 0 where there is no token."""
+    sigma < 0 if there is no token."""
     form = formats.format_named(name)
     channels, step = formats.padded_channels(form, head_size), formats.run_bytes(form, head_size)
     runs = packed_SHN.reshape(*packed_SHN.shape[:2], packed_SHN.shape[2] // step, step)

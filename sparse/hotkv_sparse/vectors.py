@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""LLVM vectors of sixteen lanes: what is needed to write operations that numba's own loops do not
+"""LLVM vectors of sixteen lanes: the parts of operations that numba's own loops do not
 reach.
 
-Any machine runs them; where it has AVX-512 with VNNI (`VNNI`), `dot4` is one instruction. Every
+Any machine runs them; if it has AVX-512 with VNNI (`VNNI`), `dot4` is one instruction. Every
 function takes an LLVM IR builder first and emits code; `operation` makes a numba intrinsic of such
 code.
 """
@@ -92,7 +92,7 @@ def variable(builder: Any, initial: Any) -> Any:
 
 
 def larger(builder: Any, x: Any, y: Any) -> Any:
-    """The larger of two vectors, lane by lane; y where one is NaN."""
+    """The larger of two vectors, lane by lane; y if one is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 

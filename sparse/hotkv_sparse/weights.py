@@ -83,7 +83,7 @@ def aggregate_reference(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -
 
 
 def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
-    """Z float32 [Q]; finite even where nothing has mass."""
+    """Z float32 [Q]; finite even if nothing has mass."""
     everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
     peak = np.maximum(everything.max(axis=1), np.float32(-1e30))
     total: F32 = (

@@ -18,19 +18,9 @@ pytest.importorskip("torch")
 pytest.importorskip("grpc")
 import torch
 
-from bench.gpu.engine import (
-    GIB,
-    MIB,
-    Cuda,
-    Engine,
-    GpuServer,
-    MadeUp,
-    Side,
-    done,
-    new_hashes,
-    until,
-)
+from bench.gpu.engine import GIB, MIB, Engine, GpuServer, done, new_hashes, until
 from bench.gpu.shape import Shape
+from bench.gpu.sides import Cuda, MadeUp, Side
 from demo.processes import ROOT, runtime_folder
 from hotkv.errors import SessionLostError
 from hotkv_client import TransferStatus

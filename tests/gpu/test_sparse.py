@@ -22,17 +22,10 @@ from hotkv_sparse.cuda.arena import (
     MappedArena,
 )
 from hotkv_sparse.cuda.device import CupyDevice
+from hotkv_sparse.cuda.hotsets import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaHotSets, Fragment
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
-from hotkv_sparse.cuda.selector import (
-    ATTENDED,
-    LOADED,
-    SEQUENCE_TOKENS,
-    CudaSelector,
-    Fragment,
-    Queries,
-    StepShape,
-    Workspace,
-)
+from hotkv_sparse.cuda.selector import CudaSelector, Queries
+from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.representations import build, unpack_tokens
 from hotkv_sparse.scores import prepare, score
@@ -127,7 +120,7 @@ def test_scores_what_the_reference_scores(
     index = Index(device, IndexShape(name, HEADS, head_size, block_tokens), num_blocks)
     device.write(index.pool, (0, 0), packed.reshape(num_blocks, -1))
     nowhere = Pages(0, "float32", 0, 0, 0)
-    selector = CudaSelector(work, 0, index, nowhere, nowhere, (), 0)
+    selector = CudaSelector(work, 0, index, nowhere, nowhere, CudaHotSets(work, (), 0))
     rows = np.random.default_rng(2).permutation(num_blocks).astype(np.int32)
     work.set_blocks(0, 0, rows, np.zeros(num_blocks, np.int64))
     work.begin(upload(device, np.array([num_blocks * block_tokens], np.int32)))
@@ -177,7 +170,9 @@ class Layer:
         fragments = [
             Fragment(part * fragment, address + part * fragment, fragment) for part in (0, 1)
         ]
-        self.selector = CudaSelector(self.work, LAYER, index, *places, fragments, 2 * fragment)
+        self.selector = CudaSelector(
+            self.work, LAYER, index, *places, CudaHotSets(self.work, fragments, 2 * fragment)
+        )
         offsets = np.arange(count, dtype=np.int64) * content.shape[1]
         addresses = (
             arena.ctypes.data + offsets
@@ -190,7 +185,7 @@ class Layer:
         self.hot = HotSet(capacity, 0)
         self.hot.extend(self.where, count, count)
         self.hot.seed(self.where.always)
-        self.selector.place(0, self.where.always, capacity, count)
+        self.selector.hot.place(0, self.where.always, capacity, count)
         for slot, block in enumerate(self.where.always.tolist()):
             device.write(
                 self.cache,
@@ -214,7 +209,7 @@ class Layer:
     def step(self) -> None:
         """What an engine gives to the stream."""
         self.work.begin(self.tokens)
-        self.selector.grow()
+        self.selector.hot.grow()
         self.selector.step(Queries(self.query, "float32", 0, SIZE))
 
     def check(self, query: np.ndarray) -> None:
@@ -243,10 +238,12 @@ class Layer:
             set(found.blocks.tolist()) ^ set(want.blocks.tolist())
         ) <= 2 and found.mass == pytest.approx(want.mass, abs=1e-3)
         step = self.hot.step(found, self.config.max_correction_blocks)
-        counts = read(selector.counts)[0]
-        assert read(selector.loads)[0, 0, : counts[LOADED]].tolist() == step.load.blocks.tolist()
-        slots = read(selector.slots)[0, : counts[ATTENDED]]
-        held = read(selector.block_of)[0, slots]
+        counts = read(selector.hot.counts)[0]
+        assert (
+            read(selector.hot.loads)[0, 0, : counts[LOADED]].tolist() == step.load.blocks.tolist()
+        )
+        slots = read(selector.hot.slots)[0, : counts[ATTENDED]]
+        held = read(selector.hot.block_of)[0, slots]
         assert (
             sorted(held.tolist()) == step.map.blocks.tolist() and held[-1] == self.where.count - 1
         )

@@ -9,17 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from hotkv.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.hotsets import LOADED, PREFETCH, RESIDENT, SELECTED, VICTIMS, CudaHotSets
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
-from hotkv_sparse.cuda.selector import (
-    LOADED,
-    PREFETCH,
-    RESIDENT,
-    SELECTED,
-    VICTIMS,
-    CudaSelector,
-    StepShape,
-    Workspace,
-)
+from hotkv_sparse.cuda.selector import CudaSelector
+from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.topk import Span, floor_blocks, select, span
 from hotkv_sparse.weights import aggregate
@@ -43,7 +36,7 @@ def layer(
     shape = StepShape(num_sequences, max_blocks, BLOCK, num_heads, 1, 16, num_slots, **sizes)
     work = Workspace(CpuDevice(seed), config, shape)
     index = Index(work.device, IndexShape("mean", 1, 16, BLOCK), 1)
-    return CudaSelector(work, 5, index, NOWHERE, NOWHERE, (), 0)
+    return CudaSelector(work, 5, index, NOWHERE, NOWHERE, CudaHotSets(work, (), 0))
 
 
 @given(
@@ -101,9 +94,8 @@ def test_chooses_what_the_reference_chooses(
     max_blocks = -(-num_tokens // BLOCK) + 3
     shape = StepShape(2, max_blocks, BLOCK, num_heads, 1, 16, max_blocks)
     work = Workspace(CpuDevice(seed % 5), config, shape)
-    selector = CudaSelector(
-        work, 5, Index(work.device, IndexShape(scorer, 1, 16, BLOCK), 1), NOWHERE, NOWHERE, (), 0
-    )
+    index = Index(work.device, IndexShape(scorer, 1, 16, BLOCK), 1)
+    selector = CudaSelector(work, 5, index, NOWHERE, NOWHERE, CudaHotSets(work, (), 0))
     work.begin(np.array([num_tokens, 0], np.int32))
     where = span(config, num_tokens, BLOCK)
     scores = (rng.standard_normal((num_heads, max_blocks)) * spread).astype(np.float32)
@@ -112,8 +104,8 @@ def test_chooses_what_the_reference_chooses(
     scores[:, rng.random(max_blocks) < 0.1] = -np.inf
     log_mass = (rng.standard_normal(num_heads) * 3).astype(np.float32)
     work.scores[0], work.always_log_mass[:] = scores, log_mass
-    selector.slot_of[0] = np.where(rng.random(max_blocks) < 0.5, np.arange(max_blocks), -1)
-    selector.state[:] = 1
+    selector.hot.slot_of[0] = np.where(rng.random(max_blocks) < 0.5, np.arange(max_blocks), -1)
+    selector.hot.state[:] = 1
     selector.choose()
     middle = slice(where.first, where.last)
     expected = aggregate(scores[:, middle], log_mass, 1)
@@ -121,7 +113,7 @@ def test_chooses_what_the_reference_chooses(
     # Below the smallest normal number a last digit is more than rtol.
     np.testing.assert_allclose(work.always_mass[0], expected.always_shared, rtol=1e-5, atol=1e-37)
     # The choice is exact in the weights that the device has.
-    resident = (selector.slot_of[0] >= 0)[middle] if policy == "lru_prior" else None
+    resident = (selector.hot.slot_of[0] >= 0)[middle] if policy == "lru_prior" else None
     want = select(
         work.weights[0, middle].copy(), float(work.always_mass[0]), where,
         config.budget_blocks(num_tokens, BLOCK), adaptive_p=adaptive_p,
@@ -140,9 +132,8 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
     )
     shape = StepShape(1, 100, BLOCK, 1, 1, 16, 100)
     work = Workspace(CpuDevice(), config, shape)
-    selector = CudaSelector(
-        work, 5, Index(work.device, IndexShape("rot2u", 1, 16, BLOCK), 1), NOWHERE, NOWHERE, (), 0
-    )
+    index = Index(work.device, IndexShape("rot2u", 1, 16, BLOCK), 1)
+    selector = CudaSelector(work, 5, index, NOWHERE, NOWHERE, CudaHotSets(work, (), 0))
     work.begin(np.array([1600], np.int32))
     work.scores[:] = 0.0
     work.always_log_mass[:] = -np.inf
@@ -192,17 +183,17 @@ class StepMachine(RuleBasedStateMachine):
 
     def upload(self) -> None:
         selector, hot, count = self.selector, self.hot, self.hot.span.count
-        selector.state[1], selector.block_of[1], selector.used_at[1] = (
-            hot._state,
-            hot._block_of,
-            hot._used_at,
+        selector.hot.state[1], selector.hot.block_of[1], selector.hot.used_at[1] = (
+            hot.tables.state,
+            hot.tables.block_of,
+            hot.tables.used_at,
         )
-        selector.slot_of[1], selector._workspace.has_copy[1] = -1, 0
-        selector.slot_of[1, :count], selector._workspace.has_copy[1, :count] = (
-            hot._slot_of[:count],
-            hot._has_copy[:count],
+        selector.hot.slot_of[1], selector._workspace.has_copy[1] = -1, 0
+        selector.hot.slot_of[1, :count], selector._workspace.has_copy[1, :count] = (
+            hot.tables.slot_of[:count],
+            hot.tables.has_copy[:count],
         )
-        selector.capacities[1], selector.clocks[1] = hot.capacity_blocks, hot._clock
+        selector.hot.capacities[1], selector.hot.clocks[1] = hot.capacity_blocks, hot.tables.clock
         selector._workspace.plan[1, :3] = self.hot.span.first, self.hot.span.last, count
 
     @rule(data=st.data())
@@ -225,32 +216,32 @@ class StepMachine(RuleBasedStateMachine):
             selection.blocks,
             selection.weights,
         )
-        selector._correct()
+        selector.hot.correct(selector.blocks, selector.chosen, selector.numbers)
         expected = self.hot.step(selection, config.max_correction_blocks)
-        counts = selector.counts[1]
+        counts = selector.hot.counts[1]
         loaded, count = int(counts[LOADED]), where.count
-        assert selector.loads[1, 0, :loaded].tolist() == expected.load.blocks.tolist()
-        assert selector.loads[1, 1, :loaded].tolist() == expected.load.slots.tolist()
-        assert sorted(selector.victims[1, : counts[VICTIMS]].tolist()) == sorted(
+        assert selector.hot.loads[1, 0, :loaded].tolist() == expected.load.blocks.tolist()
+        assert selector.hot.loads[1, 1, :loaded].tolist() == expected.load.slots.tolist()
+        assert sorted(selector.hot.victims[1, : counts[VICTIMS]].tolist()) == sorted(
             expected.load.victims.tolist()
         )
         assert (
-            selector.prefetch[1, : counts[PREFETCH]].tolist()
-            == expected.prefetch.tolist()[: selector.prefetch.shape[1]]
+            selector.hot.prefetch[1, : counts[PREFETCH]].tolist()
+            == expected.prefetch.tolist()[: selector.hot.prefetch.shape[1]]
         )
         assert (counts[SELECTED], counts[RESIDENT]) == (
             expected.num_selected,
             expected.num_resident,
         )
         assert (
-            selector.state[1].tolist() == self.hot._state.tolist()
-            and selector.block_of[1].tolist() == self.hot._block_of.tolist()
+            selector.hot.state[1].tolist() == self.hot.tables.state.tolist()
+            and selector.hot.block_of[1].tolist() == self.hot.tables.block_of.tolist()
         )
-        assert selector.slot_of[1, :count].tolist() == self.hot._slot_of[:count].tolist()
-        mapped = self.hot._state == 1
+        assert selector.hot.slot_of[1, :count].tolist() == self.hot.tables.slot_of[:count].tolist()
+        mapped = self.hot.tables.state == 1
         assert (
-            selector.used_at[1][mapped].tolist() == self.hot._used_at[mapped].tolist()
-            and selector.clocks[1] == self.hot._clock
+            selector.hot.used_at[1][mapped].tolist() == self.hot.tables.used_at[mapped].tolist()
+            and selector.hot.clocks[1] == self.hot.tables.clock
         )
         self.wanted = expected.prefetch
 
@@ -269,7 +260,7 @@ class StepMachine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(4, 40))
     def resize(self, capacity: int) -> None:
-        self.hot.resize(min(capacity, self.num_slots - self.hot.spare_slots))
+        self.hot.resize(min(capacity, self.num_slots - self.hot.tables.spare_slots))
 
     @rule(more=st.integers(1, 3))
     def lengthen(self, more: int) -> None:

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from hotkv.errors import HotKVError
 from hotkv_sparse import formats
 from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.hotsets import CudaHotSets
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
-from hotkv_sparse.cuda.selector import CudaSelector, Queries, StepShape, Workspace
+from hotkv_sparse.cuda.selector import CudaSelector, Queries
+from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.representations import approximate_keys, build, unpack_tokens
 from hotkv_sparse.scores import prepare, score
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
@@ -134,7 +136,7 @@ def selector_of(
     index = Index(device, IndexShape(name, kv_heads, head_size, block_tokens), len(packed), case.mu)
     heads_of(index)[:] = packed
     pages = Pages(np.zeros(1, np.float32), "float32", 0, 0, 0)
-    selector = CudaSelector(work, 0, index, pages, pages, (), 0)
+    selector = CudaSelector(work, 0, index, pages, pages, CudaHotSets(work, (), 0))
     work.set_blocks(1, 0, rows, np.zeros(num_blocks, np.int64))
     work.begin(
         np.array(

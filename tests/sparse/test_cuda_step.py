@@ -5,17 +5,10 @@ import numpy as np
 import pytest
 
 from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.hotsets import ATTENDED, LOADED, SEQUENCE_TOKENS, CudaHotSets, Fragment
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
-from hotkv_sparse.cuda.selector import (
-    ATTENDED,
-    LOADED,
-    SEQUENCE_TOKENS,
-    CudaSelector,
-    Fragment,
-    Queries,
-    StepShape,
-    Workspace,
-)
+from hotkv_sparse.cuda.selector import CudaSelector, Queries
+from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.selector import Source, exact_log_mass, select_layer
 from hotkv_sparse.topk import Selection, span
@@ -60,7 +53,9 @@ class Engine:
             )
             for part in (0, 1)
         ]
-        self.selector = CudaSelector(self.work, LAYER, self.index, *at, fragments, 2 * fragment)
+        self.selector = CudaSelector(
+            self.work, LAYER, self.index, *at, CudaHotSets(self.work, fragments, 2 * fragment)
+        )
         self.rows = self.rng.permutation(self.max_blocks).astype(np.int32)
         self.hot = HotSet(num_slots - 2, 2, config.cache_policy)
         self.num_loaded = 0
@@ -81,9 +76,9 @@ class Engine:
         seeded = np.concatenate(
             [begun, self.hot.seed(np.concatenate([first, where.candidates[:3]])).blocks]
         )
-        self.selector.place(0, seeded, self.hot.capacity_blocks, where.count)
-        self.selector.used_at[0] = 0
-        self.selector.clocks[0] = 0
+        self.selector.hot.place(0, seeded, self.hot.capacity_blocks, where.count)
+        self.selector.hot.used_at[0] = 0
+        self.selector.hot.clocks[0] = 0
         for block in seeded.tolist():
             self.page(block)[:] = self.content(block)
 
@@ -93,7 +88,7 @@ class Engine:
         return np.stack([self.keys[part], self.values[part]])
 
     def page(self, block: int) -> np.ndarray:
-        return self.cache[self.work.pages[0, self.selector.slot_of[0, block]]]
+        return self.cache[self.work.pages[0, self.selector.hot.slot_of[0, block]]]
 
     def store(self, block: int) -> None:
         keys, values = self.content(block).reshape(2, -1).view(np.uint8)
@@ -118,10 +113,10 @@ class Engine:
         where = span(self.config, self.num_tokens, self.block)
         growth = self.hot.extend(where, self.num_tokens // self.block)
         self.work.begin(np.array([self.num_tokens, 0], np.int32))
-        self.selector.grow()
+        self.selector.hot.grow()
         assert (
-            self.selector.slot_of[0, : where.count].tolist()
-            == self.hot._slot_of[: where.count].tolist()
+            self.selector.hot.slot_of[0, : where.count].tolist()
+            == self.hot.tables.slot_of[: where.count].tolist()
         )
         assert not self.work.faults.any()
         for token in range(before, self.num_tokens):
@@ -129,7 +124,7 @@ class Engine:
             self.page(block)[:, place] = self.keys[token], self.values[token]
         for block in growth.swap_out.tolist():
             pages = self.selector._keys
-            page = self.work.pages[0, self.selector.slot_of[0, block]]
+            page = self.work.pages[0, self.selector.hot.slot_of[0, block]]
             self.index.build(
                 pages, np.array([page], np.int32), self.rows[block : block + 1].copy(), 1
             )
@@ -151,16 +146,19 @@ class Engine:
         )
         self.check_selection(query, where.always, found, resident)
         expected = self.hot.step(found, self.config.max_correction_blocks)
-        counts = self.selector.counts[0]
+        counts = self.selector.hot.counts[0]
         self.num_loaded += int(counts[LOADED])
-        assert self.selector.loads[0, 0, : counts[LOADED]].tolist() == expected.load.blocks.tolist()
-        assert self.selector.state[0].tolist() == self.hot._state.tolist()
         assert (
-            self.selector.slot_of[0, : where.count].tolist()
-            == self.hot._slot_of[: where.count].tolist()
+            self.selector.hot.loads[0, 0, : counts[LOADED]].tolist()
+            == expected.load.blocks.tolist()
+        )
+        assert self.selector.hot.state[0].tolist() == self.hot.tables.state.tolist()
+        assert (
+            self.selector.hot.slot_of[0, : where.count].tolist()
+            == self.hot.tables.slot_of[: where.count].tolist()
         )
         self.check_attention(query, expected.map.blocks)
-        assert not self.work.faults.any() and not self.selector.counts[1].any()
+        assert not self.work.faults.any() and not self.selector.hot.counts[1].any()
 
     def check_selection(
         self, query: np.ndarray, always: np.ndarray, found: Selection, resident: np.ndarray
@@ -197,14 +195,14 @@ class Engine:
     def check_attention(self, query: np.ndarray, blocks: np.ndarray) -> None:
         """The table names what the reference's map does, its pages hold it, and attention over it
         is right."""
-        attended, tokens = self.selector.counts[0, [ATTENDED, SEQUENCE_TOKENS]].tolist()
-        slots = self.selector.slots[0, :attended]
-        held = self.selector.block_of[0, slots]
+        attended, tokens = self.selector.hot.counts[0, [ATTENDED, SEQUENCE_TOKENS]].tolist()
+        slots = self.selector.hot.slots[0, :attended]
+        held = self.selector.hot.block_of[0, slots]
         assert (
             sorted(held.tolist()) == blocks.tolist()
             and held[-1] == (self.num_tokens - 1) // self.block
         )
-        pages = self.selector.table[0, :attended]
+        pages = self.selector.hot.table[0, :attended]
         assert pages.tolist() == self.work.pages[0, slots].tolist()
         cache = self.cache[pages].swapaxes(0, 1).reshape(2, -1, HEADS, SIZE)[:, :tokens]
         truth = np.concatenate([self.content(b) for b in held.tolist()], axis=1)[:, :tokens]

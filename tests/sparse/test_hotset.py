@@ -55,8 +55,8 @@ class Machine(RuleBasedStateMachine):
         before = (
             self.hot.map().blocks.tolist(),
             self.hot.span,
-            self.hot._hand,
-            self.hot._referenced.tolist(),
+            self.hot.tables.hand,
+            self.hot.tables.referenced.tolist(),
         )
         expected = self.model.extend(first, last, count, complete, num_host) if self.exact else None
         try:
@@ -66,8 +66,8 @@ class Machine(RuleBasedStateMachine):
             assert before == (
                 self.hot.map().blocks.tolist(),
                 self.hot.span,
-                self.hot._hand,
-                self.hot._referenced.tolist(),
+                self.hot.tables.hand,
+                self.hot.tables.referenced.tolist(),
             )
             return
         if self.exact:
@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         assert not {
             s
             for s in slots.tolist()
-            if self.hot._state[s] in (SlotState.LOADING, SlotState.CANCELLED)
+            if self.hot.tables.state[s] in (SlotState.LOADING, SlotState.CANCELLED)
         }
         self.content.update(zip(slots.tolist(), blocks.tolist(), strict=True))
 
@@ -172,7 +172,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def seed(self, data: st.DataObject) -> None:
         # Only what host memory has may be seeded.
-        able = np.flatnonzero(self.hot._has_copy[: self.hot.span.count]).tolist()
+        able = np.flatnonzero(self.hot.tables.has_copy[: self.hot.span.count]).tolist()
         blocks = data.draw(st.lists(st.sampled_from(able), max_size=6)) if able else []
         moves = self.hot.seed(np.array(blocks, np.int32))
         if self.exact:
@@ -230,7 +230,7 @@ def test_kernels_do_what_their_references_do(policy: str, num_blocks: int) -> No
             adopted = hot.adopt()
             step = hot.step(selection, most)
             started = hot.begin_prefetch(step.prefetch)
-            counts = [[step.num_selected, step.num_resident, hot._hand, hot._clock]]
+            counts = [[step.num_selected, step.num_resident, hot.tables.hand, hot.tables.clock]]
             parts = (
                 *(
                     getattr(moves, name)
@@ -246,7 +246,7 @@ def test_kernels_do_what_their_references_do(policy: str, num_blocks: int) -> No
                         step.prefetch,
                         step.map.blocks,
                         step.map.slots,
-                        *hot._tables(),
+                        *hot.tables.for_kernels(),
                     )
                 ]
                 + counts

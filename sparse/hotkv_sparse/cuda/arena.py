@@ -5,9 +5,9 @@ Always true: a block has an address here only when a device may read all of it; 
 is registered in pieces, from the start, and unregistered by `close` before the mapping may go. Two
 ways:
 
-- registered with CUDA as read-only, where the device says that it can. Many do not, and CUDA
+- registered with CUDA as read-only, if the device says that it can. Many do not, and CUDA
   refuses to register a read-only mapping in any other way;
-- as it is, where the device reads pageable memory (HMM, or one page table with the host, as on
+- as it is, if the device reads pageable memory (HMM, or one page table with the host, as on
   Grace). Nothing is registered then.
 """
 
@@ -53,7 +53,7 @@ class MappedArena:
     def __init__(
         self, memory: npt.NDArray[np.uint8], device: int = 0, piece_bytes: int = DEFAULT_PIECE_BYTES
     ) -> None:
-        """Raises HotKVError, NOT_ALLOWED where the device can read such memory in neither way."""
+        """Raises HotKVError, NOT_ALLOWED if the device can read such memory in neither way."""
         self._cupy = cupy_module()
         self._memory: npt.NDArray[np.uint8] | None = memory
         self._device, self._piece_bytes = device, piece_bytes
@@ -85,11 +85,11 @@ class MappedArena:
 
     @property
     def readable_bytes(self) -> int:
-        """What the device may read, from the arena's start; it only grows until `close`."""
+        """Bytes that the device may read, from the arena's start; it only grows until `close`."""
         return self._readable_bytes
 
     def start(self) -> None:
-        """Begins to register, in the background; nothing to do where the device reads pageable
+        """Begins to register, in the background; nothing to do if the device reads pageable
         memory."""
         if self.access is Access.REGISTERED:
             self._thread.start()
@@ -103,7 +103,7 @@ class MappedArena:
 
     def addresses(self, offsets: I64, slot_bytes: int) -> I64:
         """For `Workspace.set_blocks`: addresses of slots by their offsets (`LeaseGrant.offsets`);
-        0, for no copy, where an offset is negative or the slot is not readable yet. Raises
+        0, for no copy, if an offset is negative or the slot is not readable yet. Raises
         HotKVError for slots that the arena does not have.
 
         The bytes are the block's as long as its lease lasts: before that ends, write other

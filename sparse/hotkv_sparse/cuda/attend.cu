@@ -1,4 +1,4 @@
-// Reference attention of a decode step over hot slots, and the exact log mass of what is always kept. Plain and right: one thread block
+// Reference attention of a decode step over hot slots, and the exact log mass of the blocks that are always kept. Plain and right: one thread block
 // a query head and sequence, one warp a block of tokens at a time, float32 sums; what an attention kernel of an engine is held against.
 #include "common.cuh"
 

@@ -44,7 +44,7 @@ __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) 
 }
 
 // grid (blocks, KV heads, runs of a block), 512 threads. Keys: of `kind`, strides in elements, of the page of `pages[i]`. Written: row
-// `rows[i]` of the pool, nothing where it is below 0. `num_tokens`: valid tokens of each block (null: all). `mu` [KV heads, head_size]
+// `rows[i]` of the pool, nothing if it is below 0. `num_tokens`: valid tokens of each block (null: all). `mu` [KV heads, head_size]
 // or null. `levels` holds the levels, then the thresholds. Bytes are those of the CPU's build but for float rounding: a channel that
 // lies between two levels, sigma's last bit.
 extern "C" __global__ void __launch_bounds__(512) build_tokens(

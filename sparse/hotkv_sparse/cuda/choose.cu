@@ -6,7 +6,7 @@
 #include "common.cuh"
 
 // One thread a sequence: its plan (see PLAN_WORDS) from its number of tokens; 0 tokens: a sequence that is not there. `budget_tokens`,
-// or `budget_share` of the context where that is 0 (hotkv_sparse.topk.span, SparseConfig.budget_blocks).
+// or `budget_share` of the context if that is 0 (hotkv_sparse.topk.span, SparseConfig.budget_blocks).
 extern "C" __global__ void plan_step(
     const int* context_tokens, int num_sequences, int block_tokens, int sink_tokens, int recent_tokens, int budget_tokens,
     double budget_share,
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(256) sum_masses(const float* scores
 }
 
 // grid (any, sequences), 256 threads: weights float [sequences, max_blocks] of the candidates, w_b = mean over heads of exp(S_hb -
-// Z_h), and always_mass float [sequences], the share of what is always kept. `always_log_mass` float [sequences, query heads]. 4 *
+// Z_h), and always_mass float [sequences], the share of the blocks that are always kept. `always_log_mass` float [sequences, query heads]. 4 *
 // num_heads bytes of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(256) weigh(
     const float* scores, int num_heads, int max_blocks, const int* plan, const Mass* masses, int num_pieces,
@@ -97,7 +97,7 @@ struct Candidates {
   int first, count;
   float prior;
 
-  // Bits of the priority w * (1 + prior * resident), which order like it; what is not above 0 ranks as 0.
+  // Bits of the priority w * (1 + prior * resident), which order like it; those not above 0 rank as 0.
   __device__ __forceinline__ int key(int i) const {
     float priority = weights[first + i];
     if (slot_of) {
@@ -163,7 +163,7 @@ __device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 
   if (!votes && lane == 0) bins.bin = -1;
 }
 
-// The bound of the best `count` > 0 candidates, or of the fewest whose masses reach `mass`; key -1 where all are in. Keys have 31 bits:
+// The bound of the best `count` > 0 candidates, or of the fewest whose masses reach `mass`; key -1 if all are in. Keys have 31 bits:
 // 11, 10 and 10.
 __device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int count, u64 mass) {
   int prefix = 0;
@@ -197,8 +197,8 @@ __device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int 
 }
 
 // grid (sequences), 1024 threads: the best ROOM candidates of each sequence, or, with `adaptive_p` > 0, the fewest that with
-// always_mass reach it (at least MIN_ROOM), ascending, between what is always kept. blocks int32 and chosen float [sequences,
-// max_selected]: chosen is the weight, inf where always kept; numbers int32 [sequences]; mass float [sequences]: their share.
+// always_mass reach it (at least MIN_ROOM), ascending, between the blocks that are always kept. blocks int32 and chosen float [sequences,
+// max_selected]: chosen is the weight, inf if always kept; numbers int32 [sequences]; mass float [sequences]: their share.
 // `resident`: null, or int8 [sequences, num_slots] states of hot slots.
 extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS) choose(
     const float* weights, int max_blocks, const int* plan, const float* always_mass, const int* slot_of, const signed char* resident,

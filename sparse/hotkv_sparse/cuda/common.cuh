@@ -1,4 +1,4 @@
-// What several kernels of sparse decode share. NVRTC's built-ins only: sixteen-bit floats are read and written through their bits.
+// Shared by several kernels of sparse decode. NVRTC's built-ins only: sixteen-bit floats are read and written through their bits.
 #pragma once
 
 typedef unsigned char u8;
@@ -15,7 +15,7 @@ constexpr float LN_2 = 0.6931471805599453f;
 constexpr int FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2;
 
 // A row of the plan, int32 [PLAN_WORDS] per sequence: blocks [0, FIRST) and [LAST, COUNT) are always kept, ROOM candidates may be
-// chosen beside them, MIN_ROOM at least where the number adapts to the attention mass.
+// chosen beside them, MIN_ROOM at least if the number adapts to the attention mass.
 constexpr int PLAN_FIRST = 0, PLAN_LAST = 1, PLAN_COUNT = 2, PLAN_ROOM = 3, PLAN_MIN_ROOM = 4, PLAN_TOKENS = 5, PLAN_WORDS = 8;
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }

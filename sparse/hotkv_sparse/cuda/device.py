@@ -38,7 +38,7 @@ Host = npt.NDArray[np.generic]
 
 class Array(Protocol):
     """Device memory that somebody else holds on to: CuPy's arrays and torch's tensors are such
-    (numpy's, where the CPU plays the device)."""
+    (numpy's, if the CPU plays the device)."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -143,7 +143,7 @@ class CupyDevice:
         self._stream = self._cupy.cuda.ExternalStream(stream, self._number)
 
     def compile(self) -> None:
-        """All kernels; seconds where CuPy's cache has none."""
+        """All kernels; seconds if CuPy's cache has none."""
         for kernels in SOURCES.values():
             for kernel in kernels:
                 self._kernel(kernel)

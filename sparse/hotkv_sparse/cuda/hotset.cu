@@ -2,7 +2,7 @@
 //
 // Tables lie in device memory and are changed by these kernels alone, in the order of the stream: attention that was given to the
 // stream earlier has read its table before a later step changes it. Copies that other streams make go to slots in state LOADING only,
-// which no table names. Least recently used goes first, of equals the lowest block; always kept blocks and those without a copy never
+// which no table names. The least recently used is evicted first, of equals the lowest block; always kept blocks and those without a copy never
 // go.
 #include "common.cuh"
 
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
   if (thread == 0) known[sequence] = count;
 }
 
-// What a step counts for each sequence.
+// Counts of a step, for each sequence.
 constexpr int LOADED = 0, VICTIMS = 1, PREFETCH = 2, SELECTED = 3, RESIDENT = 4, ATTENDED = 5, SEQUENCE_TOKENS = 6, STEP_WORDS = 8;
 
 // grid (sequences), 1024 threads. Lists: loads int32 [sequences, 2, max_loads] (blocks, slots), victims int32 [sequences, max_victims],
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
     return;
   }
 
-  // What is resident is used; the rest is missing.
+  // Resident blocks are used; the rest is missing.
   for (int i = thread; i < number; i += blockDim.x) {
     const int slot = tables.slot_of[blocks[i]];
     const bool is_always = isinf(weights[i]);

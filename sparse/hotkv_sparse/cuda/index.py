@@ -57,7 +57,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:
-    """What a row of a pool holds; INVALID_FIELD where the kernels don't reach so far."""
+    """Sizes of a pool's rows; INVALID_FIELD if the kernels don't support them."""
 
     name: str
     kv_heads: int
@@ -210,6 +210,6 @@ def upload(device: Device, values: npt.NDArray[np.generic]) -> Array:
 
 
 def check_length(name: str, shape: Sequence[int], needed: Sequence[int]) -> None:
-    """INVALID_FIELD where an array is not of the shape that kernels will index."""
+    """INVALID_FIELD if an array is not of the shape that kernels will index."""
     if tuple(shape) != tuple(needed):
         raise HotKVError(Reason.INVALID_FIELD, f"{name} is {list(shape)}; pass {list(needed)}")

@@ -120,7 +120,7 @@ __device__ __forceinline__ void widen(const uint4* words, int token, Levels leve
   }
 }
 
-// What a lane loads of its run: words of its lines, and the sigmas of its 4 tokens.
+// A lane's part of its run: words of its lines, and the sigmas of its 4 tokens.
 template <int BITS, int GROUPS>
 struct Words {
   static constexpr int PER_GROUP = BITS == 3 ? 3 : 1;

@@ -1,0 +1,189 @@
+"""The hot sets of one layer on CUDA: tables by slot and by block, corrections, and the table for
+attention.
+
+    hot_sets.grow()      before the layer writes the step's keys and values to `pages` of the slots
+    hot_sets.correct()   after the choice, before attention
+
+Always true: hot sets are those of `hotkv_sparse.hotset` with policy `lru`, `lru_prior` or `none`.
+`grow` and `correct` are given to one stream, allocate nothing and wait for nothing.
+
+Shapes: R sequences, B blocks a sequence may have, K hot slots of a sequence, L most blocks that a
+step loads, S blocks selected at most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_sparse.cuda.device import Array
+from hotkv_sparse.cuda.index import upload
+from hotkv_sparse.cuda.workspace import Workspace
+from hotkv_sparse.moves import SlotState
+
+I32 = npt.NDArray[np.int32]
+
+STEP_WORDS = 8
+LOADED, VICTIMS, PREFETCH, SELECTED, RESIDENT, ATTENDED, SEQUENCE_TOKENS = range(7)
+"""Columns of a step's counts."""
+_PULL_PIECES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A piece of a block in one layer: `offset_bytes` into the block's slot in the arena, `address`
+    of its place in page 0 of the cache."""
+
+    offset_bytes: int
+    address: int
+    num_bytes: int
+
+
+class CudaHotSets:
+    """The hot sets of a layer's sequences. `fragments`, `page_bytes`: how a block is pulled from
+    the arena into a page of the layer's cache.
+
+    `table` int32 [R, K]: the block table for attention, pages of the cache, the context's last
+    block at the end; `slots`: the same as hot slots, which are numbered from 0 in each sequence.
+    `counts` int32 [R, 8], see LOADED and so on. `loads` int32 [R, 2, L]: blocks and slots;
+    `victims` int32 [R, K]. `prefetch` int32 [R, max_prefetch]: wanted beyond the corrections,
+    heaviest first.
+    """
+
+    def __init__(
+        self, workspace: Workspace, fragments: Sequence[Fragment], page_bytes: int
+    ) -> None:
+        self._workspace, self._device = workspace, workspace.device
+        self._page_bytes = page_bytes
+        places = np.array(
+            [[f.offset_bytes, f.address, f.num_bytes] for f in fragments], np.int64
+        ).reshape(-1, 3)
+        self._num_fragments = len(places)
+        self._fragments = upload(self._device, places) if len(places) else None
+        device, shape, work = self._device, workspace.shape, workspace
+        sequences, slots = shape.num_sequences, shape.num_slots
+        self.state = device.zeros((sequences, slots), np.int8)
+        self.block_of = upload(device, np.full((sequences, slots), -1, np.int32))
+        self.used_at = device.zeros((sequences, slots), np.int32)
+        self.slot_of = upload(device, np.full((sequences, shape.max_blocks), -1, np.int32))
+        self.capacities = upload(device, np.full(sequences, slots, np.int32))
+        self.clocks = device.zeros((sequences,), np.int32)
+        self.known = device.zeros((sequences,), np.int32)
+        self.loads = device.zeros((sequences, 2, work.max_loads), np.int32)
+        self.victims = device.zeros((sequences, slots), np.int32)
+        self.prefetch = device.zeros((sequences, shape.max_prefetch), np.int32)
+        self.counts = device.zeros((sequences, STEP_WORDS), np.int32)
+        self.slots = device.zeros((sequences, slots), np.int32)
+        self.table = device.zeros((sequences, slots), np.int32)
+
+    def __repr__(self) -> str:
+        shape = self._workspace.shape
+        return f"CudaHotSets({shape.num_sequences} sequences of {shape.num_slots} hot slots)"
+
+    def place(self, sequence: int, blocks: I32, capacity_blocks: int, num_known: int) -> None:
+        """A new sequence: `blocks`, most recently used first, lie in the slots 0, 1, … of
+        `sequence`; the first `num_known` blocks of the context exist (later ones get slots from
+        `grow`). At a step boundary; waits for the copies to the device.
+        """
+        shape = self._workspace.shape
+        if not 0 <= len(blocks) <= capacity_blocks <= shape.num_slots or len(
+            np.unique(blocks)
+        ) < len(blocks):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                (
+                    f"{len(blocks)} blocks of {capacity_blocks}; a sequence holds up to "
+                    f"{shape.num_slots} blocks, each once"
+                ),
+            )
+        state, block_of, used_at = (
+            np.zeros((1, shape.num_slots), np.int8),
+            np.full((1, shape.num_slots), -1, np.int32),
+            np.zeros((1, shape.num_slots), np.int32),
+        )
+        slot_of = np.full((1, shape.max_blocks), -1, np.int32)
+        count = len(blocks)
+        state[0, :count], block_of[0, :count], used_at[0, :count] = (
+            int(SlotState.MAPPED),
+            blocks,
+            np.arange(count, 0, -1),
+        )
+        slot_of[0, blocks] = np.arange(count)
+        for target, values in (
+            (self.state, state),
+            (self.block_of, block_of),
+            (self.used_at, used_at),
+            (self.slot_of, slot_of),
+        ):
+            self._device.write(target, (sequence, 0), values)
+        for target, value in (
+            (self.capacities, capacity_blocks),
+            (self.clocks, count),
+            (self.known, num_known),
+        ):
+            self._device.write(target, (sequence,), np.array([value], np.int32))
+
+    def grow(self) -> None:
+        """Slots for the blocks that contexts have gained since the last call. `workspace.faults[0]`
+        counts sequences that found no room."""
+        work, shape = self._workspace, self._workspace.shape
+        self._device.launch(
+            "hot_grow",
+            (shape.num_sequences,),
+            1024,
+            (
+                work.plan, np.int32(shape.max_blocks), self.state, self.block_of, self.used_at,
+                np.int32(shape.num_slots), self.slot_of,
+                work.has_copy,
+                self.capacities, self.clocks, self.known, work.faults,
+            ),
+        )  # fmt: skip
+
+    def correct(self, blocks: Array, weights: Array, numbers: Array) -> None:
+        """The hot sets' step over a selection, its pulls, and the table.
+
+        `blocks` int32 [R, S], `weights` float32 [R, S] (inf: always kept), `numbers` int32 [R].
+        `workspace.faults[1]` counts blocks that had no copy to pull.
+        """
+        work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
+        size, slots = np.int32(shape.max_blocks), np.int32(shape.num_slots)
+        self._device.launch(
+            "hot_step",
+            (shape.num_sequences,),
+            1024,
+            (
+                blocks, weights, numbers, np.int32(work.max_selected), work.plan,
+                size, self.state, self.block_of,
+                self.used_at, slots,
+                self.slot_of, work.has_copy, self.capacities, self.clocks,
+                np.int32(config.max_correction_blocks),
+                np.int32(config.cache_policy == "none"),
+                np.int32(work.max_loads), slots, np.int32(shape.max_prefetch), self.loads,
+                self.victims, self.prefetch, self.counts,
+            ),
+        )  # fmt: skip
+        if self._num_fragments:
+            self._device.launch(
+                "pull_blocks",
+                (work.max_loads, _PULL_PIECES, shape.num_sequences),
+                256,
+                (
+                    self.loads, np.int32(work.max_loads), self.counts, work.arena, size,
+                    self._fragments, np.int32(self._num_fragments),
+                    np.int64(self._page_bytes), work.pages, slots, work.faults,
+                ),
+            )  # fmt: skip
+        table = (
+            work.plan,
+            np.int32(shape.block_tokens),
+            self.state,
+            self.block_of,
+            slots,
+            work.pages,
+            self.slots,
+            self.table,
+            self.counts,
+        )
+        self._device.launch("hot_table", (shape.num_sequences,), 1024, table)

@@ -1,0 +1,147 @@
+"""State that the layers of a step on CUDA share: the step's plan, scratch, places of blocks.
+
+    workspace.begin(context_tokens)   once a step, before the forward pass
+
+Always true:
+- Shapes and buffers are fixed when the workspace is made; `begin` allocates nothing and waits for
+  nothing, so a CUDA graph may capture it.
+- A sequence of 0 tokens is not there, or stays dense (shorter than `min_context_tokens`: the
+  caller's decision), and costs next to nothing.
+
+Shapes: R sequences, Q query heads, B blocks a sequence may have, K hot slots of a sequence.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.device import Array, Device
+from hotkv_sparse.cuda.index import check_length, upload
+from hotkv_sparse.topk import floor_blocks
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+PLAN_WORDS = 8
+_PIECE_BLOCKS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes that stay: `max_blocks` of a sequence, `num_slots` hot slots of a sequence and layer
+    (capacity and spare ones together)."""
+
+    num_sequences: int
+    max_blocks: int
+    block_tokens: int
+    num_heads: int
+    kv_heads: int
+    head_size: int
+    num_slots: int
+    max_prefetch: int = 8
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.kv_heads
+
+
+class Workspace:
+    """State that the layers of a step share: the plan, scratch, places of blocks.
+
+    `pages` int32 [R, K]: the page of the engine's cache that a hot slot of a sequence is, in all
+    layers; slots by number unless written otherwise.
+    """
+
+    def __init__(self, device: Device, config: SparseConfig, shape: StepShape) -> None:
+        _check(config, shape)
+        self.device, self.config, self.shape = device, config, shape
+        sequences, heads, blocks = shape.num_sequences, shape.num_heads, shape.max_blocks
+        self.max_always = config.max_always_blocks(shape.block_tokens)
+        self.max_selected = max(
+            config.budget_blocks(blocks * shape.block_tokens, shape.block_tokens), self.max_always
+        )
+        self.max_loads = max(config.max_correction_blocks, self.max_always)
+        self.num_pieces = -(-blocks // _PIECE_BLOCKS)
+        self.plan = device.zeros((sequences, PLAN_WORDS), np.int32)
+        self.rows = device.zeros((sequences, blocks), np.int32)
+        self.arena = device.zeros((sequences, blocks), np.int64)
+        self.has_copy = device.zeros((sequences, blocks), np.uint8)
+        self.faults = device.zeros((2,), np.int32)
+        self.pages = upload(
+            device, np.arange(sequences * shape.num_slots, dtype=np.int32).reshape(sequences, -1)
+        )
+        self.scores = device.zeros((sequences, heads, blocks), np.float32)
+        self.masses = device.zeros((sequences, heads, self.num_pieces, 2), np.float32)
+        self.weights = device.zeros((sequences, blocks), np.float32)
+        self.always_log_mass = device.zeros((sequences, heads), np.float32)
+        self.always_mass = device.zeros((sequences,), np.float32)
+        self.words = device.zeros((sequences, heads, 2), np.float32)
+
+    def __repr__(self) -> str:
+        return (
+            f"Workspace({self.shape.num_sequences} sequences of up to {self.shape.max_blocks} "
+            "blocks)"
+        )
+
+    def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
+        """Blocks from `first` on: their rows in the index pools, and the addresses of their slots
+        in the mapped arena (0: no copy yet).
+
+        At a step boundary: it waits for the copy to the device.
+        """
+        if (
+            not 0 <= first <= first + len(rows) <= self.shape.max_blocks
+            or len(addresses) != len(rows)
+            or not 0 <= sequence < self.shape.num_sequences
+        ):
+            why = (
+                f"{len(rows)} rows and {len(addresses)} addresses from block {first} of "
+                f"sequence {sequence}"
+            )
+            raise HotKVError(Reason.INVALID_FIELD, f"{why}; pass equal numbers within {self!r}")
+        self.device.write(self.rows, (sequence, first), rows.astype(np.int32)[None])
+        self.device.write(self.arena, (sequence, first), addresses.astype(np.int64)[None])
+        self.device.write(self.has_copy, (sequence, first), (addresses != 0).astype(np.uint8)[None])
+
+    def begin(self, context_tokens: Array) -> None:
+        """A step over int32 [R] tokens, the step's own included; 0: a sequence that is not
+        there."""
+        config, shape = self.config, self.shape
+        check_length("context_tokens", context_tokens.shape, (shape.num_sequences,))
+        topk = config.sparse_topk
+        self.device.launch(
+            "plan_step",
+            (-(-shape.num_sequences // 128),),
+            128,
+            (
+                context_tokens, np.int32(shape.num_sequences), np.int32(shape.block_tokens),
+                np.int32(config.sink_tokens),
+                np.int32(config.recent_tokens), np.int32(topk if type(topk) is int else 0),
+                np.float64(topk),
+                np.int32(floor_blocks(shape.block_tokens)), np.int32(shape.max_blocks), self.plan,
+            ),
+        )  # fmt: skip
+
+
+def _check(config: SparseConfig, shape: StepShape) -> None:
+    if config.fusion:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            "sparse.fusion is set; on CUDA a layer has one scorer, leave it out",
+        )
+    if config.cache_policy == "clock":
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            "sparse.cache_policy is 'clock'; on CUDA use lru, lru_prior or none",
+        )
+    if shape.kv_heads < 1 or shape.num_heads % shape.kv_heads:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"{shape.num_heads} query heads don't share {shape.kv_heads} KV heads evenly",
+        )
+    if min(shape.num_sequences, shape.max_blocks, shape.block_tokens, shape.num_slots) < 1:
+        raise HotKVError(Reason.INVALID_FIELD, f"{shape} has a size below 1")
