@@ -40,8 +40,8 @@ from hotkv_client import (
 from hotkv_client.types import After, Int32s
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from hotkv_server.testing.with_devices import FakeDevices
-from hotkv_vllm.device_order import WORDS_HANDLE, CudaDevice, Event, Marks, Words
-from hotkv_vllm.exported import ExportedMemory, cuda_handle
+from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, Event, Marks, Words
+from hotkv_vllm.worker.exported import ExportedMemory, cuda_handle
 
 DEADLINE_S = 30.0
 LEASE_S = 600.0
@@ -172,7 +172,7 @@ class MadeUp:
 
 
 class _Queue:
-    """A `hotkv_vllm.device_order.Device` that has passed all it is given."""
+    """A `hotkv_vllm.worker.device_order.Device` that has passed all it is given."""
 
     uuid, stream = uuid_of(0), 0
 

@@ -28,9 +28,9 @@ from hotkv.keys import KeySpace
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_vllm.config import CENTRE, SPARSE, ConfigError, ConnectorConfig
-from hotkv_vllm.exported import Unsupported as Unsupported
 from hotkv_vllm.fingerprint import digest, draft_model, key_space_factors
 from hotkv_vllm.weights import changed_since, files_identity, is_commit, process_start_s
+from hotkv_vllm.worker.exported import Unsupported as Unsupported
 
 NULL_BLOCK = 0
 """Id of the block that stands for 'nothing here' in block tables."""

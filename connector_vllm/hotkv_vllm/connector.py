@@ -34,13 +34,13 @@ except ImportError as error:
 
 from hotkv_vllm.hooks import class_hook, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.scheduler import HotKVScheduler
+from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.sparse.reporter import SparseReporter
 from hotkv_vllm.sparse.rows import RowNames, SparseRows, announce, sparse_requests
 from hotkv_vllm.sparse.setup import install
 from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
-from hotkv_vllm.worker import HotKVWorker
+from hotkv_vllm.worker.side import HotKVWorker
 
 logger = link.logger
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hotkv.order import NO_ORDER
-from hotkv_vllm import compat, device_order, layout
+from hotkv_vllm import compat
+from hotkv_vllm.worker import device_order, layout
 
 HANDLE = bytes(range(64))
 UUID = bytes(range(100, 116))
@@ -221,4 +222,4 @@ def test_a_device_that_refuses_everything_offers_nothing(
 
 
 def test_importing_the_marks_needs_no_device() -> None:
-    assert "hotkv_vllm.device_order" in sys.modules and not torch.cuda.is_initialized()
+    assert "hotkv_vllm.worker.device_order" in sys.modules and not torch.cuda.is_initialized()

@@ -15,7 +15,7 @@ import pytest
 
 from hotkv_sparse import SparseConfig
 from hotkv_vllm import compat, connector
-from hotkv_vllm.exactness import EVERYTHING, Exactness
+from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.harness import HYBRIDS, Engine, full_model, hybrid_model, prompt
 from tests.vllm.tiny import BLOCK_TOKENS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hotkv.groups import GroupKind, GroupSpec, needed_blocks
 from hotkv_vllm import compat
-from hotkv_vllm.storable import StorableBlocks, prompt_boundaries
+from hotkv_vllm.scheduler.storable import StorableBlocks, prompt_boundaries
 from tests.vllm.harness import HYBRIDS, full_model, hybrid_model, prompt, uneven_model
 
 LENGTH = 420

@@ -17,10 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from hotkv_client.testing import FakeServer
-from hotkv_vllm import compat, joining, link
+from hotkv_vllm import compat, link
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
-from hotkv_vllm.other_loads import OtherLoads
+from hotkv_vllm.scheduler import joining
+from hotkv_vllm.scheduler.other_loads import OtherLoads
 from tests.vllm.harness import Engine, mixed_model, prompt
 from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config

@@ -14,11 +14,12 @@ from torch.distributed import HashStore
 
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
-from hotkv_vllm import compat, own_memory, ranks, worker
+from hotkv_vllm import compat
 from hotkv_vllm.compat import RankPlace
-from hotkv_vllm.exported import Unsupported
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.ranks import RankNote
+from hotkv_vllm.worker import own_memory, ranks
+from hotkv_vllm.worker.exported import Unsupported
+from hotkv_vllm.worker.ranks import RankNote
 from tests.vllm.harness import prompt
 
 PROMPT = prompt(1, 200)
@@ -192,7 +193,7 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
         told.append(note)
         return ranks.decide([note], 0)
 
-    monkeypatch.setattr(worker.ranks, "agree", agree)
+    monkeypatch.setattr(ranks, "agree", agree)
     for error in (
         compat.Unsupported("unsupported"),
         OSError("no file"),

@@ -60,7 +60,7 @@ def test_a_reset_that_failed_is_made_good_later(
 ) -> None:
     """Without a server the reset is a success: nothing can be loaded until the flush that is owed
     was answered."""
-    monkeypatch.setattr("hotkv_vllm.reset.RETRY_S", 0.0)
+    monkeypatch.setattr("hotkv_vllm.scheduler.reset.RETRY_S", 0.0)
     one = engine()
     answer, _ = one.generate("a", PROMPT, 4)
     one.generate("b", prompt(2, 10))

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from hotkv_client import Credentials
-from hotkv_vllm import compat, layout
+from hotkv_vllm import compat
 from hotkv_vllm.config import DEFAULT_TARGET, ConfigError, ConnectorConfig
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.stats import HotKVStats
+from hotkv_vllm.worker import layout
 from tests.vllm.harness import prompt
 
 PROMPT = prompt(1, 200)

@@ -23,7 +23,6 @@ from hotkv_sparse import SparseConfig, build, span
 from hotkv_sparse.selector import exact_log_mass
 from hotkv_vllm import compat, plugin
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.layout import KeyPacking, key_packing, unpacked_keys
 from hotkv_vllm.sparse.backend import HotAttentionBackend, HotAttentionImpl
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
@@ -31,6 +30,7 @@ from hotkv_vllm.sparse.recall import block_mass
 from hotkv_vllm.sparse.rows import RowNames, SparseRows
 from hotkv_vllm.sparse.sequence import LayerSequence
 from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
+from hotkv_vllm.worker.layout import KeyPacking, key_packing, unpacked_keys
 from tests.vllm.tiny import transfer_config, write_model
 
 BLOCK, HEADS, GROUP = 32, 2, 3

@@ -20,15 +20,15 @@ from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.centre_file import write_centres
 from hotkv_vllm import compat, connector, link
-from hotkv_vllm.allocations import Allocations
 from hotkv_vllm.compat import CacheGroup, Unsupported
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.layout import ExportedMemory
 from hotkv_vllm.metadata import HotKVHandshake
+from hotkv_vllm.scheduler.allocations import Allocations
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.setup import _centre
 from hotkv_vllm.sparse.shared import HANDLE, SharedPool, shared_pool
 from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
+from hotkv_vllm.worker.layout import ExportedMemory
 from tests.vllm.harness import full_model, hybrid_model, prompt
 
 BLOCKS, TOKENS, HEADS, SIZE = 10, 32, 2, 32

@@ -12,10 +12,10 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import token_scorer
 from hotkv_vllm import compat, link
-from hotkv_vllm.layout import key_packing
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
+from hotkv_vllm.worker.layout import key_packing
 
 logger = link.logger
 

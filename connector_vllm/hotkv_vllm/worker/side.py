@@ -31,12 +31,8 @@ from hotkv.order import NO_ORDER, OrderKind
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import BlockRun, Role, SessionConfig, TransferResult, TransferStatus
 from hotkv_sparse.centre import Centres
-from hotkv_vllm import compat, link, ranks
-from hotkv_vllm.adapter_watch import AdapterWatch, watch_adapters
+from hotkv_vllm import compat, link
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.device_order import Mark, Marks, marks_for
-from hotkv_vllm.exported import ExportedMemory
-from hotkv_vllm.loads import ActiveLoad, Loads, never_begun
 from hotkv_vllm.metadata import (
     HotKVHandshake,
     HotKVMetadata,
@@ -45,13 +41,18 @@ from hotkv_vllm.metadata import (
     StoreJob,
     StoreReport,
 )
-from hotkv_vllm.own_memory import find_own
 from hotkv_vllm.rekeying import RECONNECT_S, RankWeights, WeightsOrder
+from hotkv_vllm.scheduler.stores import nothing_to_write, report_of
 from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.shared import HANDLE, shared_pool
 from hotkv_vllm.sparse.worker import SparseWorker
-from hotkv_vllm.stores import nothing_to_write, report_of
-from hotkv_vllm.weights_watch import watch_callers
+from hotkv_vllm.worker import ranks
+from hotkv_vllm.worker.adapter_watch import AdapterWatch, watch_adapters
+from hotkv_vllm.worker.device_order import Mark, Marks, marks_for
+from hotkv_vllm.worker.exported import ExportedMemory
+from hotkv_vllm.worker.loads import ActiveLoad, Loads, never_begun
+from hotkv_vllm.worker.own_memory import find_own
+from hotkv_vllm.worker.weights_watch import watch_callers
 
 logger = link.logger
 

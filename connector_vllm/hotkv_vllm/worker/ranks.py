@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from hotkv.groups import GroupSpec
 from hotkv.keys import KeySpace
 from hotkv_vllm.compat import RankPlace
-from hotkv_vllm.exported import Unsupported
+from hotkv_vllm.worker.exported import Unsupported
 
 AGREE_TIMEOUT_S = 300.0
 """How long a rank waits for the others' notes. Others may still read weights to name them."""

@@ -15,25 +15,25 @@ from hotkv import native
 from hotkv_client.fence import Revocations
 from hotkv_vllm import compat, link
 from hotkv_vllm.adapters import AdapterReport, Adapters, Standing
-from hotkv_vllm.allocations import Allocations
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.exactness import Exactness
-from hotkv_vllm.hints import HintReader
-from hotkv_vllm.holds import HeldBlocks
-from hotkv_vllm.joining import Joining
-from hotkv_vllm.lookup import NO_HIT, HitFinder, Phase, RequestState
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, LoadJob
-from hotkv_vllm.other_loads import OtherLoads
-from hotkv_vllm.parts import Agreement, Engine, open_parts
-from hotkv_vllm.ranks import this_host
 from hotkv_vllm.rekeying import RECONNECT_S, Rekeying
-from hotkv_vllm.reports import UseReports
-from hotkv_vllm.reset import CacheReset
+from hotkv_vllm.scheduler.allocations import Allocations
+from hotkv_vllm.scheduler.assembly import Agreement, Engine, open_parts
+from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.scheduler.hints import HintReader
+from hotkv_vllm.scheduler.hits import NO_HIT, HitFinder, Phase, RequestState
+from hotkv_vllm.scheduler.joining import Joining
+from hotkv_vllm.scheduler.other_loads import OtherLoads
+from hotkv_vllm.scheduler.quarantine import HeldBlocks
+from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.reset import CacheReset
+from hotkv_vllm.scheduler.stores import StorePlanner
+from hotkv_vllm.scheduler.worker_links import WorkerLinks
 from hotkv_vllm.sparse.memory import SparseMemory
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HotKVStats
-from hotkv_vllm.stores import StorePlanner
-from hotkv_vllm.workers import WorkerLinks
+from hotkv_vllm.worker.ranks import this_host
 
 logger = link.logger
 

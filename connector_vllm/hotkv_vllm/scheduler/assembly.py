@@ -12,14 +12,14 @@ from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm import compat, link
 from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.exactness import Exactness
-from hotkv_vllm.lookup import HitFinder
-from hotkv_vllm.reports import UseReports
-from hotkv_vllm.representation_planner import RepresentationPlanner
-from hotkv_vllm.reset import CacheReset
+from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.scheduler.hits import HitFinder
+from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
+from hotkv_vllm.scheduler.reset import CacheReset
+from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
 from hotkv_vllm.stats import HotKVStats
-from hotkv_vllm.stores import StorePlanner
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotkv.keys import KeySpace
-from hotkv_vllm import compat, ranks
+from hotkv_vllm import compat
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.exported import ExportedMemory
-from hotkv_vllm.layout import describe, export
 from hotkv_vllm.link import logger
-from hotkv_vllm.ranks import RankNote
+from hotkv_vllm.worker import ranks
+from hotkv_vllm.worker.exported import ExportedMemory
+from hotkv_vllm.worker.layout import describe, export
+from hotkv_vllm.worker.ranks import RankNote
 
 
 @dataclass(frozen=True, slots=True)
