@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm import compat, fingerprint
+from hotkv_vllm.compat import fingerprint, model_weights
 from hotkv_vllm.scheduler import hits
 from tests.vllm.harness import hybrid_model, prompt
 from tests.vllm.speculation import SpeculatingEngine
@@ -21,7 +21,7 @@ def speculating(
     made: list[SpeculatingEngine] = []
     # This drafter keeps no KV; what a real one keeps, in groups of its own, keeps engines with
     # other drafters apart.
-    for module in (compat, fingerprint):
+    for module in (model_weights, fingerprint):
         monkeypatch.setattr(module, "draft_model", lambda _: None)
     drafter = {
         "method": "eagle",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hotkv_client import Credentials
-from hotkv_vllm import compat
+from hotkv_vllm.compat import Unsupported, kv_groups
 from hotkv_vllm.config import DEFAULT_TARGET, ConfigError, ConnectorConfig
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.stats import HotKVStats
@@ -152,13 +152,13 @@ def test_memory_that_cannot_be_shown_turns_hotkv_off(
             monkeypatch.setattr(
                 layout,
                 "_check_placement",
-                lambda *_: (_ for _ in ()).throw(compat.Unsupported("misplaced")),
+                lambda *_: (_ for _ in ()).throw(Unsupported("misplaced")),
             )
         case "pipeline":
             monkeypatch.setattr(
-                compat,
+                kv_groups,
                 "cache_groups",
-                lambda *_: (_ for _ in ()).throw(compat.Unsupported("pipeline")),
+                lambda *_: (_ for _ in ()).throw(Unsupported("pipeline")),
             )
         case "os error":
             monkeypatch.setattr(layout, "_share_cpu", refuse)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hotkv_vllm.adapters import LATER, UNKNOWN, AdapterReport, AdapterWork
-from hotkv_vllm.fingerprint import canonical, digest
+from hotkv_vllm.compat.fingerprint import canonical, digest
 from hotkv_vllm.link import logger
 from hotkv_vllm.worker.weights_watch import calling_worker
 
