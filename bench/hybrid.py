@@ -2,9 +2,9 @@
 layers, over what it moves with full layers only.
 
 `python -m bench.hybrid [--json]`. One engine stores a prompt in a running server, another finds it
-and plans its load as the connector does (`hotkv_vllm.lookup.HitFinder`), and the server copies it.
-Bytes are those that the server says it has moved; every one is compared. `hybrid_load_ratio`: the
-target is 0.20 at most.
+and plans its load as the connector does (`hotkv_vllm.scheduler.hits.HitFinder`), and the server
+copies it. Bytes are those that the server says it has moved; every one is compared.
+`hybrid_load_ratio`: the target is 0.20 at most.
 """
 
 import sys
@@ -21,7 +21,7 @@ from hotkv.groups import needed_blocks
 from hotkv_client import BlockResult, BlockRun, Role, Session, SessionConfig, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.lookup import HitFinder, RequestState
+from hotkv_vllm.scheduler.hits import HitFinder, RequestState
 from hotkv_vllm.stats import HotKVStats
 
 HIT_TOKENS = 32 << 10

@@ -126,27 +126,29 @@ TESTS: dict[str, str] = {
         "tests/server/test_tcp.py tests/server/test_events.py"
     ),
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
-    "connector_vllm/hotkv_vllm/adapter": "tests/vllm/test_adapters.py",
-    "connector_vllm/hotkv_vllm/layout.py": f"tests/vllm/test_folding.py {SEAMS}",
-    "connector_vllm/hotkv_vllm/ranks.py": (
+    "connector_vllm/hotkv_vllm/adapters.py": "tests/vllm/test_adapters.py",
+    "connector_vllm/hotkv_vllm/worker/adapter_watch.py": "tests/vllm/test_adapters.py",
+    "connector_vllm/hotkv_vllm/worker/layout.py": f"tests/vllm/test_folding.py {SEAMS}",
+    "connector_vllm/hotkv_vllm/worker/ranks.py": (
         "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"
     ),
     "connector_vllm/hotkv_vllm/rekeying.py": "tests/vllm/test_rekeying.py",
-    "connector_vllm/hotkv_vllm/weights.py": (
+    "connector_vllm/hotkv_vllm/compat/weight_files.py": (
         "tests/vllm/test_weights_files.py tests/vllm/test_rekeying.py"
     ),
-    "connector_vllm/hotkv_vllm/weights_watch.py": (
+    "connector_vllm/hotkv_vllm/worker/weights_watch.py": (
         "tests/vllm/test_weights_watch.py tests/vllm/test_rekeying.py"
     ),
-    "connector_vllm/hotkv_vllm/fingerprint.py": "tests/vllm/test_fingerprint.py",
-    "connector_vllm/hotkv_vllm/compat.py": f"tests/vllm/test_fingerprint.py {SEAMS}",
-    "connector_vllm/hotkv_vllm/device_order.py": "tests/vllm/test_device_order.py",
-    "connector_vllm/hotkv_vllm/exported.py": "tests/vllm/test_cuda_export.py",
-    "connector_vllm/hotkv_vllm/reset.py": f"tests/vllm/test_reset.py {ENGINE}",
-    "connector_vllm/hotkv_vllm/lookup.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
-    "connector_vllm/hotkv_vllm/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
-    "connector_vllm/hotkv_vllm/multi.py": "tests/vllm/test_multi_connector.py",
-    "connector_vllm/hotkv_vllm/other_loads.py": "tests/vllm/test_multi_connector.py",
+    "connector_vllm/hotkv_vllm/compat/fingerprint.py": "tests/vllm/test_fingerprint.py",
+    "connector_vllm/hotkv_vllm/compat/": f"tests/vllm/test_fingerprint.py {SEAMS}",
+    "connector_vllm/hotkv_vllm/worker/device_order.py": "tests/vllm/test_device_order.py",
+    "connector_vllm/hotkv_vllm/worker/exported.py": "tests/vllm/test_cuda_export.py",
+    "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/scheduler/storable.py": f"tests/vllm/test_revocations.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/scheduler/hits.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/scheduler/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/compat/multi.py": "tests/vllm/test_multi_connector.py",
+    "connector_vllm/hotkv_vllm/scheduler/other_loads.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/": ENGINE,
 }
 """The tests of a file: those of the longest entry that its path begins with, quick ones first."""

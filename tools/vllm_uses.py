@@ -301,7 +301,7 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
 
 
 def pauses_by(names: Names) -> str:
-    """What `hotkv_vllm.compat.is_pausing` builds on, where it is not so; empty if it is."""
+    """What `hotkv_vllm.compat.checks.is_pausing` builds on, where it is not so; empty if it is."""
     core = names.find("vllm.v1.engine.core.EngineCore")
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"
@@ -320,7 +320,7 @@ def pauses_by(names: Names) -> str:
         "release_kv_cache_memory",
     }:
         return (
-            "compat.is_pausing: EngineCore._reset_caches is called by "
+            "compat.checks.is_pausing: EngineCore._reset_caches is called by "
             f"{', '.join(sorted(resets)) or 'nobody'}"
         )
     return ""

@@ -37,7 +37,7 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.types import After, Int32s
-from hotkv_vllm.exported import ExportedMemory
+from hotkv_vllm.worker.exported import ExportedMemory
 
 DEADLINE_S = 30.0
 LEASE_S = 600.0

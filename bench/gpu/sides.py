@@ -14,8 +14,8 @@ import torch
 from hotkv.layout import MemoryHandle
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from hotkv_server.testing.with_devices import FakeDevices
-from hotkv_vllm.device_order import WORDS_HANDLE, CudaDevice, Event, Marks, Words
-from hotkv_vllm.exported import cuda_handle
+from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, Event, Marks, Words
+from hotkv_vllm.worker.exported import cuda_handle
 
 
 class Side(Protocol):
@@ -142,7 +142,7 @@ class MadeUp:
 
 
 class _Queue:
-    """A `hotkv_vllm.device_order.Device` that has passed all it is given."""
+    """A `hotkv_vllm.worker.device_order.Device` that has passed all it is given."""
 
     uuid, stream = uuid_of(0), 0
 

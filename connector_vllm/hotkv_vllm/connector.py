@@ -28,19 +28,19 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from hotkv_vllm import compat, multi
+    from hotkv_vllm.compat import Unsupported, checks, multi, places, sparse_layers
 except ImportError as error:
     raise ImportError(versions.why_not_imported(error)) from error
 
 from hotkv_vllm.hooks import class_hook, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.scheduler import HotKVScheduler
+from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.sparse.reporter import SparseReporter
 from hotkv_vllm.sparse.rows import RowNames, SparseRows, announce, sparse_requests
 from hotkv_vllm.sparse.setup import install
 from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
-from hotkv_vllm.worker import HotKVWorker
+from hotkv_vllm.worker.side import HotKVWorker
 
 logger = link.logger
 
@@ -76,7 +76,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("hotkv is off: %s; the engine runs without it", why_off)
             return
         if config.sparse is not None:
-            compat.check_sparse(vllm_config, kv_cache_config, config.sparse)
+            sparse_layers.check_sparse(vllm_config, kv_cache_config, config.sparse)
         self._centres = config.read_centres()
         outer = multi.outer_configs()
         self._is_child = bool(outer)
@@ -84,11 +84,11 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._use_recompute_policy(outer or (vllm_config,))
             self._scheduler = HotKVScheduler(vllm_config, kv_cache_config, config)
             if config.sparse is not None:
-                self._rows = RowNames(config.sparse, compat.sparse_groups(kv_cache_config))
+                self._rows = RowNames(config.sparse, sparse_layers.sparse_groups(kv_cache_config))
                 announce(self._engine_id, self._rows)
         else:
             if self._centres is not None:
-                compat.check_centres(vllm_config, kv_cache_config, self._centres)
+                sparse_layers.check_centres(vllm_config, kv_cache_config, self._centres)
             self._worker = HotKVWorker(vllm_config, kv_cache_config, config)
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
                 "'recompute' beside kv_connector MultiConnector, "
                 "or a failed load ends its request as an error"
             )
-        changed = [compat.use_recompute_policy(config) for config in configs if config is not None]
+        changed = [checks.use_recompute_policy(config) for config in configs if config is not None]
         if any(changed):
             also = ", for all connectors of this engine" if self._is_child else ""
             logger.info(
@@ -164,10 +164,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_caches,
                 self._centres,
             )
-        except compat.Unsupported as error:
+        except Unsupported as error:
             logger.warning("hotkv: sparse decode is off in this worker: %s", error)
             return
-        place = compat.rank_place(self._vllm_config, self._kv_cache_config)
+        place = places.rank_place(self._vllm_config, self._kv_cache_config)
         self._reporter = SparseReporter(self._sparse, place.shard_index, place.is_writer)
 
     def _unregister_broke(self) -> None:
@@ -560,7 +560,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _reset_broke(self) -> bool:
         # A pause would fail with it, and asks nothing of the server.
         return (
-            self._scheduler.reset_broke() or compat.is_pausing()
+            self._scheduler.reset_broke() or checks.is_pausing()
             if self._scheduler is not None
             else False
         )
@@ -615,7 +615,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
         In a MultiConnector another connector's wish goes first, as vLLM refuses two.
         """
-        layout, outer = compat.preferred_layout(), multi.outer_configs()
+        layout, outer = checks.preferred_layout(), multi.outer_configs()
         return (
             None
             if layout is not None and outer and multi.others_state_a_layout(cls, outer)
@@ -642,4 +642,4 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 # MultiConnector looks up by name whose statistics it is given, in the frontend's process too.
-compat.name_connector(HotKVConnector.__name__, __name__)
+checks.name_connector(HotKVConnector.__name__, __name__)

@@ -101,7 +101,7 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
     `representations`: those that it stores and loads with blocks. `sparse_layers`: (layer, vLLM's
     group) of its sparse layers. `fence`: the page in which the scheduler revokes its stores; None
-    where it need not. `host`: as `hotkv_vllm.ranks.this_host`. `absent`: why the rank has no
+    where it need not. `host`: as `hotkv_vllm.worker.ranks.this_host`. `absent`: why the rank has no
     session yet; empty if it has one. `weights_in_doubt`: the key space may speak of other weights
     than the rank has.
     """

@@ -17,10 +17,10 @@ def register() -> None:
     """Puts hotkv's attention backend in place of vLLM's `CPU_ATTN`, and names the connector; leaves
     what others have done alone."""
     try:
-        from hotkv_vllm import compat
+        from hotkv_vllm.compat import checks, sparse_layers
 
-        compat.name_connector(*CONNECTOR)
-        compat.override_cpu_attention(BACKEND)
+        checks.name_connector(*CONNECTOR)
+        sparse_layers.override_cpu_attention(BACKEND)
     except Exception:
         logging.getLogger("vllm.hotkv").exception(
             "hotkv: sparse attention is not available; vLLM goes on with its own"

@@ -12,7 +12,7 @@ import numpy as np
 from hotkv.layout import MemoryHandle
 from hotkv.order import OrderKind
 from hotkv_client.types import After
-from hotkv_vllm.device_order import WORDS_HANDLE
+from hotkv_vllm.worker.device_order import WORDS_HANDLE
 
 
 class ToldEvent:

@@ -81,7 +81,7 @@ def pool(_: Any) -> dict[str, Any]:
 
 
 def come_alone(llm: Any) -> dict[str, Any]:
-    from hotkv_vllm.representation_planner import RepresentationPlanner
+    from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 
     finder = _scheduler_side(llm).finder
     finder.represented = RepresentationPlanner(len(finder.specs))

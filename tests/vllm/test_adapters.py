@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 
 from hotkv.retention import NO_RETENTION
-from hotkv_vllm.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.adapters import (
     LATER,
     MAX_ADAPTERS,
@@ -31,6 +30,7 @@ from hotkv_vllm.adapters import (
     Standing,
 )
 from hotkv_vllm.metadata import HotKVWorkerMetadata
+from hotkv_vllm.worker.adapter_watch import AdapterWatch, watch_adapters
 from tests.vllm.harness import prompt
 from tests.vllm.tiny import BLOCK_TOKENS
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm import compat, fingerprint, lookup
+from hotkv_vllm.compat import fingerprint, model_weights
+from hotkv_vllm.scheduler import hits
 from tests.vllm.harness import hybrid_model, prompt
 from tests.vllm.speculation import SpeculatingEngine
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
@@ -20,7 +21,7 @@ def speculating(
     made: list[SpeculatingEngine] = []
     # This drafter keeps no KV; what a real one keeps, in groups of its own, keeps engines with
     # other drafters apart.
-    for module in (compat, fingerprint):
+    for module in (model_weights, fingerprint):
         monkeypatch.setattr(module, "draft_model", lambda _: None)
     drafter = {
         "method": "eagle",
@@ -72,7 +73,7 @@ def test_preempted_among_drafts(
     engine: Any, speculating: Callable[..., SpeculatingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A quick machine would resume a preempted request while its miss is still remembered.
-    monkeypatch.setattr(lookup, "MISS_MEMORY_S", 0.0)
+    monkeypatch.setattr(hits, "MISS_MEMORY_S", 0.0)
     prompts = [prompt(seed, 60) for seed in range(4, 8)]
     expected = [engine().generate("alone", tokens, 120)[0] for tokens in prompts]
     one = speculating(blocks=16)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hotkv.order import NO_ORDER
-from hotkv_vllm import compat, device_order, layout
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.worker import device_order, layout
 
 HANDLE = bytes(range(64))
 UUID = bytes(range(100, 116))
@@ -96,7 +97,7 @@ def test_memory_that_can_not_be_shared_says_why(
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
     if name:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    with pytest.raises(compat.Unsupported) as caught:
+    with pytest.raises(Unsupported) as caught:
         layout.cuda_handle("kv0", Storage(answer))
     assert why in str(caught.value) and "\n" not in str(caught.value)
 
@@ -216,9 +217,9 @@ def test_a_device_that_refuses_everything_offers_nothing(
     monkeypatch.setattr(torch, "zeros", refuse)
     assert device_order.marks_for(torch.device("cuda", 0), "auto").order == NO_ORDER
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
-    with pytest.raises(compat.Unsupported):
+    with pytest.raises(Unsupported):
         device_order.marks_for(torch.device("cuda", 0), "auto")
 
 
 def test_importing_the_marks_needs_no_device() -> None:
-    assert "hotkv_vllm.device_order" in sys.modules and not torch.cuda.is_initialized()
+    assert "hotkv_vllm.worker.device_order" in sys.modules and not torch.cuda.is_initialized()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hotkv.order import NO_ORDER, OrderKind
-from hotkv_vllm import device_order
 from hotkv_vllm.metadata import HotKVMetadata
+from hotkv_vllm.worker import device_order
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import full_model, hybrid_model, prompt
 

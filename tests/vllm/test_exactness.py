@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm import compat, connector
-from hotkv_vllm.exactness import EVERYTHING, Exactness
+from hotkv_vllm import connector
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.harness import HYBRIDS, Engine, full_model, hybrid_model, prompt
 from tests.vllm.tiny import BLOCK_TOKENS
@@ -74,7 +75,7 @@ def approximate(server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
     made = []
 
     def install(*_: Any) -> Any:
-        raise compat.Unsupported(
+        raise Unsupported(
             "the harness has no layers that could decode sparsely; its engines only say that "
             "they do"
         )

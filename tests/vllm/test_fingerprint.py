@@ -18,9 +18,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from hotkv_client.testing import FakeServer
-from hotkv_vllm import compat, fingerprint
-from hotkv_vllm.fingerprint import canonical, digest, key_space_factors
-from hotkv_vllm.harmless import HARMLESS, HARMLESS_ENVIRONMENT
+from hotkv_vllm.compat import Unsupported, fingerprint, key_space, model_weights
+from hotkv_vllm.compat.fingerprint import canonical, digest, key_space_factors
+from hotkv_vllm.compat.harmless import HARMLESS, HARMLESS_ENVIRONMENT
 from tests.vllm.config_walk import config_classes, config_objects
 from tests.vllm.harness import Engine, full_spec
 from tests.vllm.tiny import COMMON, engine_args, transfer_config, write_model
@@ -297,7 +297,7 @@ def test_longrope_chooses_its_factors_by_max_model_len(tmp_path: Path) -> None:
         ).create_engine_config()
         for n in (256, 1024)
     ]
-    assert compat.weights_identity(configs[0]) == compat.weights_identity(configs[1])
+    assert model_weights.weights_identity(configs[0]) == model_weights.weights_identity(configs[1])
     assert key_space_factors(configs[0], SPEC) != key_space_factors(configs[1], SPEC)
 
 
@@ -319,7 +319,7 @@ def test_what_a_processor_makes_of_an_image_is_in_the_key_space(config: Any) -> 
 
 
 def test_a_processors_file_is_part_of_the_weights_identity(tmp_path: Path) -> None:
-    from hotkv_vllm.weights import files_identity
+    from hotkv_vllm.compat.weight_files import files_identity
 
     (tmp_path / "model.bin").write_bytes(b"weights")
     before = files_identity(tmp_path)
@@ -341,7 +341,7 @@ def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(co
     assert key_space_factors(with_draft("ngram", None), SPEC) == key_space_factors(config, SPEC)
     assert key_space_factors(with_draft("eagle", draft), SPEC) != key_space_factors(config, SPEC)
     identities = [
-        compat.weights_identity(one)
+        model_weights.weights_identity(one)
         for one in (config, with_draft("ngram", None), with_draft("eagle", draft))
     ]
     assert identities[0] == identities[1] != identities[2]
@@ -355,8 +355,8 @@ def test_an_engine_that_finds_its_own_scales_runs_without_the_cache(
     changed.__dict__["cache_config"] = copy.copy(config.cache_config)
     changed.cache_config.__dict__["calculate_kv_scales"] = True
     kv = type("Kv", (), {"kv_cache_groups": [], "hash_block_size": 32})()
-    with pytest.raises(compat.Unsupported, match="calculate_kv_scales"):
-        compat.key_space(changed, kv, fingerprint, (), (), 1, "")
+    with pytest.raises(Unsupported, match="calculate_kv_scales"):
+        key_space.key_space(changed, kv, fingerprint, (), (), 1, "")
 
 
 def test_settings_of_adapters_do_not_split_the_base_model(config: Any) -> None:

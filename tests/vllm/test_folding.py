@@ -8,7 +8,7 @@ import pytest
 
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv_vllm.layout import LayerPages, _folded, _page_tensor
+from hotkv_vllm.worker.layout import LayerPages, _folded, _page_tensor
 
 NUM_BLOCKS = 4
 

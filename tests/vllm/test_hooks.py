@@ -16,9 +16,11 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 from hotkv_client.testing import FakeServer
-from hotkv_vllm import loads, lookup, rekeying, stores
+from hotkv_vllm import rekeying
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.hooks import FALLBACKS
+from hotkv_vllm.scheduler import hits, stores
+from hotkv_vllm.worker import loads
 from tests.vllm.faults import broken, called_by_hooks
 from tests.vllm.harness import Engine, prompt
 
@@ -196,7 +198,7 @@ class Bench:
 def quick() -> Iterator[None]:
     """What the connector waits for by the clock it does not wait for here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup, "MISS_MEMORY_S", 0.0)
+        patch.setattr(hits, "MISS_MEMORY_S", 0.0)
         patch.setattr(loads, "CANCEL_GRACE_S", 0.0)
         patch.setattr(rekeying, "ASK_AGAIN_S", 0.0)
         patch.setattr(rekeying, "PATIENCE_S", 0.1)

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from hotkv_client.types import LoadRun
-from hotkv_vllm import loads, workers
-from hotkv_vllm.device_order import Mark
-from hotkv_vllm.holds import HeldBlocks
-from hotkv_vllm.loads import Loads, never_begun
 from hotkv_vllm.metadata import HotKVWorkerMetadata, LoadJob
+from hotkv_vllm.scheduler import worker_links
+from hotkv_vllm.scheduler.quarantine import HeldBlocks
+from hotkv_vllm.worker import loads
+from hotkv_vllm.worker.device_order import Mark
+from hotkv_vllm.worker.loads import Loads, never_begun
 from tests.vllm.harness import full_model, hybrid_model, prompt
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.test_end_to_end import _state, prompts, settled
@@ -349,7 +350,7 @@ def test_a_worker_that_is_lost_later_is_said_after_a_while(
     one.generate("a", prompt(2, 100), 4)
     one.drop_local()
     assert one.generate("b", PROMPT, 2) == (answer, 0) and not lines
-    monkeypatch.setattr(workers, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(worker_links, "PATIENCE_S", 0.0)
     one.generate("c", prompt(3, 100), 4)
     one.generate("d", prompt(4, 100), 4)
     assert len(lines) == 1 and server.count("load") == 0

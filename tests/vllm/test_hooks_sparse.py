@@ -8,9 +8,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from hotkv_vllm import lookup
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVMetadata
+from hotkv_vllm.scheduler import hits
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.worker import SparseWorker
 from tests.vllm.faults import broken, called_by_hooks
@@ -66,7 +66,7 @@ HOOKS = {
 def test_broken_in_each_function_of_sparse_decode(
     engine: Any, server: Any, toy: Any, monkeypatch: pytest.MonkeyPatch, only_once: bool
 ) -> None:
-    monkeypatch.setattr(lookup, "MISS_MEMORY_S", 0.0)
+    monkeypatch.setattr(hits, "MISS_MEMORY_S", 0.0)
     plain = engine(blocks=64)
     expected = traffic(plain, server, 0)
     one, two = (

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv.groups import GroupKind, GroupSpec, needed_blocks
-from hotkv_vllm import compat
-from hotkv_vllm.storable import StorableBlocks, prompt_boundaries
+from hotkv_vllm.compat import kv_groups
+from hotkv_vllm.scheduler.storable import StorableBlocks, prompt_boundaries
 from tests.vllm.harness import HYBRIDS, full_model, hybrid_model, prompt, uneven_model
 
 LENGTH = 420
@@ -163,7 +163,7 @@ def test_a_drafters_hit_knows_the_token_behind_it(
 ) -> None:
     """The drafter's KV of a block's last token depends on the next token, so a hit ends one block
     before a prompt parts."""
-    monkeypatch.setattr(compat, "draft_groups", lambda *_: frozenset({0}))
+    monkeypatch.setattr(kv_groups, "draft_groups", lambda *_: frozenset({0}))
     server.table = table
     one = engine(specs=model())
     one.generate("a", prompt(1, 200), 2)

@@ -25,8 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.session import Session
 from hotkv_client.testing import FakeServer
-from hotkv_vllm import layout
-from hotkv_vllm.exported import Unsupported
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.worker import layout
 from tests.vllm.harness import Engine, full_model, hybrid_model, mixed_model, prompt
 from tests.vllm.oracle import answer_of, audit
 from tests.vllm.processes import Daemon

@@ -17,10 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from hotkv_client.testing import FakeServer
-from hotkv_vllm import compat, joining, link
+from hotkv_vllm import link
+from hotkv_vllm.compat import checks
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
-from hotkv_vllm.other_loads import OtherLoads
+from hotkv_vllm.scheduler import joining
+from hotkv_vllm.scheduler.other_loads import OtherLoads
 from tests.vllm.harness import Engine, mixed_model, prompt
 from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config
@@ -131,7 +133,7 @@ def test_policy_out_of_reach_is_said(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(link.logger, "warning", lambda text, *_: said.append(text))
-    monkeypatch.setattr("hotkv_vllm.multi._has_children", lambda _: False)
+    monkeypatch.setattr("hotkv_vllm.compat.multi._has_children", lambda _: False)
     one = engine(within=beside("LoadingConnector", ours_first=True))
     assert not one.scheduler.recompute_kv_load_failures and "kv_load_failure_policy" in said[0]
 
@@ -256,7 +258,7 @@ def test_layouts_do_not_conflict(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
     """The other connector's wish goes first; where it has none, hotkv's stands."""
-    monkeypatch.setattr(compat, "preferred_layout", lambda: "BLHNC")
+    monkeypatch.setattr(checks, "preferred_layout", lambda: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
     for name, expected in (("CheckingConnector", "LBHNC"), ("LoadingConnector", "BLHNC")):

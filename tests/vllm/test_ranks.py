@@ -14,11 +14,11 @@ from torch.distributed import HashStore
 
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
-from hotkv_vllm import compat, own_memory, ranks, worker
-from hotkv_vllm.compat import RankPlace
-from hotkv_vllm.exported import Unsupported
+from hotkv_vllm.compat import Unsupported, checks, key_space
+from hotkv_vllm.compat.places import RankPlace
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.ranks import RankNote
+from hotkv_vllm.worker import own_memory, ranks
+from hotkv_vllm.worker.ranks import RankNote
 from tests.vllm.harness import prompt
 
 PROMPT = prompt(1, 200)
@@ -192,9 +192,9 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
         told.append(note)
         return ranks.decide([note], 0)
 
-    monkeypatch.setattr(worker.ranks, "agree", agree)
+    monkeypatch.setattr(ranks, "agree", agree)
     for error in (
-        compat.Unsupported("unsupported"),
+        Unsupported("unsupported"),
         OSError("no file"),
         KeyError("layer"),
         AssertionError(),
@@ -231,9 +231,9 @@ def test_what_no_rank_can_do_is_refused_without_asking_the_others(
         "distributed_executor_backend": "mp",
         "world_size": 2,
     }
-    compat.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape)))
+    checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape)))
     with pytest.raises(Unsupported, match=words):
-        compat.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape | parallel)))
+        checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape | parallel)))
 
 
 def test_handshakes_that_are_missing_or_from_elsewhere_turn_hotkv_off(
@@ -266,5 +266,5 @@ def test_engines_of_other_shapes_do_not_share() -> None:
         {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16},
     ]
     assert len(
-        {compat._parallel_shape(SimpleNamespace(**shape | change)) for change in changes}
+        {key_space._parallel_shape(SimpleNamespace(**shape | change)) for change in changes}
     ) == len(changes)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hotkv_vllm import compat
+from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
 from tests.vllm.harness import full_model, hybrid_model, prompt
 
@@ -281,7 +281,7 @@ def test_engines_with_other_weights_never_meet(
 @contextlib.contextmanager
 def pausing() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "is_pausing", lambda: True)
+        patch.setattr(checks, "is_pausing", lambda: True)
         yield
 
 
@@ -307,7 +307,7 @@ def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_mem
     sure = updated()
     sure.generate("a", PROMPT, 4)
     sure.generate("end", OTHER, 2)
-    monkeypatch.setattr(compat, "weights_may_be_older", lambda _: True)
+    monkeypatch.setattr(model_weights, "weights_may_be_older", lambda _: True)
     one, two = updated(), updated()
     assert one.generate("b", PROMPT, 4)[1] == 0, "it may have other weights than the first engine"
     one.generate("end", OTHER, 2)

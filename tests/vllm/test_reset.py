@@ -60,7 +60,7 @@ def test_a_reset_that_failed_is_made_good_later(
 ) -> None:
     """Without a server the reset is a success: nothing can be loaded until the flush that is owed
     was answered."""
-    monkeypatch.setattr("hotkv_vllm.reset.RETRY_S", 0.0)
+    monkeypatch.setattr("hotkv_vllm.scheduler.reset.RETRY_S", 0.0)
     one = engine()
     answer, _ = one.generate("a", PROMPT, 4)
     one.generate("b", prompt(2, 10))
@@ -192,10 +192,10 @@ def test_leases_are_given_back(engine: Any, server: Any) -> None:
 def test_reset_of_an_engine_without_hotkv_is_a_success(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hotkv_vllm import compat
+    from hotkv_vllm.compat import Unsupported, kv_groups
 
     monkeypatch.setattr(
-        compat, "cache_groups", lambda *_: (_ for _ in ()).throw(compat.Unsupported("told to"))
+        kv_groups, "cache_groups", lambda *_: (_ for _ in ()).throw(Unsupported("told to"))
     )
     assert engine().scheduler.reset_prefix_cache(**RESET)
 

@@ -21,7 +21,7 @@ from hotkv.order import OrderKind
 from hotkv_client import fence
 from hotkv_client.fence import FencePlace, Revocations, SharedFence
 from hotkv_client.types import BlockResult
-from hotkv_vllm import compat
+from hotkv_vllm.compat import checks
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import Engine, full_model, mixed_model, prompt
 from tests.vllm.processes import Daemon
@@ -38,7 +38,7 @@ def test_which_engines_need_it() -> None:
             SimpleNamespace(use_v2_model_runner=v2),
             SimpleNamespace(needs_kv_cache_zeroing=zeroing),
         )
-        assert compat.writes_before_it_tells(config, kv) is needed
+        assert checks.writes_before_it_tells(config, kv) is needed
 
 
 class Words(RuleBasedStateMachine):
@@ -155,7 +155,7 @@ def test_fences_that_ranks_have_named_are_used(
     """Whatever the scheduler's own configuration shows."""
     one = engine(v2=True, specs=mixed_model())
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
-    monkeypatch.setattr(compat, "writes_before_it_tells", lambda *_: False)
+    monkeypatch.setattr(checks, "writes_before_it_tells", lambda *_: False)
     scheduler.connect([handshake])
     assert scheduler.planner._revocations is not None
     scheduler.connect([replace(handshake, fence=None)])

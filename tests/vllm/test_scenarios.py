@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from hotkv_vllm import link, stores
+from hotkv_vllm import link
+from hotkv_vllm.scheduler import stores
 from tests.vllm.harness import Engine, full_model, hybrid_model, mixed_model, prompt
 from tests.vllm.oracle import answer_of, audit
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from hotkv_client import Credentials
-from hotkv_vllm import compat, layout
+from hotkv_vllm.compat import Unsupported, kv_groups
 from hotkv_vllm.config import DEFAULT_TARGET, ConfigError, ConnectorConfig
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.stats import HotKVStats
+from hotkv_vllm.worker import layout
 from tests.vllm.harness import prompt
 
 PROMPT = prompt(1, 200)
@@ -151,13 +152,13 @@ def test_memory_that_cannot_be_shown_turns_hotkv_off(
             monkeypatch.setattr(
                 layout,
                 "_check_placement",
-                lambda *_: (_ for _ in ()).throw(compat.Unsupported("misplaced")),
+                lambda *_: (_ for _ in ()).throw(Unsupported("misplaced")),
             )
         case "pipeline":
             monkeypatch.setattr(
-                compat,
+                kv_groups,
                 "cache_groups",
-                lambda *_: (_ for _ in ()).throw(compat.Unsupported("pipeline")),
+                lambda *_: (_ for _ in ()).throw(Unsupported("pipeline")),
             )
         case "os error":
             monkeypatch.setattr(layout, "_share_cpu", refuse)

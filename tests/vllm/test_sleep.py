@@ -296,7 +296,7 @@ def test_memory_that_can_not_be_shared_again_turns_hotkv_off(
     answer, _ = one.generate("a", PROMPT, 4)
     one.generate("b", prompt(2, 40))
     core.sleep()
-    monkeypatch.setattr("hotkv_vllm.own_memory.export", lambda *_: 1 // 0)
+    monkeypatch.setattr("hotkv_vllm.worker.own_memory.export", lambda *_: 1 // 0)
     core.wake_up()
     assert one.connector._scheduler.session is None
     assert one.generate("c", PROMPT, 4) == (answer, 0)

@@ -17,8 +17,8 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, group_hashes
 from hotkv_client.testing import FakeServer
 from hotkv_client.types import LayerHotSet, Role, SessionConfig
-from hotkv_vllm.lookup import RequestState
 from hotkv_vllm.metadata import HotKVWorkerMetadata
+from hotkv_vllm.scheduler.hits import RequestState
 from hotkv_vllm.sparse import memory as memory_module
 from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
 from hotkv_vllm.sparse.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter

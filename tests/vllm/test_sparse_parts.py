@@ -21,9 +21,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from hotkv.errors import HotKVError
 from hotkv_sparse import SparseConfig, build, span
 from hotkv_sparse.selector import exact_log_mass
-from hotkv_vllm import compat, plugin
+from hotkv_vllm import plugin
+from hotkv_vllm.compat import sparse_layers
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.layout import KeyPacking, key_packing, unpacked_keys
 from hotkv_vllm.sparse.backend import HotAttentionBackend, HotAttentionImpl
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
@@ -31,6 +31,7 @@ from hotkv_vllm.sparse.recall import block_mass
 from hotkv_vllm.sparse.rows import RowNames, SparseRows
 from hotkv_vllm.sparse.sequence import LayerSequence
 from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
+from hotkv_vllm.worker.layout import KeyPacking, key_packing, unpacked_keys
 from tests.vllm.tiny import transfer_config, write_model
 
 BLOCK, HEADS, GROUP = 32, 2, 3
@@ -520,7 +521,7 @@ def test_the_plugin_leaves_others_alone_and_never_raises(monkeypatch: pytest.Mon
     )
     plugin.register()
     assert registry.AttentionBackendEnum.CPU_ATTN.get_path() == theirs
-    monkeypatch.setattr(compat, "override_cpu_attention", lambda path: 1 / 0)
+    monkeypatch.setattr(sparse_layers, "override_cpu_attention", lambda path: 1 / 0)
     plugin.register()
 
 
@@ -540,7 +541,7 @@ def test_settings_as_json_has_them() -> None:
     ("value", "message"),
     [
         (True, "hotkv.sparse = True: allowed is an object"),
-        ({"topk": 1}, "hotkv_sparse.topk = 1: there is no such setting"),
+        ({"topk": 1}, "hotkv.sparse.topk = 1: there is no such setting"),
         ({"sparse_topk": 7}, "hotkv.sparse.sparse_topk is 7; use at least"),
         ({"scorer": "rot9u"}, "hotkv.sparse.scorer is 'rot9u'; use one of"),
         (

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -19,16 +20,17 @@ from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.centre_file import write_centres
-from hotkv_vllm import compat, connector, link
-from hotkv_vllm.allocations import Allocations
-from hotkv_vllm.compat import CacheGroup, Unsupported
+from hotkv_vllm import connector, link
+from hotkv_vllm.compat import Unsupported, sparse_layers
+from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.layout import ExportedMemory
 from hotkv_vllm.metadata import HotKVHandshake
+from hotkv_vllm.scheduler.allocations import Allocations
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.setup import _centre
 from hotkv_vllm.sparse.shared import HANDLE, SharedPool, shared_pool
 from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
+from hotkv_vllm.worker.layout import ExportedMemory
 from tests.vllm.harness import full_model, hybrid_model, prompt
 
 BLOCKS, TOKENS, HEADS, SIZE = 10, 32, 2, 32
@@ -232,7 +234,7 @@ class Toy:
         centres: Any,
     ) -> SparseWorker:
         layers = []
-        for group, _ in compat.sparse_groups(kv_config):
+        for group, _ in sparse_layers.sparse_groups(kv_config):
             for name in kv_config.kv_cache_groups[group].layer_names[: self.num_layers]:
                 pages = kv_caches[name]
                 shape = LayerShape(
@@ -240,7 +242,7 @@ class Toy:
                 )
 
                 def keys_of(blocks: Any, pages: Any = pages) -> Any:
-                    return toy_keys(pages.view(compat.torch.int16).numpy()[blocks])
+                    return toy_keys(pages.view(torch.int16).numpy()[blocks])
 
                 layers.append(
                     sparse_layer(name, int(name.rpartition(".")[2]), group, shape, keys_of)

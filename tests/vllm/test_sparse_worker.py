@@ -16,7 +16,6 @@ from hotkv import native
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selector import exact_log_mass
-from hotkv_vllm.layout import KeyPacking
 from hotkv_vllm.sparse import faults
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
@@ -24,6 +23,7 @@ from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.sequence import LayerSequence
 from hotkv_vllm.sparse.worker import Batch, Rewrite, SparseWorker
 from hotkv_vllm.stats import COUNTERS
+from hotkv_vllm.worker.layout import KeyPacking
 from tests.vllm.test_sparse_parts import BLOCK, HEADS, QUERIES, Cache
 
 CONFIG = SparseConfig(sparse_topk=320, min_context_tokens=256, max_correction_blocks=2)

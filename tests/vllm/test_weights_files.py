@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv_vllm import weights
+from hotkv_vllm.compat import weight_files
 
 
 def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
@@ -34,12 +34,14 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
     safetensors(
         tmp_path / "tuned" / "model.safetensors", big | {"t2": bytes(255 - b for b in big["t2"])}
     )
-    one, two, tuned = (weights.files_identity(tmp_path / name) for name in ("one", "two", "tuned"))
+    one, two, tuned = (
+        weight_files.files_identity(tmp_path / name) for name in ("one", "two", "tuned")
+    )
     assert one == two != tuned
     (tmp_path / "two" / "config.json").write_text('{"a": 1}')
-    assert weights.files_identity(tmp_path / "two") != one
+    assert weight_files.files_identity(tmp_path / "two") != one
     with pytest.raises(ValueError, match="no weights files"):
-        weights.files_identity(tmp_path)
+        weight_files.files_identity(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +49,9 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
 )
 def test_weights_identity_of_damaged_files(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
-    first = weights.files_identity(tmp_path)
+    first = weight_files.files_identity(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(data + b"y")
-    assert weights.files_identity(tmp_path) != first
+    assert weight_files.files_identity(tmp_path) != first
 
 
 def safetensors_of(path: Path, name: str, data: bytes, shape: tuple[int, ...]) -> str:
@@ -57,7 +59,7 @@ def safetensors_of(path: Path, name: str, data: bytes, shape: tuple[int, ...]) -
         {name: {"dtype": "U8", "shape": shape, "data_offsets": [0, len(data)]}}
     ).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return weights.files_identity(path)
+    return weight_files.files_identity(path)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +94,10 @@ def test_what_changed_since_a_moment(tmp_path: Path) -> None:
         # File systems' clocks go by some milliseconds.
         time.sleep(0.02)
         moment_s = time.time()
-        assert not weights.changed_since(path, moment_s)
+        assert not weight_files.changed_since(path, moment_s)
         time.sleep(0.02)
         change()
-        return weights.changed_since(path, moment_s)
+        return weight_files.changed_since(path, moment_s)
 
     def switch() -> None:
         (tmp_path / "next").symlink_to("two")
@@ -113,7 +115,7 @@ def test_what_changed_since_a_moment(tmp_path: Path) -> None:
 
 def test_when_this_process_began() -> None:
     code = (
-        "import time; from hotkv_vllm.weights import process_start_s as began; "
+        "import time; from hotkv_vllm.compat.weight_files import process_start_s as began; "
         "print(time.time(), began())"
     )
     before_s = time.time()
@@ -128,7 +130,7 @@ def test_when_this_process_began() -> None:
 
 def test_commits_name_weights_and_branches_do_not() -> None:
     assert (
-        weights.is_commit("0" * 40)
-        and not weights.is_commit("main")
-        and not weights.is_commit("v1.0")
+        weight_files.is_commit("0" * 40)
+        and not weight_files.is_commit("main")
+        and not weight_files.is_commit("v1.0")
     )

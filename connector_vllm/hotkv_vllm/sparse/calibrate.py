@@ -93,7 +93,7 @@ class Recorder:
 
 def recorders(worker: Any) -> dict[int, Recorder]:
     """Puts a recorder before every layer that may be sparse; by layer index. `worker` is vLLM's."""
-    from hotkv_vllm.compat import full_attention_layers
+    from hotkv_vllm.compat.sparse_layers import full_attention_layers
 
     found = {}
     for layer in full_attention_layers(worker.vllm_config, worker.model_runner.kv_cache_config):

@@ -12,7 +12,7 @@ import torch
 
 from hotkv import native
 from hotkv_sparse.selector import exact_log_mass
-from hotkv_vllm.layout import KeyPacking, unpacked_keys
+from hotkv_vllm.worker.layout import KeyPacking, unpacked_keys
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

@@ -11,11 +11,12 @@ from hotkv import native
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import token_scorer
-from hotkv_vllm import compat, link
-from hotkv_vllm.layout import key_packing
+from hotkv_vllm import link
+from hotkv_vllm.compat import Unsupported, places, sparse_layers
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
+from hotkv_vllm.worker.layout import key_packing
 
 logger = link.logger
 
@@ -28,17 +29,17 @@ def install(
     kv_caches: Mapping[str, torch.Tensor],
     centres: Centres | None = None,
 ) -> SparseWorker:
-    """Attaches a worker to all layers that may be sparse. Raises compat.Unsupported where there are
+    """Attaches a worker to all layers that may be sparse. Raises Unsupported where there are
     none."""
     from hotkv_vllm.sparse.backend import HotAttentionImpl
 
-    place = compat.rank_place(vllm_config, kv_cache_config)
+    place = places.rank_place(vllm_config, kv_cache_config)
     layers, impls = [], []
-    for layer in compat.full_attention_layers(vllm_config, kv_cache_config):
+    for layer in sparse_layers.full_attention_layers(vllm_config, kv_cache_config):
         if layer.index in config.dense_layers:
             continue
         if not isinstance(layer.impl, HotAttentionImpl):
-            raise compat.Unsupported(
+            raise Unsupported(
                 f"layer {layer.name} has attention of type {type(layer.impl).__name__}; hotkv "
                 "announces its own to vLLM by an entry point: "
                 "install hotkv again, and name it where VLLM_PLUGINS is set"
@@ -55,9 +56,7 @@ def install(
         )
         impls.append(layer.impl)
     if not layers:
-        raise compat.Unsupported(
-            "the model has no layer of plain full attention beside dense_layers"
-        )
+        raise Unsupported("the model has no layer of plain full attention beside dense_layers")
     # Before the first request: numba takes a second to load and some kernels to compile.
     native.load("hotkv_sparse.kernels")
     worker = SparseWorker(config, layers, recall_steps)
@@ -74,7 +73,7 @@ def install(
 
 def _sparse_layer(
     config: SparseConfig,
-    layer: compat.AttentionLayer,
+    layer: sparse_layers.AttentionLayer,
     pages: torch.Tensor,
     num_blocks: int,
     shard: int,
@@ -82,7 +81,7 @@ def _sparse_layer(
 ) -> SparseLayer:
     heads, block_tokens, width = pages.shape[1:]
     if len(pages) != num_blocks or block_tokens != layer.block_tokens:
-        raise compat.Unsupported(
+        raise Unsupported(
             f"layer {layer.name} splits its blocks of {layer.block_tokens} tokens into smaller ones"
         )
     head_size = width // 2

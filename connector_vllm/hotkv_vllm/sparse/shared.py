@@ -16,10 +16,11 @@ from hotkv.keys import Representation
 from hotkv.layout import MemoryHandle, PageTensor
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import version
-from hotkv_vllm.compat import CacheGroup, Unsupported
-from hotkv_vllm.exported import ExportedMemory
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.worker import SparseLayer
+from hotkv_vllm.worker.exported import ExportedMemory
 
 HANDLE = "representations"
 

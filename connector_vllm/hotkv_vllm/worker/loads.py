@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from hotkv_client.types import TransferResult, TransferStatus
 from hotkv_vllm import link
-from hotkv_vllm.device_order import Mark
 from hotkv_vllm.metadata import LoadJob
+from hotkv_vllm.worker.device_order import Mark
 
 logger = link.logger
 

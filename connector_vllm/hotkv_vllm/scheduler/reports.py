@@ -9,7 +9,7 @@ from typing import Any
 
 from hotkv_client.types import RequestReport
 from hotkv_vllm.link import CacheSession
-from hotkv_vllm.lookup import RequestState
+from hotkv_vllm.scheduler.hits import RequestState
 from hotkv_vllm.stats import HotKVStats
 
 

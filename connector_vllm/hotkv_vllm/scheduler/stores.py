@@ -21,14 +21,16 @@ import numpy as np
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.fence import Revocations
 from hotkv_client.types import BlockResult, BlockRun, Int32s
-from hotkv_vllm.compat import NULL_BLOCK, CacheGroup, event_extra_keys, shared_prefix_boundary
+from hotkv_vllm.compat import NULL_BLOCK
+from hotkv_vllm.compat.kv_groups import CacheGroup
+from hotkv_vllm.compat.steps import event_extra_keys, shared_prefix_boundary
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.exactness import EVERYTHING, Exactness
 from hotkv_vllm.link import BoolMask, CacheSession
-from hotkv_vllm.lookup import HitFinder, RequestState
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
+from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
+from hotkv_vllm.scheduler.hits import HitFinder, RequestState
+from hotkv_vllm.scheduler.storable import StorableBlocks, prompt_boundaries
 from hotkv_vllm.stats import HotKVStats
-from hotkv_vllm.storable import StorableBlocks, prompt_boundaries
 
 _store_ids = itertools.count(1)
 """Of all planners of this process: workers may report stores of one that is gone."""

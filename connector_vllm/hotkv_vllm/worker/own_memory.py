@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotkv.keys import KeySpace
-from hotkv_vllm import compat, ranks
+from hotkv_vllm.compat import Unsupported, key_space, kv_groups, places
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.exported import ExportedMemory
-from hotkv_vllm.layout import describe, export
 from hotkv_vllm.link import logger
-from hotkv_vllm.ranks import RankNote
+from hotkv_vllm.worker import ranks
+from hotkv_vllm.worker.exported import ExportedMemory
+from hotkv_vllm.worker.layout import describe, export
+from hotkv_vllm.worker.ranks import RankNote
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class OwnMemory:
 
     note: RankNote
     memory: ExportedMemory | None = None
-    groups: tuple[compat.CacheGroup, ...] = ()
+    groups: tuple[kv_groups.CacheGroup, ...] = ()
     device: Any = None
 
 
@@ -30,7 +31,7 @@ def find_own(
     vllm_config: Any,
     kv_cache_config: Any,
     config: ConnectorConfig,
-    place: compat.RankPlace,
+    place: places.RankPlace,
     known_space: KeySpace | None,
 ) -> OwnMemory:
     """Reads the layout off the tensors and exports them. Raises nothing: the other ranks wait for
@@ -40,22 +41,22 @@ def find_own(
     """
     host = ranks.this_host()
     try:
-        groups = compat.cache_groups(vllm_config, kv_cache_config)
+        groups = kv_groups.cache_groups(vllm_config, kv_cache_config)
         found = describe(kv_caches, kv_cache_config, groups)
         if not found.storages:
-            raise compat.Unsupported(f"pipeline stage {place.stage} has no layer with a KV cache")
+            raise Unsupported(f"pipeline stage {place.stage} has no layer with a KV cache")
         device = next(iter(found.storages.values())).device
-        packing = compat.packing(vllm_config, kv_cache_config, groups, device.type)
+        packing = key_space.packing(vllm_config, kv_cache_config, groups, device.type)
         page_format = f"{found.page_format};{packing}"
         # A key space has no group without bytes; the sizes of the whole slot come with the other
         # ranks' notes.
         sizes = tuple(size or 1 for size in found.shard_bytes)
-        space = known_space or compat.key_space(
+        space = known_space or key_space.key_space(
             vllm_config, kv_cache_config, config, groups, sizes, 1, page_format
         )
         name = str(getattr(kv_cache_config, "kv_cache_layout", "") or "")
         memory = export(found, kv_cache_config.num_blocks, place.shard_index, name)
-    except (compat.Unsupported, OSError, ValueError) as error:
+    except (Unsupported, OSError, ValueError) as error:
         return OwnMemory(RankNote(place, host, None, why_off=str(error) or type(error).__name__))
     except Exception as error:  # noqa: BLE001 - a rank that raised would leave the others waiting
         logger.exception("hotkv: the KV cache's layout can't be read")

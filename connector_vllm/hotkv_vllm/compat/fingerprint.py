@@ -20,7 +20,7 @@ from typing import Any
 from vllm import envs
 
 from hotkv_vllm import versions
-from hotkv_vllm.harmless import HARMLESS, HARMLESS_ENVIRONMENT
+from hotkv_vllm.compat.harmless import HARMLESS, HARMLESS_ENVIRONMENT
 
 _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods of speculation that keep no KV of their own."""

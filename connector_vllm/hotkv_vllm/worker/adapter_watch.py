@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from hotkv_vllm.adapters import LATER, UNKNOWN, AdapterReport, AdapterWork
-from hotkv_vllm.fingerprint import canonical, digest
+from hotkv_vllm.compat.fingerprint import canonical, digest
 from hotkv_vllm.link import logger
-from hotkv_vllm.weights_watch import calling_worker
+from hotkv_vllm.worker.weights_watch import calling_worker
 
 MAX_AHEAD = 4
 """Adapters that are held ahead of vLLM's own read, or as many as fit a batch if those are more."""

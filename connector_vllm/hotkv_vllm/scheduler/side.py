@@ -13,27 +13,28 @@ from typing import Any
 
 from hotkv import native
 from hotkv_client.fence import Revocations
-from hotkv_vllm import compat, link
+from hotkv_vllm import link
 from hotkv_vllm.adapters import AdapterReport, Adapters, Standing
-from hotkv_vllm.allocations import Allocations
+from hotkv_vllm.compat import NULL_BLOCK, checks, kv_groups, steps
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.exactness import Exactness
-from hotkv_vllm.hints import HintReader
-from hotkv_vllm.holds import HeldBlocks
-from hotkv_vllm.joining import Joining
-from hotkv_vllm.lookup import NO_HIT, HitFinder, Phase, RequestState
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, LoadJob
-from hotkv_vllm.other_loads import OtherLoads
-from hotkv_vllm.parts import Agreement, Engine, open_parts
-from hotkv_vllm.ranks import this_host
 from hotkv_vllm.rekeying import RECONNECT_S, Rekeying
-from hotkv_vllm.reports import UseReports
-from hotkv_vllm.reset import CacheReset
+from hotkv_vllm.scheduler.allocations import Allocations
+from hotkv_vllm.scheduler.assembly import Agreement, Engine, open_parts
+from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.scheduler.hints import HintReader
+from hotkv_vllm.scheduler.hits import NO_HIT, HitFinder, Phase, RequestState
+from hotkv_vllm.scheduler.joining import Joining
+from hotkv_vllm.scheduler.other_loads import OtherLoads
+from hotkv_vllm.scheduler.quarantine import HeldBlocks
+from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.reset import CacheReset
+from hotkv_vllm.scheduler.stores import StorePlanner
+from hotkv_vllm.scheduler.worker_links import WorkerLinks
 from hotkv_vllm.sparse.memory import SparseMemory
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HotKVStats
-from hotkv_vllm.stores import StorePlanner
-from hotkv_vllm.workers import WorkerLinks
+from hotkv_vllm.worker.ranks import this_host
 
 logger = link.logger
 
@@ -56,7 +57,7 @@ class HotKVScheduler:
         self._loads: dict[str, LoadJob] = {}
         self._cancel: list[str] = []
         self._abandoned: list[str] = []
-        self._counts_media = compat.counts_media(vllm_config)
+        self._counts_media = checks.counts_media(vllm_config)
         self._adapters = Adapters(
             vllm_config.parallel_config.world_size, lambda text: logger.warning("hotkv: %s", text)
         )
@@ -72,8 +73,8 @@ class HotKVScheduler:
         self._agreement: Agreement | None = None
         self._weights = Rekeying(vllm_config.parallel_config.world_size, "")
         self._memory: SparseMemory | None = None
-        self._groups: tuple[compat.CacheGroup, ...] = ()
-        self._block_tokens = compat.group_block_tokens(vllm_config, kv_cache_config)
+        self._groups: tuple[kv_groups.CacheGroup, ...] = ()
+        self._block_tokens = kv_groups.group_block_tokens(vllm_config, kv_cache_config)
         self._allocations = Allocations(self._block_tokens)
         self._allocated: set[int] = set()
         self._exactness = Exactness(self._block_tokens, kv_cache_config.num_blocks)
@@ -131,7 +132,7 @@ class HotKVScheduler:
             )
         revocations = None
         # Where ranks have named fences their stores need words.
-        in_advance = compat.writes_before_it_tells(self._vllm_config, self._kv_cache_config) or any(
+        in_advance = checks.writes_before_it_tells(self._vllm_config, self._kv_cache_config) or any(
             h.fence is not None for h in handshakes
         )
         if not off and in_advance:
@@ -186,7 +187,7 @@ class HotKVScheduler:
         """Makes what works over this key space, and waits a moment for the server."""
         # Before the first request: numba takes a second to load and some kernels to compile.
         native.load("hotkv.kernels")
-        self._groups = compat.cache_groups(self._vllm_config, self._kv_cache_config)
+        self._groups = kv_groups.cache_groups(self._vllm_config, self._kv_cache_config)
         engine = Engine(
             self._vllm_config,
             self._kv_cache_config,
@@ -356,7 +357,7 @@ class HotKVScheduler:
             return
         tables = blocks.get_block_ids()
         block_ids = [tables[group.vllm_group] for group in self._groups]
-        job = self.finder.begin_load(state, block_ids, num_external_tokens, compat.NULL_BLOCK)
+        job = self.finder.begin_load(state, block_ids, num_external_tokens, NULL_BLOCK)
         if job is None:
             self.abandon(request.request_id)
             return
@@ -427,7 +428,7 @@ class HotKVScheduler:
         self._allocated |= self._allocations.take()
         self._exactness.is_watching |= sparse_requests is not None
         if self._exactness.is_watching:
-            self._allocated |= compat.fresh_block_ids(scheduler_output, self._block_tokens)
+            self._allocated |= steps.fresh_block_ids(scheduler_output, self._block_tokens)
             self._exactness.step(scheduler_output, self._allocated, sparse_requests or ())
         if self._lost_track and self.planner is not None:
             self.planner.take_all_back()
@@ -469,7 +470,7 @@ class HotKVScheduler:
             scheduled,
             block_state.get_block_ids if block_state is not None else lambda _: None,
             handoffs,
-            lambda: compat.fresh_block_ids(scheduler_output, self._block_tokens) | allocated,
+            lambda: steps.fresh_block_ids(scheduler_output, self._block_tokens) | allocated,
         )
         if flush:
             self.stats.add("flushes", len(flush))
@@ -615,7 +616,7 @@ class HotKVScheduler:
                     [0] * len(self._groups),
                     self.planner.first_check_tokens(),
                 )
-        if compat.is_pausing():
+        if checks.is_pausing():
             return True
         self.stats.add("resets")
         self.finder.hidden.clear_all()

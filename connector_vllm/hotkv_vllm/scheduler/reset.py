@@ -11,7 +11,7 @@ import time
 from concurrent.futures import Future, wait
 
 from hotkv_vllm.link import CacheSession, logger
-from hotkv_vllm.stores import StorePlanner
+from hotkv_vllm.scheduler.stores import StorePlanner
 
 RETRY_S = 1.0
 

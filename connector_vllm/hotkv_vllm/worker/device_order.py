@@ -24,7 +24,8 @@ from hotkv.layout import MemoryHandle
 from hotkv.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_client.types import After
 from hotkv_vllm import link
-from hotkv_vllm.exported import ExportedMemory, Unsupported, cuda_device_uuid, cuda_handle
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.worker.exported import ExportedMemory, cuda_device_uuid, cuda_handle
 
 logger = link.logger
 

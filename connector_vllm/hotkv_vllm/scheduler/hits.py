@@ -34,7 +34,7 @@ from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.metadata import LoadJob
-from hotkv_vllm.representation_planner import RepresentationPlanner
+from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 from hotkv_vllm.stats import HotKVStats
 
 MISS_MEMORY_S = 0.05

@@ -9,17 +9,18 @@ from typing import Any
 from hotkv.keys import KeySpace, Representation
 from hotkv_client.fence import Revocations
 from hotkv_client.types import Role, SessionConfig
-from hotkv_vllm import compat, link
+from hotkv_vllm import link
 from hotkv_vllm.adapters import Adapters
+from hotkv_vllm.compat import kv_groups
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.exactness import Exactness
-from hotkv_vllm.lookup import HitFinder
-from hotkv_vllm.reports import UseReports
-from hotkv_vllm.representation_planner import RepresentationPlanner
-from hotkv_vllm.reset import CacheReset
+from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.scheduler.hits import HitFinder
+from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
+from hotkv_vllm.scheduler.reset import CacheReset
+from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
 from hotkv_vllm.stats import HotKVStats
-from hotkv_vllm.stores import StorePlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Engine:
     vllm_config: Any
     kv_cache_config: Any
     config: ConnectorConfig
-    groups: tuple[compat.CacheGroup, ...]
+    groups: tuple[kv_groups.CacheGroup, ...]
     stats: HotKVStats
     adapters: Adapters
     exactness: Exactness
@@ -94,11 +95,11 @@ def _parts(
         session,
         space.groups,
         space.hash_block_tokens,
-        compat.hit_alignment_tokens(engine.kv_cache_config, groups),
+        kv_groups.hit_alignment_tokens(engine.kv_cache_config, groups),
         config,
         engine.stats,
         prefix,
-        compat.draft_groups(engine.vllm_config, groups),
+        kv_groups.draft_groups(engine.vllm_config, groups),
         RepresentationPlanner(len(space.groups), agreement.kinds),
         engine.adapters,
     )

@@ -31,12 +31,9 @@ from hotkv.order import NO_ORDER, OrderKind
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import BlockRun, Role, SessionConfig, TransferResult, TransferStatus
 from hotkv_sparse.centre import Centres
-from hotkv_vllm import compat, link, ranks
-from hotkv_vllm.adapter_watch import AdapterWatch, watch_adapters
+from hotkv_vllm import link
+from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights, places
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.device_order import Mark, Marks, marks_for
-from hotkv_vllm.exported import ExportedMemory
-from hotkv_vllm.loads import ActiveLoad, Loads, never_begun
 from hotkv_vllm.metadata import (
     HotKVHandshake,
     HotKVMetadata,
@@ -45,13 +42,18 @@ from hotkv_vllm.metadata import (
     StoreJob,
     StoreReport,
 )
-from hotkv_vllm.own_memory import find_own
 from hotkv_vllm.rekeying import RECONNECT_S, RankWeights, WeightsOrder
+from hotkv_vllm.scheduler.stores import nothing_to_write, report_of
 from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.shared import HANDLE, shared_pool
 from hotkv_vllm.sparse.worker import SparseWorker
-from hotkv_vllm.stores import nothing_to_write, report_of
-from hotkv_vllm.weights_watch import watch_callers
+from hotkv_vllm.worker import ranks
+from hotkv_vllm.worker.adapter_watch import AdapterWatch, watch_adapters
+from hotkv_vllm.worker.device_order import Mark, Marks, marks_for
+from hotkv_vllm.worker.exported import ExportedMemory
+from hotkv_vllm.worker.loads import ActiveLoad, Loads, never_begun
+from hotkv_vllm.worker.own_memory import find_own
+from hotkv_vllm.worker.weights_watch import watch_callers
 
 logger = link.logger
 
@@ -80,7 +82,7 @@ class HotKVWorker:
         self._kv_cache_config = kv_cache_config
         self._config = config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._place = compat.RankPlace(0, 1, 0, True)
+        self._place = places.RankPlace(0, 1, 0, True)
         self._loads = Loads(self._send_load, self._cancel_load)
         self._stores: dict[int, ActiveStore] = {}
         self._lost: list[ActiveLoad | ActiveStore] = []
@@ -98,7 +100,7 @@ class HotKVWorker:
         self._space: KeySpace | None = None
         self._own_space: KeySpace | None = None
         self._weights: RankWeights | None = None
-        self._groups: tuple[compat.CacheGroup, ...] = ()
+        self._groups: tuple[kv_groups.CacheGroup, ...] = ()
         self._sparse: SparseWorker | None = None
         self.adapters = AdapterWatch(None, vllm_config.parallel_config.rank)
         self._session_config: SessionConfig | None = None
@@ -124,15 +126,15 @@ class HotKVWorker:
             self._export(kv_caches)
             if not self.adapters.is_watching:
                 self.adapters = watch_adapters(self._vllm_config)
-        except (compat.Unsupported, OSError, ValueError) as error:
+        except (Unsupported, OSError, ValueError) as error:
             logger.warning("hotkv is off in this worker: %s", error)
             self.handshake = HotKVHandshake(None, str(error))
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
         """After a sleep the memory is described and exported anew; what it holds and what orders
         transfers stay."""
-        compat.check_ranks(self._vllm_config)
-        place = self._place = compat.rank_place(self._vllm_config, self._kv_cache_config)
+        checks.check_ranks(self._vllm_config)
+        place = self._place = places.rank_place(self._vllm_config, self._kv_cache_config)
         own = find_own(
             kv_caches,
             self._vllm_config,
@@ -144,7 +146,7 @@ class HotKVWorker:
         memory = own.memory
         try:
             space, self._place = ranks.agree(
-                own.note, compat.num_ranks(self._vllm_config), self._engine_id
+                own.note, places.num_ranks(self._vllm_config), self._engine_id
             )
             assert memory is not None, "the ranks agreed, although this one has no memory to show"
             memory.layout = replace(memory.layout, shard_index=self._place.shard_index)
@@ -160,7 +162,7 @@ class HotKVWorker:
                 memory.close()
             raise
         if self._weights is None:
-            in_doubt = not self._config.weights_identity and compat.weights_may_be_older(
+            in_doubt = not self._config.weights_identity and model_weights.weights_may_be_older(
                 self._vllm_config
             )
             self._weights = RankWeights(watch_callers(in_doubt), space.weights_identity)
@@ -181,7 +183,7 @@ class HotKVWorker:
         if sparse is not None:
             try:
                 kinds = self._share(sparse, centres)
-            except (compat.Unsupported, OSError, ValueError) as error:
+            except (Unsupported, OSError, ValueError) as error:
                 logger.warning(
                     "hotkv: representations are built in this engine and not shared: %s", error
                 )
@@ -249,7 +251,7 @@ class HotKVWorker:
             credentials=self._config.credentials,
             on_state=self._state_log,
         )
-        if self._fence is None and compat.writes_before_it_tells(
+        if self._fence is None and checks.writes_before_it_tells(
             self._vllm_config, self._kv_cache_config
         ):
             self._fence = SharedFence()

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from hotkv.groups import GroupSpec
 from hotkv.keys import KeySpace
-from hotkv_vllm.compat import RankPlace
-from hotkv_vllm.exported import Unsupported
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.compat.places import RankPlace
 
 AGREE_TIMEOUT_S = 300.0
 """How long a rank waits for the others' notes. Others may still read weights to name them."""

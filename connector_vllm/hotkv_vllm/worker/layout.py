@@ -17,8 +17,9 @@ import torch
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv_vllm.compat import CacheGroup, Unsupported
-from hotkv_vllm.exported import ExportedMemory, cuda_handle
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.compat.kv_groups import CacheGroup
+from hotkv_vllm.worker.exported import ExportedMemory, cuda_handle
 
 SHARED_MEMORY_DIR = "/dev/shm"
 Dims = tuple[tuple[int, int], ...]

@@ -8,13 +8,10 @@ from typing import Any
 import torch
 
 from hotkv.layout import Layout, MemoryHandle
+from hotkv_vllm.compat import Unsupported
 
 CUDA_HANDLE_BYTES = 64
 UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
-
-
-class Unsupported(Exception):
-    """This engine's shape or settings do not allow sharing; the engine runs as without hotkv."""
 
 
 @dataclass(slots=True)

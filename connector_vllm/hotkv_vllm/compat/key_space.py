@@ -1,0 +1,158 @@
+"""The identity of an engine's key space: all that decides the bytes of a block.
+
+Reads the model's name and dtype, `CacheConfig.prefix_caching_hash_algo`, `cache_dtype` and
+`calculate_kv_scales`, the parallel sizes, `KVCacheConfig.hash_block_size`, and through
+`fingerprint` every field of every config object. How K and V are packed comes from the attention
+backend of each layer in `static_forward_context`, and on CPU from `_get_attn_isa`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import iter_layer_specs
+
+from hotkv.groups import GroupSpec
+from hotkv.keys import KeySpace
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.compat.fingerprint import key_space_factors
+from hotkv_vllm.compat.kv_groups import CacheGroup, layer_specs
+from hotkv_vllm.compat.model_weights import weights_identity
+from hotkv_vllm.config import ConnectorConfig
+
+
+def key_space(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    config: ConnectorConfig,
+    groups: tuple[CacheGroup, ...],
+    shard_bytes: tuple[int, ...],
+    num_shards: int,
+    page_format: str,
+) -> KeySpace:
+    """All that decides the bytes of a block. `shard_bytes`: per group, of this rank; the ranks'
+    shards are equally large.
+
+    Raises Unsupported where an identity can't be had, OSError where the weights can't be read.
+    """
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
+    algorithm = cache.prefix_caching_hash_algo
+    hash_bytes = _hash_bytes(algorithm)
+    if getattr(cache, "calculate_kv_scales", False):
+        raise Unsupported(
+            "calculate_kv_scales finds scales of its own at every start, so no other engine "
+            "could read its KV; leave it out"
+        )
+    names = [tuple(kv_cache_config.kv_cache_groups[g.vllm_group].layer_names) for g in groups]
+    return KeySpace(
+        model=_model_name(model),
+        weights_identity=config.weights_identity or weights_identity(vllm_config),
+        dtype=str(model.dtype).removeprefix("torch."),
+        groups=tuple(
+            GroupSpec(
+                group.kind,
+                group.block_tokens,
+                (size,) * num_shards,
+                group.window_tokens,
+                layer_names,
+            )
+            for group, size, layer_names in zip(groups, shard_bytes, names, strict=True)
+        ),
+        hash_block_tokens=kv_cache_config.hash_block_size or groups[0].block_tokens,
+        kv_dtype=str(cache.cache_dtype),
+        hash_algorithm=algorithm,
+        hash_seed=_hash_seed(algorithm),
+        hash_bytes=hash_bytes,
+        parallel_shape=_parallel_shape(parallel),
+        page_format=page_format,
+        tenant=config.tenant,
+        extra=key_space_factors(vllm_config, layer_specs(kv_cache_config)),
+    )
+
+
+def _model_name(model: Any) -> str:
+    """What people read. A folder's name is the user's choice, and must not keep engines apart:
+    there the architecture has to do."""
+    if not Path(model.model).exists():
+        return str(model.model)
+    return str(
+        next(
+            iter(getattr(model.hf_config, "architectures", None) or ()), model.hf_config.model_type
+        )
+    )
+
+
+def _parallel_shape(parallel: Any) -> str:
+    dcp_size = parallel.decode_context_parallel_size
+    # Decides which of a block's tokens a rank has.
+    interleave = f",interleave={parallel.cp_kv_cache_interleave_size}" if dcp_size > 1 else ""
+    shape = f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size}"
+    return f"{shape},dcp={dcp_size}{interleave}"
+
+
+def _hash_bytes(algorithm: str) -> int:
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    return len(get_hash_fn_by_name(algorithm)("hotkv"))
+
+
+def _hash_seed(algorithm: str) -> str:
+    """The seed of the engine's block hashes. Raises Unsupported where it is drawn anew in every
+    process."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    hash_function = get_hash_fn_by_name(algorithm)
+    seed: str = resolve_none_hash_seed(hash_function)
+    if seed != resolve_none_hash_seed(hash_function):
+        raise Unsupported(
+            f"prefix_caching_hash_algo {algorithm} draws a seed per process; set "
+            "PYTHONHASHSEED, "
+            "or use sha256"
+        )
+    return seed
+
+
+def packing(
+    vllm_config: Any, kv_cache_config: Any, groups: tuple[CacheGroup, ...], device_type: str
+) -> str:
+    """How the engine packs K and V inside a page: attention backend, and on CPU the instruction
+    set."""
+    parts = []
+    for group in groups:
+        names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names
+        if not names:
+            # Another stage of the pipeline has them.
+            continue
+        parts.append(_backend_name(vllm_config, names))
+        spec = next(
+            iter(iter_layer_specs(kv_cache_config.kv_cache_groups[group.vllm_group].kv_cache_spec))
+        )
+        quant = getattr(spec, "kv_quant_mode", None)
+        if quant:
+            parts.append(f"quant={quant}")
+        if device_type == "cpu" and hasattr(spec, "head_size"):
+            parts.append(_isa(vllm_config, spec))
+    return "+".join(dict.fromkeys(parts))
+
+
+def _backend_name(vllm_config: Any, layer_names: list[str]) -> str:
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_names[0])
+    backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
+    return backend.get_name() if backend is not None else "unknown"
+
+
+def _isa(vllm_config: Any, spec: Any) -> str:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(
+        vllm_config.model_config.dtype,
+        spec.block_size,
+        spec.head_size,
+        vllm_config.cache_config.cache_dtype,
+    )
+    return f"{isa}/{torch.backends.cpu.get_cpu_capability()}"

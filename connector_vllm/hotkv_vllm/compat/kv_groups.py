@@ -1,0 +1,161 @@
+"""vLLM's KV cache groups as hotkv's: their kinds, block sizes and windows, and which belong to a
+drafter.
+
+Reads `KVCacheConfig.kv_cache_groups` and each group's `kv_cache_spec`, `prefix_cacheable_group_ids`
+and `cache_hit_alignment_tokens`, the context-parallel sizes of `parallel_config`, and
+`SpeculativeConfig.use_eagle_block_drop`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind, iter_layer_specs
+
+from hotkv.groups import GroupKind, check_context_parallel
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.compat.checks import check_ranks
+
+_KINDS: dict[KVCacheSpecKind, GroupKind] = {
+    KVCacheSpecKind.FULL_ATTENTION: GroupKind.FULL_ATTENTION,
+    KVCacheSpecKind.MLA_ATTENTION: GroupKind.MLA,
+    KVCacheSpecKind.SLIDING_WINDOW: GroupKind.SLIDING_WINDOW,
+    KVCacheSpecKind.SLIDING_WINDOW_MLA: GroupKind.SLIDING_WINDOW,
+    KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION: GroupKind.CHUNKED_LOCAL,
+    KVCacheSpecKind.MAMBA: GroupKind.MAMBA,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One prefix-cacheable group as the connector sees it.
+
+    `vllm_group`: its id in vLLM; its index in hotkv is its place in the list. `states_by_handoff`:
+    Mamba "align" mode, where only blocks that vLLM hands over (`boundary_state_offloads`) hold a
+    state that can be stored. `is_draft`: layers of a drafter, whose last block may change while
+    decoding.
+    """
+
+    vllm_group: int
+    kind: GroupKind
+    block_tokens: int
+    window_tokens: int = 0
+    states_by_handoff: bool = False
+    is_draft: bool = False
+
+
+def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+    """The groups hotkv keeps. Raises Unsupported where a hit could not restore all the engine
+    needs."""
+    parallel = vllm_config.parallel_config
+    pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
+    # Only the stage that holds a drafter's layers knows which group they are in.
+    all_are_draft = parallel.pipeline_parallel_size > 1 and _drops_last_block(vllm_config)
+    groups = []
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if group_id not in kv_cache_config.prefix_cacheable_group_ids:
+            if spec.prefix_cacheable:
+                raise Unsupported(f"KV cache group {group_id} may not be transferred")
+            continue
+        found = _cache_group(group_id, group, parallel.decode_context_parallel_size, pcp_size)
+        groups.append(
+            replace(found, is_draft=True)
+            if all_are_draft and found.kind is not GroupKind.MAMBA
+            else found
+        )
+    check_ranks(vllm_config)
+    if not groups:
+        raise Unsupported("the model has no KV cache group that prefix caching could use")
+    return tuple(groups)
+
+
+def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> CacheGroup:
+    spec = group.kv_cache_spec
+    kind = get_kv_cache_spec_kind(spec)
+    layers = list(iter_layer_specs(spec))
+    if kind not in _KINDS or any(type(layer).__name__ == "RSWASpec" for layer in layers):
+        raise Unsupported(
+            f"KV cache group {group_id} is of kind {type(spec).__name__}, which is not supported"
+        )
+    first = layers[0]
+    window = 0
+    if _KINDS[kind] is GroupKind.SLIDING_WINDOW:
+        window = max(layer.sliding_window + layer.extra_retained_tokens for layer in layers)
+    elif _KINDS[kind] is GroupKind.CHUNKED_LOCAL:
+        window = first.attention_chunk_size
+    mamba_mode = getattr(first, "mamba_cache_mode", "")
+    if mamba_mode == "none":
+        raise Unsupported(
+            f"KV cache group {group_id} keeps no states at block boundaries "
+            "(mamba_cache_mode is "
+            "'none')"
+        )
+    block_tokens = resolve_dcp_kv_block_size(spec, dcp_size)
+    try:
+        check_context_parallel(
+            _KINDS[kind],
+            block_tokens,
+            is_sharded=spec.dcp_sharded,
+            decode_ranks=dcp_size,
+            prefill_ranks=pcp_size,
+        )
+    except ValueError as error:
+        raise Unsupported(f"KV cache group {group_id}: {error}") from None
+    return CacheGroup(
+        group_id,
+        _KINDS[kind],
+        block_tokens,
+        window,
+        mamba_mode == "align",
+        bool(group.is_eagle_group),
+    )
+
+
+def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -> int:
+    """Hits are multiples of this: vLLM's own granularity, and whole blocks of every group."""
+    return math.lcm(
+        kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups)
+    )
+
+
+def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[int]:
+    """Indices of groups whose KV of a token depends on the token after it, so that a hit must know
+    that one too.
+
+    Source: the EAGLE last-block drop of `HybridKVCacheCoordinator` in vLLM 0.32; all groups where
+    none is marked, states never.
+    """
+    if not _drops_last_block(vllm_config):
+        return frozenset()
+    marked = frozenset(index for index, group in enumerate(groups) if group.is_draft)
+    return marked or frozenset(
+        index for index, group in enumerate(groups) if group.kind is not GroupKind.MAMBA
+    )
+
+
+def _drops_last_block(vllm_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
+
+
+def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
+    """Tokens in a block per vLLM group, for `fresh_block_ids`; 0 for states, which need not follow
+    token order."""
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    return tuple(
+        0
+        if get_kv_cache_spec_kind(g.kv_cache_spec) is KVCacheSpecKind.MAMBA
+        else resolve_dcp_kv_block_size(g.kv_cache_spec, dcp)
+        for g in kv_cache_config.kv_cache_groups
+    )
+
+
+def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
+    """KV cache spec of each layer of this worker, by the layer's name."""
+    return {
+        name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+    }

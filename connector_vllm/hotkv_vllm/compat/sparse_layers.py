@@ -1,0 +1,141 @@
+"""Which layers of an engine can decode sparsely, and what keeps an engine from it.
+
+Reads `device_config`, `speculative_config`, `CacheConfig.cache_dtype`, `ParallelConfig`, the specs
+of `KVCacheConfig.kv_cache_groups`, and of each layer in `static_forward_context` its `impl` and
+`isa`. Puts an attention backend in the place of vLLM's for CPU.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind
+
+from hotkv.errors import HotKVError
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.centre import Centres
+from hotkv_vllm.config import CENTRE, SPARSE, ConfigError
+
+
+def override_cpu_attention(class_path: str) -> None:
+    """Puts `class_path` in place of vLLM's CPU attention backend, unless somebody else has done
+    so."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not AttentionBackendEnum.CPU_ATTN.is_overridden():
+        register_backend(AttentionBackendEnum.CPU_ATTN, class_path)
+
+
+def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
+    """Refuses (ConfigError) what sparse decode can't do in this engine, and settings that do not
+    fit the model."""
+    parallel = vllm_config.parallel_config
+    why = ""
+    if vllm_config.device_config.device_type != "cpu":
+        why = (
+            "it works in CPU engines only, and this one runs on "
+            f"{vllm_config.device_config.device_type}"
+        )
+    elif vllm_config.speculative_config is not None:
+        why = "it does not work with speculative decoding; leave out speculative_config"
+    elif str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
+        why = (
+            f"it can't read keys of kv_cache_dtype {vllm_config.cache_config.cache_dtype}; use auto"
+        )
+    elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        why = "it does not work with pipeline or context parallelism"
+    if why:
+        raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
+    try:
+        for _, block_tokens in sparse_groups(kv_cache_config):
+            config.check(vllm_config.model_config.get_total_num_hidden_layers(), block_tokens)
+    except HotKVError as error:
+        raise ConfigError(f"hotkv.{error.message}") from None
+
+
+def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> None:
+    """Refuses (ConfigError) centres of another model than this worker's."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if max(centres.layers) >= num_layers:
+        raise ConfigError(
+            f"{CENTRE}: it has a centre of layer {max(centres.layers)}, the model has "
+            f"{num_layers} layers; calibrate with this model"
+        )
+    num_shards = vllm_config.parallel_config.tensor_parallel_size // kv_cache_config.kv_tp_replicas
+    for group_index, _ in sparse_groups(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[group_index]
+        for name in group.layer_names:
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            index, needed = (
+                extract_layer_index(name),
+                (spec.num_kv_heads * num_shards, spec.head_size),
+            )
+            mu_HD = centres.mu(index)
+            if mu_HD is not None and mu_HD.shape != needed:
+                raise ConfigError(
+                    f"{CENTRE}: its centre of layer {index} is {list(mu_HD.shape)}, the model's "
+                    f"layer has {needed[0]} KV heads of size "
+                    f"{needed[1]}; calibrate with this model"
+                )
+
+
+def sparse_groups(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:
+    """(group, block tokens) of the KV cache groups whose layers may be sparse: plain full
+    attention."""
+    return tuple(
+        (index, group.kv_cache_spec.block_size)
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        if get_kv_cache_spec_kind(group.kv_cache_spec) is KVCacheSpecKind.FULL_ATTENTION
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """A layer that could be sparse: causal full attention over its own keys, without ALiBi. `index`
+    counts the model's layers."""
+
+    name: str
+    index: int
+    group: int
+    block_tokens: int
+    impl: Any
+    isa: str
+
+
+def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[AttentionLayer, ...]:
+    """The layers that could be sparse, in the model's order. Windows, chunks, ALiBi and keys shared
+    with other layers are left out."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    found = []
+    context = vllm_config.compilation_config.static_forward_context
+    for group_index, block_tokens in sparse_groups(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[group_index]
+        for name in group.layer_names:
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            layer = context[name]
+            impl = getattr(layer, "impl", None)
+            if (
+                impl is not None
+                and _is_plain(impl)
+                and not (spec.sliding_window or spec.attention_chunk_size or spec.non_causal)
+            ):
+                found.append(
+                    AttentionLayer(
+                        name,
+                        extract_layer_index(name),
+                        group_index,
+                        block_tokens,
+                        impl,
+                        getattr(layer, "isa", ""),
+                    )
+                )
+    return tuple(sorted(found, key=lambda layer: layer.index))
+
+
+def _is_plain(impl: Any) -> bool:
+    """Whether a layer is a decoder's, attends to all tokens before, without ALiBi, and has keys of
+    its own."""
+    shape = (impl.attn_type, impl.sliding_window, impl.kv_sharing_target_layer_name)
+    return shape == ("decoder", -1, None) and impl.alibi_slopes is None

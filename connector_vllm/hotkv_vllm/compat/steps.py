@@ -1,0 +1,63 @@
+"""What a step of vLLM's scheduler says of blocks and requests.
+
+Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
+`kv_cache_block_copies`, `new_block_ids_to_zero`), `Request.shared_prefix_boundary`, and what a
+request's blocks are hashed with besides tokens.
+"""
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+
+from hotkv_vllm.compat import NULL_BLOCK
+
+
+def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) -> set[int]:
+    """Blocks that this step may write for the first time. `tokens_per_block`: per vLLM group; 0
+    takes all blocks of the group.
+
+    Source: `SchedulerOutput` in vLLM 0.32. Blocks of a local prefix hit are not among them.
+    """
+    fresh: set[int] = set()
+    for new in scheduler_output.scheduled_new_reqs:
+        for tokens, ids in zip(tokens_per_block, new.block_ids, strict=False):
+            fresh.update(ids[new.num_computed_tokens // tokens if tokens else 0 :])
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, computed, new_ids in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=False
+    ):
+        if new_ids is None:
+            continue
+        resumed = request_id in cached.resumed_req_ids
+        for tokens, ids in zip(tokens_per_block, new_ids, strict=False):
+            fresh.update(ids[computed // tokens :] if resumed and tokens else ids)
+    fresh.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
+    # Among them those of requests that were preempted in the same call.
+    fresh.update(scheduler_output.new_block_ids_to_zero or ())
+    fresh.discard(NULL_BLOCK)
+    return fresh
+
+
+def event_extra_keys(
+    request: Any, blocks: range, block_tokens: int
+) -> tuple[tuple[Any, ...] | None, ...]:
+    """What is hashed into each block besides tokens, as vLLM's events name it; nothing where no
+    block has any.
+
+    Source: `BlockPool.cache_full_blocks` in vLLM 0.32.
+    """
+    if not (request.mm_features or request.cache_salt or request.prompt_embeds is not None):
+        return ()
+    keys: list[tuple[Any, ...] | None] = []
+    place = 0
+    for block in blocks:
+        extra, place = generate_block_hash_extra_keys(
+            request, block * block_tokens, (block + 1) * block_tokens, place
+        )
+        keys.append(extra)
+    return tuple(to_event_extra_keys(keys) or ()) if any(keys) else ()
+
+
+def shared_prefix_boundary(request: Any) -> int:
+    """Tokens of a prefix that vLLM saw shared by others and keeps a state for; 0 for none."""
+    return int(getattr(request, "shared_prefix_boundary", 0))
