@@ -54,7 +54,8 @@ CUDA = (
 )
 WIRE = (
     "tests/server/test_service.py tests/server/test_ranks.py "
-    "tests/server/test_representations.py tests/server/test_refusals.py"
+    "tests/server/test_representations.py tests/server/test_refusals.py "
+    "tests/server/test_links.py tests/server/test_odd_messages.py"
 )
 LIFE = (
     "tests/server/test_settling.py tests/server/test_service.py tests/server/test_life.py "

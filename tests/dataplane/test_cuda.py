@@ -13,12 +13,17 @@ from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Direction, Method
 from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.dataplane.plan import CopyPlan, Region
-from hotkv_server.device.runtime import DeviceError
+from hotkv_server.device.runtime import DeviceError, Event
 from hotkv_server.testing.copy_engine_contract import Ends, whole_plan
-from hotkv_server.testing.device import FakeRuntime
+from hotkv_server.testing.device import FakeEvent, FakeRuntime
 from tests.dataplane.rigs import ARENA_BYTES, SMALL, Arena, device_memory
 
 STEPS = dataclasses.replace(SMALL, method=Method.BATCH, depth=2)
+
+
+def has_passed(event: Event) -> bool:
+    assert isinstance(event, FakeEvent)
+    return bool(event.counters[1] >= event.counters[0])
 
 
 class Bench:
@@ -48,12 +53,22 @@ class Bench:
         return whole_plan(Region(self.arena.address, num_bytes, "the arena"), self.memory)
 
     def until(self, reached: Callable[[], bool], *, running: bool = False) -> None:
-        """Until it is so; with `running` the device goes on meanwhile."""
+        """Until it is so; with `running` the device goes on meanwhile, a step whenever the engine's
+        threads have nothing to do."""
         until_s = time.monotonic() + 60
         while not reached():
             assert time.monotonic() < until_s
-            if not running or not self.runtime.run(1):
+            if not (running and self.settled() and self.runtime.run(1)):
                 time.sleep(1e-4)
+
+    def settled(self) -> bool:
+        """Whether all threads of the engine wait for the device or for jobs."""
+        return all(
+            not (lane._giving_s or lane._finishing_s or (lane._works and lane._free))
+            and lane._finished.empty()
+            and not any(has_passed(given.slot.event) for given in list(lane._in_flight))
+            for lane in self.engine._lanes.values()
+        )
 
     def ended(self, *names: str) -> bool:
         return all(self.ends.outcomes[name] for name in names or self.ends.outcomes)
@@ -78,7 +93,7 @@ def test_no_more_than_depth_pieces_are_given_to_the_device_and_no_job_ends_befor
     bench.engine.submit(bench.ends.job("load", [bench.load()]))
     bench.engine.submit(bench.ends.job("store", [bench.store(ARENA_BYTES // 2)]))
     bench.until(lambda: bench.engine.figures().num_in_flight == 4)
-    time.sleep(0.01)
+    bench.until(bench.settled)
     figures = bench.engine.figures()
     assert figures.num_in_flight == 4 and figures.num_queued >= ARENA_BYTES // SMALL.piece_bytes - 2
     assert not any(bench.ends.outcomes.values()) and not figures.moved
@@ -113,8 +128,13 @@ def test_a_cancelled_job_ends_when_what_was_given_has_passed(bench: Bench) -> No
     job = bench.ends.job("load", [bench.load()])
     bench.engine.submit(job)
     bench.until(lambda: bench.engine.figures().num_in_flight == 2)
+    bench.until(bench.settled)
     job.cancel()
-    time.sleep(0.01)
+    first = bench.engine._lanes[Direction.LOAD]._in_flight[0].slot.event
+    bench.until(lambda: has_passed(first), running=True)
+    bench.until(bench.settled)
+    figures = bench.engine.figures()
+    assert (figures.num_queued, figures.num_in_flight) == (0, 1)
     assert not bench.ended(), "it ended with pieces in flight"
     bench.until(bench.ended, running=True)
     assert bench.ends["load"] is Outcome.CANCELLED
@@ -138,7 +158,7 @@ def test_a_failing_call_fails_one_job_which_ends_with_its_pieces(call: str, nth:
     bench.engine.submit(bench.ends.job("fails", [bench.load()]))
     if call == "copy_batch":
         bench.until(lambda: bench.engine.figures().num_in_flight == min(nth, 2))
-        time.sleep(0.01)
+        bench.until(bench.settled)
         assert not bench.ended(), "it ended with pieces in flight"
     bench.until(bench.ended, running=True)
     bench.engine.submit(bench.ends.job("after", [bench.load(), bench.store()]))

@@ -22,7 +22,7 @@ from hotkv_client import BlockRun, Credentials, LinkState, Role, Session, Sessio
 from hotkv_client.testing import PagedEngine
 from hotkv_server.rpc.errors import CODES
 from tests.server.certificates import Authority
-from tests.server.test_refusals import reason_of
+from tests.server.refusals import reason_of
 
 OTHER_UID, OTHER_GID, STRANGER_UID = 4242, 4343, 5151
 TOKEN, ADMIN_TOKEN = "a-token-of-gamma", "an-admin-token"

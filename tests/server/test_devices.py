@@ -175,11 +175,14 @@ def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
     before = one.content(ids + 4)
     cancelled, held = one.load(names, ids + 4, one.after(2, 5))
     _, late = one.load(names, ids + 6, one.after(3, 7), timeout_s=0.2)
+    one.session.ping(5)  # The load has begun.
+    begun_s = time.monotonic()
     one.session.cancel(cancelled)
     assert held.result(20).status is TransferStatus.CANCELLED
     assert one.content(ids + 4) == before
     # A transfer that waits for its mark is not late.
-    time.sleep(0.3)
+    until(lambda: time.monotonic() > begun_s + 0.2, "its timeout")
+    one.session.ping(5)
     assert not late.done()
     _reach(one, 3, 7)
     done(late)
@@ -263,7 +266,7 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
     )
     assert child.stdout is not None and child.stdout.readline() == "copying\n"
     assert server.num_held() >= 1
-    time.sleep(0.1)
+    until(lambda: server.counter("transfers_in_flight") > 0, "a copy in flight")
     child.kill()
     child.wait()
     until(lambda: server.num_held() == 0, "letting go")

@@ -4,7 +4,7 @@ goes away leaves nothing behind."""
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from hotkv_server.memory import arena
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import ServerState, read_state, write_state
 from hotkv_server.rpc import event_convert
-from hotkv_server.runtime.node import TIMER_S, Node
+from hotkv_server.runtime.node import Node
 from tests.core.support import words_of
 
 SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
@@ -58,6 +58,15 @@ def node_in(folder: Path) -> Iterator[Node]:
     memory.remove()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for the condition, and for what the loop has begun by then."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
 def written(folder: Path) -> list[str]:
     """Models in the state, with how many kinds of representations."""
     return [
@@ -73,7 +82,7 @@ def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> None:
             asyncio.create_task(node.sessions.open("e", "rank", space, "test", kind))
             for space, kind in kinds
         ]
-        await asyncio.sleep(0.05)
+        await until(lambda: len(node.sessions) == len(tasks) and disk.num_writes > 0)
         assert disk.num_writes == 1 and not any(task.done() for task in tasks)
         disk.go.set()
         sessions = await asyncio.gather(*tasks)
@@ -93,15 +102,15 @@ def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(
 ) -> None:
     async def scenario(node: Node) -> None:
         task = asyncio.create_task(node.sessions.open("e", "rank", SPACE, "test"))
-        await asyncio.sleep(0.05)
+        await until(lambda: disk.num_writes > 0)
         task.cancel()
-        await asyncio.sleep(0.05)
+        await until(task.done)
         assert task.cancelled() and not node.sessions and not node.core.sessions
         other = asyncio.create_task(
             node.sessions.open("e", "rank", replace(SPACE, model="n"), "test")
         )
-        await asyncio.sleep(0.05)
-        assert disk.num_writes == 1
+        await until(lambda: len(node.sessions) == 1)
+        assert disk.num_writes == 1 and not other.done()
         disk.go.set()
         await other
         assert written(tmp_path) == ["m 0", "n 0"]
@@ -175,13 +184,12 @@ def test_the_timer_forgets_what_was_left_long_ago(
         node.start()
         session = await node.sessions.open("e", "tool", SPACE, "test")
         monkeypatch.setattr(catalog, "FORGET_S", 0.0)
-        for _ in range(3):
-            await asyncio.sleep(TIMER_S)
+        for _ in range(2):
+            ticked_s = node.last_tick_s
+            await until(lambda at_s=ticked_s: node.last_tick_s > at_s)  # type: ignore[misc]
         assert list(node.core.key_spaces) == [1], "forgotten in use"
         await node.sessions.close(session)
-        async with asyncio.timeout(20):
-            while node.core.key_spaces:
-                await asyncio.sleep(TIMER_S / 4)
+        await until(lambda: not node.core.key_spaces)
         assert (await node.sessions.open("e", "tool", SPACE, "test")).record.key_space_id == 2
         await node.close()
 

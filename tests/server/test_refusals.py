@@ -2,25 +2,18 @@
 
 import os
 import queue
-import socket
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from demo.processes import Server
-from hotkv.errors import HotKVError, Reason
+from hotkv.errors import Reason
 from hotkv.groups import GroupKind
-from hotkv.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv.order import NO_ORDER
 from hotkv.results import BlockResult, TransferStatus
-from hotkv.retention import NO_RETENTION
 from hotkv.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -42,39 +35,15 @@ from hotkv_client import (
     SessionConfig,
     _wire,
 )
-from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
-from hotkv_client.link import descriptor_socket
 from hotkv_client.testing import PagedEngine
 from hotkv_server.rpc.errors import CODES
+from tests.server.refusals import reason_of, refused, state, stored
+
+__all__ = ["stored"]
 
 Make = Callable[..., PagedEngine]
 INT32 = np.int32
-SILENT = ("ping", "report_use", "report_sparse")
-"""Bodies that are never refused, or not answered where all is well."""
-VOLATILE = ("uptime_s", "age_s", "idle_s", "counters")
-
-
-def state(server: Server) -> dict[str, Any]:
-    """Everything that a refused call must leave as it was."""
-    with AdminClient(server.target) as admin:
-        answer = {
-            "tiers": admin.tiers(),
-            "sessions": admin.sessions(),
-            "blocks": admin.blocks(page_size=1000)["blocks"],
-        }
-        for row in [*answer["sessions"], *answer["blocks"]]:
-            for name in VOLATILE:
-                row.pop(name, None)
-        answer["leases"] = admin.info()["counters"]["leases"]
-        return answer
-
-
-def reason_of(error: grpc.RpcError) -> int:
-    for key, value in error.trailing_metadata() or ():
-        if key == "hotkv-error-bin":
-            return int(errors_pb2.ErrorDetail.FromString(value).reason)
-    raise AssertionError(f"no reason came with {error!r}")
 
 
 def test_every_reason_has_a_code_and_a_number() -> None:
@@ -94,21 +63,6 @@ def test_enums_have_the_numbers_of_the_wire() -> None:
     )
     assert {k.name: int(k) for k in GroupKind} == wire(layout_pb2.KvGroupKind, "KV_GROUP_KIND_")
     assert {r.name: int(r) for r in Role} == wire(session_pb2.SessionRole, "SESSION_ROLE_")
-
-
-@pytest.fixture
-def stored(engine: Make) -> Iterator[tuple[PagedEngine, list[bytes]]]:
-    """An engine with four stored blocks."""
-    one = engine()
-    blocks = [os.urandom(32) for _ in range(4)]
-    one.session.store("s", "s", [BlockRun(0, blocks, np.arange(4, dtype=INT32))], 10).result(10)
-    yield one, blocks
-
-
-def refused(future: Any) -> HotKVError:
-    with pytest.raises(HotKVError) as caught:
-        future.result(10)
-    return caught.value
 
 
 def test_refusals_on_the_stream(
@@ -226,7 +180,7 @@ def test_refusals_on_the_stream(
 def test_a_scheduler_without_memory_can_not_transfer(
     server: Server, stored: tuple[PagedEngine, list[bytes]]
 ) -> None:
-    from hotkv_client import Role, Session, SessionConfig
+    from hotkv_client import Role
 
     one, blocks = stored
     bare = Session(SessionConfig(server.target, "bare", Role.SCHEDULER, one.key_space))
@@ -501,299 +455,3 @@ def test_memory_is_registered_once(engine: Make) -> None:
         .results[0][0]
         == 1
     )
-
-
-def test_the_descriptor_socket_refuses(
-    server: Server, stored: tuple[PagedEngine, list[bytes]]
-) -> None:
-    before = state(server)
-    path = str(Path(server.target.removeprefix("unix:")).parent / "fd.sock")
-    packets = [
-        b"",
-        b"\xff" * 100,
-        os.urandom(65536),
-        _wire.link_request("guess", []),
-        _wire.link_request("guess", ["kv"]),
-    ]
-    for packet in packets:
-        for fds in ([], [0], [0] * 60):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-                peer.settimeout(5)
-                peer.connect(path)
-                if fds:
-                    socket.send_fds(peer, [packet or b"\0"], fds)
-                else:
-                    peer.send(packet)
-                if packet:
-                    answer, received, _, _ = socket.recv_fds(peer, 65536, 4)
-                    assert not received
-                    assert session_pb2.LinkResponse.FromString(answer).HasField("error")
-    assert state(server) == before
-
-
-def memory_file(num_bytes: int) -> int:
-    fd = os.memfd_create("test")
-    os.posix_fallocate(fd, 0, num_bytes)
-    return fd
-
-
-def linked(
-    server: Server, session_id: str, fds: dict[str, int]
-) -> tuple[socket.socket, session_pb2.LinkResponse]:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer.settimeout(5)
-    peer.connect(str(descriptor_socket(server.target)))
-    socket.send_fds(peer, [_wire.link_request(session_id, list(fds))], list(fds.values()))
-    answer, received, _, _ = socket.recv_fds(peer, 65536, 4)
-    for fd in received:
-        os.close(fd)
-    return peer, session_pb2.LinkResponse.FromString(answer)
-
-
-def test_the_page_of_the_link_that_holds_is_read(server: Server, engine: Make) -> None:
-    """What came with a link that was refused is forgotten: the page of the link that holds is the
-    one that is read."""
-    one = engine()
-    bare = Session(
-        SessionConfig(server.target, "bare", Role.WORKER, one.key_space, use_table=False)
-    )
-    bare.start()
-    assert bare.wait_connected(10) and bare._connection is not None
-    session_id = bare._connection.session_id
-
-    def store(fence_index: int) -> int:
-        name, runs = os.urandom(4).hex(), [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))]
-        call = bare._call(
-            lambda: _wire.store(name, name, runs, 5.0, NO_RETENTION, fence_index, 32),
-            transfer_id=name,
-        )
-        return int(call.result(10).results[0][0])
-
-    files = [
-        memory_file(8),
-        memory_file(8),
-        memory_file(one.kv.nbytes),
-        memory_file(4 * FENCE_WORDS),
-        memory_file(4 * FENCE_WORDS),
-    ]
-    little_kv, little_fence, kv, fence, other_fence = files
-    links = [linked(server, session_id, {"kv": little_kv, FENCE_HANDLE: little_fence})]
-    assert links[0][1].error.reason == Reason.INVALID_LAYOUT
-    links.append(linked(server, session_id, {"kv": kv, FENCE_HANDLE: fence}))
-    assert links[1][1].linked, links[1][1]
-    links.append(linked(server, session_id, {FENCE_HANDLE: other_fence}))
-    assert links[2][1].error.reason == Reason.DUPLICATE_ID
-    bare._call(lambda: _wire.register_memory(one.layout, NO_ORDER)).result(10)
-    os.pwrite(fence, (1).to_bytes(4, "little"), 4 * 7)
-    os.pwrite(other_fence, (1).to_bytes(4, "little"), 4 * 8)
-    assert [store(index) for index in (6, 7, 8)] == [
-        BlockResult.STORED,
-        BlockResult.ABORTED,
-        BlockResult.STORED,
-    ]
-    bare.close()
-    for peer, _ in links:
-        peer.close()
-    for fd in files:
-        os.close(fd)
-
-
-def test_a_store_with_a_fence_index_and_no_fence_is_refused(server: Server, engine: Make) -> None:
-    """A session that links its memory and no fence stores only what it never takes back."""
-    one = engine()
-    bare = Session(
-        SessionConfig(server.target, "bare", Role.WORKER, one.key_space, use_table=False)
-    )
-    bare.start()
-    assert bare.wait_connected(10) and bare._connection is not None
-    kv = memory_file(one.kv.nbytes)
-    peer, answer = linked(server, bare._connection.session_id, {"kv": kv})
-    assert answer.linked
-    bare._call(lambda: _wire.register_memory(one.layout, NO_ORDER)).result(10)
-    runs = [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))]
-    with pytest.raises(HotKVError, match="linked no fence") as raised:
-        bare._call(
-            lambda: _wire.store("t", "t", runs, 5.0, NO_RETENTION, 5, 32), transfer_id="t"
-        ).result(10)
-    assert raised.value.reason is Reason.INVALID_FIELD
-    bare.close()
-    peer.close()
-    os.close(kv)
-
-
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.binary(max_size=400))
-def test_random_bytes_do_no_harm(server: Server, data: bytes) -> None:
-    with (
-        grpc.insecure_channel(server.target) as channel,
-        grpc.insecure_channel(admin_target(server.target)) as admins,
-    ):
-        for method in (
-            "CacheService/Lookup",
-            "CacheService/Load",
-            "CacheService/Store",
-            "AdminService/Explain",
-            "AdminService/ListBlocks",
-        ):
-            call = (admins if "Admin" in method else channel).unary_unary(
-                f"/hotkv.v1.{method}", request_serializer=bytes, response_deserializer=bytes
-            )
-            try:
-                call(data, timeout=5)
-            except grpc.RpcError as error:
-                assert reason_of(error) != Reason.INTERNAL, error
-        for method in ("AdminService/WatchRequests", "EventService/Subscribe"):
-            watch = admins.unary_stream(
-                f"/hotkv.v1.{method}", request_serializer=bytes, response_deserializer=bytes
-            )
-            answers = watch(data, timeout=5)
-            try:
-                next(answers)
-                answers.cancel()
-            except grpc.RpcError as error:
-                assert reason_of(error) in (Reason.INVALID_FIELD, Reason.UNKNOWN_KEY_SPACE), error
-        stream = channel.stream_stream(
-            "/hotkv.v1.SessionService/Connect",
-            request_serializer=bytes,
-            response_deserializer=bytes,
-        )
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stream(iter([data]), timeout=5))
-        assert reason_of(caught.value) != Reason.INTERNAL
-
-
-@pytest.mark.parametrize(
-    ("method", "kind"),
-    [
-        ("grpc.health.v1.Health/Check", "unary_unary"),
-        ("grpc.health.v1.Health/Watch", "unary_stream"),
-        ("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "stream_stream"),
-        ("grpc.channelz.v1.Channelz/GetTopChannels", "unary_unary"),
-    ],
-)
-def test_what_is_no_message_of_other_services_is_refused_too(
-    server: Server, method: str, kind: str
-) -> None:
-    """gRPC answered UNKNOWN, and logged a traceback each time."""
-    with grpc.insecure_channel(admin_target(server.target)) as channel:
-        call = getattr(channel, kind)(
-            f"/{method}", request_serializer=bytes, response_deserializer=bytes
-        )
-        with pytest.raises(grpc.RpcError) as caught:
-            answer = call(
-                iter([b"\xff" * 9]) if kind == "stream_stream" else b"\xff" * 9, timeout=10
-            )
-            list(answer)
-    assert (caught.value.code(), reason_of(caught.value)) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        Reason.INVALID_FIELD,
-    )
-    assert "Traceback" not in server.log.read_text()
-
-
-def test_messages_on_an_open_stream_may_be_anything(engine: Make) -> None:
-    """Fields filled at random: every message is answered, and the session goes on."""
-    one = engine()
-    random = np.random.default_rng(7)
-    bodies = [
-        f.name
-        for f in session_pb2.ConnectRequest.DESCRIPTOR.oneofs_by_name["body"].fields
-        if f.name not in SILENT
-    ]
-    for _ in range(300):
-        request = session_pb2.ConnectRequest()
-        fill(getattr(request, str(random.choice(bodies))), random, 0)
-        future = one.session._call(lambda request=request: request)  # type: ignore[misc]
-        try:
-            future.result(10)
-        except HotKVError as error:
-            assert error.reason is not Reason.INTERNAL, (error, request)
-    assert (
-        one.session.store("s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, INT32))], 5)
-        .result(5)
-        .results[0][0]
-        == 1
-    )
-
-
-def test_a_client_that_does_not_read_is_closed_and_nobody_else_suffers(
-    server: Server, engine: Make
-) -> None:
-    one = engine()
-    requests: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    opening_message = _wire.open_session(one.session.config)
-    opening_message.open_session.engine_id = "never-reads"
-    requests.put(opening_message)
-    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
-    with (
-        grpc.insecure_channel(server.target, small_window) as channel,
-        AdminClient(server.target) as admin,
-    ):
-        stream = session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests.get, None))
-        next(stream)
-        # A read lease, and then calls whose refusal repeats its long name.
-        requests.put(
-            session_pb2.ConnectRequest(
-                acquire_lease=cache_pb2.AcquireLeaseRequest(lease_id="x" * 250)
-            )
-        )
-        unheard = cache_pb2.ReserveBlocksRequest(lease_id="x" * 250)
-        for i in range(1, 40_000):
-            requests.put(session_pb2.ConnectRequest(request_id=i, reserve_blocks=unheard))
-        deadline_s = time.monotonic() + 60
-        while any(s["engine_id"] == "never-reads" for s in admin.sessions()):
-            one.session.ping(5)
-            assert time.monotonic() < deadline_s, "a client that does not read keeps its session"
-        requests.put(None)
-        stream.cancel()
-
-
-def fill(message: Any, random: np.random.Generator, level: int) -> None:
-    """Random values in random fields, edges of the types among them."""
-    message.SetInParent()
-    for field in message.DESCRIPTOR.fields:
-        if random.random() < 0.3:
-            continue
-        repeated = (
-            not isinstance(getattr(message, field.name), int | float | str | bytes | bool)
-            and field.message_type is None
-        )
-        if field.message_type is not None:
-            value = getattr(message, field.name)
-            if hasattr(value, "add"):
-                for _ in range(int(random.integers(0, 4)) if level < 4 else 0):
-                    fill(value.add(), random, level + 1)
-            elif level < 5:
-                fill(value, random, level + 1)
-            continue
-        options: dict[str, list[Any]] = {
-            "int": [0, 1, -1, 2**31 - 1, -(2**31), int(random.integers(0, 100))],
-            "bytes": [
-                b"",
-                bytes(32),
-                os.urandom(32),
-                os.urandom(int(random.integers(0, 200))),
-                bytes(64),
-            ],
-            "str": ["", "kv", "mine", "\u00fc" * 50],
-        }
-        kind = (
-            "bytes"
-            if field.type == field.TYPE_BYTES
-            else "str"
-            if field.type == field.TYPE_STRING
-            else "int"
-        )
-        choice = options[kind][int(random.integers(0, len(options[kind])))]
-        if field.enum_type is not None:
-            choice = int(random.integers(0, 9))
-        if kind == "int" and field.type == field.TYPE_INT64 and random.random() < 0.2:
-            choice = [2**63 - 1, -(2**63)][int(random.integers(0, 2))]
-        if field.type == field.TYPE_BOOL:
-            choice = bool(random.integers(0, 2))
-        if repeated:
-            getattr(message, field.name).extend([choice] * int(random.integers(0, 3)))
-        else:
-            setattr(message, field.name, choice)

@@ -20,6 +20,7 @@ from hotkv_client._sparse_wire import _select_message
 from hotkv_client.admin import AdminClient
 from hotkv_server.rpc.errors import CODES
 from hotkv_sparse.centre import Centres, LayerCentre
+from tests.server.refusals import fill, reason_of
 from tests.server.sparse_support import (
     BLOCK_TOKENS,
     HEAD_SIZE,
@@ -32,7 +33,6 @@ from tests.server.sparse_support import (
     refused,
 )
 from tests.server.support import hashes
-from tests.server.test_refusals import fill, reason_of
 
 ZEROS = bytes(4 * KV_HEADS * HEAD_SIZE)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from hotkv.v1 import cache_pb2, session_pb2
 from hotkv_server.rpc import message_limits
-from tests.server.test_refusals import fill
+from tests.server.refusals import fill
 
 KIND = session_pb2.ConnectRequest.DESCRIPTOR
 

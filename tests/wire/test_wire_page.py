@@ -18,7 +18,7 @@ from hotkv_server.rpc import (
     space_convert,
 )
 from hotkv_server.rpc.errors import CODES
-from hotkv_server.runtime import node, transfers
+from hotkv_server.runtime import transfers
 from hotkv_server.security import tickets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ LIMITS = {
     "groups of a key space": keys.MAX_GROUPS,
     "bytes of a hash, at least": keys.MIN_HASH_BYTES,
     "bytes of a hash, at most": keys.MAX_HASH_BYTES,
-    "sessions of a server": node.MAX_SESSIONS,
+    "sessions of a server": sessions.MAX_SESSIONS,
     "transfers of a session under way": transfers.MAX_TRANSFERS_OF_SESSION,
     "requests in one report": calls.MAX_REPORTS,
     "answers of a stream that wait to be read, before the server reads on": (

@@ -1,0 +1,112 @@
+"""What tests of refusals share: what must not change, reasons, messages filled at random."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from demo.processes import Server
+from hotkv.errors import HotKVError
+from hotkv.v1 import (
+    errors_pb2,
+)
+from hotkv_client import (
+    BlockRun,
+)
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+
+Make = Callable[..., PagedEngine]
+INT32 = np.int32
+
+
+VOLATILE = ("uptime_s", "age_s", "idle_s", "counters")
+
+
+def state(server: Server) -> dict[str, Any]:
+    """Everything that a refused call must leave as it was."""
+    with AdminClient(server.target) as admin:
+        answer = {
+            "tiers": admin.tiers(),
+            "sessions": admin.sessions(),
+            "blocks": admin.blocks(page_size=1000)["blocks"],
+        }
+        for row in [*answer["sessions"], *answer["blocks"]]:
+            for name in VOLATILE:
+                row.pop(name, None)
+        answer["leases"] = admin.info()["counters"]["leases"]
+        return answer
+
+
+def reason_of(error: grpc.RpcError) -> int:
+    for key, value in error.trailing_metadata() or ():
+        if key == "hotkv-error-bin":
+            return int(errors_pb2.ErrorDetail.FromString(value).reason)
+    raise AssertionError(f"no reason came with {error!r}")
+
+
+def refused(future: Any) -> HotKVError:
+    with pytest.raises(HotKVError) as caught:
+        future.result(10)
+    return caught.value
+
+
+@pytest.fixture
+def stored(engine: Make) -> Iterator[tuple[PagedEngine, list[bytes]]]:
+    """An engine with four stored blocks."""
+    one = engine()
+    blocks = [os.urandom(32) for _ in range(4)]
+    one.session.store("s", "s", [BlockRun(0, blocks, np.arange(4, dtype=INT32))], 10).result(10)
+    yield one, blocks
+
+
+def fill(message: Any, random: np.random.Generator, level: int) -> None:
+    """Random values in random fields, edges of the types among them."""
+    message.SetInParent()
+    for field in message.DESCRIPTOR.fields:
+        if random.random() < 0.3:
+            continue
+        repeated = (
+            not isinstance(getattr(message, field.name), int | float | str | bytes | bool)
+            and field.message_type is None
+        )
+        if field.message_type is not None:
+            value = getattr(message, field.name)
+            if hasattr(value, "add"):
+                for _ in range(int(random.integers(0, 4)) if level < 4 else 0):
+                    fill(value.add(), random, level + 1)
+            elif level < 5:
+                fill(value, random, level + 1)
+            continue
+        options: dict[str, list[Any]] = {
+            "int": [0, 1, -1, 2**31 - 1, -(2**31), int(random.integers(0, 100))],
+            "bytes": [
+                b"",
+                bytes(32),
+                os.urandom(32),
+                os.urandom(int(random.integers(0, 200))),
+                bytes(64),
+            ],
+            "str": ["", "kv", "mine", "\u00fc" * 50],
+        }
+        kind = (
+            "bytes"
+            if field.type == field.TYPE_BYTES
+            else "str"
+            if field.type == field.TYPE_STRING
+            else "int"
+        )
+        choice = options[kind][int(random.integers(0, len(options[kind])))]
+        if field.enum_type is not None:
+            choice = int(random.integers(0, 9))
+        if kind == "int" and field.type == field.TYPE_INT64 and random.random() < 0.2:
+            choice = [2**63 - 1, -(2**63)][int(random.integers(0, 2))]
+        if field.type == field.TYPE_BOOL:
+            choice = bool(random.integers(0, 2))
+        if repeated:
+            getattr(message, field.name).extend([choice] * int(random.integers(0, 3)))
+        else:
+            setattr(message, field.name, choice)
