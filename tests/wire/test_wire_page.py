@@ -18,7 +18,7 @@ from hotkv_server.rpc import (
     space_convert,
 )
 from hotkv_server.rpc.errors import CODES
-from hotkv_server.runtime import transfers
+from hotkv_server.runtime import sessions, transfers
 from hotkv_server.security import tickets
 
 ROOT = Path(__file__).resolve().parents[2]
