@@ -133,7 +133,7 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
             blocks = index.find(key_space_id, record.block_group(run.group_index), run.hashes)
             kept.append(blocks[table.is_ready(blocks)])
         kept.append(
-            index.chain_to(
+            core.space.chains.ending_with(
                 key_space_id, record.block_group(run.group_index), run.parent, MAX_REFRESHED
             )
         )

@@ -195,7 +195,7 @@ def _publish(
             space.publish(new_of[came[part]], float(used_s[part].max()), checks=checks[part])
     blocks = came[is_block]
     parents = old[blocks, table.W_PARENT]
-    index.set_parents(
+    space.chains.set_parents(
         new_of[blocks], np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0)
     )
     kinds, kind_checks = came[~is_block], checks[~is_block]
