@@ -24,7 +24,7 @@ from hotkv_server.core.values import BoolMask, CoreConfig, HashList, SessionReco
 
 LEASE_BYTES = 1024
 LIST_BYTES = 192
-"""What a lease takes by itself, and each list of blocks in it."""
+"""Bytes that a lease takes by itself, and each list of blocks in it."""
 Entries = NDArray[np.uint32]
 Keys = NDArray[np.uint64]
 
@@ -174,7 +174,7 @@ class LeaseBook:
         # How many engines have a lease with this id.
         self._num_with_id: Counter[str] = Counter()
         self._next_number = 1
-        # None expires before.
+        # No lease expires before.
         self._next_end_s = math.inf
 
     def __len__(self) -> int:
@@ -287,7 +287,7 @@ class LeaseBook:
     def expired(self, now_s: float) -> list[Lease]:
         if now_s < self._next_end_s:
             return []
-        # Those that are late count too: one whose copies go on stays.
+        # Late leases count too: one with running copies stays.
         self._next_end_s = min(
             (lease.expires_s for lease in self._by_key.values()), default=math.inf
         )
