@@ -118,16 +118,7 @@ class NodeMemory:
         lock_fd = _locked(directory)
         (directory / NEW_TABLE_FILE).unlink(missing_ok=True)
         try:
-            leftover, old_table, why_empty = None, None, ""
-            if (directory / STATE_FILE).exists() or (directory / TABLE_FILE).exists():
-                try:
-                    leftover, old_table = _leftover(directory, arena_bytes, slab_bytes)
-                except (FileNotFoundError, ValueError, StateError) as error:
-                    why_empty = str(error)
-                except OSError as error:
-                    if error.errno != errno.ELOOP:
-                        raise
-                    why_empty = str(error)
+            leftover, old_table, why_empty = _usable(directory, arena_bytes, slab_bytes)
             if leftover is None:
                 _remove_files(directory)
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
@@ -139,20 +130,14 @@ class NodeMemory:
                 + (arena_bytes + geometry.file_bytes if leftover is None else 0),
                 arena_bytes,
             )
+            arena_path = directory / ARENA_FILE
             if leftover is None:
-                arena = FileMapping.create(directory / ARENA_FILE, arena_bytes, mode)
+                arena = FileMapping.create(arena_path, arena_bytes, mode)
             else:
-                arena = FileMapping(
-                    _open_own(directory / ARENA_FILE, os.O_RDWR),
-                    arena_bytes,
-                    str(directory / ARENA_FILE),
-                    exclusive=True,
-                )
-            table_file = FileMapping.create(
-                directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE),
-                geometry.file_bytes,
-                mode,
-            )
+                arena_fd = _open_own(arena_path, os.O_RDWR)
+                arena = FileMapping(arena_fd, arena_bytes, str(arena_path), exclusive=True)
+            table_path = directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE)
+            table_file = FileMapping.create(table_path, geometry.file_bytes, mode)
         except BaseException:
             os.close(lock_fd)
             raise
@@ -342,6 +327,23 @@ def _open_own(path: Path, flags: int) -> int:
         os.close(fd)
         raise StateError(f"{path.name} belongs to uid {owner}")
     return fd
+
+
+def _usable(
+    directory: Path, arena_bytes: int, slab_bytes: int
+) -> tuple[Leftover | None, FileMapping | None, str]:
+    """What an old server left, with its table; else None and why it can't be used, empty on a fresh
+    directory. Raises OSError if it can't be read only for now."""
+    if not (directory / STATE_FILE).exists() and not (directory / TABLE_FILE).exists():
+        return None, None, ""
+    try:
+        return *_leftover(directory, arena_bytes, slab_bytes), ""
+    except (FileNotFoundError, ValueError, StateError) as error:
+        return None, None, str(error)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return None, None, str(error)
 
 
 def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Leftover, FileMapping]:

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
-"""Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest is filled
-with any pages, and collapsed into huge ones behind."""
+"""Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest is
+filled with any pages, and collapsed into huge ones behind."""
 COMING_S = 1.0
 """How far ahead `coming_bytes` looks."""
 PAUSE_S = 0.01

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from hotkv.table import RECORD_WORDS, TableGeometry
 
 FIRST_ENTRIES = 1 << 21
-"""Records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with as many blocks as there are
-by default."""
+"""Records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with as many blocks as
+there are by default."""
 PIECE_ENTRIES = 1 << 20
 
 
