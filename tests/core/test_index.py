@@ -18,6 +18,7 @@ from hotkv.table import (
     hash_words,
 )
 from hotkv_server.core import reference
+from hotkv_server.core.chains import Chains
 from hotkv_server.core.index import BlockIndex
 from tests.core.support import make_table
 
@@ -160,7 +161,9 @@ class IndexMachine(RuleBasedStateMachine):
         parent_words = None if parent is None else self.pack([parent[2]])[0]
         group = (2, 0) if parent is None else parent[:2]
         for index in self.indexes:
-            index.link(*group, words, parent_words)
+            chains = Chains(index)
+            chains._kernels = index._kernels
+            chains.link(*group, words, parent_words)
             before = 0 if parent is None else self.model[parent].number
             for word in words.tolist():
                 assert word == 0 or index.table.records[word, table.W_PARENT] == before

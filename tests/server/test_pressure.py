@@ -44,7 +44,7 @@ class Session:
 
 def watching(*sessions: Session) -> Pressure:
     leases = SimpleNamespace(of_session=lambda number: [])
-    core = SimpleNamespace(config=SimpleNamespace(capacity=0), leases=leases)
+    core = SimpleNamespace(config=SimpleNamespace(capacity=0, max_blocks_per_call=0), leases=leases)
     node: Any = SimpleNamespace(
         core=core, sessions=list(sessions), books_bytes=lambda: 0, health=Health()
     )

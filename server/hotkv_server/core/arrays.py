@@ -1,5 +1,6 @@
-"""Small array questions that numpy answers slowly in the case that is usual here: all equal, or all
-different."""
+"""Array functions for two cases that are usual here and slow in numpy: all elements equal, or all
+different.
+"""
 
 from collections.abc import Sequence
 
@@ -10,8 +11,8 @@ from hotkv.table import Words
 
 
 def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
-    """Rows at rising places of words [n, 8], each place once; the words themselves where that is
-    all."""
+    """Rows of words [n, 8] at rising places, each once; the words themselves if that is all of
+    them."""
     return hashes if len(places) == len(hashes) else hashes[places]
 
 
@@ -25,7 +26,7 @@ def first_occurrences(hashes: Words) -> NDArray[np.int64]:
 
 
 def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Entries that are not among `gone`; no entry is listed twice."""
+    """Drops the entries that are among `gone`; no entry is listed twice."""
     if not len(gone):
         return entries
     if len(gone) == len(entries) and np.array_equal(gone, entries):
@@ -34,7 +35,7 @@ def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np
 
 
 def repeats(entries: Sequence[NDArray[np.uint32]]) -> bool:
-    """Whether an entry comes twice in all of these lists."""
+    """Returns True if an entry is listed twice in all of these lists together."""
     if not entries:
         return False
     rising = np.sort(np.concatenate(entries))

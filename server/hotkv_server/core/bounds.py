@@ -1,9 +1,9 @@
-"""A bound on what all share that no owner can use up alone.
+"""A bound on a shared resource that no owner can use up alone.
 
-Always true: together they hold no more than the capacity; an owner that takes more has afterwards
-no more than the floor, or no more than what is left for others. So one alone gets half, n that want
-everything get 1/(n + 1) each, and there is always room for another one. An owner is a tenant, or
-where there are none an engine.
+Always true: all owners together hold no more than the capacity. After an owner has taken more, it
+holds no more than the floor, or no more than is left for others. So one owner alone gets half, n
+owners that want everything get 1/(n + 1) each, and there is always room for another one. An owner
+is a tenant, or an engine if no tenants are configured.
 """
 
 FLOOR_SHARE = 64
@@ -32,13 +32,13 @@ class FairBound:
         return max(0, min(self.floor - held, free), (free - held) // 2)
 
     def take(self, owner: str, count: int) -> None:
-        """The owner holds so many more; `room` has said that it may."""
+        """Counts so many more for the owner; `room` has said that it may."""
         if count:
             self._held[owner] = self.held(owner) + count
             self.total += count
 
     def give(self, owner: str, count: int) -> None:
-        """The owner holds so many less."""
+        """Counts so many less for the owner."""
         left = self.held(owner) - count
         assert left >= 0, "more was given back than was held"
         self.total -= count
@@ -47,7 +47,7 @@ class FairBound:
             del self._held[owner]
 
     def refusal(self, owner: str, what: str) -> str:
-        """Why the owner gets no more, for people to read."""
+        """Says why the owner gets no more, for people to read."""
         return (
             f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} "
             f"of {self.capacity} are free; "
@@ -55,14 +55,14 @@ class FairBound:
         )
 
     def check(self, held: dict[str, int]) -> None:
-        """Raises AssertionError where this is not what each owner holds."""
+        """Raises AssertionError if the owners hold something else."""
         assert self._held == held and self.total == sum(held.values()) <= self.capacity, (
             "what owners hold is miscounted"
         )
 
 
 class Account(FairBound):
-    """One kind of things among those that share a bound; each takes `unit` of it."""
+    """One kind of things among several that share a bound; each takes `unit` of it."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
         super().__init__(bound.capacity // unit)

@@ -2,10 +2,10 @@
 declared for their blocks.
 
 Always true: equal fingerprints have one number, and so have equal kinds of representations in one
-key space; numbers are never given away anew. What is registered can be served: a block of each
-group fits the arena. A key space that a session has, or that has a slot, is known. There is room
-for another one as long as its tenant has one that no session has: the first to be forgotten is the
-one left longest ago among those without a block, or else among all.
+key space; a number is never given to another. Every registered key space can be served: a block of
+each group fits the arena. A key space that has a session or a slot is known. A tenant can register
+another key space as long as one of its own has no session: that one is forgotten first which was
+left longest ago, of those without a block if there are any.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,9 +22,9 @@ MAX_KEY_SPACES_OF_TENANT = 256
 MAX_WEIGHT_BYTES = 32 << 20
 """Of all key spaces together."""
 FORGET_S = 600.0
-"""A key space without a block is forgotten so long after its last session."""
+"""How long a key space without a block is known after its last session."""
 _ENTRY_BYTES = 96
-"""What a string or a number costs besides its characters, here and in the file of the server's
+"""Bytes of a string or a number besides its characters, here and in the file of the server's
 state."""
 
 
@@ -33,7 +33,7 @@ def _invalid(message: str) -> HotKVError:
 
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
-    """About what it costs to know a key space with so many kinds of representations."""
+    """About how many bytes a key space takes with these kinds of representations."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -44,14 +44,14 @@ def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) ->
 
 @dataclass(slots=True)
 class _Holding:
-    """What a tenant has of the catalog."""
+    """How many key spaces a tenant has in the catalog, and their weight."""
 
     count: int = 0
     weight_bytes: int = 0
 
 
 class Catalog:
-    """Records of key spaces by number, from 1 on. `revision`: another one after each change."""
+    """Records of key spaces by number, from 1 on. `revision` changes with every change."""
 
     def __init__(self, space: Space, num_tenants: int = 0) -> None:
         self.records: dict[int, KeySpaceRecord] = {}
@@ -61,7 +61,7 @@ class Catalog:
         self._last = 0
         self._rows = {0}
         self._sessions: dict[int, int] = {}
-        # Those that no session has and since when, in that order.
+        # Key spaces without a session, and since when, in that order.
         self._left_s: dict[int, float] = {}
         self._holdings: dict[str, _Holding] = {}
         self.max_of_tenant = (
@@ -76,7 +76,7 @@ class Catalog:
 
     @property
     def weight_bytes(self) -> int:
-        """About what it costs to know all this."""
+        """About how many bytes all key spaces take."""
         return sum(holding.weight_bytes for holding in self._holdings.values())
 
     def record(self, number: int) -> KeySpaceRecord:
@@ -92,8 +92,8 @@ class Catalog:
     def register(
         self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
     ) -> tuple[int, tuple[int, ...]]:
-        """Number of a key space, and the group index of each kind of representation; they are noted
-        on first sight."""
+        """Registers a key space and kinds of representations the first time they are seen; returns
+        the number of the key space and the group index of each kind."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
@@ -119,26 +119,26 @@ class Catalog:
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 
     def knows(self, key_space: KeySpace) -> bool:
-        """Whether it is registered."""
+        """Returns True if the key space is registered."""
         return key_space.fingerprint in self._numbers
 
     def enter(self, number: int) -> None:
-        """Another session has the key space."""
+        """Counts one more session of the key space."""
         self._sessions[number] = self._sessions.get(number, 0) + 1
         self._left_s.pop(number, None)
 
     def leave(self, number: int, now_s: float) -> None:
-        """One session fewer has it."""
+        """Counts one session of the key space less."""
         self._sessions[number] -= 1
         if not self._sessions[number]:
             del self._sessions[number]
             self._left_s[number] = now_s
 
     def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
-        """The key space to forget before this one can be registered; 0 where there is room, or none
-        that might be forgotten.
+        """The key space to forget before this one can be registered; 0 if there is room, or none
+        may be forgotten.
 
-        Raises HotKVError where it can't be registered at all.
+        Raises HotKVError if it cannot be registered at all.
         """
         self._check(key_space, kinds)
         if self._has_room(key_space, kinds):
@@ -156,7 +156,7 @@ class Catalog:
         )
 
     def outlived(self, now_s: float) -> Iterator[int]:
-        """Those without a block that no session has had for long. Don't change the catalog
+        """Key spaces without a block that have had no session for long. The catalog must not change
         meanwhile."""
         for number, left_s in self._left_s.items():
             if left_s > now_s - FORGET_S:
@@ -165,8 +165,8 @@ class Catalog:
                 yield number
 
     def forget(self, number: int) -> bool:
-        """It is known no more; False, and all is as it was, where a session has it or something is
-        left of its blocks."""
+        """Forgets a key space. Returns False, with nothing changed, if it has a session or
+        slots."""
         if number not in self._left_s or self._space.tenants.bytes_of(number):
             return False
         record = self.records.pop(number)
@@ -274,7 +274,7 @@ class Catalog:
             )
 
     def check_invariants(self, in_sessions: list[int]) -> None:
-        """Raises AssertionError where the books disagree. `in_sessions`: the key space of each
+        """Raises AssertionError if the books disagree. `in_sessions`: the key space of each
         session."""
         assert self._sessions == {
             number: in_sessions.count(number) for number in set(in_sessions)

@@ -1,4 +1,4 @@
-"""Counting all entries: a part at a time, so that nobody waits for the count of millions."""
+"""Counts all entries, a part at a time, so that nobody waits for the count of millions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from hotkv_server.core.space import Space
 from hotkv_server.core.values import KEY_SPACE_ROWS
 
 PART_ENTRIES = 1 << 17
-"""Counted in a millisecond or two."""
+"""Entries that one part counts: a millisecond or two."""
 
 
 @dataclass(slots=True)
 class Census:
-    """What is there. What comes or goes while it is taken is counted or not.
+    """What is there. An entry that is inserted or removed meanwhile may be counted or not.
 
-    num_blocks: ready. representation_bytes: slots of representations, in whatever state. blocks,
-    representations: ready ones, int64 by row of the key space, see KEY_SPACE_ROWS.
+    num_blocks: ready ones. representation_bytes: slots of representations, in whatever state.
+    blocks, representations: ready ones, int64 by row of the key space, see KEY_SPACE_ROWS.
     """
 
     num_blocks: int
@@ -32,7 +32,7 @@ class Census:
 
 
 def take(space: Space) -> Iterator[Census]:
-    """The census as far as it has come, after each part; the last one is whole."""
+    """Counts the entries of a space: the census so far, after each part; the last one is whole."""
     index = space.index
     census = Census(
         0, 0, 0, 0, np.zeros(KEY_SPACE_ROWS, np.int64), np.zeros(KEY_SPACE_ROWS, np.int64)

@@ -1,8 +1,8 @@
 """Long work of the core in parts: each generator does one part a step, and between two steps
 anything else may be called.
 
-What a piece finds changed since the first step, it leaves alone, unless it says so. A part takes
-milliseconds, however large the cache is.
+Always true: a part takes milliseconds, however large the cache is. Entries and leases that have
+changed since the first step are left alone, unless the generator says otherwise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ from hotkv_server.core.space import MAX_REFRESHED
 from hotkv_server.core.values import Entries, HashList, Run
 
 LEASED_BLOCKS = 1 << 16
-"""Listed by the leases of one part, unless a single one lists more."""
+"""Blocks that the leases of one part list, unless a single one lists more."""
 LEASE_BLOCKS = 1 << 10
-"""What a lease counts besides the blocks that it lists."""
+"""Blocks that a lease counts as, besides those that it lists."""
 BLOCKS = 1 << 12
 SCANNED_ENTRIES = 1 << 17
 
@@ -45,7 +45,7 @@ def end_leases(core: CacheCore, session_number: int) -> Iterator[None]:
 def evict(
     core: CacheCore, key_space_id: int, group_index: int, hashes: table.Words
 ) -> Iterator[tuple[int, int]]:
-    """Drops those of the named blocks that are not pinned; (dropped, kept) of each part."""
+    """Evicts those of the named blocks that are not pinned; yields (dropped, kept) of each part."""
     index = core.space.index
     named = _named(core, key_space_id, group_index, hashes)
     generations = index.table.records[named, table.W_GENERATION]
@@ -62,10 +62,10 @@ def evict(
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> Iterator[tuple[int, int]]:
-    """Drops all blocks of a key space (0: of all) that are there at the first step, but for pinned
-    ones; (dropped, kept) of each part.
+    """Evicts all blocks of a key space (0: of all) that are there at the first step and not pinned;
+    yields (dropped, kept) of each part.
 
-    What comes meanwhile may go too.
+    A block that is stored meanwhile may be evicted too.
     """
     if key_space_id:
         core.key_space(key_space_id)
@@ -75,12 +75,12 @@ def evict_all(core: CacheCore, key_space_id: int) -> Iterator[tuple[int, int]]:
 
 
 def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
-    """Forgets all blocks of a key space that are there at the first step; how many of them were
-    ready, part by part.
+    """Forgets all blocks of a key space that are there at the first step; yields how many of them
+    were ready, part by part.
 
-    After the last step none of them is found again. What is reserved or being written at the first
-    step never becomes ready, unless it does so before its turn: then it is forgotten with the
-    others. What comes meanwhile may go too.
+    After the last step none of them is found again. A block that is reserved at the first step
+    never becomes ready, unless it does so before its lease is aborted: then it is forgotten with
+    the others. A block that is stored meanwhile may be forgotten too.
     """
     core.key_space(key_space_id)
     writing = [
@@ -88,8 +88,8 @@ def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
         for lease in core.leases.all()
         if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id
     ]
-    # All of them before the first block: whatever becomes ready before its lease's turn is found
-    # below.
+    # All leases before the first block: a block that becomes ready before its lease is aborted is
+    # found below.
     for part in _portions(writing):
         for lease in part:
             if (
@@ -106,7 +106,7 @@ def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
 def use(
     core: CacheCore, session_number: int, hash_list: HashList, now_s: float, retention: Retention
 ) -> Iterator[None]:
-    """As `CacheCore.touch` of one list, with what is to be kept in parts of its own."""
+    """As `CacheCore.touch` of one list, with the blocks to keep pinned in parts of their own."""
     core.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
     for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
         yield
@@ -117,10 +117,10 @@ def use(
 
 def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
     """Makes room for those blocks of the runs that are not there, as reserving them would; no part
-    where little is to be done.
+    if little is to be done.
 
-    For a core whose `makes_room` is False: the runs are reserved right after the last step. Runs
-    that the core would refuse are left alone.
+    For a core whose `makes_room` is False: the runs are reserved right after the last step. Does
+    nothing for runs that the core would refuse.
     """
     record, index = core.catalog.record(key_space_id), core.space.index
     wanted: dict[tuple[int, int], int] = {}
@@ -133,7 +133,7 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
             blocks = index.find(key_space_id, record.block_group(run.group_index), run.hashes)
             kept.append(blocks[table.is_ready(blocks)])
         kept.append(
-            index.chain_to(
+            core.space.chains.ending_with(
                 key_space_id, record.block_group(run.group_index), run.parent, MAX_REFRESHED
             )
         )
@@ -153,7 +153,7 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
             index.pin(staying, 1)
             has_more = next(making, _END) is not _END
             index.pin(staying, -1)
-            # A representation whose block went meanwhile could not go with it.
+            # A pinned representation was not freed if its block was evicted meanwhile.
             core.space.removal.reap(staying)
             if not has_more:
                 break
@@ -172,8 +172,8 @@ def _named(core: CacheCore, key_space_id: int, group_index: int, hashes: table.W
 
 
 def _ready_blocks(core: CacheCore, key_space_id: int) -> Iterator[Entries]:
-    """Blocks of a key space (0: of all) that are ready when they come: all that are there at the
-    first step, some that come later."""
+    """Blocks of a key space (0: of all) that are ready when they are yielded: all that are there at
+    the first step, and some that are stored later."""
     for start in range(0, core.space.index.num_numbers, SCANNED_ENTRIES):
         found = core.space.index.ready_blocks(key_space_id, start, start + SCANNED_ENTRIES)
         for at in range(0, max(1, len(found)), BLOCKS):
@@ -196,7 +196,7 @@ def _still_ready(core: CacheCore, entries: Entries, key_space_id: int) -> Entrie
 
 
 def _portions(leases: Sequence[Lease]) -> Iterator[Sequence[Lease]]:
-    """Leases in parts of about the same work."""
+    """Splits leases into parts of about the same work."""
     first, weight = 0, 0
     for at, lease in enumerate(leases):
         weight += LEASE_BLOCKS + num_listed(lease)

@@ -6,8 +6,6 @@ is reserved or ready; only ready entries can be found by readers. Entries are ro
 Python objects. Nothing here evicts or allocates slots.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +13,7 @@ from hotkv import native, table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
 from hotkv_server.core import reference
-from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, Run
+from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS
 
 Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
@@ -23,12 +21,12 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key. `num_entries`: those that are not free. `limit`: most that there may be, as
-    so many records have memory.
+    """Entries by key. `num_entries`: those that are not free, at most `limit`: so many records have
+    memory.
 
-    `unverified`: their bytes must agree with their check value before they are loaded, because they
-    came back from an old table, or because they did not agree and somebody's lease keeps them.
-    `_salts` [row of the key space, group]: mixed into hashes.
+    `unverified`, by entry number: its bytes must be compared with its check value before they are
+    loaded. It came back from an old table, or it did not agree and a lease keeps it. `_salts` [row
+    of the key space, group]: mixed into hashes.
     """
 
     def __init__(self, block_table: BlockTable) -> None:
@@ -48,8 +46,8 @@ class BlockIndex:
         self._kernels = native.load("hotkv_server.core.kernels") or reference
 
     def back(self, num_entries: int) -> None:
-        """So many entries have memory in the table now; until the first call all have. Not fewer
-        than are in use."""
+        """So many entries have memory in the table now, no fewer than are in use; until the first
+        call all have."""
         assert num_entries >= self.num_entries, "entries in use have lost their memory"
         # Pages of the pins come now, a few at a time, and not with the first lease of many blocks.
         self.pins[self._num_backed + 1 : num_entries + 1] += np.uint32(0)
@@ -59,8 +57,7 @@ class BlockIndex:
         return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
 
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
-        """Declares a key space and the salts of its groups; or more of them, from `first_group`
-        on."""
+        """Declares salts of a key space's groups, from `first_group` on."""
         self._salts[key_space_id % KEY_SPACE_ROWS, first_group : first_group + len(salts)] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:
@@ -73,8 +70,8 @@ class BlockIndex:
         )[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Entry words [n] by tag alone, as readers of the table see them; faster than `find`, and a
-        hint."""
+        """Entry words [n] by tag alone, as readers of the table see them. Faster than `find`, and
+        a hint."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(
@@ -87,8 +84,8 @@ class BlockIndex:
         depths: Int64s,
         lease_number: int,
     ) -> Entries:
-        """Adds reserved entries for keys that are not in the index; fewer, from the first on, where
-        the index is full."""
+        """Adds reserved entries for keys that are not in the index; from the first on, until the
+        index is full."""
         count = min(len(hashes), self.limit - self.num_entries)
         entries = np.empty(count, np.uint32)
         fitted, self._free_head, self._next_unused = self._kernels.insert(
@@ -109,68 +106,34 @@ class BlockIndex:
         self.num_entries += fitted
         return entries[:fitted]
 
-    def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Notes the entry before each reserved one in its chain. A hint: that entry may go, and its
-        number be used anew."""
-        self.table.records[entries, table.W_PARENT] = parents
-
-    def link(
-        self, key_space_id: int, group_index: int, words: Entries, parent: Words | None
-    ) -> None:
-        """Notes for the entry words [n] of a chain (0 where there is none) which entry comes before
-        each; `parent` [8] before the first.
-
-        For those that were there already too: the block before them may have come back under
-        another number.
-        """
-        first = np.uint32(0)
-        if parent is not None:
-            first = self.find(key_space_id, group_index, parent.reshape(1, 8))[0] & ~RESERVED_FLAG
-        self._kernels.link(self.table.records, words, first)
-
-    def chain_to(
-        self, key_space_id: int, group_index: int, last: Words | None, most: int
-    ) -> Entries:
-        """Ready blocks of the chain that ends with the hash `last` [8], as far as they are linked;
-        none where that one is not ready."""
-        if last is None:
-            return np.empty(0, np.uint32)
-        end = self.find(key_space_id, group_index, last.reshape(1, 8))
-        if not table.is_ready(end)[0]:
-            return np.empty(0, np.uint32)
-        return np.append(self.ancestors(int(end[0]), most), end)
-
     def owners(self, entries: Entries) -> NDArray[np.uint32]:
-        """Number of the write lease of reserved entries; meaningless for others."""
+        """Number of the write lease of each reserved entry; meaningless for others."""
         owners: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK]
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds `mark` to the shard masks of reserved entries and returns the masks; they lie in the
-        check value's upper half."""
+        """Adds `mark` to the shard masks of reserved entries and returns the masks, which are the
+        upper half of the check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
 
     def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
-        """Makes reserved entries ready: from here on every reader finds them. `keys`: of
-        `mixed`."""
+        """Makes reserved entries ready: every reader finds them now. `keys`: of `mixed`."""
         done = int(
             self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
         )
         assert done == len(entries), "published an entry that is not in the table"
 
     def remove(self, entries: Entries, keys: Keys) -> list[Words]:
-        """Drops entries, reserved or ready; their numbers are free again.
-
-        Returns their records [n, 18] as they were, in parts of one key space, group and slot size.
-        """
+        """Removes reserved or ready entries and frees their numbers; returns their records, in
+        `parts`."""
         rows = self._unlink(entries, keys)
         self._release(entries)
         return self.parts(rows)
 
     def parts(self, rows: Words) -> list[Words]:
-        """Records [n, 18] in parts of one key space, group and slot size."""
+        """Splits records [n, 18] into parts of one key space, group and slot size."""
         if not len(rows) or self._kernels.is_uniform(rows):
             return [rows] if len(rows) else []
         owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array(
@@ -190,9 +153,10 @@ class BlockIndex:
         self.table.records[entries, table.W_REPRESENTATION] = 0
 
     def remove_detached(self, entries: Entries) -> None:
-        """Drops detached entries; their numbers are free again."""
-        states = self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16)
-        assert np.all(states == table.STATE_DETACHED), "dropped an entry that is in the table"
+        """Removes detached entries and frees their numbers."""
+        assert np.all(self._states_of(entries) == table.STATE_DETACHED), (
+            "dropped an entry that is in the table"
+        )
         self.table.records[entries, table.W_GROUP_STATE] = 0
         self._release(entries)
 
@@ -215,19 +179,12 @@ class BlockIndex:
         assert good, "pin given back twice"
 
     def evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
-        """Which entries are ready and not pinned, only those of one slot size if given."""
+        """Which entries [n] are ready and not pinned, and of this slot size if one is given."""
         out = np.empty(len(entries), np.bool_)
         self._kernels.evictable(
             self.table.records, self.pins, entries, slot_bytes // SLOT_ALIGN, out
         )
         return out
-
-    def ancestors(self, entry: int, most: int) -> Entries:
-        """Ready entries before this one in its chain, from the farthest to the nearest, as far as
-        its links hold."""
-        nearest_first = np.empty(most, np.uint32)
-        count = int(self._kernels.ancestors(self.table.records, entry, nearest_first))
-        return nearest_first[:count][::-1].copy()
 
     def offsets(self, entries: Entries) -> Int64s:
         """Slot offsets in bytes."""
@@ -250,38 +207,33 @@ class BlockIndex:
         return self._next_unused
 
     def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
-        """State of every entry number that was ever used, or of those from `first` to `end`: 0
-        free, STATE_RESERVED, STATE_READY or STATE_DETACHED.
-        """
+        """States of the entry numbers from `first` to `end` that were ever used: 0 for a free one,
+        STATE_RESERVED, STATE_READY or STATE_DETACHED."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         return self.table.records[first:upto, table.W_GROUP_STATE] >> np.uint32(16)
 
     def is_ready(self, entries: Entries) -> NDArray[np.bool_]:
         """Which entries [n] are ready."""
-        ready: NDArray[np.bool_] = (
-            self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY
-        )
+        ready: NDArray[np.bool_] = self._states_of(entries) == table.STATE_READY
         return ready
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
         """Which entries [n] are ready or detached: their slots hold whole blocks."""
-        return np.isin(
-            self.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16),
-            (table.STATE_READY, table.STATE_DETACHED),
-        )
+        return np.isin(self._states_of(entries), (table.STATE_READY, table.STATE_DETACHED))
+
+    def _states_of(self, entries: Entries) -> NDArray[np.uint32]:
+        states: NDArray[np.uint32] = self.table.records[entries, table.W_GROUP_STATE]
+        return states >> np.uint32(16)
 
     def ready_blocks(
         self, key_space_id: int = 0, first: int = 0, end: int | None = None
     ) -> Entries:
-        """Numbers of ready entries, of one key space if given, without representations: of all, or
-        of those from `first` to `end`."""
-        records = self.table.records[
-            first : self._next_unused if end is None else min(end, self._next_unused)
-        ]
+        """Ready entries from `first` to `end` that are blocks, of one key space if given."""
+        upto = self._next_unused if end is None else min(end, self._next_unused)
+        records = self.table.records[first:upto]
         states = records[:, table.W_GROUP_STATE]
-        mask = (states >> np.uint32(16) == table.STATE_READY) & (
-            states & np.uint32(0xFFFF) < MAX_GROUPS
-        )
+        is_block = states & np.uint32(0xFFFF) < MAX_GROUPS
+        mask = (states >> np.uint32(16) == table.STATE_READY) & is_block
         if key_space_id:
             mask &= records[:, table.W_KEY_SPACE] == key_space_id
         return (first + np.flatnonzero(mask)).astype(np.uint32)
@@ -301,69 +253,59 @@ class BlockIndex:
         return key_spaces
 
     def mixed(self, entries: Entries) -> Keys:
-        """Keys of entries as 64 bits [n]: the hash mixed with key space and group, as the table
-        does."""
+        """Keys of entries, uint64 [n]: hash mixed with key space and group, as in the table."""
         out = np.empty(len(entries), np.uint64)
         self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
         return out
 
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
-        """The same keys from hashes [n, 8], whether in the index or not."""
+        """As `mixed`, from hashes [n, 8] that need not be in the index."""
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
-    def mixed_runs(self, key_space_id: int, runs: Sequence[Run]) -> Keys:
-        """The same keys of all blocks of runs, one after the other; representations are left
-        out."""
-        keys = [
-            self.mixed_hashes(key_space_id, run.group_index, run.hashes)
-            for run in runs
-            if run.group_index < MAX_GROUPS
-        ]
-        if len(keys) == 1:
-            return keys[0]
-        return np.concatenate(keys) if keys else np.empty(0, np.uint64)
-
-    def _free_numbers(self) -> list[int]:
-        numbers: list[int] = []
-        number = self._free_head
-        while number and len(numbers) <= self.capacity:
-            numbers.append(number)
-            number = int(self.table.records[number, table.W_OFFSET])
-        return numbers
-
     def check_invariants(self) -> None:
-        """Raises AssertionError where table, states and free numbers disagree. Linear in
-        capacity."""
-        buckets = self.table.buckets
-        words = buckets[:, table.ENTRIES :].reshape(-1)
-        linked = words[words != 0]
-        numbers = linked & ~RESERVED_FLAG
-        states = self.states()
-        detached = np.flatnonzero(states == table.STATE_DETACHED)
-        assert len(np.unique(numbers)) == len(numbers) == self.num_entries - len(detached), (
-            "entries linked twice or miscounted"
-        )
-        assert np.all(self.pins[detached] > 0), "a detached entry that nobody reads was kept"
-        assert np.all(
-            states[numbers]
-            == np.where(linked >= RESERVED_FLAG, table.STATE_RESERVED, table.STATE_READY)
-        ), "state and flag differ"
-        free = self._free_numbers()
-        assert np.array_equal(np.sort(free), 1 + np.flatnonzero(states[1:] == 0)), (
-            "the chain of free numbers is broken"
-        )
-        assert self.num_entries == self._next_unused - 1 - len(free), "entries miscounted"
-        assert np.all(buckets[:, table.SEQ] % 2 == 0), "a bucket was left locked"
-        assert np.all(self.pins[free] == 0), "a free entry is pinned"
-        assert not np.any(self.unverified[np.flatnonzero(states == table.STATE_RESERVED)]), (
-            "a reserved entry counts as not verified"
-        )
-        assert not np.any(self.unverified[free]), "a free entry counts as not verified"
-        mixed = self.mixed(numbers)
-        homes = table.home_buckets(mixed, len(buckets))
-        at = np.flatnonzero(words != 0) // table.WAYS
-        distance = (at - homes) % len(buckets)
-        overflow = np.zeros(len(buckets), np.int64)
-        for home, steps in zip(homes[distance > 0], distance[distance > 0], strict=True):
-            overflow[(home + np.arange(steps)) % len(buckets)] += 1
-        assert np.array_equal(overflow, buckets[:, table.OVERFLOW]), "overflow counts are wrong"
+        """Raises AssertionError if table, states and free numbers disagree. Linear in capacity."""
+        _check_buckets(self, self.states())
+        _check_numbers(self, self.states())
+
+
+def _check_numbers(index: BlockIndex, states: NDArray[np.uint32]) -> None:
+    """Raises AssertionError unless the chain of free numbers has exactly the entries that are free,
+    unused as they must be."""
+    free: list[int] = []
+    number = index._free_head
+    while number and len(free) <= index.capacity:
+        free.append(number)
+        number = int(index.table.records[number, table.W_OFFSET])
+    assert np.array_equal(np.sort(free), 1 + np.flatnonzero(states[1:] == 0)), (
+        "the chain of free numbers is broken"
+    )
+    assert index.num_entries == len(states) - 1 - len(free), "entries miscounted"
+    assert np.all(index.pins[free] == 0), "a free entry is pinned"
+    assert not np.any(index.unverified[np.flatnonzero(states == table.STATE_RESERVED)]), (
+        "a reserved entry counts as not verified"
+    )
+    assert not np.any(index.unverified[free]), "a free entry counts as not verified"
+
+
+def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
+    """Raises AssertionError unless buckets name exactly the entries that are reserved or ready."""
+    buckets = index.table.buckets
+    words = buckets[:, table.ENTRIES :].reshape(-1)
+    linked = words[words != 0]
+    numbers = linked & ~RESERVED_FLAG
+    detached = np.flatnonzero(states == table.STATE_DETACHED)
+    assert len(np.unique(numbers)) == len(numbers) == index.num_entries - len(detached), (
+        "entries linked twice or miscounted"
+    )
+    assert np.all(index.pins[detached] > 0), "a detached entry that nobody reads was kept"
+    is_reserved = linked >= RESERVED_FLAG
+    expected = np.where(is_reserved, table.STATE_RESERVED, table.STATE_READY)
+    assert np.all(states[numbers] == expected), "state and flag differ"
+    assert np.all(buckets[:, table.SEQ] % 2 == 0), "a bucket was left locked"
+    homes = table.home_buckets(index.mixed(numbers), len(buckets))
+    at = np.flatnonzero(words != 0) // table.WAYS
+    distance = (at - homes) % len(buckets)
+    overflow = np.zeros(len(buckets), np.int64)
+    for home, steps in zip(homes[distance > 0], distance[distance > 0], strict=True):
+        overflow[(home + np.arange(steps)) % len(buckets)] += 1
+    assert np.array_equal(overflow, buckets[:, table.OVERFLOW]), "overflow counts are wrong"

@@ -17,7 +17,7 @@ from hotkv.table import Words
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.census import PART_ENTRIES, Census, take
 from hotkv_server.core.index import BlockIndex
-from hotkv_server.core.slabs import PoolFigures, SlabClassStats
+from hotkv_server.core.pool_figures import PoolFigures, SlabClassStats
 from hotkv_server.core.values import KEY_SPACE_ROWS, BoolMask
 
 STATES = {

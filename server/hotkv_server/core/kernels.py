@@ -1,10 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that write the block table, and those of index and pool. Import through
-`hotkv.native.load`; `references` has them in numpy.
+`hotkv.native.load`; `reference` has the same functions in numpy.
 
-The server is the table's one writer. `mixed`: 64-bit keys of entries; records and buckets are laid
-out as `hotkv.table` says. An entry number that is free again holds the next such number in its
-record's place for the offset.
+Always true: the server is the table's one writer; records and buckets are laid out as `hotkv.table`
+says. A free entry number holds the next free one in its record, in place of the slot's offset.
+`mixed`: 64-bit keys of entries.
 """
 
 from typing import Any
@@ -74,7 +74,7 @@ def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
     "void(uint32[:, ::1], uint32[::1], uint32[::1], uint32, boolean[::1])", nogil=True, cache=True
 )
 def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> None:
-    """Which entries are ready and not pinned, of one size in units of SLOT_ALIGN unless that is
+    """Which entries are ready and not pinned, and of this size in units of SLOT_ALIGN unless it is
     0."""
     for i in range(entries.shape[0]):
         entry = entries[i]
@@ -84,7 +84,7 @@ def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> Non
 
 @numba.njit("boolean(uint32[::1], uint32[::1], int64)", nogil=True, cache=True)
 def add_pins(pins: Any, entries: Any, change: Any) -> bool:
-    """Adds `change` to the pins of each entry; False where one would have fallen below 0."""
+    """Adds `change` to the pins of each entry; returns False if one would fall below 0."""
     good = True
     for i in range(entries.shape[0]):
         good &= change > 0 or pins[entries[i]] > 0
@@ -103,8 +103,7 @@ def count_slots(
     """Adds `change` to the used slots of each offset's slab. Returns how many slabs came to 0;
     `emptied` [offsets] begins with them.
 
-    Returns -1, with nothing changed, where a slab is not lent to this size; -2 where one fell below
-    0.
+    Returns -1, with nothing changed, if a slab is not lent to this size; -2 if one fell below 0.
     """
     for i in range(offsets.shape[0]):
         if owner[offsets[i] // slab_bytes] != slot_bytes:
@@ -134,7 +133,8 @@ def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _open_way(buckets: Any, home: Any) -> Any:
-    """First bucket on the way from `home` with room: bucket, way and distance; way -1 for none."""
+    """Finds the first bucket from `home` on with room: bucket, way and distance; way -1 for
+    none."""
     num_buckets = buckets.shape[0]
     bucket = home
     for distance in range(MAX_PROBE_BUCKETS):
@@ -244,8 +244,8 @@ def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32)", nogil=True, cache=True)
 def link(records: Any, entries: Any, first: Any) -> None:
-    """Notes which entry comes before each of a chain, 0 where there is none; `first` comes before
-    the first."""
+    """Notes which entry comes before each of a chain, 0 for none; `first` comes before the
+    first."""
     before = first
     for i in range(entries.shape[0]):
         if entries[i] != 0:
@@ -255,8 +255,8 @@ def link(records: Any, entries: Any, first: Any) -> None:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32, uint32[::1])", nogil=True, cache=True)
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
-    """Adds `mark` to the shard mask of each reserved entry; `masks` says what it is then. It lies
-    in the check value's upper half."""
+    """Adds `mark` to the shard mask of each reserved entry, which is the upper half of its check
+    value; `masks` gets the results."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark
         masks[i] = records[entries[i], CHECK + 1]
@@ -324,7 +324,7 @@ def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any) -> i
 
 @numba.njit("boolean(uint32[:, ::1])", nogil=True, cache=True)
 def is_uniform(rows: Any) -> bool:
-    """Whether all records are of one key space, group and slot size."""
+    """Returns True if all records are of one key space, group and slot size."""
     for i in range(1, rows.shape[0]):
         different = (rows[i, KEY_SPACE] ^ rows[0, KEY_SPACE]) | (rows[i, SIZE] ^ rows[0, SIZE])
         if different | ((rows[i, GROUP_STATE] ^ rows[0, GROUP_STATE]) & np.uint32(0xFFFF)):
@@ -334,8 +334,7 @@ def is_uniform(rows: Any) -> bool:
 
 @numba.njit("int64(uint32[:, ::1], uint32[::1], int64)", nogil=True, cache=True)
 def release(records: Any, entries: Any, free_head: Any) -> int:
-    """Puts entry numbers that are in use no more at the head of the free ones; returns the new
-    head."""
+    """Puts entry numbers at the head of the free ones; returns the new head."""
     for i in range(entries.shape[0]):
         records[entries[i], OFFSET] = np.uint32(free_head)
         free_head = np.int64(entries[i])
@@ -344,8 +343,8 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
-    """Ready entries before a block in its chain, nearest first, as far as the links hold; returns
-    how many, at most as `out` is long."""
+    """Ready entries before a block in its chain, nearest first, as far as links hold and `out` is
+    long; returns how many."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]

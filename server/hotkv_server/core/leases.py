@@ -1,11 +1,11 @@
 """Read and write leases: who holds which entries, and until when.
 
 Always true: every lease has an owning engine, the session that took it, and an expiry; a lease with
-running copies is never settled, however late it is; what a read lease pins is unpinned exactly
-once, what a write lease reserved is published or dropped exactly once. A lease knows which blocks
-it was asked for, so that its id answers for no others. Leases count for their `owner`, by number
-and by `weight` in bytes, see `bounds`. This module keeps the books; `read_leases` and
-`reservations` act on them.
+running copies is never settled, however late it is; an entry that a read lease pins is unpinned
+exactly once, and one that a write lease reserves is published or dropped exactly once. A lease
+knows which blocks it was asked for, so that its id answers for no others. Leases count for their
+`owner`, by number and by `weight` in bytes, see `bounds`. This module keeps the books;
+`read_leases` and `reservations` act on them.
 """
 
 import math
@@ -24,21 +24,21 @@ from hotkv_server.integrity.check_values import Sums
 
 LEASE_BYTES = 1024
 LIST_BYTES = 192
-"""What a lease takes by itself, and each list of blocks in it."""
+"""Bytes that a lease takes by itself, and each list of blocks in it."""
 Entries = NDArray[np.uint32]
 Keys = NDArray[np.uint64]
 
 
 def content_of(groups: Sequence[HashList]) -> int:
-    """64 bits of the groups and hashes that a call names, in their order. Odds of 2⁻⁶⁴ that another
-    call has the same."""
+    """64 bits of the groups and hashes that a call names, in their order. Two calls share them by
+    chance with odds of 2⁻⁶⁴."""
     return hash(tuple((g.group_index, g.hashes.tobytes()) for g in groups))
 
 
 @dataclass(slots=True)
 class ReadLease:
     """Pins ready entries. `groups`: per queried group, (group index, entry number per asked hash, 0
-    where not pinned).
+    if not pinned).
 
     `content`: of the call that took it, see `content_of`.
     """
@@ -76,8 +76,8 @@ class WriteLease:
     it owns, for all ranks.
 
     `listed`: mixed keys of the blocks that the first call named. `entries`: entry numbers still
-    reserved. `shards_seen`: bitmask of shards whose store has ended. `parts`: entries whose bytes
-    some copy has written, and the sums of those bytes.
+    reserved. `shards_seen`: bitmask of shards whose store has ended. `parts`: entries that copies
+    have written, and the sums of the bytes written.
     """
 
     engine_id: str
@@ -101,15 +101,14 @@ class WriteLease:
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Notes the sums [n] of what a copy has written of entries [n], each once."""
+        """Notes the sums [n] of the bytes that a copy has written to entries [n], each once."""
         if not len(entries):
             return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
 
     def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
-        """Notes the sums [n] of what a copy has written of entries [n], each once; returns those
-        over all copies of the complete ones."""
+        """As `add_sums`; returns the sums over all copies of the complete entries."""
         if not self.parts and complete.all():
             # The usual case of one shard: no later copy will ask for them.
             return sums
@@ -137,7 +136,7 @@ Lease = ReadLease | WriteLease
 
 
 def num_listed(lease: Lease) -> int:
-    """Blocks that a lease was asked for."""
+    """How many blocks a lease was asked for."""
     return (
         sum(len(entries) for _, entries in lease.groups)
         if isinstance(lease, ReadLease)
@@ -151,8 +150,8 @@ def read_weight(num_lists: int, num_blocks: int) -> int:
 
 
 def write_weight(num_blocks: int, num_shards: int) -> int:
-    """About how many bytes a write lease takes at most that was asked for so many blocks: keys and
-    entries, entries and sums a shard."""
+    """Most bytes, about, that a write lease takes that was asked for so many blocks: keys and
+    entries, and entries and sums per shard."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 
@@ -175,7 +174,7 @@ class LeaseBook:
         # How many engines have a lease with this id.
         self._num_with_id: Counter[str] = Counter()
         self._next_number = 1
-        # None expires before.
+        # No lease expires before.
         self._next_end_s = math.inf
 
     def __len__(self) -> int:
@@ -185,8 +184,7 @@ class LeaseBook:
         return f"LeaseBook({len(self._by_key)} leases)"
 
     def next_number(self) -> int:
-        """A number for a new lease; numbers fit 32 bits and are not reused while a lease holds
-        them."""
+        """A number for a new lease: of 32 bits, and not that of another lease in the book."""
         while self._next_number in self._by_number or self._next_number == 0:
             self._next_number = (self._next_number + 1) & 0xFFFF_FFFF
         number = self._next_number
@@ -259,7 +257,7 @@ class LeaseBook:
             )
 
     def renew(self, engine_id: str, lease_id: str, expires_s: float) -> ReadLease | None:
-        """The engine's read lease, which expires no earlier than then; None where it has ended."""
+        """Lets the engine's read lease expire no earlier than then; None if it has ended."""
         lease = self.get(engine_id, lease_id)
         if not isinstance(lease, ReadLease) or lease.released:
             return None
@@ -289,14 +287,14 @@ class LeaseBook:
     def expired(self, now_s: float) -> list[Lease]:
         if now_s < self._next_end_s:
             return []
-        # Those that are late count too: one whose copies go on stays.
+        # Late leases count too: one with running copies stays.
         self._next_end_s = min(
             (lease.expires_s for lease in self._by_key.values()), default=math.inf
         )
         return [lease for lease in self._by_key.values() if lease.expires_s <= now_s]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books disagree."""
+        """Raises AssertionError if the books disagree."""
         everything = list(self._by_key.items())
         assert all(
             key == (lease.engine_id, lease.lease_id) and self._by_number[lease.number] is lease

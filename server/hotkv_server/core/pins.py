@@ -1,8 +1,8 @@
-"""Holds: entries that requests asked to keep for a time, pinned until it is over.
+"""Retention pins: entries that requests asked to keep for a time, pinned until it is over.
 
-Always true: an entry is held once, until the latest time anybody asked for; a held entry has
-exactly one pin from here; held bytes never exceed the budget, nor those of a tenant what is its
-share of it; what does not fit is not held. Holds belong to nobody: they outlive the session that
+Always true: an entry is held once, until the latest time that was asked for; a held entry has
+exactly one pin from here; held bytes never exceed the budget, nor a tenant's held bytes its share
+of it; an entry that does not fit is not held. Holds belong to nobody: they outlive the session that
 asked.
 """
 
@@ -15,12 +15,12 @@ from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import Entries
 
 PART_ENTRIES = 1 << 18
-"""Ends that are looked at in one part: in a millisecond or two."""
+"""Entries that one part looks at: a millisecond or two."""
 
 
 class RetentionPins:
-    """When the hold of each entry ends, float64 by entry number, seconds of `now_s`, 0 for none.
-    None ends before `_next_end_s`."""
+    """End of each entry's hold: float64 by entry number, seconds of `now_s`, 0 for none. No hold
+    ends before `_next_end_s`."""
 
     def __init__(self, index: BlockIndex, tenants: TenantBook, share: float) -> None:
         self.held_bytes = 0
@@ -32,12 +32,12 @@ class RetentionPins:
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # The same of what was held since `expire` began.
+        # As `_next_end_s`, of holds that began since `expire` did.
         self._next_new_end_s = np.inf
 
     @property
     def budget_bytes(self) -> int:
-        """Most that may be held: a share of the arena as far as it has memory. Only grows."""
+        """Most bytes that may be held: a share of the arena as far as it has memory. Only grows."""
         return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:
@@ -47,8 +47,8 @@ class RetentionPins:
         return f"Holds({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
-        """Keeps ready entries of one tenant until then; returns how many of them are held, from the
-        first on where the budget ends."""
+        """Holds ready entries of one tenant until then, from the first on as far as the budget
+        goes; returns how many of them are held."""
         entries = _distinct(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
@@ -71,7 +71,7 @@ class RetentionPins:
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
 
     def _tenant(self, entries: Entries) -> int:
-        """That of the first entry: all are of one."""
+        """The tenant of the first entry; all are of one."""
         return (
             int(self._tenants.of(self._index.key_spaces(entries[:1]))[0])
             if self._tenants.is_used
@@ -79,7 +79,7 @@ class RetentionPins:
         )
 
     def _room_bytes(self, fresh: Entries) -> int:
-        """What may still be held for the tenant of these entries."""
+        """Bytes that may still be held for the tenant of these entries."""
         room_bytes = self.budget_bytes - self.held_bytes
         if not self._tenants.is_used or not len(fresh):
             return room_bytes
@@ -88,8 +88,7 @@ class RetentionPins:
         return min(room_bytes, max(0, bound - self._bytes_of.get(tenant, 0)))
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Lets go of entries whose time is over, in parts: anything else may be called between
-        two."""
+        """Ends holds whose time is over, in parts: anything else may be called between two."""
         if now_s < self._next_end_s:
             return
         soonest_s, self._next_new_end_s = np.inf, np.inf
@@ -102,7 +101,7 @@ class RetentionPins:
         self._next_end_s = min(soonest_s, self._next_new_end_s)
 
     def let_go(self, entries: Entries) -> None:
-        """Lets go of these entries at once; those that are not held are passed over."""
+        """Ends the holds of these entries at once; skips entries that are not held."""
         if self._num_held:
             self._end(_distinct(entries[self._until_s[entries] > 0]))
 
@@ -126,7 +125,7 @@ class RetentionPins:
         return np.flatnonzero(self._until_s).astype(np.uint32)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books disagree. Linear in capacity."""
+        """Raises AssertionError if the books disagree. Linear in capacity."""
         held = self.entries()
         assert len(held) == self._num_held, "held entries miscounted"
         assert self.held_bytes == int(self._index.slot_bytes(held).sum()) <= self.budget_bytes, (
@@ -138,7 +137,7 @@ class RetentionPins:
 
 
 def _distinct(entries: Entries) -> Entries:
-    """Entries without those that were listed before, in their order."""
+    """Drops entries that were listed before; the others stay in order."""
     ordered = np.sort(entries)
     if not np.any(ordered[1:] == ordered[:-1]):
         return entries

@@ -145,8 +145,8 @@ def insert(
 
 
 def _locate(buckets: Words, home: int, entry: int) -> tuple[int, int, NDArray[np.int64]]:
-    """Bucket and way of a linked entry, and the buckets passed on the way; bucket -1 where it is
-    not linked."""
+    """Bucket and way of a linked entry, and the buckets passed on the way; bucket -1 if it is not
+    linked."""
     path = (home + np.arange(min(MAX_PROBE_BUCKETS, len(buckets)))) % len(buckets)
     hits = np.argwhere((buckets[path, ENTRIES : ENTRIES + WAYS] & ~RESERVED_FLAG) == entry)
     if not len(hits):

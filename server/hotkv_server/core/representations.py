@@ -3,10 +3,10 @@ the block that it belongs to.
 
 Always true: a ready representation and one ready block of the same key space and hash name each
 other; a block has at most one, the version stored last. The eviction policy does not know
-representations and nobody is told when they go: they go with their block, or for another version.
-Alone they go only where a block needs the room, when their slab is lent to another slot size or
-nothing else of their size may go; the block stays. A pinned one can't be found any more when it
-goes, and keeps its slot until its last reader is done.
+representations, and no notice tells of them: they are removed with their block, or for another
+version. One is removed alone only if a block needs its room: when its slab is lent to another slot
+size, or nothing else of its size may be evicted. A pinned one that is removed can't be found any
+more, and keeps its slot until its last reader is done.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.values import Entries, Int64s
 
 FreeSlots = Callable[[list[Words]], None]
-"""Gives back the slots of records that are gone, in parts of one slot size."""
+"""Frees the slots of removed records, in parts of one slot size."""
 
 
 def blocks_first(groups: list[int]) -> list[int]:
@@ -30,8 +30,8 @@ def blocks_first(groups: list[int]) -> list[int]:
 
 
 class Representations:
-    """Those of one index. `declared`: False as long as there can be none, so that who uses none
-    pays nothing."""
+    """Representations of one index. `declared`: False as long as there can be none, so that a
+    server without any pays nothing."""
 
     def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:
         self.declared = False
@@ -43,7 +43,7 @@ class Representations:
         return f"Representations({len(self.ready())} ready)"
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
-        """Makes room for those of one kind."""
+        """Makes room for representations of one kind."""
         self._index.add_key_space(key_space_id, [salt], group_index)
         self.declared = True
 
@@ -57,7 +57,7 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """All that are ready. Linear in capacity."""
+        """All representations that are ready. Linear in capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
@@ -67,7 +67,7 @@ class Representations:
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
-        """Slot bytes [n] that go with each entry: its own, and for a block those of its
+        """Slot bytes [n] that are freed with each entry: its own, and for a block those of its
         representation."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
@@ -75,7 +75,7 @@ class Representations:
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Per entry [n] the block whose hotness counts for it: that of a ready representation, else
+        """Per entry [n] the block whose heat counts for it: that of a ready representation, else
         the entry itself."""
         if not self.declared:
             return entries
@@ -90,10 +90,10 @@ class Representations:
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved ones ready, each for a ready block, in place of what that had. `checks`:
-        as in `Space.publish`."""
+        """Makes reserved representations ready, each for a ready block, in place of the former one.
+        `checks`: as in `Space.publish`."""
         former = self.of(blocks)
-        self._go(former[former != 0])
+        self._remove(former[former != 0])
         self._index.publish(
             entries,
             self._index.mixed(entries),
@@ -103,17 +103,17 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Blocks have gone, with these records: what they name goes too."""
+        """Removes the representations of blocks that were removed, given the blocks' records."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
-            self._go(linked[linked != 0])
+            self._remove(linked[linked != 0])
 
     def drop(self, entries: Entries) -> None:
-        """Ready ones go, and their blocks stay."""
+        """Removes ready representations; their blocks stay."""
         self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
-        self._go(entries)
+        self._remove(entries)
 
-    def _go(self, entries: Entries) -> None:
+    def _remove(self, entries: Entries) -> None:
         if not len(entries):
             return
         is_pinned = self._index.pins[entries] > 0
@@ -122,7 +122,7 @@ class Representations:
         self._index.detach(entries[is_pinned])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where links disagree. Linear in capacity."""
+        """Raises AssertionError if links disagree. Linear in capacity."""
         live = np.flatnonzero(self._index.states()).astype(np.uint32)
         is_ready = self._index.states()[live] == table.STATE_READY
         links = self._records[live, table.W_REPRESENTATION]

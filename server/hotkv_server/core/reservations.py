@@ -93,13 +93,25 @@ class Reservations:
             raise HotKVError(
                 Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is a read lease; choose a new id"
             )
-        listed = books.space.index.mixed_runs(session.key_space_id, runs)
+        listed = self._listed(session.key_space_id, runs)
         if lease is not None and not lease.names(listed):
             raise HotKVError(
                 Reason.DUPLICATE_ID,
                 f"lease_id {lease_id!r} is in use for other blocks; choose a new id",
             )
         return lease, listed
+
+    def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
+        """Mixed keys of all blocks of the runs, one after the other; representations left out."""
+        index = self._books.space.index
+        keys = [
+            index.mixed_hashes(key_space_id, run.group_index, run.hashes)
+            for run in runs
+            if run.group_index < MAX_GROUPS
+        ]
+        if len(keys) == 1:
+            return keys[0]
+        return np.concatenate(keys) if keys else np.empty(0, np.uint64)
 
     def _new_lease(
         self,
@@ -174,7 +186,7 @@ class Reservations:
         space, index = self._books.space, self._books.space.index
         block_group = record.block_group(run.group_index)
         # While room is made, the run's ready blocks stay, and those before them in the chain.
-        chain = index.chain_to(record.number, block_group, run.parent, MAX_REFRESHED)
+        chain = space.chains.ending_with(record.number, block_group, run.parent, MAX_REFRESHED)
         staying = np.concatenate((chain, present))
         is_block = run.group_index < MAX_GROUPS
         if not is_block:
@@ -194,7 +206,7 @@ class Reservations:
         results[wanted[: len(entries)]] = BlockResult.RESERVED
         lease.entries = np.concatenate((lease.entries, entries))
         if is_block:
-            index.link(lease.key_space_id, run.group_index, words, run.parent)
+            space.chains.link(lease.key_space_id, run.group_index, words, run.parent)
             self._books.counters.no_space_blocks += len(wanted) - len(entries)
 
     def _representable(

@@ -1,13 +1,14 @@
-"""A new core takes over what an old one, however it ended, left in its block table.
+"""Restoring: a new core takes over the block table of an old one, however that one ended.
 
-Always true: only what was ready comes back, under its own key and in its own slot; whatever
-contradicts the key spaces, the arena or another entry is dropped, never guessed at. Buckets of the
-old table are not read, its records are; the new table is another file, so a restore that is killed
-has changed nothing. Bytes are not looked at here: what comes back is marked as not verified.
+Always true: only ready entries come back, each under its own key and in its own slot; a record that
+contradicts the key spaces, the arena or another entry is dropped, never guessed at. The records of
+the old table are read, its buckets are not; the new table is another file, so a restore that is
+killed has changed nothing. Bytes of slots are not read here: every entry comes back as not
+verified.
 
-An old record is trusted as far as one word: a server marks it ready after all else of it is
-written, and takes the mark back before its slot is used anew. So a kill leaves nothing ready that
-is not whole.
+One word of an old record says whether to trust it: a server marks a record ready after everything
+else in it is written, and clears the mark before its slot is used again. So a kill leaves no entry
+ready that is not whole.
 """
 
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ def restore(
 
     `key_spaces`: number in the old table to number in this core, whose catalog knows them with
     their representations in the old order. `last_used_s` float64 [n] by old entry number, in
-    seconds of `now_s`, nan for what is newer; None where it is not known.
+    seconds of `now_s`, nan for entries that are newer; None if it is not known.
     """
     assert not core.space.index.num_entries, "restored into a core that is in use"
     report = Restored()
@@ -87,7 +88,7 @@ def _kept(
 
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
-    """Per entry the key space's number in the new core, 0 where it has none."""
+    """Per entry the key space's number in the new core, 0 if it has none."""
     numbers = np.zeros(len(old_numbers), np.uint32)
     for old_number, number in key_spaces.items():
         numbers[old_numbers == old_number] = number
@@ -122,7 +123,7 @@ def _well_shaped(core: CacheCore, records: Words, numbers: Entries) -> BoolMask:
 
 
 def _apart(core: CacheCore, records: Words) -> BoolMask:
-    """Which records share no byte with another, and no slab with a slot of another size; of those
+    """Which records share no byte with another, and no slab with a slot of another size. Of records
     that do, none is right for certain."""
     offsets, sizes = (
         records[:, word].astype(np.int64) * SLOT_ALIGN for word in (table.W_OFFSET, table.W_SIZE)
@@ -150,8 +151,8 @@ def _apart(core: CacheCore, records: Words) -> BoolMask:
 def _link_entries(
     core: CacheCore, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> None:
-    """Makes reserved entries for records; those that find no place, or whose key is there already,
-    stay 0 in `new_of`."""
+    """Makes reserved entries for records. A record that finds no place, or whose key is there
+    already, stays 0 in `new_of`."""
     index, groups = core.space.index, _groups(old[rows])
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
         here = rows[(numbers == number) & (groups == group)]
@@ -175,7 +176,7 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes blocks ready, then the representations whose block came back; the rest is dropped."""
+    """Makes blocks ready, then the representations whose block came back; drops the others."""
     space, index = core.space, core.space.index
     checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[
         :, 0
@@ -195,7 +196,7 @@ def _publish(
             space.publish(new_of[came[part]], float(used_s[part].max()), checks=checks[part])
     blocks = came[is_block]
     parents = old[blocks, table.W_PARENT]
-    index.set_parents(
+    space.chains.set_parents(
         new_of[blocks], np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0)
     )
     kinds, kind_checks = came[~is_block], checks[~is_block]
@@ -213,8 +214,8 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Which representations have a block that came back, of their key, which names them; `links`:
-    the records they name."""
+    """Which representations have a block that came back, has their key and names them; `links`: the
+    records that they name."""
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])
     expected = [
         core.catalog.record(number).block_group(group)

@@ -17,6 +17,7 @@ from hotkv.keys import MAX_GROUPS
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, Words
 from hotkv_server.core.books import Books
+from hotkv_server.core.chains import Chains
 from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.removal import Removal
@@ -48,6 +49,7 @@ class Space:
         self.tenants = TenantBook(shares, self.pool.num_slabs * slab_bytes)
         self.tenants.capacity_bytes = self.pool.capacity_bytes
         self.policy = policy
+        self.chains = Chains(self.index)
         self.books = Books(self.index, self.pool, self.tenants, policy)
         self.representations = self.books.representations
         self.removal = Removal(self.books)
@@ -134,7 +136,7 @@ class Space:
     def refresh_ancestors(self, entry: int, now_s: float) -> None:
         """Counts the blocks before this one in its chain as used with it, lest the chain lose its
         head first."""
-        chain = self.index.ancestors(entry, MAX_REFRESHED)
+        chain = self.chains.ancestors(entry, MAX_REFRESHED)
         if not len(chain):
             return
         with_block = np.append(chain, np.uint32(entry))

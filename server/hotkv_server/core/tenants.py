@@ -1,12 +1,12 @@
-"""What each tenant has of the arena, and what may be taken from whom.
+"""What each tenant has of the arena, and what may be evicted for whom.
 
-Always true: a tenant with a burst bound never holds more than it; nobody's block goes for another
-tenant's while its owner holds no more than its guarantee, with one exception. Guarantees are
-claims, too: room for what a tenant takes within its own comes from those beyond theirs first; and
-where its slot size gets no slab otherwise, because each has some block in it that is guaranteed,
-slabs are emptied all the same: whoever loses blocks so is below its guarantee, and takes as much
-back from those who are not. Bytes are those of slots, whatever their state: reserved, ready or
-detached, blocks and representations.
+Always true: a tenant with a burst bound never holds more than it; no block is evicted for another
+tenant while its owner holds no more than its guarantee, with one exception. A guarantee is a claim,
+too: room for what a tenant takes within its own comes first from tenants that are beyond theirs. If
+its slot size gets no slab so, because each has a block that is guaranteed, slabs are emptied all
+the same: a tenant that loses blocks this way is below its guarantee, and takes as much back from
+tenants that are not. Bytes are those of slots, whatever their state: reserved, ready or detached,
+blocks and representations.
 """
 
 import enum
@@ -20,8 +20,8 @@ from hotkv_server.core.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantSha
 
 
 class Payers(enum.Enum):
-    """Whose blocks may go for a tenant's new ones: those of others beyond their guarantees; its own
-    as well; whoever's."""
+    """Whose blocks may be evicted for a tenant's new ones: those of others beyond their guarantees;
+    its own as well; anybody's."""
 
     OTHERS = enum.auto()
     ALL = enum.auto()
@@ -32,8 +32,8 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 
 
 class TenantBook:
-    """Bytes by tenant and by key space. `is_used`: False where no shares are configured; then there
-    is one tenant, of everything.
+    """Bytes by tenant and by key space. `is_used`: False if no shares are configured; then there is
+    one tenant, of everything.
 
     `capacity_bytes`: of the arena as far as it has memory.
     """
@@ -69,8 +69,8 @@ class TenantBook:
         return f"TenantBook({', '.join(f'{name}: {used}' for name, used in uses)})"
 
     def add_key_space(self, number: int, tenant: str) -> None:
-        """A tenant without a share has no guarantee and no bound of its own; those that are not
-        named share nothing but that."""
+        """Notes the tenant of a key space. A tenant that has no share configured has no guarantee
+        and no bound of its own."""
         if not self.is_used:
             return
         if tenant not in self._names:
@@ -91,7 +91,7 @@ class TenantBook:
         return self._of_key_space[key_spaces % KEY_SPACE_ROWS]
 
     def count(self, key_space_id: int, num_bytes: int) -> None:
-        """A key space has so many bytes more (less, where negative)."""
+        """Counts so many bytes more for a key space; less, if negative."""
         self._bytes[key_space_id] = self._bytes.get(key_space_id, 0) + num_bytes
         if not self._bytes[key_space_id]:
             del self._bytes[key_space_id]
@@ -99,7 +99,7 @@ class TenantBook:
             self.used[self.number(key_space_id)] += num_bytes
 
     def bytes_of(self, key_space_id: int) -> int:
-        """What a key space holds."""
+        """Bytes that a key space holds."""
         return self._bytes.get(key_space_id, 0)
 
     def usage(self) -> dict[str, tuple[int, TenantShare]]:
@@ -112,15 +112,15 @@ class TenantBook:
         return dict(zip(self._names, zip(self.used.tolist(), shares, strict=True), strict=True))
 
     def burst_bytes(self, tenant: int) -> int:
-        """Most that the tenant may have."""
+        """Most bytes that the tenant may hold."""
         return int(self._burst[tenant])
 
     def room_bytes(self, tenant: int) -> int:
-        """What the tenant may still take under its burst bound."""
+        """Bytes that the tenant may still take under its burst bound."""
         return max(0, int(self._burst[tenant] - self.used[tenant]))
 
     def surely_bytes(self, tenant: int) -> int:
-        """What the tenant could have though all others took their guarantees: bounds what it may
+        """Bytes that the tenant could have if all others took their guarantees. Bounds what it may
         pin."""
         if not self.is_used:
             return self.capacity_bytes
@@ -128,15 +128,15 @@ class TenantBook:
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Which entries with these owners [n] may each go, alone, for one of tenant `taker`;
-        `sizes` [n]: bytes that go with them."""
+        """Which entries with these owners [n] may each be evicted, alone, for one of tenant
+        `taker`; `sizes` [n]: bytes that are freed with them."""
         allowed: BoolMask = (owners == taker) | (
             self.used[owners] - sizes >= self._guaranteed[owners]
         )
         return allowed
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Of entries that would go for one of `taker` in this order, which may: none takes its
+        """Which of these entries may be evicted for one of `taker`, in this order: none takes its
         owner below the guarantee."""
         allowed: BoolMask = owners == taker
         for owner in np.unique(owners[~allowed]).tolist():
@@ -145,13 +145,13 @@ class TenantBook:
         return allowed
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
-        """Whether a tenant stays within its guarantee with so many bytes more: then others give
-        first."""
+        """Returns True if a tenant stays within its guarantee with so many bytes more: then others
+        give first."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """In which steps room is made for so many slots, each a total: first what the tenant may
-        claim, then all."""
+        """The steps in which room is made for so many slots, each a total: first what the tenant
+        may claim, then all."""
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )
@@ -164,7 +164,7 @@ class TenantBook:
         return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
-        """Raises AssertionError where bytes are miscounted or a bound is broken."""
+        """Raises AssertionError if bytes are miscounted or a bound is broken."""
         assert self._bytes == used_by_key_space, "bytes of key spaces miscounted"
         if not self.is_used:
             return

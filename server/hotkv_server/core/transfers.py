@@ -1,4 +1,4 @@
-"""Transfers in flight: which lease each uses, which entries a store is writing.
+"""Transfers in flight: the lease that each uses, and the entries that a store is writing.
 
 Always true: a transfer id is used once at a time in its session; every transfer counts in its
 lease's `num_copies`, and for its owner, see `bounds`.
@@ -29,9 +29,9 @@ class LoadTransfer:
 
 @dataclass(slots=True)
 class StoreTransfer:
-    """A store of one shard; `lease` is None where no block was reserved.
+    """A store of one shard; `lease` is None if no block was reserved.
 
-    Per run: its group, the entries written, their positions, results so far.
+    Per run: its group, the entries that are written, their positions, results so far.
     """
 
     session_number: int
@@ -99,15 +99,15 @@ class TransferBook:
         return [t for t in self._transfers.values() if t.session_number == session_number]
 
     def count(self, lease: Lease) -> int:
-        """Transfers under a lease."""
+        """How many transfers use a lease."""
         return sum(t.lease is lease for t in self._transfers.values())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books disagree."""
+        """Raises AssertionError if the books disagree."""
         self.bound.check(Counter(transfer.owner for transfer in self._transfers.values()))
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
-        """Entries whose shard is being copied right now under this lease."""
+        """Entries of this lease whose shard is being copied right now."""
         busy = [
             entries
             for t in self._transfers.values()

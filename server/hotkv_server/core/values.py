@@ -14,8 +14,8 @@ Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
 BoolMask = NDArray[np.bool_]
 KEY_SPACE_ROWS = 1 << 13
-"""Rows of arrays by key space. Numbers of key spaces are never given away anew, so the row is the
-number modulo this; no two that are known share one. A power of two."""
+"""Rows of arrays by key space. Numbers of key spaces are never reused, so the row is the number
+modulo this; no two known key spaces share one. A power of two."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, of all sessions together."""
 MAX_REPRESENTATIONS = 256
@@ -24,8 +24,8 @@ MAX_REPRESENTATIONS = 256
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """What a tenant may have of the arena. `guaranteed_bytes`: nobody else's blocks take this from
-    it. `burst_bytes`: beyond this its blocks take room from its own; 0 for no such bound."""
+    """What a tenant may have of the arena. `guaranteed_bytes`: no other tenant's blocks take this
+    from it. `burst_bytes`: beyond this its blocks take room from its own; 0 for no such bound."""
 
     guaranteed_bytes: int = 0
     burst_bytes: int = 0
@@ -33,14 +33,14 @@ class TenantShare:
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """`unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most
-    that requests may ask to keep.
+    """Settings of the core; times in seconds.
 
-    `client_memory_bytes`: most that clients' leases, transfers and sequences take besides the
-    arena. `check_stride`: of check values, see `checks`; 0 for none. `tenants`: shares by name; a
-    tenant that is not named has none of its own and no bound. Times in seconds. `is_backed`: False
-    where the arena has no memory yet; `CacheCore.grow` says how far it has. `makes_room`: False
-    where whoever reserves has made room before, see `incremental.make_room`.
+    `unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most
+    that requests may ask to keep. `client_memory_bytes`: most that clients' leases, transfers and
+    sequences take besides the arena. `check_stride`: of check values, see `checks`; 0 for none.
+    `tenants`: shares by name; a tenant that is not named has none of its own and no bound.
+    `is_backed`: False if the arena has no memory yet; `CacheCore.grow` says how much has.
+    `makes_room`: False if room is made before each reservation, see `incremental.make_room`.
     """
 
     arena_bytes: int
@@ -117,8 +117,8 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Effect: tell the sessions of this key space that these blocks are gone. `hashes`: words [n,
-    8]."""
+    """Effect: tell the sessions of this key space that these blocks were removed. `hashes`: words
+    [n, 8]."""
 
     key_space_id: int
     group_index: int
@@ -127,8 +127,8 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One live session. `number` is public, the secret id is the runtime's business.
-    `representations`: group index of each it declares."""
+    """One live session. `number` is public; the secret id is the runtime's business.
+    `representations`: group index of each kind it declares."""
 
     number: int
     engine_id: str
@@ -140,7 +140,7 @@ class SessionRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the start, in blocks unless the name says otherwise."""
+    """Events since the start, in blocks unless the name says otherwise."""
 
     lookup_blocks: int = 0
     lookup_hit_blocks: int = 0
@@ -173,7 +173,7 @@ class KeySpaceRecord:
     representations: tuple[Representation, ...] = field(default=())
 
     def has(self, group_index: int) -> bool:
-        """Whether this is the index of a group or a representation."""
+        """Returns True if this is the index of a group or a representation."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )

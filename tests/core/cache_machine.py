@@ -1,0 +1,231 @@
+"""The world of the core's state machine: three engines on two key spaces share one small arena.
+
+Rules call the core and change the `CacheModel`; `settles` compares them after each. `CacheWorld`
+opens and closes sessions, ends copies and restarts; the rules of reads, writes and operators are in
+`cache_reads`, `cache_writes` and `test_cache`.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import hypothesis.strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.results import BlockResult
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import reference as core_references
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.slabs import aligned
+from hotkv_server.core.values import CoreConfig
+from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, snapshot
+from tests.core.support import make_key_space, make_table, taken_over
+
+SLAB = 4 * SLOT_ALIGN
+NUM_SLABS = 6
+ENGINES = ["e0", "e1", "e2"]
+LEASE_IDS = ["a", "b", "c", "d"]
+TRANSFER_IDS = ["t", "u", "v"]
+MAX_BLOCKS = 40
+NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=9)
+TTLS = st.sampled_from([0.0, 3.0, 40.0])
+T = TypeVar("T")
+
+
+class CacheWorld(RuleBasedStateMachine):
+    """The core, the model, and what every kind of rule needs."""
+
+    @initialize(
+        num_shards=st.integers(1, 2),
+        sizes=st.sampled_from(
+            [
+                (SLOT_ALIGN, 2 * SLOT_ALIGN),
+                (SLOT_ALIGN, SLAB + 1),
+                (3 * SLOT_ALIGN, SLOT_ALIGN + 7),
+                (2 * SLAB, 3 * SLAB),
+            ]
+        ),
+        capacity=st.sampled_from([7, 60]),
+        share=st.sampled_from([0.25, 1.0]),
+        reference=st.booleans(),
+        policy=st.sampled_from(sorted(POLICIES)),
+    )
+    def start(
+        self,
+        num_shards: int,
+        sizes: tuple[int, int],
+        capacity: int,
+        share: float,
+        reference: bool,
+        policy: str,
+    ) -> None:
+        config = CoreConfig(
+            NUM_SLABS * SLAB,
+            SLAB,
+            capacity,
+            lease_ttl_s=10.0,
+            unadmitted_share=share,
+            max_blocks_per_call=MAX_BLOCKS,
+            max_leases=8,
+        )
+        self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
+        self.policy, self.reference = policy, reference
+        if reference:
+            self.use_references()
+        self.now_s = 100.0
+        self.whole = (1 << num_shards) - 1
+        self.num_shards = num_shards
+        self.key_spaces = [make_key_space(name, *sizes, num_shards) for name in ("one", "two")]
+        self.sizes = [aligned(size) for size in sizes]
+        self.sessions: dict[int, tuple[str, int]] = {}
+        self.engine_key_space = dict(zip(ENGINES, (1, 1, 2), strict=True))
+        for engine in ENGINES:
+            self.open(engine)
+        keys = [
+            (ks, group, number) for ks in (1, 2) for group in (0, 1) for number in range(NUM_HASHES)
+        ]
+        self.model = CacheModel(self.core, {key: self.sizes[key[1]] for key in keys})
+
+    def use_references(self) -> None:
+        space = self.core.space
+        space.index._kernels = space.pool._kernels = space.chains._kernels = core_references
+        space.index.table._kernels = None
+
+    def call(self, function: Callable[[], T], *reasons: Reason) -> T | None:
+        """Calls the core. With `reasons` it must refuse for one of them; in either case, what
+        raises has changed nothing."""
+        before = snapshot(self.core)
+        try:
+            result = function()
+        except HotKVError as error:
+            assert snapshot(self.core) == before, "a call that raised has changed something"
+            assert error.reason in reasons, error
+            return None
+        assert not reasons, f"expected {reasons}"
+        return result
+
+    def refusal(self, *conditions: tuple[bool, Reason]) -> tuple[Reason, ...]:
+        """Reasons for which a call must be refused; which of several comes first is not ours to
+        say."""
+        return tuple(reason for holds, reason in conditions if holds)
+
+    def session(self, data: st.DataObject) -> tuple[int, str, int]:
+        number = data.draw(st.sampled_from(sorted(self.sessions)))
+        return number, *self.sessions[number]
+
+    def may_lease(self, engine: str) -> bool:
+        """One more lease: of eight an engine has no more than are left then, or one."""
+        held = sum(lease.engine_id == engine for lease in self.model.leases.values())
+        left = 8 - len(self.model.leases) - 1
+        return left >= 0 and (held + 1 <= left or held == 0)
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def open(self, engine: str) -> None:
+        key_space = self.key_spaces[self.engine_key_space[engine] - 1]
+        reasons = self.refusal((self.core.draining, Reason.DRAINING))
+        record = self.call(
+            lambda: self.core.open_session(engine, "rank", key_space, self.now_s), *reasons
+        )
+        if record:
+            assert (
+                record.number not in self.sessions
+                and record.key_space_id == self.engine_key_space[engine]
+            )
+            self.sessions[record.number] = (engine, self.engine_key_space[engine])
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        """The session's transfers are settled first, as failed ones, as the runtime does when a
+        stream breaks."""
+        number = data.draw(st.sampled_from(sorted(self.sessions)))
+        for session, transfer_id in [key for key in self.model.transfers if key[0] == number]:
+            self.finish(session, transfer_id, succeeded=False)
+        self.core.close_session(number, self.now_s)
+        self.core.close_session(number, self.now_s)
+        for lease in [lease for lease in self.model.leases.values() if lease.session == number]:
+            self.model.end_lease(lease)
+        del self.sessions[number]
+
+    @rule(on=st.booleans())
+    def drain(self, on: bool) -> None:
+        self.core.draining = on and not self.core.draining
+
+    @precondition(lambda self: self.model.transfers)
+    @rule(data=st.data(), succeeded=st.integers(0, 3))
+    def end(self, data: st.DataObject, succeeded: int) -> None:
+        session, transfer_id = data.draw(st.sampled_from(sorted(self.model.transfers)))
+        self.finish(session, transfer_id, succeeded=succeeded > 0)
+
+    def finish(self, session: int, transfer_id: str, *, succeeded: bool) -> None:
+        self.check_loads()
+        transfer = self.model.transfers.pop((session, transfer_id))
+        lease = transfer.lease
+        if transfer.shard_index < 0:
+            self.core.end_load(session, transfer_id, succeeded)
+            assert lease is not None
+            lease.copies -= 1
+            if lease.released:
+                self.model.end_lease(lease)
+            return
+        for _, _, key, offset in transfer.todo:
+            self.model.arena[offset, transfer.shard_index] = key if succeeded else GARBAGE
+        results = self.core.end_store(session, transfer_id, succeeded, self.now_s)
+        expected = transfer.results
+        for run, position, key, _ in transfer.todo:
+            expected[run][position] = self.end_block(
+                key, lease, 1 << transfer.shard_index, succeeded=succeeded
+            )
+        assert [result.tolist() for result in results] == expected
+        if lease:
+            lease.copies -= 1
+            lease.shards_seen |= 1 << transfer.shard_index
+            self.model.settle_write(lease, self.whole)
+
+    def end_block(
+        self, key: Key, lease: ModelLease | None, bit: int, *, succeeded: bool
+    ) -> BlockResult:
+        assert lease is not None
+        if not succeeded:
+            self.model.aborted.add(key)
+        if key in self.model.aborted:
+            return BlockResult.ABORTED
+        self.model.written[key] |= bit
+        if self.model.written[key] != self.whole:
+            return BlockResult.WRITTEN
+        lease.keys.remove(key)
+        del self.model.written[key]
+        self.model.ready.add(key)
+        return BlockResult.STORED
+
+    def check_loads(self) -> None:
+        """While a load runs, every slot it reads holds the right bytes of every shard."""
+        for transfer in self.model.transfers.values():
+            if transfer.shard_index < 0:
+                for _, _, key, offset in transfer.todo:
+                    for shard in range(self.num_shards):
+                        assert self.model.arena[offset, shard] == key, "a slot changed under a load"
+
+    @rule(knows_use=st.booleans())
+    def restart(self, knows_use: bool) -> None:
+        """The server is killed, whatever it was doing, and another one takes over its table."""
+        self.core, restored = taken_over(
+            self.core, self.policy, self.now_s - 1.0 if knows_use else None, self.now_s
+        )
+        if self.reference:
+            self.use_references()
+        assert restored.blocks == len(self.model.ready) and set(restored.dropped) <= {"unfinished"}
+        self.model.restart(self.core)
+        self.sessions.clear()
+        for engine in ENGINES:
+            self.open(engine)
+
+    @invariant()
+    def settles(self) -> None:
+        if hasattr(self, "model"):
+            assert not self.model.take_notices(), (
+                "a call evicted something it has no business to evict"
+            )
+            self.model.settle()
+            self.check_loads()
