@@ -1,4 +1,4 @@
-"""AdminService: what the server holds, and levers."""
+"""AdminService: lists what the server holds; evicts, flushes and drains for operators."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ STATES = {
 DEFAULT_PAGE = 100
 MAX_PAGE = 10_000
 SERVED_PAGE = 2000
-"""Blocks that a page has at most, whatever was asked for: the event loop makes them one by one."""
+"""Most blocks of a page, however many a client asks for: the event loop makes them one by one."""
 DEFAULT_DRAIN_S = 30.0
 
 
@@ -167,7 +167,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.key_space_id:
             self._node.core.key_space(request.key_space_id)
         entries = await self._listed(start, size + 1, request.key_space_id)
-        # What was found first may have gone since.
+        # The first ones may have been evicted since.
         records = self._node.core.space.index.table.records
         page = entries[:size][records[entries[:size], table.W_GROUP_STATE] >> np.uint32(16) != 0]
         now_s = time.monotonic()
