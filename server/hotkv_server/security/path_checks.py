@@ -1,7 +1,8 @@
-"""What must be true of directories and files before a server starts: nobody else can put something
-in their place.
+"""Path checks before a server starts: no other user may be able to put something in the place of
+its directories and files.
 
-Refuses, with what to do; repairs nothing that somebody else has made. A missing directory is made.
+Refuses and says what to do; repairs nothing that another user has made. A missing directory is
+made.
 """
 
 import os
@@ -13,12 +14,12 @@ OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 
 
 class UnsafeError(Exception):
-    """The server must not start like this; the message says what to do."""
+    """A path is not safe, so the server must not start; the message says what to do."""
 
 
 def check_runtime_dir(path: Path) -> None:
-    """Makes the directory of the sockets where it is missing; its owner must be this user or root,
-    and nobody else may write it."""
+    """Makes the directory of the sockets if it is missing. Its owner must be this user or root, and
+    nobody else may write it."""
     _make(path, 0o755)
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):
@@ -34,10 +35,11 @@ def check_runtime_dir(path: Path) -> None:
 
 
 def check_arena_dir(path: Path, *, is_private: bool) -> None:
-    """Makes the directory of the arena where it is missing; it must be this user's own, and others
-    may not read it.
+    """Makes the directory of the arena if it is missing. It must be this user's own, and others may
+    not read it.
 
-    `is_private`: nor may its group: tenants that are in it would read each other's blocks.
+    `is_private`: its group may not read it either; tenants in that group would read each other's
+    blocks.
     """
     _make(path, 0o700)
     status = _directory(path)
@@ -57,21 +59,20 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
 
 
 def check_sockets(paths: Iterable[Path]) -> None:
-    """What lies where the sockets go must be sockets of this user's or root's, from an earlier
-    server."""
+    """Raises UnsafeError unless files in the place of the sockets are sockets of this user or root,
+    from an earlier server."""
     for path in paths:
         _check_place(path, stat.S_ISSOCK, "socket")
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """What lies where the server's files go must be regular files of this user's."""
+    """Raises UnsafeError unless files in these places are regular files of this user."""
     for path in paths:
         _check_place(path, stat.S_ISREG, "regular file")
 
 
 def check_private_key(path: Path) -> None:
-    """A private key must not be readable by everybody. Raises OSError where it can't be read at
-    all."""
+    """Raises UnsafeError if everybody may read the private key, OSError if this process can't."""
     status = path.stat()
     if status.st_mode & stat.S_IRWXO:
         raise UnsafeError(
