@@ -73,8 +73,7 @@ class CupyRuntime:
     ) -> None:
         if copy_blocks < 1 or not _WARP <= copy_threads <= 512 or copy_threads % _WARP:
             raise ValueError(
-                f"copy_blocks {copy_blocks}: from 1; copy_threads {copy_threads}: a multiple "
-                "of "
+                f"copy_blocks {copy_blocks}: from 1; copy_threads {copy_threads}: a multiple of "
                 "32, from 32 to 512"
             )
         self._driver = cu.Driver(library)
@@ -296,8 +295,7 @@ def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tu
     except (cupy.cuda.compiler.CompileException, RuntimeError, ImportError, OSError) as error:
         raise DeviceError(
             f"compiling {source.name} for device {device}: {error}; CuPy needs NVRTC: install "
-            "hotkv[cuda12] or "
-            "hotkv[cuda13] anew, or a CUDA toolkit"
+            "hotkv[cuda12] or hotkv[cuda13] anew, or a CUDA toolkit"
         ) from error
 
 
@@ -328,8 +326,7 @@ def _find_devices(driver: cu.Driver, sysfs: Path) -> tuple[DeviceInfo, ...]:
         if not driver.attribute(number, cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES):
             raise DeviceError(
                 f"device {number} ({driver.name(number)}) sees registered memory at other "
-                "addresses than the host does; "
-                "leave it out by CUDA_VISIBLE_DEVICES"
+                "addresses than the host does; leave it out by CUDA_VISIBLE_DEVICES"
             )
     return tuple(_describe(driver, number, sysfs) for number in range(count))
 

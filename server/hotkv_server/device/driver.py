@@ -144,8 +144,7 @@ class Driver:
         except OSError as error:
             raise DeviceError(
                 f"no NVIDIA driver: {error}; install one on the host, and give the container its "
-                "GPUs (docker: --gpus all; Kubernetes: "
-                "nvidia.com/gpu)"
+                "GPUs (docker: --gpus all; Kubernetes: nvidia.com/gpu)"
             ) from None
         missing = [
             name
@@ -155,8 +154,7 @@ class Driver:
         self._missing = frozenset(missing)
         if needed := self._missing & _CALLS.keys():
             raise DeviceError(
-                f"the NVIDIA driver lacks {', '.join(sorted(needed))}; install one of CUDA "
-                "12 or "
+                f"the NVIDIA driver lacks {', '.join(sorted(needed))}; install one of CUDA 12 or "
                 "newer"
             )
         self.call("cuInit", "starting CUDA", 0)

@@ -19,9 +19,8 @@ from hotkv_server.rpc import convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
-from hotkv_server.rpc.streams import stream
+from hotkv_server.rpc.watch import watch_requests
 from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.reports import WatchedReport
 from hotkv_server.runtime.stats import census, counters, gauges, tier
 
 STATES = {
@@ -155,10 +154,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if not 0 <= request.page_size <= MAX_PAGE:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    f"page_size is {request.page_size}; allowed are 0 (for {DEFAULT_PAGE}) to "
-                    f"{MAX_PAGE}"
-                ),
+                f"page_size is {request.page_size}; allowed are 0 (for {DEFAULT_PAGE}) to "
+                f"{MAX_PAGE}",
             )
         start, size = (
             int(request.page_token or 0),
@@ -256,21 +253,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def WatchRequests(
         self, request: admin_pb2.WatchRequestsRequest, context: Any
     ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-        node = self._node
-
-        def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
-            if request.key_space_id not in (0, value.key_space_id):
-                return None
-            return convert.watched_request(value)
-
-        def response(
-            requests: list[admin_pb2.WatchedRequest], lost: int
-        ) -> admin_pb2.WatchRequestsResponse:
-            return admin_pb2.WatchRequestsResponse(requests=requests, lost_request_count=lost)
-
-        async for part in stream(
-            context, node, request.key_space_id, node.reports.watched, message, response
-        ):
+        async for part in watch_requests(self._node, request, context):
             yield part
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:

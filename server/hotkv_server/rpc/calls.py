@@ -80,11 +80,8 @@ def acquire(
     if request.wants_offsets and not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
-            (
-                "wants_offsets is set, but this session was not given the arena: it has no link, "
-                "or "
-                "its tenant may not map it; load the blocks"
-            ),
+            "wants_offsets is set, but this session was not given the arena: it has no link, "
+            "or its tenant may not map it; load the blocks",
         )
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     lease_id = _lease_id(request.lease_id)
@@ -206,8 +203,7 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
         raise HotKVError(
             Reason.TOO_LARGE,
             f"requests: {len(request.requests)} with {num_hashes} hashes; at most {MAX_REPORTS} "
-            f"with {node.core.config.max_blocks_per_call}"
-            " are accepted in a message; send several",
+            f"with {node.core.config.max_blocks_per_call} are accepted in a message; send several",
         )
     used = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     node.core.touch(session.record.number, used, time.monotonic())
@@ -227,10 +223,8 @@ def create_sequence(
     if not 0 <= request.group_index < len(session.key_space.groups):
         raise HotKVError(
             Reason.INVALID_FIELD,
-            (
-                f"group_index is {request.group_index}; this key space has "
-                f"{len(session.key_space.groups)} groups"
-            ),
+            f"group_index is {request.group_index}; this key space has "
+            f"{len(session.key_space.groups)} groups",
         )
     spec = None
     if request.HasField("select"):
@@ -239,8 +233,7 @@ def create_sequence(
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"group_index is {request.group_index}, a group of {kind.name}, which does not "
-                "attend to its whole context; select from a "
-                "group of FULL_ATTENTION or MLA",
+                "attend to its whole context; select from a group of FULL_ATTENTION or MLA",
             )
         spec = sparse_convert.select_spec(request.select, session, request.group_index)
         record = node.core.catalog.record(session.record.key_space_id)

@@ -56,10 +56,8 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
         if room < 0:
             raise HotKVError(
                 Reason.TOO_LARGE,
-                (
-                    f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a "
-                    "shorter prompt"
-                ),
+                f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a "
+                "shorter prompt",
             )
         found: list[_Found] = []
         for index in range(len(space.groups)):

@@ -219,8 +219,7 @@ class RpcServer:
         except RuntimeError as error:
             raise OSError(
                 f"tcp_address: can't listen on {endpoints.tcp_address}: it is in use, or no "
-                "address of this machine; choose another with "
-                "--tcp-address"
+                "address of this machine; choose another with --tcp-address"
             ) from error
         return server
 

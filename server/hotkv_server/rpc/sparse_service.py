@@ -133,10 +133,8 @@ async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
     except asyncio.TimeoutError:
         raise HotKVError(
             Reason.INVALID_FIELD,
-            (
-                f"no request of a session has come within {FIRST_REQUEST_TIMEOUT_S:g} s; open the "
-                "stream with the first selection"
-            ),
+            f"no request of a session has come within {FIRST_REQUEST_TIMEOUT_S:g} s; open the "
+            "stream with the first selection",
         ) from None
 
 

@@ -72,11 +72,8 @@ class EngineMemory:
             if not self.layout.covers(group_index):
                 raise HotKVError(
                     Reason.INVALID_FIELD,
-                    (
-                        f"runs.group_index {group_index} is a representation that the layout has "
-                        "no "
-                        "tensors of; register some"
-                    ),
+                    f"runs.group_index {group_index} is a representation that the layout has "
+                    "no tensors of; register some",
                 )
         for handle_id, mapping in self.mappings.items():
             if not mapping.is_whole():
@@ -87,10 +84,8 @@ class EngineMemory:
             if mapping.has_holes():
                 raise HotKVError(
                     Reason.INVALID_LAYOUT,
-                    (
-                        f"handles: memory of the file of {handle_id!r} was given back; register it "
-                        "again"
-                    ),
+                    f"handles: memory of the file of {handle_id!r} was given back; register it "
+                    "again",
                 )
 
     def close(self) -> None:
@@ -136,9 +131,8 @@ def _opened(
         ) from error
     except DeviceError as error:
         raise DeviceError(
-            f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers "
-            "it needs the server's PID namespace, "
-            "hostPID, and both the same GPUs)",
+            f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers it "
+            "needs the server's PID namespace, hostPID, and both the same GPUs)",
             is_lost=error.is_lost,
         ) from error
 
@@ -185,8 +179,7 @@ def open_engine_memory(
             if has_holes(fds[handle.handle_id]):
                 raise ValueError(
                     f"handles[{index}].file_mapping: parts of the file of {handle.handle_id!r} "
-                    "have no memory yet; write or fallocate all "
-                    "of it before it is registered"
+                    "have no memory yet; write or fallocate all of it before it is registered"
                 )
             mapping = FileMapping(
                 fds.pop(handle.handle_id), base + handle.num_bytes, handle.handle_id, on_cut=on_cut

@@ -75,11 +75,8 @@ class InPlace:
         if lease.released or self._core.leases.get(lease.engine_id, lease.lease_id) is not lease:
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
-                (
-                    f"lease_id {lease.lease_id!r} was released or has expired while its blocks "
-                    "were "
-                    "compared; acquire again"
-                ),
+                f"lease_id {lease.lease_id!r} was released or has expired while its blocks "
+                "were compared; acquire again",
             )
         return _granted(lease, self._core.slot_offsets(session.record.number, lease.lease_id))
 

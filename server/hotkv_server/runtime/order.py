@@ -192,19 +192,14 @@ class SessionOrder:
         if self.marks is None:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    "after: this session has no device order (HOST); send the transfer when its "
-                    "mark "
-                    "has passed"
-                ),
+                "after: this session has no device order (HOST); send the transfer when its "
+                "mark has passed",
             )
         if not 0 <= mark.index < self.marks.num_marks:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    f"after.index is {mark.index}; this session has {self.marks.num_marks} marks, "
-                    "counted from 0"
-                ),
+                f"after.index is {mark.index}; this session has {self.marks.num_marks} marks, "
+                "counted from 0",
             )
         if not 0 <= mark.value < 1 << 32:
             raise HotKVError(

@@ -94,11 +94,8 @@ class LiveSession:
         if named - num_groups >= len(kinds):
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    f"group_index is {named}; this key space has {num_groups} groups and the "
-                    "session "
-                    f"declares {len(kinds)} representations"
-                ),
+                f"group_index is {named}; this key space has {num_groups} groups and the "
+                f"session declares {len(kinds)} representations",
             )
         return kinds[named - num_groups]
 
@@ -174,17 +171,15 @@ class LiveSession:
         if fence_index and self.fence is None:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"fence_index is {fence_index}, but this session has linked no fence, so that "
-                "the store could not be revoked; send the "
-                f"page's descriptor as {FENCE_HANDLE!r} with the link, or 0 for a store that is "
-                "never revoked",
+                f"fence_index is {fence_index}, but this session has linked no fence, so that the "
+                f"store could not be revoked; send the page's descriptor as {FENCE_HANDLE!r} with "
+                "the link, or 0 for a store that is never revoked",
             )
         if fence_index and self.fence is not None and not self.fence.is_whole():
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"fence_index is {fence_index}, but the file of the fence is shorter than its "
-                f"{FENCE_WORDS * 4} bytes by now; "
-                "open another session with a whole one",
+                f"{FENCE_WORDS * 4} bytes by now; open another session with a whole one",
             )
 
     def is_revoked(self, fence_index: int) -> bool:

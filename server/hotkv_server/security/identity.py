@@ -123,11 +123,8 @@ class AccessControl:
         if not self.admins.match(peer):
             raise HotKVError(
                 Reason.NOT_ALLOWED,
-                (
-                    "this token or certificate is no admin's; list it in "
-                    "security.admin_token_sha256 "
-                    "or its names"
-                ),
+                "this token or certificate is no admin's; list it in "
+                "security.admin_token_sha256 or its names",
             )
 
     def may_link(self, peer: Peer) -> bool:

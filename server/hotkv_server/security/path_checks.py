@@ -24,8 +24,7 @@ def check_runtime_dir(path: Path) -> None:
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):
         raise UnsafeError(
-            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown it, or "
-            "choose "
+            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown it, or choose "
             "another with --runtime-dir"
         )
     if status.st_mode & OTHERS_WRITE:
@@ -45,8 +44,7 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
     status = _directory(path)
     if status.st_uid != os.geteuid():
         raise UnsafeError(
-            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: choose a "
-            "directory "
+            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: choose a directory "
             "below it, which the server makes"
         )
     forbidden = 0o077 if is_private else stat.S_IRWXO | stat.S_IWGRP
@@ -112,8 +110,7 @@ def _check_place(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
             else f"of mode {stat.filemode(status.st_mode)}"
         )
         raise UnsafeError(
-            f"{path} is {what} of user id {status.st_uid}, not a {kind} of this server: look "
-            "who "
+            f"{path} is {what} of user id {status.st_uid}, not a {kind} of this server: look who "
             "made it, then remove it"
         )
 

@@ -43,10 +43,8 @@ class Tickets:
         ):
             raise HotKVError(
                 Reason.OVERLOADED,
-                (
-                    f"too many tickets are outstanding for user id {peer.uid}; use them, or wait "
-                    f"{TTL_S:g} s"
-                ),
+                f"too many tickets are outstanding for user id {peer.uid}; use them, or wait "
+                f"{TTL_S:g} s",
             )
         ticket = self._fresh()
         self._issued[ticket] = peer, now_s + TTL_S

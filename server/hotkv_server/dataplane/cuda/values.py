@@ -74,8 +74,7 @@ class CudaCopySettings:
             raise ValueError(f"depth is {self.depth}; it must be 1 or more")
         if self.staging_bytes and self.slot_staging_bytes < 4096:
             raise ValueError(
-                f"staging_bytes is {self.staging_bytes}; it must be 0 or "
-                f"{2 * self.depth * 4096} "
+                f"staging_bytes is {self.staging_bytes}; it must be 0 or {2 * self.depth * 4096} "
                 "and more"
             )
 
