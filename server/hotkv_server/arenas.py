@@ -1,5 +1,4 @@
-"""`hotkv-server arenas`: lists the arenas in shared memory and gives back the memory of those whose
-server is gone."""
+"""`hotkv-server arenas`: lists arenas in shared memory, and frees those whose server has ended."""
 
 import argparse
 import json
@@ -41,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status: 0; 1 if something could not be removed; 2 for a name that is not
-    there."""
+    """Runs the command. Returns the exit status: 0; 1 if an arena could not be removed; 2 for an
+    unknown name."""
     found = find(options.folder)
     unknown = sorted(set(options.remove) - {arena.name for arena in found})
     if unknown:
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(found: list[ArenaLeft], *, as_json: bool) -> None:
-    """Prints what there is."""
+    """Prints the arenas."""
     if as_json:
         rows = [
             {**asdict(arena), "path": str(arena.path), "is_stale": arena.is_stale}
@@ -119,7 +118,7 @@ def show(found: list[ArenaLeft], *, as_json: bool) -> None:
 
 
 def server_of(arena: ArenaLeft) -> str:
-    """What is known of the server, in a few words."""
+    """The state of the arena's server, in a few words."""
     if arena.is_running is None:
         return f"unknown, user id {arena.uid}"
     if arena.is_running:
@@ -133,5 +132,5 @@ def server_of(arena: ArenaLeft) -> str:
 
 
 def printable(text: str) -> str:
-    """What other users have written may hold anything."""
+    """Makes text of other users safe to print."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

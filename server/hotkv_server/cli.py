@@ -26,8 +26,8 @@ KERNELS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 where it could not start, 2 for bad settings or
-    input. A broken invariant ends with 70."""
+    """Entry point. Returns the exit status: 0; 1 if the server could not start; 2 for bad settings
+    or input. A broken invariant ends the process with 70."""
     parser = argparse.ArgumentParser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument("--version", action="version", version=f"hotkv-server {hotkv.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -99,8 +99,8 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     if options.check:
         print(settings.model_dump_json(indent=2, by_alias=True))
         return 0
-    # gRPC's C code, which looks when it is loaded, would write to stderr what peers say at their
-    # leaving, byte by byte.
+    # gRPC's C code reads it when it is loaded. Without it, it writes what peers send at their end
+    # to stderr, byte by byte.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from hotkv_server.daemon import serve
     from hotkv_server.startup import StartError

@@ -71,13 +71,13 @@ class _Connection(asyncio.Protocol):
         return self._answering is not None
 
     def drop(self) -> None:
-        """Ends it at once."""
+        """Ends the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._answering is not None:
-            # What comes behind the request is of no use.
+            # Bytes after the request are ignored.
             return
         try:
             self._http.receive_data(data)
@@ -116,7 +116,7 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpServer:
-    """Serves until closed. Raises OSError where it can't listen."""
+    """See the module. Serves until it is closed. Raises OSError if it can't listen."""
 
     def __init__(self, host: str, port: int, node: Node) -> None:
         self._node = node
@@ -152,7 +152,7 @@ class HttpServer:
     def _end(self) -> None:
         for connection in list(self._connections):
             connection.drop()
-        # Behind what that has asked for.
+        # After the callbacks of these drops.
         self._loop.call_soon(self._loop.stop)
 
     def _turn(self) -> None:
@@ -160,24 +160,24 @@ class HttpServer:
         self._loop.call_later(TURN_S, self._turn)
 
     def opened(self, connection: _Connection) -> None:
-        """A connection was taken. Where there are too many, the oldest that has not yet asked for
-        anything goes, or else this one."""
+        """Counts a new connection. If there are too many, drops the oldest that has not asked yet,
+        or else this one."""
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
             going = next((one for one in self._connections if not one.has_asked), connection)
-            # At once: many may be taken before any hears that it is lost.
+            # At once: many may come before `closed` is called for one.
             del self._connections[going]
             going.drop()
 
     def closed(self, connection: _Connection) -> None:
-        """It is no more."""
+        """Forgets a connection that has ended."""
         self._connections.pop(connection, None)
 
     async def answer(self, path: str) -> tuple[int, bytes]:
         """Status and body for a path."""
         match path:
             case "/metrics":
-                # All that ask meanwhile get the same text.
+                # All requests that come meanwhile get the same text.
                 if self._generating is None or self._generating.done():
                     self._generating = asyncio.create_task(self._metrics())
                 return 200, await asyncio.shield(self._generating)
@@ -190,15 +190,15 @@ class HttpServer:
         return generate_latest(self._registry)
 
     async def _of_node(self, read: Coroutine[Any, Any, T]) -> T:
-        """What `read` returns, run on the node's loop."""
+        """Runs `read` on the node's loop and returns its result."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(read, self._node_loop))
 
     def is_alive(self) -> bool:
-        """False where the thread has died."""
+        """False if the thread has died."""
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """How long ago the thread last took something up; it does so all the time."""
+        """How long ago the thread last took up work or an idle turn."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""What systemd is told, where it listens (sd_notify); elsewhere nothing is said. Failing to say it
-is no fault of the server's."""
+"""Notifies systemd (sd_notify), if it listens. A notice that can't be sent is logged, no more."""
 
 import contextlib
 import logging
@@ -30,14 +29,14 @@ def notify(*lines: str) -> None:
 
 
 def extension(seconds: float) -> str:
-    """Asks for so much more time, from now on, to start or to stop."""
+    """The assignment that asks for so much more time, from now on, to start or to stop."""
     return f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}"
 
 
 @contextlib.contextmanager
 def patience(what: str, progress: Callable[[], int]) -> Iterator[None]:
-    """Asks for more time for as long as `progress` grows, however long the block takes; from a
-    thread, as the block may hold its own."""
+    """Asks for more time for as long as `progress` grows while the block runs. From a thread, since
+    the block may hold its own."""
     over = threading.Event()
 
     def beat() -> None:

@@ -1,4 +1,4 @@
-"""Copy engines on made-up devices, with memory of every kind round them."""
+"""Rigs for tests of copy engines: made-up devices, and memory of every kind round them."""
 
 import contextlib
 import time

@@ -1,4 +1,4 @@
-"""Owners take turns, whatever each has put in."""
+"""A fair queue serves owners in turn, however many items each has put in."""
 
 import threading
 from collections import defaultdict, deque

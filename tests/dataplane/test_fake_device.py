@@ -1,4 +1,5 @@
-"""The made-up device is late, out of order, and refuses or dies of what CUDA refuses or dies of."""
+"""The made-up device runs late and out of order, refuses what CUDA refuses, and is lost when a real
+one would be."""
 
 import os
 import signal

@@ -1,7 +1,6 @@
-"""Blocks of engines on a device, in every layout, there and back through the arena, by every
-method.
+"""Blocks of engines on a device, in every layout, go through the arena and back by every method.
 
-`Layout` tells both sides by offsets; the reference are numpy views of the engine's memory
+`Layout` tells both sides by offsets; the reference is numpy views of the engine's memory
 (`tests.core.test_layout_copies`).
 """
 

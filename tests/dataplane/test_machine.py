@@ -1,8 +1,8 @@
-"""Random jobs, gates, cancels, failures, growth of what is pinned and lost devices, on two devices
-and the host, against plain arrays.
+"""Random jobs, gates, cancels, failures, pinning and lost devices, on two devices and the host,
+agree with plain arrays.
 
-Each job has bytes of its own on both sides, so that what it must have moved is known whatever runs
-beside it.
+Each job has bytes of its own on both sides, so the bytes that it must have moved are known whatever
+runs beside it.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Planning in arrays against plain Python."""
+"""Planning of pieces in arrays agrees with plain Python."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""Plans of whole blocks: small whatever they stand for, and every byte once in whatever shares they
-are taken."""
+"""Plans of whole blocks are small however many runs they stand for, and move every byte once in
+whatever shares they are taken."""
 
 import itertools
 import tracemalloc

@@ -1,5 +1,5 @@
-"""Copies of runs against plain slices, streamed and not: odd sizes, every misalignment, and no byte
-beside them."""
+"""Copies of runs, streamed and not, agree with plain slices: odd sizes, every misalignment, and no
+byte beside them."""
 
 import ctypes
 from typing import Any

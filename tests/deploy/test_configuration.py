@@ -1,5 +1,4 @@
-"""deploy/hotkv.toml against the settings: all of them, each with what it means, its unit and its
-default, and nothing else."""
+"""deploy/hotkv.toml shows every setting with its meaning, unit and default, and nothing else."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""docs/deployments.md names a test in each row, and what it names exists."""
+"""docs/deployments.md names a test in each row, and each of these exists."""
 
 import re
 from pathlib import Path

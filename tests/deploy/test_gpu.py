@@ -1,5 +1,5 @@
-"""What GPU nodes add: the systemd drop-in and the Kubernetes patch, applied to what they belong
-to."""
+"""The systemd drop-in and the Kubernetes patch of GPU nodes, applied to the unit and the manifest
+that they extend."""
 
 import copy
 import re

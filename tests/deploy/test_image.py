@@ -1,4 +1,4 @@
-"""The Dockerfile: linted, held against the project, and its steps run on a copy of this machine's
+"""The Dockerfile is linted, agrees with the project, and its steps run on a copy of this machine's
 file system."""
 
 import json

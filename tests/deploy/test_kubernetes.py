@@ -1,5 +1,5 @@
-"""The Kubernetes manifest: against the schemas of several versions, and against the server, the
-image and the command that it names."""
+"""The Kubernetes manifest agrees with the schemas of several versions, and with the server, image
+and command that it names."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The systemd unit, judged by systemd's own tools and held against the server that it starts."""
+"""systemd's own tools accept the unit, and it agrees with the server that it starts."""
 
 import re
 import shutil

@@ -1,5 +1,5 @@
-"""The check compiles what is right, refuses what warns or needs headers, and reads what a kernel
-uses out of its machine code."""
+"""The check compiles good kernels, refuses those that warn or need headers, and reads their
+resources out of the machine code."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`copy_runs` moves what its table says and nothing else, whatever sizes, alignments, grid and
+"""`copy_runs` moves the bytes of its table and nothing else, for all sizes, alignments, grids and
 shares."""
 
 import itertools

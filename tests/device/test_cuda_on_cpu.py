@@ -1,4 +1,4 @@
-"""The CPU's CUDA does what CUDA does, and finds what CUDA would only sometimes punish."""
+"""CUDA on the CPU computes as CUDA does, and finds faults that CUDA would only sometimes punish."""
 
 import numpy as np
 import pytest

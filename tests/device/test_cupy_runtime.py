@@ -1,5 +1,5 @@
-"""The real runtime over a driver that writes down what it is asked: which calls, in which context,
-with which arguments."""
+"""The real runtime makes the right driver calls, in the right context, with the right arguments: a
+driver library writes them down."""
 
 import os
 import shutil

@@ -1,4 +1,5 @@
-"""A server with tenants, TLS and admins, and who may do what on it: for tests of security."""
+"""A server with tenants, TLS and admins, and clients with and without proofs, for tests of
+security."""
 
 import contextlib
 import hashlib

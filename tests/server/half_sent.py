@@ -1,4 +1,4 @@
-"""A client that sends halves of large messages and no more: gRPC's own client can't."""
+"""A client that sends only halves of large messages, which gRPC's own client can't."""
 
 import contextlib
 import select

@@ -1,4 +1,4 @@
-"""What tests of refusals share: what must not change, reasons, messages filled at random."""
+"""Helpers for tests of refusals: state that must not change, reasons, messages filled at random."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""An engine with real representations, for tests of what the server makes of them."""
+"""An engine with real representations, for tests of sparse decode."""
 
 import mmap
 import os

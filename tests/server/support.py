@@ -1,4 +1,4 @@
-"""An engine with any groups, for tests of what depends on them."""
+"""An engine with any groups, for tests that depend on them."""
 
 import mmap
 import os

@@ -1,5 +1,5 @@
-"""The arena in an engine's process: what leased blocks hold, read in place through the mapping that
-the link hands out."""
+"""The arena in an engine's process: leased blocks are read in place through the mapping that the
+link hands out."""
 
 import contextlib
 import os

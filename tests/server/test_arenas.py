@@ -1,5 +1,5 @@
-"""Arenas that servers leave behind: listed as what they are, removed when asked and never under a
-running server, told of at start."""
+"""Arenas that servers leave behind are listed, are removed on request and never under a running
+server, and are named at the next start."""
 
 import fcntl
 import json

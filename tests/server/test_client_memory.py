@@ -1,5 +1,5 @@
-"""What clients can make the server keep, each kind as much as it gets and all of them together: it
-stays within one bound."""
+"""The memory that clients can make the server keep stays within one bound, for each kind and for
+all together."""
 
 import contextlib
 import os

@@ -1,5 +1,5 @@
-"""What the client and the connector refuse by themselves, the server refuses too, for clients that
-are written by hand."""
+"""The server refuses whatever the client and the connector refuse by themselves, since clients may
+be written by hand."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Engines on devices, through a real daemon over a real socket; the devices are made up."""
+"""Engines on made-up devices, through a real daemon over a real socket."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""Marks and engine memory of devices, over a device runtime without a device: what a session opens,
-asks and lets go of."""
+"""Marks and engine memory on a made-up device: what a session opens, asks and closes."""
 
 import asyncio
 import ctypes

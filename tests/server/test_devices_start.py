@@ -1,4 +1,4 @@
-"""How a server finds its devices at start, what it refuses then, and what it remembers of them."""
+"""A server finds its devices at start, refuses what can't work, and remembers its measurements."""
 
 import os
 import subprocess

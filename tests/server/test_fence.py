@@ -1,4 +1,4 @@
-"""The fence on the server's side: a store that could not be revoked is refused or not kept, and no
+"""Fences on the server's side: a store that could not be revoked is refused or not kept, and no
 page takes another's place."""
 
 import asyncio

@@ -1,5 +1,5 @@
-"""A server that is ready before its arena has all its memory: it serves, grows, and loses nothing
-whatever ends it meanwhile."""
+"""A server that is ready before its arena has all its memory serves, grows, and loses nothing
+however it ends."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Flush through a real server: whoever looks, by table or by call, finds nothing of before."""
+"""After a flush through a real server nobody finds older blocks, by table or by call."""
 
 import json
 import threading

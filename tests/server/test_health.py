@@ -1,5 +1,5 @@
-"""Self-knowledge: what dies or stalls is named by every probe, a broken invariant ends the server,
-a start that fails says what to do."""
+"""Health: every probe names a part that dies or stalls, a broken invariant ends the server, and a
+start that fails says what to do."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
-"""Clients that take what they can get: connections, descriptors, time. Others are served, and the
-server can be stopped."""
+"""Clients that take all the connections, descriptors and time they can get: others are served, and
+the server can be stopped."""
 
 import asyncio
 import contextlib

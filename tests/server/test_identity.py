@@ -1,4 +1,4 @@
-"""The pure parts of who may do what: proofs, tenants, tickets, and what must be true of files."""
+"""The pure parts of access control: proofs, tenants, tickets, and checks of files and paths."""
 
 import hashlib
 import os

@@ -1,5 +1,5 @@
-"""Comparing before offsets go out: nobody waits for it but who asked, and what happens meanwhile to
-the lease changes the answer."""
+"""Blocks are compared before a client learns their offsets: only the call that asks waits, and the
+answer follows what happens to the lease meanwhile."""
 
 import asyncio
 import os

@@ -1,5 +1,4 @@
-"""How late the event loop is, as the server says it: in figures, and by the name of what held
-it."""
+"""The server says how late its event loop is, and names the function that held it."""
 
 import asyncio
 import time

@@ -1,5 +1,5 @@
-"""Links on the descriptor socket: what is refused, whose pages are read, and what a session without
-a fence may store."""
+"""Links on the descriptor socket: refusals, the page that is read, and stores of a session without
+a fence."""
 
 import os
 import socket

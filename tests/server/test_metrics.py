@@ -1,5 +1,4 @@
-"""Metrics: each has a text that says what is counted, whichever policy evicts, and no text is left
-over."""
+"""Every metric has a HELP text, whichever policy evicts, and no text is left over."""
 
 import asyncio
 import re

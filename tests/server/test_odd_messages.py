@@ -1,5 +1,4 @@
-"""Messages that make no sense, over the wire: each is answered with a reason, and nobody else
-suffers."""
+"""Malformed messages, over the wire: each is answered with a reason, and nobody else suffers."""
 
 import os
 import queue

@@ -1,5 +1,5 @@
-"""A session is open when its key space is written down: whoever opens meanwhile waits too, and who
-goes away leaves nothing behind."""
+"""A session is open when its key space is written down: sessions that open meanwhile wait too, and
+a client that leaves meanwhile leaves nothing behind."""
 
 import asyncio
 import contextlib

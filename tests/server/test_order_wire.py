@@ -1,5 +1,4 @@
-"""Device orders and marks on the wire: what goes in comes out, and what is odd is refused by
-name."""
+"""Device orders and marks survive the wire, and odd ones are refused by name."""
 
 import mmap
 import os

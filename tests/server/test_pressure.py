@@ -1,4 +1,4 @@
-"""Who goes, and when, where memory grows that no book explains."""
+"""Pressure: which calls end, and when, if memory grows that the books do not explain."""
 
 import asyncio
 import time

@@ -1,5 +1,4 @@
-"""The publisher by itself: what it does where there is no room, and where requests make no
-sense."""
+"""The publisher by itself: full queues, replay, and requests that make no sense."""
 
 from collections.abc import Iterator
 from dataclasses import replace

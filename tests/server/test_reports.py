@@ -1,5 +1,4 @@
-"""Reports of scheduled requests, and retention: what they touch, what they keep, what is
-refused."""
+"""Reports of scheduled requests, and retention: blocks that they touch or keep, and refusals."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
-"""Representations through a real server: stored with blocks in one engine, loaded with them in
-another, gone with them."""
+"""Representations through a real server: stored with blocks by one engine, loaded with them by
+another, removed with them."""
 
 import mmap
 import os

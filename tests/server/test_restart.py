@@ -1,5 +1,5 @@
-"""A server that comes back: after a clean stop or a kill it serves what was acknowledged, byte for
-byte, and never anything else."""
+"""After a clean stop or a kill a server serves what was acknowledged, byte for byte, and never
+anything else."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Who may do what, on a real server with tenants, TLS and admins: what is refused is refused with a
-canonical code, and logged."""
+"""Access on a real server with tenants, TLS and admins: every refusal has a canonical code and is
+logged."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""A stream that breaks while the server hangs in the middle of a load: the engine's memory is the
-server's until it lets go, or is dead."""
+"""A stream that breaks while the server hangs in the middle of a load: the server keeps the
+engine's memory until it closes it, or is dead."""
 
 import os
 import signal

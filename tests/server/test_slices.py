@@ -1,5 +1,5 @@
-"""Long work on the event loop: others are served between its parts, and what they hear is true at
-each moment."""
+"""Long work on the event loop: others are served between its parts, and every answer is true at its
+moment."""
 
 import asyncio
 from pathlib import Path

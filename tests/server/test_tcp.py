@@ -1,4 +1,4 @@
-"""Over TCP: who is let in, with which proof, and what is to be seen there."""
+"""TCP: which clients are let in, with which proof, and what they can see."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Clients that make no sense, or don't read, wait; nobody else does."""
+"""Clients that send malformed messages, or do not read, wait; nobody else does."""
 
 import itertools
 import os

@@ -1,1 +1,1 @@
-"""Copy engines: what moves KV bytes between engine memory and the arena."""
+"""Copy engines: they move KV bytes between engine memory and the arena."""

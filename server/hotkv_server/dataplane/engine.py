@@ -1,7 +1,7 @@
 """The protocol of copy engines, and the job they work on.
 
 Always true: `on_done` is called exactly once, from any thread, and only when the engine touches
-neither memory any more. What asks a gate releases it exactly once.
+neither memory any more; whoever asks a gate releases it exactly once.
 """
 
 import enum
@@ -21,24 +21,24 @@ class Outcome(enum.Enum):
 
 
 class Gate(Protocol):
-    """What a job waits for before its first byte moves: a mark in the queue of an engine's
-    device."""
+    """Holds a job until its first byte may move: until a mark in the queue of an engine's device
+    has passed."""
 
     def passed(self) -> bool:
-        """Whether the job may begin; cheap, does not wait. Raises DeviceError where that can't be
+        """True if the job may begin. Cheap, does not wait. Raises DeviceError if that can't be
         known any more: the job has failed."""
 
     def release(self) -> None:
-        """Nobody will ask again: the gate has passed or failed, or its job was cancelled. From any
-        thread, must not block."""
+        """Called when the gate is asked no more: it has passed or failed, or its job was cancelled.
+        From any thread, must not block."""
 
 
 class CopyJob:
     """One transfer's copying. `cancel` may be called from any thread; it takes effect between
     pieces.
 
-    `gate` is for `engines.CopyEngines`; an engine that is given the job itself takes it as passed.
-    `owner`: whose it is, for engines that serve owners in turn.
+    `gate` is for `engines.CopyEngines`; a single engine takes it as passed. `owner`: engines serve
+    owners in turn.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CopyJob:
 
     @property
     def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
+        """True if `cancel` was called."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
@@ -74,8 +74,8 @@ class CopyJob:
         self._cancelled.set()
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
-        """Jobs over parts of the plans, cancelled with this one; the last to end ends it. Instead
-        of `expect`."""
+        """Splits the job by groups of plans. The parts are cancelled with it, and the last one to
+        end ends it. In place of `expect`."""
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
@@ -86,14 +86,14 @@ class CopyJob:
         self.piece_done(error if outcome is Outcome.FAILED else "")
 
     def expect(self, num_pieces: int) -> None:
-        """For engines: how many calls of `piece_done` end the job; ends it at once where there is
+        """For engines: sets how many calls of `piece_done` end the job; ends it at once if there is
         nothing to do."""
         self._pieces_left = num_pieces
         if num_pieces == 0:
             self._on_done(Outcome.CANCELLED if self.cancelled else Outcome.DONE, "")
 
     def piece_done(self, error: str = "") -> None:
-        """For engines: one piece is copied, passed over or failed."""
+        """For engines: one piece has been copied, skipped or has failed."""
         with self._lock:
             self._error = self._error or error
             self._pieces_left -= 1
@@ -116,11 +116,10 @@ class CopyEngine(Protocol):
         """Pieces not yet begun; bounded by the transfers that the core admits."""
 
     def is_alive(self) -> bool:
-        """False where a thread of it has died."""
+        """False if a thread of it has died."""
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the slowest thread, or what it gave to a device, has been at one piece; 0 where
-        all wait for work."""
+        """How long the slowest thread or device has been at one piece; 0 if all wait for work."""
 
     def close(self) -> None:
         """Waits for jobs in flight and stops the threads."""

@@ -1,5 +1,5 @@
-"""All copy engines of the server behind one: each plan goes to the engine of its device, and no job
-begins before its gate has passed.
+"""Combines all copy engines of the server: gives each plan to the engine of its device, and begins
+no job before its gate has passed.
 
 Always true: a gate is asked by one thread at a time and released when it has passed, has failed, or
 its job was cancelled. While no job waits, nobody polls.
@@ -18,14 +18,14 @@ POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
 """The pause between two looks at the gates that jobs wait for: this share of the time since one
-last passed or came, within these bounds. So a wait grows by a twentieth at most (by two where a
-look only begins to read a word), and long ones leave the interpreter to others.
+last passed or came, within these bounds. So a wait grows by a twentieth at most (by two if a look
+only begins to read a word), and during long waits the GIL is free for others.
 """
 
 
 class CopyEngines:
-    """`host` takes what lies on no device, `devices` the rest, by number. Owns them: `close` closes
-    all."""
+    """See the module. `host` takes plans that touch no device, `devices` the others, by number.
+    Owns all of them and closes them."""
 
     def __init__(self, host: CopyEngine, devices: Mapping[int, CopyEngine]) -> None:
         self._engines: dict[int, CopyEngine] = {HOST: host, **devices}
@@ -50,7 +50,7 @@ class CopyEngines:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Jobs that still wait for their gates end as cancelled."""
+        """Ends jobs that wait for their gates as cancelled, and closes all engines."""
         with self._changed:
             self._closing = True
             for job in self._waiting:
@@ -71,14 +71,14 @@ class CopyEngines:
         return len(self._waiting)
 
     def is_alive(self) -> bool:
-        """False where a thread of any engine has died, or that of the gates."""
+        """False if a thread of any engine has died, or the one that asks the gates."""
         return self._thread.is_alive() and all(
             engine.is_alive() for engine in self._engines.values()
         )
 
     def stalled_s(self, now_s: float) -> float:
-        """That of the slowest engine, or how long a gate has not answered. Waiting for a gate is no
-        stall."""
+        """The longest stall of an engine, or how long a gate has not answered. Waiting for a gate
+        is no stall."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 
@@ -102,7 +102,7 @@ class CopyEngines:
             )
 
     def _settle(self, job: CopyJob) -> bool:
-        """Starts or ends the job where that can be said yet."""
+        """Starts or ends the job if its gate has passed or failed; False if it must wait."""
         gate = job.gate
         if gate is None:
             self._start(job)
@@ -139,7 +139,7 @@ class CopyEngines:
 
 
 def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
-    """Plans by the device that they need; HOST where they need none."""
+    """Plans by the device that they need; HOST if they need none."""
     groups: dict[int, list[Plan]] = {}
     for plan in plans:
         groups.setdefault(plan.device, []).append(plan)
@@ -147,6 +147,6 @@ def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
 
 
 def fail(job: CopyJob, error: str) -> None:
-    """Ends a job of which nothing has begun."""
+    """Ends a job that has not begun."""
     job.expect(1)
     job.piece_done(error)

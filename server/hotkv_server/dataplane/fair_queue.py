@@ -1,5 +1,4 @@
-"""A queue that serves owners in turn: who has put in much waits for itself, not the others for
-it."""
+"""A queue that serves owners in turn: an owner with many items makes no other owner wait."""
 
 import threading
 from collections import deque
@@ -9,8 +8,8 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by owner. One owner's come out in the order in which they went in; owners take turns,
-    an item each. Thread-safe."""
+    """Items by owner: first in, first out for each owner; owners take turns, an item each.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._ready = threading.Condition()
@@ -41,7 +40,7 @@ class FairQueue(Generic[T]):
             self._ready.notify(len(items))
 
     def close(self) -> None:
-        """Whoever gets is told, once nothing is left, that nothing more will come."""
+        """Ends the queue: once it is empty, `get` returns None."""
         with self._ready:
             self._is_closed = True
             self._ready.notify_all()

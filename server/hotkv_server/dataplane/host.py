@@ -1,7 +1,7 @@
 """Copy engine `host`: memcpy on worker threads, without the GIL.
 
-Jobs are cut into pieces that all threads share; owners take turns, and of one owner the first come
-is the first served. Between pieces a job may be cancelled.
+Jobs are cut into pieces that all threads share. Owners take turns; jobs of one owner are served in
+order. A job may be cancelled between pieces.
 """
 
 import ctypes
@@ -15,16 +15,16 @@ from hotkv_server.dataplane.fair_queue import FairQueue
 from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Plan, num_shares
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
-"""Large enough that what surrounds a piece does not count, small enough that a cancel takes effect
+"""Large enough that the overhead of a piece does not count, small enough that a cancel takes effect
 within a millisecond or two."""
 STREAMED_JOB_BYTES = 8 << 20
-"""Jobs of this size are written past the caches: they would not stay there, and nothing is read
-only to be overwritten."""
+"""Jobs of this size are written past the caches: the caches would not hold them, and plain stores
+would read every line that they overwrite."""
 
 
 class HostCopyEngine:
-    """`num_threads` workers over one queue. The queue is bounded by the transfers the core
-    admits."""
+    """See the module. `num_threads` workers share one queue, which is bounded by the transfers that
+    the core admits."""
 
     def __init__(self, num_threads: int) -> None:
         self._kernels: Any = native.load("hotkv.kernels")
@@ -65,11 +65,11 @@ class HostCopyEngine:
         return len(self._queue)
 
     def is_alive(self) -> bool:
-        """False where a worker has died."""
+        """False if a worker has died."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the slowest worker has been on its piece; 0 where all wait for work."""
+        """How long the slowest worker has been on its piece; 0 if all wait for work."""
         return now_s - min(filter(None, self._begun_s), default=now_s)
 
     def _work(self, number: int) -> None:

@@ -1,9 +1,9 @@
-"""Copy plans: which bytes go where.
+"""Copy plans: sources, destinations and sizes of bytes to copy.
 
-A plan is checked against both memories before anything moves. What a call asks for is a plan of
-whole blocks, `BlockCopies`: as large as its lists of blocks, however many runs a block has. The
-host's kernel walks it as it is; who needs runs is given them a part at a time. Either way
-neighbours that are contiguous on both sides are merged.
+Always true: a plan has been checked against both memories before anything moves. A call's plan is
+of whole blocks, `BlockCopies`: as large as its lists of blocks, however many runs a block has. The
+host's kernel walks it as it is; an engine that needs runs gets them a part at a time. Both ways
+merge neighbours that are contiguous on both sides.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]
 PIECE_RUNS = 1 << 16
-"""Most runs that are made of a plan at a time, or as many as one block has."""
+"""Most runs that are made of a plan at a time; a single block may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Region:
     device: int = HOST
 
     def array(self) -> NDArray[np.uint8]:
-        """Its bytes, writable. Raises ValueError where they are a device's."""
+        """Its bytes, writable. Raises ValueError if they lie on a device."""
         if self.device != HOST:
             raise ValueError(f"{self.name} lies on device {self.device}")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
@@ -69,7 +69,7 @@ class CopyPlan:
 
     @property
     def device(self) -> int:
-        """The device that one side lies on; HOST where neither does."""
+        """The device that one side lies on; HOST if neither does."""
         return max(self.dst.device, self.src.device)
 
     @property
@@ -80,7 +80,7 @@ class CopyPlan:
     def build(
         dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s
     ) -> "CopyPlan":
-        """Merges runs that follow each other on both sides."""
+        """Merges runs that adjoin on both sides."""
         if len(num_bytes) > 1:
             follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (
                 src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1]
@@ -101,7 +101,7 @@ class CopyPlan:
         return len(self.num_bytes)
 
     def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
-        """From `begin` to `end` of `whole` equal shares of the runs."""
+        """The runs from `begin` to `end` of `whole` equal shares."""
         mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
         return CopyPlan(
             self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
@@ -136,7 +136,7 @@ class BlockCopies:
 
     @property
     def device(self) -> int:
-        """The device that one side lies on; HOST where neither does."""
+        """The device that one side lies on; HOST if neither does."""
         return max(self.engine.device, self.arena.device)
 
     @property
@@ -153,11 +153,11 @@ class BlockCopies:
 
     @property
     def num_runs(self) -> int:
-        """Before any are merged."""
+        """Number of runs before any are merged."""
         return len(self.recipe.bases) * len(self.block_ids)
 
     def part(self, begin: int, end: int, whole: int) -> slice:
-        """Which blocks are those from `begin` to `end` of `whole` equal shares."""
+        """The range of blocks from `begin` to `end` of `whole` equal shares."""
         count = len(self.block_ids)
         return slice(count * begin // whole, count * end // whole)
 
@@ -194,6 +194,6 @@ def block_copies(
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
-    """Into how many shares a plan goes so that each has about `piece_bytes`, and not many more runs
-    than PIECE_RUNS; at least one."""
+    """Number of shares of a plan, one at least, so that each has about `piece_bytes`, and not many
+    more runs than PIECE_RUNS."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

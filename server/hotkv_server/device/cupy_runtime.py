@@ -1,9 +1,9 @@
-"""CUDA on real devices: the driver does all but compile kernels, which CuPy does, once a device,
-into its cache on disk.
+"""`DeviceRuntime` on real devices: by calls of CUDA's driver, and CuPy to compile kernels, once a
+device, into its cache on disk.
 
-A device is started when it is first used: its context, shared with whatever else in the process
-uses CUDA, takes some hundred MiB of its memory. Every method makes its device the calling thread's.
-Streams and events live as long as the process, except events that are closed.
+A device is started when it is first used: its context, which it shares with other users of CUDA in
+the process, takes some hundred MiB of its memory. Every method makes its device the calling
+thread's. Streams and events live as long as the process, except events that are closed.
 """
 
 import importlib
@@ -31,16 +31,15 @@ from hotkv_server.device.runtime import (
 
 COPY_BLOCKS = 8
 COPY_THREADS = 512
-"""Of a launch of the copy kernel. Bytes in flight = blocks x threads x 128: half a MiB, where PCIe
-5 needs about 128 KiB, from 8 multiprocessors of an H200's 132."""
+"""Shape of a launch of the copy kernel. Bytes in flight = blocks x threads x 128: half a MiB. PCIe
+5 needs about 128 KiB. It takes 8 of the 132 multiprocessors of an H200."""
 
 _SYSFS = Path("/sys/bus/pci/devices")
 _PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}
-"""CUDA counts down from 0, the lowest, and takes a number beyond the device's range for the
-nearest."""
+"""CUDA counts down from 0, the lowest, and clamps numbers beyond the device's range."""
 _WARP = 32
 _BYTES_OF_WARP = 4096
-"""What a warp has in flight: the least share of a copy that is worth another warp."""
+"""Bytes that a warp has in flight: the least share of a copy that is worth another warp."""
 _SHARES_PER_WARP = 8
 
 
@@ -57,11 +56,11 @@ class CudaEvent:
 
 
 class CupyRuntime:
-    """A `DeviceRuntime`. `copy_blocks`, `copy_threads`: of the copy kernel; the threads are at most
-    512, a multiple of 32.
+    """See the module. `copy_blocks`, `copy_threads`: of the copy kernel; at most 512 threads, a
+    multiple of 32.
 
-    Raises DeviceError, and says what to install or to grant, where there is no driver, no device or
-    no CuPy.
+    Raises DeviceError that says what to install or to grant if there is no driver, no device or no
+    CuPy.
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class CupyRuntime:
     ) -> None:
         if copy_blocks < 1 or not _WARP <= copy_threads <= 512 or copy_threads % _WARP:
             raise ValueError(
-                f"copy_blocks {copy_blocks}: from 1; copy_threads {copy_threads}: a multiple "
-                "of "
+                f"copy_blocks {copy_blocks}: from 1; copy_threads {copy_threads}: a multiple of "
                 "32, from 32 to 512"
             )
         self._driver = cu.Driver(library)
@@ -241,7 +239,7 @@ class CupyRuntime:
         self._driver.call(name, self._enter(device), *arguments)
 
     def _enter(self, device: int) -> str:
-        """Makes the device the calling thread's, and gives its name for errors."""
+        """Makes the device the calling thread's, and returns its name for errors."""
         context = self._contexts.get(device) or self._start(device)
         where = f"device {device}"
         self._driver.call("cuCtxSetCurrent", where, context)
@@ -258,7 +256,7 @@ class CupyRuntime:
             return self._contexts[device]
 
     def _any_device(self) -> int:
-        """For calls about host memory, which want a context and don't mind whose."""
+        """Makes some context current, for calls about host memory, which need any."""
         return next(iter(self._contexts), 0)
 
     def _compile_copy(self, device: int) -> int:
@@ -274,15 +272,15 @@ class CupyRuntime:
 
 
 def copy_shares(num_copies: int, max_bytes: int, num_warps: int) -> int:
-    """Into how many shares the kernel cuts each copy: as many as keep all warps at work, none
-    smaller than what a warp has in flight."""
+    """Number of shares into which the kernel cuts each copy: enough to keep all warps at work, none
+    smaller than the bytes that a warp has in flight."""
     wanted = math.ceil(_SHARES_PER_WARP * num_warps / num_copies)
     return max(1, min(wanted, math.ceil(max_bytes / _BYTES_OF_WARP)))
 
 
 def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tuple[object, int]:
-    """A loaded module, to be kept, and the handle of its function. Leaves CuPy's idea of the device
-    as the thread's."""
+    """Loads the copy kernel. Returns its module, which must be kept, and its function's handle.
+    CuPy's current device of the thread stays as it was."""
     try:
         cupy.cuda.runtime.setDevice(device)
         try:
@@ -297,8 +295,7 @@ def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tu
     except (cupy.cuda.compiler.CompileException, RuntimeError, ImportError, OSError) as error:
         raise DeviceError(
             f"compiling {source.name} for device {device}: {error}; CuPy needs NVRTC: install "
-            "hotkv[cuda12] or "
-            "hotkv[cuda13] anew, or a CUDA toolkit"
+            "hotkv[cuda12] or hotkv[cuda13] anew, or a CUDA toolkit"
         ) from error
 
 
@@ -329,8 +326,7 @@ def _find_devices(driver: cu.Driver, sysfs: Path) -> tuple[DeviceInfo, ...]:
         if not driver.attribute(number, cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES):
             raise DeviceError(
                 f"device {number} ({driver.name(number)}) sees registered memory at other "
-                "addresses than the host does; "
-                "leave it out by CUDA_VISIBLE_DEVICES"
+                "addresses than the host does; leave it out by CUDA_VISIBLE_DEVICES"
             )
     return tuple(_describe(driver, number, sysfs) for number in range(count))
 

@@ -1,10 +1,9 @@
-"""The calls of CUDA's driver that the server makes, typed, through ctypes: each gives the GIL up
-for as long as it lasts.
+"""Calls of CUDA's driver, typed, through ctypes: each gives the GIL up for as long as it lasts.
 
-That is why they are not CuPy's: CuPy keeps the GIL in all calls that mostly return at once, and any
-of them can wait while another thread of the process pins memory or opens another process's. Names
-are the library's symbols, of the version that fits the types here; not every driver has the
-optional ones. Source of names, types and numbers: `cuda.h` of CUDA 13.0.
+CuPy would hold the GIL in calls that mostly return at once, and any of them can wait while another
+thread of the process pins memory or opens another process's. Names are the library's symbols, of
+the version that fits the types here; not every driver has the optional ones. Source of names, types
+and numbers: `cuda.h` of CUDA 13.0.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ from hotkv_server.device.runtime import DeviceError, Int64s
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
-"""Of an interprocess handle, of memory or of an event."""
+"""Size of an interprocess handle, of memory or of an event."""
 
 NOT_READY = 600
 STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
@@ -59,7 +58,7 @@ class Handle(ctypes.Structure):
 
 
 class Location(ctypes.Structure):
-    """CUmemLocation; all zero says nothing."""
+    """CUmemLocation; all zero stands for no hint."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 
@@ -136,8 +135,8 @@ _OPTIONAL_CALLS: Mapping[str, tuple[type, ...]] = {
 
 
 class Driver:
-    """Wants a context to be current where CUDA does. Raises DeviceError that names the call,
-    `where`, CUDA's error and its text."""
+    """The driver's library. A context must be current for calls that need one in CUDA. Raises
+    DeviceError that names the call, `where`, CUDA's error and its text."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -145,8 +144,7 @@ class Driver:
         except OSError as error:
             raise DeviceError(
                 f"no NVIDIA driver: {error}; install one on the host, and give the container its "
-                "GPUs (docker: --gpus all; Kubernetes: "
-                "nvidia.com/gpu)"
+                "GPUs (docker: --gpus all; Kubernetes: nvidia.com/gpu)"
             ) from None
         missing = [
             name
@@ -156,8 +154,7 @@ class Driver:
         self._missing = frozenset(missing)
         if needed := self._missing & _CALLS.keys():
             raise DeviceError(
-                f"the NVIDIA driver lacks {', '.join(sorted(needed))}; install one of CUDA "
-                "12 or "
+                f"the NVIDIA driver lacks {', '.join(sorted(needed))}; install one of CUDA 12 or "
                 "newer"
             )
         self.call("cuInit", "starting CUDA", 0)
@@ -173,11 +170,11 @@ class Driver:
         return True
 
     def has(self, name: str) -> bool:
-        """Whether this driver has a call that not all have."""
+        """True if this driver has an optional call."""
         return name not in self._missing
 
     def call(self, name: str, where: str, /, *arguments: object) -> None:
-        """Makes a call; `where` stands in the error: a device or what was being done."""
+        """Makes a call. `where`: a device or an action, for the error."""
         if name in self._missing:
             raise DeviceError(
                 f"{name} on {where}: this NVIDIA driver has no such call; install a newer one"
@@ -187,7 +184,7 @@ class Driver:
             raise self.error(name, where, status)
 
     def error(self, name: str, where: str, status: int) -> DeviceError:
-        """What a call's status says."""
+        """The error that a call's status stands for."""
         texts = [c_char_p(), c_char_p()]
         self._library.cuGetErrorName(status, byref(texts[0]))
         self._library.cuGetErrorString(status, byref(texts[1]))

@@ -1,10 +1,10 @@
-"""What the server asks of CUDA, as a protocol: `cupy_runtime` answers on a machine with GPUs,
+"""The protocol by which the server uses CUDA: `cupy_runtime` implements it on a machine with GPUs,
 `hotkv_server.testing.device` without.
 
 Addresses are numbers: unified addressing tells the device by them, and registered host memory has
-one address everywhere. What is given to a stream runs later, in the stream's order; streams know of
-each other only through events. Methods may be called from any thread, give the GIL up where they
-block, and raise DeviceError.
+one address everywhere. Work that is given to a stream runs later, in the stream's order; only
+events order streams among each other. Methods may be called from any thread, give up the GIL if
+they block, and raise DeviceError.
 """
 
 import enum
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 
 HOST = -1
-"""Stands where the number of a device may: memory of the host."""
+"""In place of a device's number: memory of the host."""
 
 
 class DeviceError(Exception):
-    """A call failed. `is_lost`: every later one on that device will fail too, for as long as this
+    """A call failed. `is_lost`: every later call on that device will fail too, for as long as this
     process lives; nothing that was given to its streams touches memory any more.
     """
 
@@ -34,7 +34,7 @@ class DeviceError(Exception):
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """A device of this process. `number`: as this process counts them. `numa_node`: of its PCIe
-    slot; -1 where it is not known."""
+    slot; -1 if not known."""
 
     number: int
     uuid: bytes
@@ -46,8 +46,8 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where an allocation of a device begins, and its size. `device`: whose memory it is; negative
-    where that is not known."""
+    """Start and size of an allocation on a device. `device`: the device that has the memory;
+    negative if not known."""
 
     start: int
     num_bytes: int
@@ -70,7 +70,7 @@ class Stream(Protocol):
 
 
 class Event(Protocol):
-    """A point in a stream, once recorded; before, it counts as passed."""
+    """A point in a stream, once it is recorded; before, it counts as passed."""
 
     @property
     def device(self) -> int:
@@ -95,21 +95,20 @@ class DeviceRuntime(Protocol):
         """Puts the event at the end of what the stream was given."""
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """The stream goes on when the event, as last recorded, has passed."""
+        """Makes the stream wait until the event, as last recorded, has passed."""
 
     def passed(self, event: Event) -> bool:
-        """Whether the device has come to the event, as last recorded; does not wait. Raises what
-        went wrong before it."""
+        """True if the device has come to the event, as last recorded. Does not wait. Raises errors
+        of the work before it."""
 
     def synchronize(self, event: Event) -> None:
-        """Waits until the device has come to it. Raises what went wrong before it."""
+        """Waits until the device has come to it. Raises errors of the work before it."""
 
-    # Copies: given to the stream, neither memory may change or go before an event after them has
-    # passed.
+    # Copies: neither memory may change or be freed before an event after them has passed.
 
     def copy(self, stream: Stream, dst: int, src: int, num_bytes: int) -> None:
-        """One copy between any two addresses. The host's side should be registered: else this waits
-        for it, and is slow."""
+        """One copy between any two addresses. If the host's side is not registered, the call waits
+        for the copy, which is slow."""
 
     def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
         """Many copies in one call, int64 [copies] addresses and sizes, in any order among
@@ -118,13 +117,13 @@ class DeviceRuntime(Protocol):
         """
 
     def copy_kernel(self, stream: Stream, table: int, num_copies: int, max_bytes: int) -> None:
-        """The same by a kernel of the stream's device, for copies that are short.
+        """Many copies by a kernel of the stream's device, for short ones.
 
         `table`: address of int64 [3, num_copies] (dst, src, bytes) that the device can read.
-        `max_bytes`: the largest of the sizes. Host addresses must be registered. 16 bytes at a time
-        where addresses and sizes allow it. A device runs kernels of one process at a time unless
-        MPS joins them: while this one has its turn, an engine's kernels wait, which they never do
-        for the other two.
+        `max_bytes`: the largest of the sizes. Host addresses must be registered. It copies 16 bytes
+        at a time if addresses and sizes allow it. Without MPS a device runs kernels of one process
+        at a time: while this kernel runs, an engine's kernels wait; for the other two ways to copy
+        they never wait.
         """
 
     # Memory
@@ -133,13 +132,13 @@ class DeviceRuntime(Protocol):
         """Address of new device memory, a multiple of 256."""
 
     def free(self, device: int, address: int) -> None:
-        """Gives it back; may wait for the device. What uses it must have ended."""
+        """Frees it; may wait for the device. Work that uses it must have ended."""
 
     def allocate_pinned(self, num_bytes: int) -> int:
         """Address of new host memory that is registered, a multiple of 4096."""
 
     def free_pinned(self, address: int) -> None:
-        """Gives it back."""
+        """Frees it."""
 
     def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
         """Pins host memory for all devices; multiples of the page size. A copy may not cross from
@@ -159,18 +158,18 @@ class DeviceRuntime(Protocol):
         was opened."""
 
     def close_memory(self, device: int, address: int) -> None:
-        """Lets go of it; what the other process has freed meanwhile, or left by dying, is then
-        really free."""
+        """Closes it once. Memory that its process has freed meanwhile, or left by dying, is free
+        after that."""
 
     def open_event(self, device: int, handle: bytes) -> Event:
         """Another process's event, from its handle of 64 bytes."""
 
     def close_event(self, event: Event) -> None:
-        """Lets go of it."""
+        """Closes it."""
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        """The stream goes on when the uint32 at `address`, of device or registered host memory, has
-        reached `value` (`hotkv.order`)."""
+        """Makes the stream wait until the uint32 at `address`, of device or registered host memory,
+        has reached `value` (`hotkv.order`)."""
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
-        """The stream writes the uint32 there, after all that it was given before."""
+        """Makes the stream write the uint32 there, after all that it was given before."""

@@ -1,2 +1,2 @@
-"""Events as vLLM's own publisher sends them, over ZMQ, for routers. Needs msgspec and pyzmq: the
+"""Publishes events for routers over ZMQ, as vLLM's own publisher does. Needs msgspec and pyzmq: the
 extra `events`."""

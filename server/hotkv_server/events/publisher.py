@@ -1,11 +1,11 @@
-"""Publishes events over ZMQ in vLLM's frames: topic, sequence number, payload; and replays what a
-reader has missed.
+"""Publishes events over ZMQ in vLLM's frames (topic, sequence number, payload), and replays
+messages that a reader has missed.
 
 Always true: each topic looks like an engine's own publisher, with its own unbroken sequence
 numbers; the event loop only queues, a thread translates, encodes and sends; what waits to be sent
-and what is kept for replay is bounded in bytes. Where the queue is full events are lost, newest
-first; if one of them said that blocks are gone, the topic's next message begins with
-AllBlocksCleared, so that nobody goes on believing in blocks that are not there.
+and what is kept for replay is bounded in bytes. If the queue is full, new events are lost; if one
+of them said that blocks were removed, the topic's next message begins with AllBlocksCleared, so
+that no reader counts on blocks that are not there.
 """
 
 import itertools
@@ -32,24 +32,24 @@ POLL_S = 0.05
 STOP_TIMEOUT_S = 2.0
 LINGER_MS = 200
 HIGH_WATER_MESSAGES = 100_000
-"""Messages that ZMQ keeps for a reader that does not read; more are dropped for that reader, as
-vLLM's publisher does."""
+"""Messages that ZMQ keeps for a reader that does not read; it drops more of them for that reader,
+as in vLLM's publisher."""
 EVENT_BYTES = 64
-"""Counted for each event besides its arrays."""
+"""Added for each event to the bytes of its arrays."""
 
 
 def binds(endpoint: str) -> bool:
-    """Whether an endpoint is bound or connected to, as vLLM decides it: bound with a wildcard, or
-    ipc; connected otherwise."""
+    """True if an endpoint is bound, False if it is connected to. As vLLM: bound with a wildcard, or
+    ipc."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """`must_clear`: a loss that readers were not told of; on the event loop only. The rest is the
-    thread's, but for `num_key_spaces`.
+    """A topic's state. `must_clear`: readers have not been told of a loss. `sequence`: None before
+    its first message.
 
-    `sequence`: None before its first message.
+    `must_clear` and `num_key_spaces` belong to the event loop, the rest to the thread.
     """
 
     name: bytes
@@ -62,7 +62,7 @@ class _Topic:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What goes into one message."""
+    """Events of one message."""
 
     topic: _Topic
     unix_time_s: float
@@ -74,7 +74,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A key space is forgotten, after all that was queued before; `is_last` of its topic."""
+    """Ends a key space, after all that was queued before. `is_last`: of its topic."""
 
     number: int
     topic: _Topic
@@ -82,8 +82,8 @@ class _Ended:
 
 
 class ZmqPublisher:
-    """See the module. `topic_of`: topic of a key space. Raises zmq.ZMQError where an endpoint can't
-    be had. Close it."""
+    """See the module. `topic_of`: topic of a key space. Raises zmq.ZMQError if an endpoint can't be
+    bound or connected to. Must be closed."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ZmqPublisher:
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | None] = queue.SimpleQueue()
-        # Each is written by one thread only.
+        # Each counter is written by one thread only.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
@@ -162,8 +162,8 @@ class ZmqPublisher:
         log.info("events of key space %d have topic %s", number, name)
 
     def forget_key_space(self, number: int) -> None:
-        """There are no more events of a key space. With its last one a topic ends, and what is kept
-        of it for replay."""
+        """Ends a key space, after its last event. The last key space of a topic ends the topic, and
+        its replay."""
         topic = self._by_key_space.pop(number)
         topic.num_key_spaces -= 1
         if not topic.num_key_spaces:
@@ -171,15 +171,14 @@ class ZmqPublisher:
         self._queue.put(_Ended(number, topic, is_last=not topic.num_key_spaces))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order, a message for each topic; or loses them where there is no
-        room."""
+        """Queues events, in order, a message for each topic; drops them if there is no room."""
         for topic, part in itertools.groupby(
             events, lambda event: self._by_key_space[event.key_space_id]
         ):
             self._put(topic, unix_time_s, tuple(part))
 
     def settle(self) -> None:
-        """Clears topics that have lost a removal, as far as there is room."""
+        """Queues clears for topics that have lost a removal, as far as there is room."""
         for topic in self._topics.values():
             if topic.must_clear:
                 self._put(topic, time.time(), ())
@@ -204,15 +203,15 @@ class ZmqPublisher:
         topic.must_clear = False
 
     def is_alive(self) -> bool:
-        """False where the thread has died."""
+        """False if the thread has died."""
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """How long ago the thread last took something up; it does so all the time."""
+        """How long ago the thread last took up work or an idle turn."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Sends what is queued, as far as a short time allows, and closes the sockets."""
+        """Sends queued events for a short time, then closes the sockets."""
         self._queue.put(None)
         self._thread.join(STOP_TIMEOUT_S)
 
@@ -272,8 +271,8 @@ class ZmqPublisher:
                 self._first_number = max(self._first_number, next(ended.topic.sequence))
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
-        """For replay. Clients name models, and so topics: where all together have too much, the one
-        that has most loses its oldest."""
+        """Keeps a message for replay. If all topics together have too much, the topic with most
+        drops its oldest: clients name models, and so topics."""
         self._kept[topic] = None
         topic.sent.append((number, payload))
         topic.sent_bytes += len(payload)

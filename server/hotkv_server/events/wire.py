@@ -1,12 +1,11 @@
-"""vLLM's event classes, as they are on the wire, and ours in their terms.
+"""vLLM's event classes as they are on the wire, and the conversion of ours into them.
 
 The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so that what is encoded
 here is byte for byte what an engine would send; the server does not import vLLM, a test compares
 them. Host memory is the medium that vLLM names "CPU".
 
 A run without token ids is published as vLLM publishes one that it can't describe: no tokens and
-block size 0. A router can't match it with a prompt, and passes over it; one that goes by hashes
-still can.
+block size 0. A router that matches prompts by tokens skips it; one that goes by hashes can use it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -58,7 +57,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks are no longer kept."""
+    """Blocks were removed."""
 
     block_hashes: list[ExternalHash]
     medium: str | None
@@ -68,11 +67,11 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """No block is kept."""
+    """All blocks were removed."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one message carries. `ts`: seconds since 1970."""
+    """The payload of a message. `ts`: seconds since 1970."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -97,8 +96,8 @@ class Translator:
     def translate(
         self, events: Iterable[Event], *, is_alone: bool
     ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """`is_alone`: no other key space shares their topic; only then may a cleared key space
-        clear it."""
+        """Converts events of one topic. `is_alone`: no other key space shares the topic; only then
+        may a cleared key space clear it."""
         translated: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         for event in events:
             match event:

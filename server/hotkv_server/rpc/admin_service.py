@@ -1,4 +1,4 @@
-"""AdminService: what the server holds, and levers."""
+"""AdminService: lists what the server holds; evicts, flushes and drains for operators."""
 
 import asyncio
 import os
@@ -11,13 +11,12 @@ from hotkv import table, versions
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
 from hotkv_server.core import inspect
-from hotkv_server.rpc import convert, event_convert, space_convert, sparse_convert
+from hotkv_server.rpc import convert, space_convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
-from hotkv_server.rpc.streams import stream
+from hotkv_server.rpc.watch import watch_requests
 from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.reports import WatchedReport
 from hotkv_server.runtime.stats import census, counters, gauges
 
 STATES = {
@@ -28,7 +27,7 @@ STATES = {
 DEFAULT_PAGE = 100
 MAX_PAGE = 10_000
 SERVED_PAGE = 2000
-"""Blocks that a page has at most, whatever was asked for: the event loop makes them one by one."""
+"""Most blocks of a page, however many a client asks for: the event loop makes them one by one."""
 DEFAULT_DRAIN_S = 30.0
 
 
@@ -160,10 +159,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if not 0 <= request.page_size <= MAX_PAGE:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    f"page_size is {request.page_size}; allowed are 0 (for {DEFAULT_PAGE}) to "
-                    f"{MAX_PAGE}"
-                ),
+                f"page_size is {request.page_size}; allowed are 0 (for {DEFAULT_PAGE}) to "
+                f"{MAX_PAGE}",
             )
         start, size = (
             int(request.page_token or 0),
@@ -231,21 +228,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def WatchRequests(
         self, request: admin_pb2.WatchRequestsRequest, context: Any
     ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-        node = self._node
-
-        def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
-            if request.key_space_id not in (0, value.key_space_id):
-                return None
-            return event_convert.watched_request(value)
-
-        def response(
-            requests: list[admin_pb2.WatchedRequest], lost: int
-        ) -> admin_pb2.WatchRequestsResponse:
-            return admin_pb2.WatchRequestsResponse(requests=requests, lost_request_count=lost)
-
-        async for part in stream(
-            context, node, request.key_space_id, node.reports.watched, message, response
-        ):
+        async for part in watch_requests(self._node, request, context):
             yield part
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:

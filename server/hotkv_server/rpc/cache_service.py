@@ -1,4 +1,4 @@
-"""CacheService: the unary forms."""
+"""CacheService: unary calls for clients without a session stream of their own."""
 
 import asyncio
 from typing import Any

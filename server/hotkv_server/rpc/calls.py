@@ -1,5 +1,4 @@
-"""The calls that the session stream and CacheService share: message in, message out, on a given
-session."""
+"""Calls that the session stream and CacheService share: message in, message out, on a session."""
 
 import asyncio
 import time
@@ -30,13 +29,13 @@ def _transfer_id(text: str) -> str:
 def lookup(
     node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
 ) -> cache_pb2.LookupResponse:
-    """Which blocks are ready; without a session the request names its key space."""
+    """Says which blocks are ready. Without a session the request must name its key space."""
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
         raise HotKVError(
             Reason.INVALID_FIELD, "key_space_id is 0 and session_id is empty; give one of them"
         )
-    # Only in its own key space has a session representations; elsewhere a group index is the
+    # A session has representations only in its own key space; elsewhere a group index is the
     # core's.
     is_own = session is not None and number == session.record.key_space_id
     if node.has_tenants and not is_own:
@@ -49,8 +48,8 @@ def lookup(
 
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
-    """Where there are tenants: what is not the session's own is refused as if it did not exist,
-    without a look whether it does."""
+    """The refusal of another key space than the session's own, if there are tenants: as if it did
+    not exist, and without looking whether it does."""
     if session is None:
         return HotKVError(
             Reason.UNAUTHENTICATED,
@@ -63,8 +62,8 @@ def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
 
 
 def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
-    """The refusal of a lease; where there are tenants, that of another engine's lease is as if it
-    did not exist."""
+    """The refusal of a lease. If there are tenants, another engine's lease is refused as if it did
+    not exist."""
     if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
         return error
     rights_log.warning("refused %s: %s", session.name, error)
@@ -77,16 +76,13 @@ def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError
 def acquire(
     node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Pins ready blocks; says where they lie to a session that was given the arena, later if they
-    have to be compared first."""
+    """Pins ready blocks. Tells a session that has the arena where they lie, later if they must be
+    compared first."""
     if request.wants_offsets and not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
-            (
-                "wants_offsets is set, but this session was not given the arena: it has no link, "
-                "or "
-                "its tenant may not map it; load the blocks"
-            ),
+            "wants_offsets is set, but this session was not given the arena: it has no link, "
+            "or its tenant may not map it; load the blocks",
         )
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     lease_id = _lease_id(request.lease_id)
@@ -142,7 +138,7 @@ async def reserve(
 def release(
     node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest
 ) -> cache_pb2.ReleaseLeaseResponse:
-    """Gives a lease back."""
+    """Releases a lease."""
     try:
         released = node.core.release(session.record.number, _lease_id(request.lease_id))
     except HotKVError as error:
@@ -177,7 +173,7 @@ def load(
 async def store(
     node: Node, session: LiveSession, request: cache_pb2.StoreRequest
 ) -> "asyncio.Future[TransferEnd]":
-    """Starts a store, once there is room for it."""
+    """Makes room for a store, then starts it."""
     runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
     block_ids = [convert.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
@@ -200,7 +196,7 @@ async def store(
 
 
 async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
-    """Notes what the engine used."""
+    """Notes the requests and blocks that an engine reports."""
     num_hashes = (
         sum(len(report.hashes) for report in request.requests) // session.key_space.hash_bytes
     )
@@ -228,14 +224,12 @@ def _sequence_id(text: str) -> str:
 def create_sequence(
     node: Node, session: LiveSession, request: sparse_pb2.CreateSequenceRequest
 ) -> sparse_pb2.CreateSequenceResponse:
-    """Begins a sequence of sparse decode."""
+    """Creates a sequence of sparse decode."""
     if not 0 <= request.group_index < len(session.key_space.groups):
         raise HotKVError(
             Reason.INVALID_FIELD,
-            (
-                f"group_index is {request.group_index}; this key space has "
-                f"{len(session.key_space.groups)} groups"
-            ),
+            f"group_index is {request.group_index}; this key space has "
+            f"{len(session.key_space.groups)} groups",
         )
     spec = None
     if request.HasField("select"):
@@ -244,8 +238,7 @@ def create_sequence(
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"group_index is {request.group_index}, a group of {kind.name}, which does not "
-                "attend to its whole context; select from a "
-                "group of FULL_ATTENTION or MLA",
+                "attend to its whole context; select from a group of FULL_ATTENTION or MLA",
             )
         spec = sparse_convert.select_spec(request.select, session, request.group_index)
         record = node.core.key_spaces[session.record.key_space_id]
@@ -286,7 +279,7 @@ def append_blocks(
 async def delete_sequence(
     node: Node, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest
 ) -> sparse_pb2.DeleteSequenceResponse:
-    """Ends a sequence; answers when nothing is selected for it any more."""
+    """Ends a sequence; answers when no selection for it runs any more."""
     hot_sets = sparse_convert.hot_sets(
         request.hot_sets,
         session.key_space.num_shards,
@@ -298,13 +291,13 @@ async def delete_sequence(
 
 
 def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSparse) -> None:
-    """Notes what an engine's sparse decode did."""
+    """Notes an engine's report of its sparse decode."""
     used = sparse_convert.used(request.sequences, inspect.limits(node.core).max_blocks_per_call)
     node.sparse.report(session, used, sparse_convert.layer_growth(request.layers))
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
-    """Forgets the session's key space."""
+    """Flushes the session's key space."""
     return session_pb2.Flushed(block_count=await node.removals.flush(session.record.key_space_id))
 
 

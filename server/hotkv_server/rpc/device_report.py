@@ -1,5 +1,5 @@
-"""What operators are shown of devices: what they have copied, how fast each way of copying was
-measured to be, and what is wrong."""
+"""The report of devices for operators: bytes copied, the measured speed of each method, and what is
+wrong."""
 
 from hotkv.v1 import admin_pb2
 from hotkv_server.dataplane.cuda.lane import PAGEABLE

@@ -1,7 +1,7 @@
-"""Explain: of each block of a prompt, would it hit, and if not, why.
+"""Explain: says of each block of a prompt whether it would hit, and if not, why.
 
-What is asked of the cache takes a moment, and is asked on the event loop; hashing and putting into
-words is done in a thread.
+The cache is asked on the event loop, which takes a moment; hashing and the wording of the answer
+run on a thread.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from hotkv_server.rpc import convert
 from hotkv_server.runtime.node import Node
 
 MAX_BLOCKS = 1 << 16
-"""Of one answer, over all key spaces."""
+"""Most blocks of one answer, over all key spaces."""
 
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
-    """The prompt in the key space asked about, or in all whose hashes can be had."""
+    """Explains the prompt in the key space asked about, or in all whose hashes can be computed."""
     numbers = [request.key_space_id] if request.key_space_id else sorted(node.core.key_spaces)
     if not request.hashes and not request.token_ids:
         raise HotKVError(Reason.INVALID_FIELD, "hashes and token_ids are empty; give one of them")
@@ -46,10 +46,8 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
         if room < 0:
             raise HotKVError(
                 Reason.TOO_LARGE,
-                (
-                    f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a "
-                    "shorter prompt"
-                ),
+                f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a "
+                "shorter prompt",
             )
         found: list[inspect.PromptBlocks] = []
         for index in range(len(space.groups)):
@@ -83,7 +81,7 @@ def _prompt_hashes(space: KeySpace, request: admin_pb2.ExplainRequest) -> Words:
 
 
 def _of_group(space: KeySpace, group_index: int, hashes: Words) -> Words:
-    """Hashes of a prompt's blocks in one group: of its last whole hash block each."""
+    """Returns the hashes of a prompt's blocks in one group: each block's last hash."""
     step = space.groups[group_index].block_tokens // space.hash_block_tokens
     return np.ascontiguousarray(hashes[step - 1 :: step])
 
@@ -95,8 +93,7 @@ def _explain(
     found: Sequence[inspect.PromptBlocks],
     num_tokens: int,
 ) -> None:
-    """Puts all that was found into words. Filled in place: to copy a message of this size would
-    hold the interpreter."""
+    """Words the answer. Filled in place: to copy a message of this size would hold the GIL."""
     masks = []
     for index, group in enumerate(found):
         masks.append((group.words != 0) & (group.words < RESERVED_FLAG))
@@ -135,8 +132,8 @@ def _explain(
 def _limiting_group(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> int:
-    """The first group that misses a block it would need for one aligned step more; -1 where the
-    whole prompt hits."""
+    """The first group that misses a block which one aligned step more would need; -1 if the whole
+    prompt hits."""
     groups = space.groups
     step = max(group.block_tokens for group in groups)
     if hit + step > num_tokens:

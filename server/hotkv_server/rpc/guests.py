@@ -1,9 +1,9 @@
-"""Calls that may last without being anybody's: those that watch health, or read reflection,
-sessions that have not said who they are, and requests that have not come whole.
+"""Guests: calls that may last without a session. They watch health, read reflection, open a
+session, or have not sent their whole request.
 
-Always true: a new one is taken, whoever holds how many; where there are too many the one that has
-lasted longest ends for it. So nobody keeps others out by holding calls open. What has a time in
-which to come ends after it.
+Always true: a new guest is always admitted; if there are too many, the one that has lasted longest
+ends for it, so no client keeps others out by holding calls open. A guest with a time limit ends
+after it.
 """
 
 import asyncio
@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from hotkv.errors import HotKVError, Reason
 
 ARRIVAL_S = 10.0
-"""A request must have come whole in this time."""
+"""Time in which a request must have come whole."""
 _NEVER_S = float("inf")
 
 
 class Guests:
-    """At most `most` calls at a time. Event loop only."""
+    """At most `most` guests at a time. Event loop only."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # Oldest first, with the time by which each must have gone; and those that have been told to
-        # go, and why.
+        # Oldest first, with the time by which each must have ended; and the reasons of those that
+        # have been told to end.
         self._until_s: dict[asyncio.Task[object], float] = {}
         self._told: dict[asyncio.Task[object], str] = {}
 
@@ -36,8 +36,8 @@ class Guests:
 
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
-        """Counts the task that runs this; raises OVERLOADED in it, wherever it waits, when it is to
-        go."""
+        """Counts the running task as a guest. To end it, raises OVERLOADED in it, wherever it
+        waits."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
         if len(self._until_s) >= self._most:
@@ -57,12 +57,12 @@ class Guests:
             self._told.pop(task, None)
 
     def end_late(self, now_s: float) -> None:
-        """Ends those whose time is over."""
+        """Ends guests whose time is over."""
         for task in [task for task, until_s in self._until_s.items() if until_s <= now_s]:
             self._tell(task, "the request did not come whole in time; send it again")
 
     def end_all(self, why: str) -> int:
-        """Ends all; returns how many."""
+        """Ends all guests and returns how many."""
         staying = list(self._until_s)
         for task in staying:
             self._tell(task, why)

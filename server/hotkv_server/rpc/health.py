@@ -1,9 +1,9 @@
-"""Health checking, as gRPC's own service does it (grpc.health.v1), but that a watcher who does not
-read holds up nobody.
+"""Health checking as gRPC's own service (grpc.health.v1). A watcher that does not read holds up
+nobody.
 
 The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and takes the same
-one to note a change: one client with a closed window would keep the server from saying how it is,
-and so from feeding its watchdog.
+lock to note a change: one client with a closed window would keep the server from reporting its
+health, and so from feeding its watchdog.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return f"HealthService({self._states})"
 
     def set(self, serving: Mapping[str, bool]) -> None:
-        """How each service is from now on."""
+        """Sets the state of services from now on."""
         kinds = health_pb2.HealthCheckResponse
         states = {
             name: kinds.SERVING if is_serving else kinds.NOT_SERVING
@@ -49,8 +49,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The state now and at each change that is still true when the watcher has read the one
-        before."""
+        """Sends the present state, and each later state that still holds when the watcher has read
+        the one before."""
         told = None
         while True:
             changed, state = (

@@ -1,5 +1,5 @@
-"""Who is on the other end: of a Unix socket by the kernel's word, of a call over TCP by its token
-or client certificate."""
+"""Finds out who a peer is: on a Unix socket by SO_PEERCRED, over TCP by its token or client
+certificate."""
 
 import socket
 import struct
@@ -17,22 +17,22 @@ MAX_TOKEN = 4096
 
 
 def of_socket(connection: socket.socket) -> Peer:
-    """The process that connected, with all groups that it had then. Raises OSError."""
+    """The process that connected, with all the groups that it had then. Raises OSError."""
     pid, uid, gid = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
     except OSError:
-        # A kernel before 4.13, or more groups than fit; the first one counts all the same.
+        # A kernel before 4.13, or more groups than fit; the primary group counts all the same.
         packed = b""
     gids = frozenset({gid, *struct.unpack(f"{len(packed) // 4}I", packed[: len(packed) // 4 * 4])})
     return Peer(f"pid={pid} uid={uid}", uid, gids)
 
 
 def of_call(context: Any) -> Peer:
-    """Who calls over TCP. The names of a certificate are there only where the handshake has
-    verified it."""
+    """The peer of a call over TCP. It has names of a certificate only if the handshake has verified
+    it."""
     names = {
         name.decode(errors="replace")
         for key, values in context.auth_context().items()

@@ -1,10 +1,11 @@
-"""Puts the gRPC servers together, one for each way in, and says what each serves.
+"""Puts the gRPC servers together, one for each listener, and says what each serves.
 
-| way in | services | |---|---| | `grpc.sock` | sessions, cache, sparse; health, reflection | |
-`admin.sock` | admin, events; health, reflection, channelz | | TCP, where asked for | sessions,
-cache, sparse, health; reflection, and admin with events behind a proof, where asked for |
+- `grpc.sock`: sessions, cache, sparse; health, reflection.
+- `admin.sock`: admin, events; health, reflection, channelz.
+- TCP, if the settings ask for it: sessions, cache, sparse, health. Reflection, and admin and events
+  behind a proof, if the settings ask for them.
 
-Connections, calls and message sizes are bounded on each.
+Always true: connections, calls and message sizes are bounded on each.
 """
 
 import asyncio
@@ -52,20 +53,20 @@ from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.security.tickets import Tickets
 
 MAX_MESSAGE_BYTES = 32 << 20
-"""Of the largest call: all the blocks it may name, with hashes, ids and tokens."""
+"""Size of the largest call: all the blocks that it may name, with hashes, ids and tokens."""
 MAX_READ_BYTES = 256 << 10
-"""At a time. Below what malloc takes for a large block, so that `Pressure` sees it."""
+"""Read at a time. Below malloc's threshold for large blocks, so that `Pressure` sees them."""
 MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_TRANSFERS + MAX_GUESTS + 4096
-"""Calls at once on one way in; the next one gets RESOURCE_EXHAUSTED. Each kind that may last has a
-bound of its own that nobody uses up for others, so there is always room for what is answered at
-once, health above all.
+"""Calls at a time on one listener; the next one gets RESOURCE_EXHAUSTED. Each kind of call that may
+last has a bound of its own that no client uses up for others, so there is always room for calls
+that are answered at once, health above all.
 """
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
 MAX_SOCKET_PATH_BYTES = 107
-"""Of a Unix socket, by the kernel's word (sun_path)."""
+"""The kernel's bound for a Unix socket (sun_path)."""
 IDLE_CONNECTION_S = 600
 """A connection without a call is closed; clients open it again when they need it."""
 OPTIONS = [
@@ -84,8 +85,8 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 LIVENESS = "live"
-"""Under this name health says whether a restart would help; under all others, whether there is an
-answer to calls."""
+"""Under this name health says whether a restart would help; under all others, whether calls are
+answered."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
@@ -103,7 +104,7 @@ ADMIN_NAMES = (_name(admin_pb2, "AdminService"), _name(events_pb2, "EventService
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where to listen and how. `tcp_address` empty for no TCP; `tls` None for TCP without TLS."""
+    """Where to listen and how. `tcp_address`: empty for no TCP. `tls`: None for TCP without TLS."""
 
     socket: Path
     socket_mode: int
@@ -117,14 +118,14 @@ class Endpoints:
 
 
 class RpcServer:
-    """The gRPC side of a node. Not serving until `start`. Raises OSError, UnsafeError or ValueError
-    where it can't listen."""
+    """The gRPC side of a node. It serves from `start` on. Raises OSError, UnsafeError or ValueError
+    if it can't listen."""
 
     def __init__(
-        self, node: Node, gate: AccessControl, tickets: Tickets, endpoints: Endpoints
+        self, node: Node, access: AccessControl, tickets: Tickets, endpoints: Endpoints
     ) -> None:
         self._node = node
-        self._gate = gate
+        self._access = access
         self._tickets = tickets
         self._endpoints = endpoints
         self._health = HealthService()
@@ -166,7 +167,7 @@ class RpcServer:
             server,
             SessionService(
                 self._node,
-                self._gate,
+                self._access,
                 self._peer_of_ticket,
                 self._pace,
                 self._guests,
@@ -192,12 +193,12 @@ class RpcServer:
 
     def _tcp(self) -> grpc.aio.Server:
         endpoints, names = self._endpoints, [*USER_NAMES, health_names.SERVICE_NAME]
-        server = self._server(lambda context: self._gate.admit_admin(peers.of_call(context)))
+        server = self._server(lambda context: self._access.admit_admin(peers.of_call(context)))
         self._add_user_services(
             server,
             SessionService(
                 self._node,
-                self._gate,
+                self._access,
                 _peer_of_call,
                 self._pace,
                 self._guests,
@@ -218,18 +219,17 @@ class RpcServer:
         except RuntimeError as error:
             raise OSError(
                 f"tcp_address: can't listen on {endpoints.tcp_address}: it is in use, or no "
-                "address of this machine; choose another with "
-                "--tcp-address"
+                "address of this machine; choose another with --tcp-address"
             ) from error
         return server
 
     def _peer_of_ticket(self, opening: session_pb2.OpenSession, context: Any) -> Peer:
-        """Nobody where there is no ticket. Raises UNAUTHENTICATED where it is of no use, and one is
-        needed."""
+        """The peer of the opening's ticket; without a ticket a peer that has proven nothing. Raises
+        UNAUTHENTICATED if a ticket is needed and this one is not valid."""
         if not opening.ticket:
             return Peer("unix socket, no ticket")
         peer = self._tickets.redeem(opening.ticket, time.monotonic())
-        if peer is None and not self._gate.is_open:
+        if peer is None and not self._access.is_open:
             raise HotKVError(
                 Reason.UNAUTHENTICATED,
                 "ticket was used before, is too old or never given out; fetch one for each session",
@@ -237,7 +237,7 @@ class RpcServer:
         return peer or Peer("unix socket, a ticket of no use")
 
     async def start(self) -> None:
-        """Serves; health says SERVING from here on."""
+        """Begins to serve; health says SERVING from here on."""
         for server in self._servers:
             await server.start()
         for path, mode in self._modes.items():
@@ -246,8 +246,8 @@ class RpcServer:
         self.set_health(is_ready=True, is_alive=True)
 
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
-        """What health answers: `is_ready` for the server and for each service, `is_alive` under the
-        name LIVENESS."""
+        """Sets what health answers: `is_ready` for the server and for each service, `is_alive`
+        under the name LIVENESS."""
         self._health.set(
             {
                 "": is_ready,

@@ -1,8 +1,8 @@
-"""SparseService: the unary forms, and the stream of selections.
+"""SparseService: the unary calls, and the stream of selections.
 
 Selections of one stream are made one after the other, and the next request is read when the answer
 has been sent: a client that does not read is not served. A refused request is answered, and the
-stream goes on. It is its session's: one that names none within seconds ends, and so does one whose
+stream goes on. A stream belongs to a session: it ends if it names none within seconds, or when the
 session has ended.
 """
 
@@ -26,7 +26,7 @@ from hotkv_server.runtime.session import LiveSession
 MAX_SELECT_STREAMS = 1024
 FIRST_REQUEST_TIMEOUT_S = 10.0
 IDLE_CHECK_S = 5.0
-"""How often an idle stream looks whether its session is still open."""
+"""How often an idle stream checks that its session is still open."""
 
 
 class SparseService(sparse_pb2_grpc.SparseServiceServicer):
@@ -127,16 +127,14 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
 
 async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
-    """The next request of a stream that is nobody's yet. Raises StopAsyncIteration, HotKVError."""
+    """The next request of a stream without a session. Raises StopAsyncIteration, HotKVError."""
     try:
         return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))
     except asyncio.TimeoutError:
         raise HotKVError(
             Reason.INVALID_FIELD,
-            (
-                f"no request of a session has come within {FIRST_REQUEST_TIMEOUT_S:g} s; open the "
-                "stream with the first selection"
-            ),
+            f"no request of a session has come within {FIRST_REQUEST_TIMEOUT_S:g} s; open the "
+            "stream with the first selection",
         ) from None
 
 

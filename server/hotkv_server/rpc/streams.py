@@ -1,4 +1,4 @@
-"""Server streams over a feed: what both kinds share.
+"""Server streams over a feed: the part that both kinds share.
 
 The first answer is empty and says that reading has begun. A reader that is too slow misses items
 and is told how many.
@@ -29,10 +29,9 @@ async def stream(
     message: Callable[[Item], Part | None],
     response: Callable[[list[Part], int], Response],
 ) -> AsyncIterator[Response]:
-    """Answers until the client ends the call. `message`: an item on the wire, None for one that was
-    not asked for.
+    """Answers until the client ends the call; refuses an unknown key space.
 
-    A key space that is not known is refused.
+    `message` puts an item on the wire; None for an item that the client did not ask for.
     """
     try:
         if key_space_id:

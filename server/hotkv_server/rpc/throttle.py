@@ -1,17 +1,17 @@
-"""How fast a client that makes no sense is answered.
+"""Throttles answers to malformed messages.
 
-What is no message costs the event loop as much as a call, and its sender sends the next one as soon
-as it is answered. So few a second are answered at once, and the rest wait their turn, all clients'
-together: nobody who speaks the protocol is among them.
+A malformed message costs the event loop as much as a call, and its sender sends the next one as
+soon as it is answered. So a few are answered at once each second; all others wait their turn, in
+one line for all clients. Clients that speak the protocol send none.
 """
 
 import asyncio
 import time
 
 BURST_S = 2.0
-"""What may come at once, as so many seconds' worth."""
+"""Burst that is answered at once, in seconds of the rate."""
 MAX_WAIT_S = 1.0
-"""No answer waits longer: a flood over many connections is bounded by the calls that the server
+"""Longest wait of an answer. A flood over many connections is bounded by the calls that the server
 takes at a time."""
 
 
@@ -27,13 +27,13 @@ class Pace:
         return f"Pace({1 / self._interval_s:g} a second)"
 
     async def turn(self) -> None:
-        """Returns when the next answer may go out."""
+        """Waits until the next answer may go out."""
         now_s = time.monotonic()
         wait_s = self.wait_s(now_s)
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Takes a turn; how long until it comes."""
+        """Takes a turn and returns how long to wait for it."""
         self._due_s = max(self._due_s, now_s - BURST_S) + self._interval_s
         return min(max(self._due_s - now_s, 0.0), MAX_WAIT_S)

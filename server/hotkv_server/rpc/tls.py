@@ -1,8 +1,8 @@
 """The server's certificates for TCP: read at start, read again when their files change.
 
-New files that can't be used (a key that does not fit, half a file, a key that everybody may read)
-are named in the log once, and the old ones stay in use. gRPC asks at each handshake, in a thread of
-its own.
+New files that can't be used (a key that does not match, half a file, a key that everybody may
+read) are logged once, and the old ones stay in use. gRPC asks at each handshake, in a thread of its
+own.
 """
 
 import logging
@@ -22,8 +22,8 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. `client_ca`: who signs client certificates, which are then demanded of every
-    client; None for none."""
+    """PEM files. `client_ca`: authority of client certificates; if given, every client must have
+    one."""
 
     certificate: Path
     key: Path
@@ -38,8 +38,8 @@ class TlsFiles:
         )
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Raises OSError, ssl.SSLError (a ValueError's or OSError's child) or UnsafeError where
-        they can't be used."""
+        """Reads the files. Raises OSError, ssl.SSLError (a child of OSError and ValueError) or
+        UnsafeError if they can't be used."""
         check_private_key(self.key)
         judge = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         judge.load_cert_chain(self.certificate, self.key)
@@ -52,13 +52,13 @@ class TlsFiles:
         )
 
     def stamp(self) -> Stamp:
-        """Changes whenever a file does. Raises OSError."""
+        """A value that changes whenever a file does. Raises OSError."""
         stats = [path.stat() for path in self.paths]
         return tuple((status.st_ino, status.st_mtime_ns, status.st_size) for status in stats)
 
 
 class Certificates:
-    """Credentials of a server port that follow the files. Raises as `TlsFiles.read` does."""
+    """Credentials of a server port, which follow the files. Raises as `TlsFiles.read`."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -73,7 +73,7 @@ class Certificates:
         )
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What has come since the handshake before; None for nothing that is of use."""
+        """New credentials since the handshake before; None if there are none that can be used."""
         with self._lock:
             try:
                 stamp = self._files.stamp()

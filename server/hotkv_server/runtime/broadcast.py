@@ -1,7 +1,7 @@
-"""Feeds: what happens in the node, for readers who look on.
+"""Feeds: broadcast what happens in the node to readers.
 
-Always true: a feed is bounded in bytes; who reads too slowly misses the newest items and is told
-how many; the node never waits for a reader.
+Always true: a feed is bounded in bytes; a reader that is too slow misses the newest items and is
+told how many; the node never waits for a reader.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from hotkv.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256
-"""Counted for each item besides its own bytes."""
+"""Added for each item to its own bytes."""
 MAX_READERS = 64
 
 
 class Measured(Protocol):
-    """What a feed holds."""
+    """An item of a feed."""
 
     @property
     def num_bytes(self) -> int:
@@ -39,8 +39,8 @@ class Feed(Generic[T]):
         self._ready = asyncio.Event()
 
     def put(self, item: T) -> bool:
-        """Keeps the item for the reader; False where it is lost to it. A single item is kept
-        whatever its size."""
+        """Queues the item for the reader; False if it is lost. A single item is kept whatever its
+        size."""
         num_bytes = item.num_bytes + ITEM_BYTES
         kept = not self._items or self._num_bytes + num_bytes <= FEED_BYTES
         if kept:
@@ -52,12 +52,12 @@ class Feed(Generic[T]):
         return kept
 
     async def get(self, most: int) -> tuple[list[T], int]:
-        """The next items, at least one, and how many were lost after those of the call before.
-        Waits."""
+        """Waits for items. Returns one at least, and how many were lost after those of the call
+        before."""
         await self._ready.wait()
         items = [self._items.popleft() for _ in range(min(most, len(self._items)))]
         self._num_bytes -= sum(item.num_bytes + ITEM_BYTES for item in items)
-        # What was lost came after everything kept, so it is told with the last of that.
+        # Lost items came after all that were kept, so their number goes with the last of those.
         lost, self._lost = (0, self._lost) if self._items else (self._lost, 0)
         if not self._items:
             self._ready.clear()
@@ -88,8 +88,8 @@ class Feeds(Generic[T]):
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Feed[T]]:
-        """A feed from now on until the end of the block. Raises OVERLOADED where there are too
-        many."""
+        """A feed from now on until the end of the block. Raises OVERLOADED if there are
+        MAX_READERS."""
         if len(self._open) >= MAX_READERS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_READERS} readers are connected; end one of them"

@@ -1,7 +1,7 @@
 """The deadline of a transfer: its timeout, and before it the longest wait for its mark.
 
-A transfer that waits for the engine's own device is not late: its timeout begins when the mark has
-passed, or at once where there is none.
+Always true: a transfer that waits for the engine's own device is not late; its timeout begins when
+the mark has passed, or at once if there is none.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ MARK_TIMEOUT_S = 600.0
 
 
 class Deadline:
-    """Cancels a job that is late; `message` says so then. All on the event loop, but for
+    """Cancels a job that is late, and says so in `message`. On the event loop, but for
     `mark_passed`."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -26,7 +26,7 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, job: CopyJob, *, has_mark: bool) -> None:
-        """Has the job watched."""
+        """Watches the job from now on."""
         self._job = job
         if has_mark:
             self._timer = self._loop.call_later(
@@ -36,11 +36,11 @@ class Deadline:
             self._start()
 
     def mark_passed(self) -> None:
-        """The transfer's own time runs from now on. From any thread."""
+        """Begins the transfer's own time. From any thread."""
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
-        """The job has ended."""
+        """Stops watching: the job has ended."""
         self._job = None
         if self._timer is not None:
             self._timer.cancel()

@@ -1,10 +1,10 @@
-"""Engine memory: files that are mapped and device allocations that are opened, from registration to
-the session's end.
+"""Engine memory: mapped files and opened device allocations, from registration to the session's
+end.
 
 Always true: it is closed as a whole, once, and not before the last transfer that touches it has
-ended; a registration that fails leaves nothing open. Opening and closing block: never on the event
-loop. No transfer begins into a file with holes: whoever touches a page first is charged for it, so
-a client could have the server allocate memory for it.
+ended; a registration that fails leaves nothing open. No transfer begins into a file with holes: the
+kernel charges a page to the process that touches it first, so a client could make the server
+allocate memory for it. Opening and closing block: never on the event loop.
 """
 
 import os
@@ -24,14 +24,14 @@ from hotkv_server.memory.mapping import FileMapping, has_holes
 from hotkv_server.runtime.order import SessionOrder, check_order, open_order
 
 HUGE_PAGE_BUDGET_S = 1.0
-"""Longest time that registering memory spends on huge pages: copies of it, and the engine's own
-work on it, are faster with them."""
+"""Longest time that registration spends on huge pages. They make copies, and the engine's own work
+on the memory, faster."""
 
 
 @dataclass(slots=True)
 class EngineMemory:
-    """Registered memory of a session: its layout and, per handle, where it lies. `allocations`:
-    (device, IPC handle) that it has open."""
+    """Registered memory of a session: its layout, and a region for each handle. `allocations`:
+    (device, IPC handle) that are open for it."""
 
     layout: Layout
     devices: Devices
@@ -50,18 +50,18 @@ class EngineMemory:
 
     @property
     def waits_for_devices(self) -> bool:
-        """Whether `close` does."""
+        """True if `close` waits for a device."""
         return bool(self.allocations) or self.order.marks is not None
 
     def is_whole(self) -> bool:
-        """False where a file was cut short since it was mapped."""
+        """False if a file has been truncated since it was mapped."""
         return all(mapping.is_whole() for mapping in self.mappings.values())
 
     def check_use(
         self, block_ids: Sequence[NDArray[np.int64]], representations: Iterable[int]
     ) -> None:
-        """Raises where a transfer of these blocks, and of these representations as the layout
-        counts them, can't be."""
+        """Raises HotKVError unless these blocks can be transferred, and these representations, as
+        the layout counts them."""
         for ids in block_ids:
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.layout.num_blocks):
                 raise HotKVError(
@@ -72,11 +72,8 @@ class EngineMemory:
             if not self.layout.covers(group_index):
                 raise HotKVError(
                     Reason.INVALID_FIELD,
-                    (
-                        f"runs.group_index {group_index} is a representation that the layout has "
-                        "no "
-                        "tensors of; register some"
-                    ),
+                    f"runs.group_index {group_index} is a representation that the layout has "
+                    "no tensors of; register some",
                 )
         for handle_id, mapping in self.mappings.items():
             if not mapping.is_whole():
@@ -87,14 +84,12 @@ class EngineMemory:
             if mapping.has_holes():
                 raise HotKVError(
                     Reason.INVALID_LAYOUT,
-                    (
-                        f"handles: memory of the file of {handle_id!r} was given back; register it "
-                        "again"
-                    ),
+                    f"handles: memory of the file of {handle_id!r} was given back; register it "
+                    "again",
                 )
 
     def close(self) -> None:
-        """Lets go of all. Blocks where it has memory of devices."""
+        """Closes and unmaps everything. Blocks if it has memory of devices."""
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())
@@ -103,7 +98,7 @@ class EngineMemory:
 
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
-    """Raises HotKVError where the layout names devices that this server has not, or the order
+    """Raises HotKVError if the layout names a device that this server does not see, or the order
     contradicts itself."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
@@ -122,8 +117,10 @@ def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
 def _opened(
     devices: Devices, device: int, index: int, handle: MemoryHandle, tenant: str
 ) -> Allocation:
-    """The allocation of a layout's handle. Raises DeviceError that names the handle and what
-    containers need, ValueError that names the field.
+    """Opens the allocation of a layout's handle.
+
+    Raises DeviceError that names the handle and what containers need, ValueError that names the
+    field.
     """
     try:
         return devices.open_memory(device, handle.cuda_handle, tenant)
@@ -134,16 +131,15 @@ def _opened(
         ) from error
     except DeviceError as error:
         raise DeviceError(
-            f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers "
-            "it needs the server's PID namespace, "
-            "hostPID, and both the same GPUs)",
+            f"{handle.handle_id!r} can't be opened: {error} (is the engine alive? In containers it "
+            "needs the server's PID namespace, hostPID, and both the same GPUs)",
             is_lost=error.is_lost,
         ) from error
 
 
 def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None:
-    """Raises ValueError where the handle states more than the allocation has: copies beyond would
-    cost the server the device."""
+    """Raises ValueError if the handle states more bytes than the allocation has: copies beyond its
+    end would lose the device."""
     end = handle.base_offset_bytes + handle.num_bytes
     if allocation.num_bytes is not None and end > allocation.num_bytes:
         raise ValueError(
@@ -161,10 +157,11 @@ def open_engine_memory(
     on_cut: Callable[[], None],
     tenant: str = "",
 ) -> EngineMemory:
-    """Maps all files with their page tables and opens all allocations. Blocks. Takes the
-    descriptors over. `on_cut`: see FileMapping. `tenant`: whose memory it is.
+    """Maps all files with their page tables and opens all allocations. Blocks. Raises
+    INVALID_LAYOUT.
 
-    Raises INVALID_LAYOUT.
+    Takes the descriptors over, also if it raises. `on_cut`: see FileMapping. `tenant`: owner of the
+    memory.
     """
     memory = EngineMemory(layout, devices)
     try:
@@ -182,8 +179,7 @@ def open_engine_memory(
             if has_holes(fds[handle.handle_id]):
                 raise ValueError(
                     f"handles[{index}].file_mapping: parts of the file of {handle.handle_id!r} "
-                    "have no memory yet; write or fallocate all "
-                    "of it before it is registered"
+                    "have no memory yet; write or fallocate all of it before it is registered"
                 )
             mapping = FileMapping(
                 fds.pop(handle.handle_id), base + handle.num_bytes, handle.handle_id, on_cut=on_cut

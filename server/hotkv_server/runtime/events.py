@@ -1,9 +1,9 @@
-"""Events: which blocks became ready, and which are gone, for routers and tools.
+"""Events for routers and tools: blocks that became ready, and blocks that were removed.
 
 Always true: a block's `BlocksStored` comes after it is ready, `BlocksRemoved` after it can't be
-found any more; what is stored in one event is one unbroken run of a chain, so that its token ids
-are exactly those of its blocks. Publishing never waits: who can't keep up loses events, and is
-told.
+found any more; the blocks of one `BlocksStored` are one unbroken run of a chain, so that its token
+ids are exactly theirs. Publishing never waits: a reader that is too slow loses events and is told
+so.
 """
 
 import time
@@ -24,15 +24,15 @@ ExtraKey = str | bytes | tuple[str, int]
 """An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the
 place of its first token."""
 KEY_BYTES = 64
-"""What an extra key takes besides its characters."""
+"""About the memory of an extra key, besides its characters."""
 BlockExtraKeys = tuple[ExtraKey, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class RunContent:
-    """What an engine says of a run besides its hashes, for events.
+    """An engine's description of a run for events, besides its hashes.
 
-    `token_ids` int32 [blocks · block_tokens], empty where it sent none. `extra_keys`: one entry a
+    `token_ids` int32 [blocks · block_tokens], empty if it sent none. `extra_keys`: one entry a
     block, or none at all.
     """
 
@@ -42,7 +42,7 @@ class RunContent:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes."""
+        """About its memory."""
         keys = [key for keys in self.extra_keys if keys for key in keys]
         texts = sum(KEY_BYTES + len(key[0] if isinstance(key, tuple) else key) for key in keys)
         return int(self.token_ids.nbytes) + len(self.lora_name) + texts + 8 * len(self.extra_keys)
@@ -67,7 +67,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks are no longer kept. `hashes`: words [n, 8], in no order."""
+    """Blocks were removed. `hashes`: words [n, 8], in no order."""
 
     key_space_id: int
     group_index: int
@@ -80,7 +80,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """No block of the key space is kept. `removed`: those that were, until now."""
+    """All blocks of the key space were removed. `removed`: those that were there until now."""
 
     key_space_id: int
     removed: tuple[BlocksRemoved, ...] = ()
@@ -95,8 +95,8 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time, seconds since 1970, and its key space, which the server may have
-    forgotten when somebody reads this."""
+    """An event with its time, seconds since 1970, and its key space. The server may have forgotten
+    the key space when the event is read."""
 
     unix_time_s: float
     event: Event
@@ -111,9 +111,9 @@ class EventPublisher(Protocol):
     """Takes events out of the node. Called on the event loop; nothing here blocks."""
 
     published_events: int
-    """Events that were sent, since the start."""
+    """Events sent since the start."""
     lost_events: int
-    """Events that found no room, since the start."""
+    """Events that found no room since the start."""
 
     @property
     def queued_bytes(self) -> int:
@@ -123,17 +123,17 @@ class EventPublisher(Protocol):
         """Declares a key space, before its first event."""
 
     def forget_key_space(self, number: int) -> None:
-        """There are no more events of a key space; it may be declared anew under another number."""
+        """Ends a key space, after its last event; it may be declared anew under another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order, or loses them where there is no room."""
+        """Queues events, in order; drops them if there is no room."""
 
     def settle(self) -> None:
-        """Called now and then: tells readers of losses that nothing told them of yet."""
+        """Tells readers of losses that they have not been told of. Called now and then."""
 
 
 class EventHub:
-    """Where events go: to the publisher, if there is one, and to feeds."""
+    """Sends events to the publisher, if there is one, and to feeds."""
 
     def __init__(self, publisher: EventPublisher | None = None) -> None:
         self.publisher = publisher
@@ -145,19 +145,19 @@ class EventHub:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody would see an event."""
+        """True if anybody would see an event."""
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace) -> None:
-        """Declares a key space on first sight: who knew of blocks in it, from an earlier server,
-        may forget them."""
+        """Registers a key space the first time it is seen, and tells subscribers to drop blocks
+        that they remember from an earlier server."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:
             self.publisher.add_key_space(number, key_space)
         self.publish([KeySpaceCleared(number)])
 
     def forget_key_space(self, number: int) -> None:
-        """The server knows the key space no more, and nobody's blocks are in it."""
+        """Ends a key space that the server has forgotten; it has no blocks."""
         del self._key_spaces[number]
         if self.publisher is not None:
             self.publisher.forget_key_space(number)
@@ -180,7 +180,7 @@ def stored_events(
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
 ) -> list[Event]:
-    """One event for each unbroken run of blocks that a store has made ready; none for
+    """An event for each unbroken run of blocks that a store has made ready; none for
     representations."""
     events: list[Event] = []
     for run, content, values in zip(runs, contents, results, strict=True):
@@ -191,8 +191,8 @@ def stored_events(
         for first, end in zip(
             np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True
         ):
-            # Copies: a part of an array would keep the whole message in memory, and count as a
-            # part.
+            # Copies: a view would keep the whole message in memory, and count as the view's bytes
+            # only.
             tokens = content.token_ids[first * block_tokens : end * block_tokens].copy()
             part = RunContent(tokens, content.lora_name, content.extra_keys[first:end])
             parent = run.hashes[first - 1].copy() if first else run.parent
@@ -210,7 +210,7 @@ def stored_events(
 
 
 def removed_events(notices: Sequence[EvictionNotice], flushed_key_space_id: int) -> list[Event]:
-    """Events of evictions; those of a flushed key space as one."""
+    """Events of evictions; for a flushed key space one event."""
     removed = [
         BlocksRemoved(notice.key_space_id, notice.group_index, notice.hashes) for notice in notices
     ]

@@ -1,11 +1,10 @@
-"""What keeps the server at work, and whether it still does: every loop, task and thread stands here
-under its name.
+"""Health: watches every loop, task and thread of the server under its name.
 
-Always true: what has died stays named; what stalls is named for as long as it does; while anything
-is named the server says that it does not serve, and its watchdog is not fed. A broken invariant of
-the core is final: nothing that it says afterwards counts, so nothing is promised or kept any more
-and the process ends; the next one goes by what memory holds, not by these books. On the event loop
-only.
+Always true: a part that has died stays named; a part that stalls is named for as long as it does;
+while any is named the server says that it does not serve, and its watchdog is not fed. A broken
+invariant of the core is final: its answers no longer count, so nothing is granted or kept any more
+and the process ends; the next server relies on what memory holds, not on these books. On the event
+loop only.
 """
 
 import asyncio
@@ -28,9 +27,9 @@ CHECK_S = 0.5
 STALLED_S = 10.0
 MAX_STORIES = 8
 BOOKS = ("hotkv_server.core", "hotkv.table")
-"""Modules whose assertions are invariants of the cache; others' are mistakes of one call."""
+"""Modules whose assertions are invariants of the cache; any other fails only its call."""
 ENTRY_NAMES = ("entry", "entries", "bad")
-"""What the core calls entries of the index."""
+"""Names of variables of the core that hold entries of the index."""
 
 
 def _never(now_s: float) -> float:
@@ -39,8 +38,8 @@ def _never(now_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A sign of life. `stalled_s`: given the time, how long it has been stuck; 0 for what works or
-    waits for work."""
+    """A sign of life. `stalled_s`: given the time, how long the part has been stuck; 0 if it works
+    or waits for work."""
 
     name: str
     is_alive: Callable[[], bool]
@@ -70,12 +69,11 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> None:
-        """Has something watched from now on."""
+        """Watches a part from now on."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
     def watch_fault(self, fault: Callable[[], str]) -> None:
-        """Has something watched that says itself what is wrong with it; nothing while all is
-        well."""
+        """Watches a part that reports its own fault; empty while all is well."""
         self._faults.append(fault)
 
     def watch_task(
@@ -84,7 +82,7 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> None:
-        """Has a task watched that never ends, under its name; why it ended is logged."""
+        """Watches a task that must not end, under its name; logs why it ended."""
 
         def ended(done: "asyncio.Task[None]") -> None:
             if not done.cancelled() and (error := done.exception()) is not None:
@@ -95,8 +93,8 @@ class Health:
         self.watch(task.get_name(), lambda: not task.done(), stalled_s, limit_s)
 
     def check(self, now_s: float) -> None:
-        """Looks at all signs. A stall counts when it is seen twice: a process that was stopped for
-        a while comes back at once."""
+        """Checks all signs. A stall counts when it is seen twice: a process that was stopped for a
+        while comes back at once."""
         dead = [f"{sign.name} has died" for sign in self._signs if not sign.is_alive()]
         dead += filter(None, (fault() for fault in self._faults))
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
@@ -117,7 +115,7 @@ class Health:
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """What keeps the server from serving, one sentence each; none where all is well."""
+        """Problems that keep the server from serving, a sentence each; none if all is well."""
         breach = (f"an invariant broke in {self.breach}",) if self.breach else ()
         late_s = 0.0 if self._checked_s is None else now_s - self._checked_s
         return (
@@ -129,8 +127,8 @@ class Health:
     # Broken invariants
 
     def note(self, where: str, error: BaseException) -> None:
-        """Takes note of an exception that nobody expected, and that is logged. From the core's
-        assertions there is no way back."""
+        """Takes note of an unexpected exception that was logged. An assertion of the core breaks
+        the server for good."""
         if not isinstance(error, AssertionError) or not is_of_the_books(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
@@ -140,7 +138,7 @@ class Health:
             log.critical("the books say of it: %s", line)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The event loop's exception handler: errors of callbacks end here."""
+        """The event loop's exception handler: logs and notes errors of callbacks."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         if isinstance(error, BaseException):
@@ -155,14 +153,14 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def is_of_the_books(error: BaseException) -> bool:
-    """Whether the exception came through the core or the block table."""
+    """True if the exception came through the core or the block table."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
     )
 
 
 def stories(error: BaseException) -> list[str]:
-    """What the books say of the blocks that the failing calls had in hand, innermost first; at most
+    """Lines about the entries that the failing calls had in hand, innermost first; at most
     MAX_STORIES."""
     index: BlockIndex | None = None
     found: dict[int, None] = {}
@@ -180,7 +178,7 @@ def stories(error: BaseException) -> list[str]:
 
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
-    """Looks at all signs now and then, and awaits `tell` after each look. Runs until it is
+    """Checks all signs every CHECK_S, and awaits `tell` after each check. Runs until it is
     cancelled."""
     while True:
         health.check(time.monotonic())

@@ -1,9 +1,9 @@
 """Leased blocks that a client reads in place, through its own mapping of the arena.
 
-Always true: no offset goes out of a block whose bytes nobody has compared since they came back from
-an old server, or that did not agree; the call that asks compares first, on a copy thread. A block
-that does not agree is condemned and is not granted. Each lease is compared once at a time, however
-many calls ask for it.
+Always true: a client learns no offset of a block that came back from an old server before its bytes
+have been compared and agree; the call that asks compares first, on a thread. A block that does not
+agree is condemned and is not granted. Each lease is compared once at a time, however many calls ask
+for it.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from hotkv_server.runtime.session import LiveSession
 
 @dataclass(frozen=True, slots=True)
 class InPlaceGrant:
-    """What a lease grants to a reader of the arena: one mask and one array of slot offsets a group,
-    -1 where not granted."""
+    """A lease's grant to a reader of the arena: one mask and one array of slot offsets a group, -1
+    for blocks that are not granted."""
 
     pinned: tuple[BoolMask, ...]
     offsets: tuple[NDArray[np.int64], ...]
@@ -33,8 +33,7 @@ class InPlaceGrant:
 
 
 class InPlace:
-    """Over one core. `tell` is called when blocks have been condemned. Belongs to the event loop's
-    thread."""
+    """See the module. `tell` is called when blocks have been condemned. On the event loop only."""
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
         self._core = core
@@ -49,7 +48,7 @@ class InPlace:
     def grant(
         self, session: LiveSession, lease_id: str
     ) -> "InPlaceGrant | asyncio.Task[InPlaceGrant]":
-        """What the session's read lease grants, at once if all of it has been compared. The task
+        """The grant of the session's read lease, at once if all of it has been compared. The task
         raises UNKNOWN_LEASE if the lease ends meanwhile.
         """
         offsets = self._core.slot_offsets(session.record.number, lease_id)
@@ -71,16 +70,13 @@ class InPlace:
                 session.settled.set()
 
             comparing.add_done_callback(ended)
-        # Shielded: a client that goes away does not cut short what reads the arena.
+        # Shielded: what reads the arena runs to its end even if the client leaves.
         await asyncio.shield(self._comparing[lease.number])
         if lease.released or self._core.leases.get(lease.engine_id, lease.lease_id) is not lease:
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
-                (
-                    f"lease_id {lease.lease_id!r} was released or has expired while its blocks "
-                    "were "
-                    "compared; acquire again"
-                ),
+                f"lease_id {lease.lease_id!r} was released or has expired while its blocks "
+                "were compared; acquire again",
             )
         return _granted(lease, self._core.slot_offsets(session.record.number, lease.lease_id))
 

@@ -1,8 +1,8 @@
-"""How late the event loop is, and what it was at when it was latest.
+"""Measures how late the event loop is, and finds the function that held it longest.
 
-A call of its own, due every TICK_S, measures: what it comes late by, everybody's calls have waited.
-A thread looks at the loop when it is late for long, and notes which function of hotkv it is in.
-Kept for WINDOW_S.
+A call that is due every TICK_S measures: all calls have waited for as long as it comes late. If it
+is late for long, a thread looks at the loop and notes which function of hotkv it runs. Figures
+cover WINDOW_S.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ import numpy as np
 TICK_S = 0.02
 WINDOW_S = 60.0
 HELD_S = 0.02
-"""What keeps the loop for so long is looked at."""
+"""The thread looks at the loop after this delay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Of the last WINDOW_S, in seconds. `held_by`: function in which the loop was seen when it was
-    latest; empty where nobody looked."""
+    """Delays in the last WINDOW_S, in seconds. `held_by`: function in which the loop was seen when
+    it was latest; empty if the thread did not look."""
 
     p50_s: float
     p99_s: float
@@ -48,19 +48,19 @@ class LoopLag:
         return f"LoopLag({len(self._samples)} samples)"
 
     def start(self) -> None:
-        """Begins to watch the running loop, from the thread that runs it."""
+        """Begins to watch the running loop. From the thread that runs it."""
         self._loop_thread = threading.get_ident()
         self._wait(asyncio.get_running_loop())
         threading.Thread(target=self._look, name="hotkv-lag", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the watching."""
+        """Stops watching."""
         self._ended.set()
         if self._timer is not None:
             self._timer.cancel()
 
     def read(self) -> Lag:
-        """How it has been."""
+        """Figures of the last WINDOW_S."""
         samples, since_s = np.fromiter(self._samples, np.float64), time.monotonic() - WINDOW_S
         p50_s, p99_s, longest_s = np.percentile(samples, (50, 99, 100)).tolist()
         named = [(lag_s, name) for at_s, lag_s, name in self._held if at_s > since_s]
@@ -80,15 +80,15 @@ class LoopLag:
         self._wait(loop)
 
     def _look(self) -> None:
-        """In the thread: once for each time that the loop is late."""
+        """In the thread: looks once for each time that the loop is late."""
         while not self._ended.wait(TICK_S):
             if not self._seen and time.monotonic() > self._due_s + HELD_S:
                 self._seen = _function_of(sys._current_frames().get(self._loop_thread))
 
 
 def _function_of(frame: FrameType | None) -> str:
-    """Which function of hotkv's runs in a frame, as module:name; whatever runs where it is none of
-    hotkv's."""
+    """The function of hotkv that runs in a frame, as module:name; the innermost function if none
+    of hotkv's does."""
     innermost = frame
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

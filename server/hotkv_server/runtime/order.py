@@ -1,12 +1,12 @@
-"""Device order on the server's side: what tells that an engine's device has passed a mark
+"""Device order on the server's side: finds out whether an engine's device has passed a mark
 (`hotkv.order`).
 
 Always true: no stream of this server waits for a mark. A device serialises much that this process
 does (closing memory, loading kernels) behind all of its streams, so a stream that waited for an
-engine which never gets there would hold up everybody. Marks are asked for instead: events by query;
-words in a file by reading them; words in device memory by copying all of them, at most 4 KiB, to
-the host, one copy at a time and only while somebody asks. A mark that is never reached holds nobody
-but its own transfer, and nothing is ever written into an engine's memory.
+engine which never gets there would hold up everybody. The server polls marks instead: it queries
+events, reads words in a file, and copies words in device memory to the host, all of them (at most 4
+KiB), one copy at a time and only while a transfer asks. A mark that is never reached holds up its
+own transfer only, and nothing is ever written into an engine's memory.
 """
 
 import ctypes
@@ -35,24 +35,24 @@ log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
 PINNED_BYTES = 4096
-"""What `MAX_MARKS` words take, and the least that can be pinned."""
+"""Size of `MAX_MARKS` words, and the least that can be pinned."""
 
 
 class Marks(Protocol):
-    """Where the marks of a session are read."""
+    """Reads the marks of a session."""
 
     kind: OrderKind
     num_marks: int
 
     def has_passed(self, mark: DeviceMark) -> bool:
-        """Does not wait. Raises DeviceError where that can't be known any more."""
+        """Does not wait. Raises DeviceError if the mark can't be read any more."""
 
     def close(self) -> None:
-        """Lets go of all; asked again, it raises DeviceError."""
+        """Closes everything; `has_passed` raises DeviceError from then on."""
 
 
 class EventMarks:
-    """Another process's events, opened."""
+    """Marks in another process's events."""
 
     kind = OrderKind.EVENTS
 
@@ -86,7 +86,7 @@ class EventMarks:
 
 
 class FileWords:
-    """Words in a file that is mapped anyway."""
+    """Marks in words of a mapped file."""
 
     kind = OrderKind.FLAGS
 
@@ -112,8 +112,8 @@ class FileWords:
 
 
 class DeviceWords:
-    """Words in device memory, read through a copy of them in host memory that is as old as the last
-    question."""
+    """Marks in words of device memory. A copy in host memory is read; each question that it does
+    not answer renews it."""
 
     kind = OrderKind.FLAGS
 
@@ -143,7 +143,7 @@ class DeviceWords:
                 raise DeviceError("the session's words are closed")
             if self._reading and self._runtime.passed(self._queue.event):
                 self._reading = False
-            # While they are read a word is the old or the new one, and both are true: words only
+            # While the words are copied, each is the old or the new one. Both are valid: words only
             # count up.
             if has_reached(
                 ctypes.c_uint32.from_address(self._landing + mark.index * WORD_BYTES).value,
@@ -177,8 +177,8 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """How marks of a session are made: `marks` is None for HOST. `message`: why no more was taken
-    of what was offered."""
+    """How marks of a session are made: `marks` is None for HOST. `message`: why the server took
+    less than the engine offered."""
 
     marks: Marks | None = None
     message: str = ""
@@ -188,23 +188,18 @@ class SessionOrder:
         return OrderKind.HOST if self.marks is None else self.marks.kind
 
     def gate(self, mark: DeviceMark, on_released: Callable[[], None]) -> "MarkGate":
-        """What holds a transfer until the mark. Raises INVALID_FIELD."""
+        """A gate that holds a transfer until the mark has passed. Raises INVALID_FIELD."""
         if self.marks is None:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    "after: this session has no device order (HOST); send the transfer when its "
-                    "mark "
-                    "has passed"
-                ),
+                "after: this session has no device order (HOST); send the transfer when its "
+                "mark has passed",
             )
         if not 0 <= mark.index < self.marks.num_marks:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    f"after.index is {mark.index}; this session has {self.marks.num_marks} marks, "
-                    "counted from 0"
-                ),
+                f"after.index is {mark.index}; this session has {self.marks.num_marks} marks, "
+                "counted from 0",
             )
         if not 0 <= mark.value < 1 << 32:
             raise HotKVError(
@@ -219,8 +214,8 @@ class SessionOrder:
 
 
 class MarkGate:
-    """Gate of one transfer, for copy engines. `on_released`: called from any thread, when nobody
-    asks any more."""
+    """Gate of one transfer, for copy engines. `on_released` is called from any thread when the gate
+    is asked no more."""
 
     def __init__(self, marks: Marks, mark: DeviceMark, on_released: Callable[[], None]) -> None:
         self._marks = marks
@@ -238,7 +233,7 @@ class MarkGate:
 
 
 def check_order(offer: DeviceOrder, layout: Layout) -> None:
-    """Raises ValueError that names the field."""
+    """Checks an engine's offer of marks. Raises ValueError that names the field."""
     if offer.device_uuid and len(offer.device_uuid) != 16:
         raise ValueError(f"device_uuid has {len(offer.device_uuid)} bytes; it must have 16")
     if len(offer.event_handles) > MAX_MARKS:
@@ -280,11 +275,11 @@ def open_order(
     mappings: dict[str, FileMapping],
     regions: dict[str, Region],
 ) -> SessionOrder:
-    """Takes of a checked offer what works: words, else events, else nothing. Blocks; never raises
-    for what does not work.
+    """Takes what works of a checked offer: words, else events, else nothing. Blocks; what does not
+    work is said in `message`.
 
-    Words first, since only the engine's queue writes them: what an event says when the engine that
-    made it has died is not documented.
+    Words first, since only the engine's queue writes them: CUDA does not document what an event
+    says when the engine that made it has died.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:

@@ -48,8 +48,7 @@ class Report:
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"requests.hashes has {len(self.hashes)} hashes of {key_space.hash_block_tokens} "
-                "tokens each; "
-                f"prompt_token_count is {self.prompt_tokens}",
+                f"tokens each; prompt_token_count is {self.prompt_tokens}",
             )
         if not 0 <= self.device_hit_tokens <= self.hit_tokens <= self.prompt_tokens:
             raise HotKVError(

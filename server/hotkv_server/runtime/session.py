@@ -1,4 +1,4 @@
-"""A live session: its secret id, its memory, its transfers, and the messages waiting for it.
+"""A live session: its secret id, its memory, its transfers, and its outbox of notices.
 
 Always true: the outbox is bounded; a session that does not read is closed, and nobody else waits
 for it.
@@ -27,7 +27,7 @@ UNREAD = HotKVError(
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Notice to sessions: the server stops in so many seconds."""
+    """Notice to sessions: the server stops in `deadline_s` seconds."""
 
     deadline_s: float
 
@@ -37,8 +37,8 @@ Notice = EvictionNotice | Drain
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """`secret_id` opens unary calls and the descriptor socket to its holder; `on_end` ends the
-    stream, given why."""
+    """See the module. The holder of `secret_id` may make unary calls and use the descriptor socket
+    for the session; `on_end` ends the stream, given the reason."""
 
     record: SessionRecord
     secret_id: str
@@ -47,9 +47,9 @@ class LiveSession:
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
     jobs: dict[str, CopyJob] = field(default_factory=dict)
     inflight_bytes: int = 0
-    """Of its transfers."""
+    """Bytes of its transfers."""
     num_reads: int = 0
-    """Selections and comparisons that are under way: they read the arena under its leases."""
+    """Selections and comparisons under way, which read the arena under its leases."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: EngineMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class LiveSession:
     closing: bool = False
     maps_arena: bool = True
     maps_table: bool = True
-    """Whether its link hands out the descriptor of arena, table."""
+    """Whether its link hands out the descriptors of arena and table."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
     """When its last message came."""
@@ -74,7 +74,7 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        """For the log."""
+        """Its name in the log."""
         return f"session={self.record.number} engine={self.record.engine_id}"
 
     @property
@@ -83,10 +83,10 @@ class LiveSession:
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
-        """The core's index of a group as this session names it: the representations that it
-        declares come after the key space's groups.
+        """The core's index of a group that this session names: its representations come after the
+        key space's groups.
 
-        Raises INVALID_FIELD; what is negative is for the core to refuse.
+        Raises INVALID_FIELD; the core refuses negative numbers.
         """
         num_groups, kinds = len(self.key_space.groups), self.record.representations
         if named < num_groups:
@@ -94,11 +94,8 @@ class LiveSession:
         if named - num_groups >= len(kinds):
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    f"group_index is {named}; this key space has {num_groups} groups and the "
-                    "session "
-                    f"declares {len(kinds)} representations"
-                ),
+                f"group_index is {named}; this key space has {num_groups} groups and the "
+                f"session declares {len(kinds)} representations",
             )
         return kinds[named - num_groups]
 
@@ -109,21 +106,22 @@ class LiveSession:
         return len(self.key_space.groups) + self.record.representations.index(group_index)
 
     def notify(self, notice: Notice) -> None:
-        """Queues a notice; a session that has let its outbox fill is closed."""
+        """Queues a notice; ends the session if its outbox is full."""
         try:
             self.notices.put_nowait(notice)
         except asyncio.QueueFull:
             self.end(UNREAD)
 
     def end(self, why: HotKVError) -> None:
-        """Ends its stream, and so itself."""
+        """Ends its stream, and so the session."""
         if self.on_end is not None:
             self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Takes over a descriptor that came over the descriptor socket, also where it raises:
-        DUPLICATE_ID for a handle that has come before, ValueError for a fence that is too short,
-        OSError for one that can't be mapped.
+        """Takes over a descriptor from the descriptor socket, also if it raises.
+
+        Raises DUPLICATE_ID for a handle that has come before, ValueError for a fence that is too
+        short, OSError for one that can't be mapped.
         """
         if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
@@ -163,8 +161,8 @@ class LiveSession:
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises unless a store with this fence index can be revoked, or says by 0 that it need not
-        be."""
+        """Raises INVALID_FIELD unless a store with this fence index can be revoked; 0 stands for a
+        store that never is."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -173,22 +171,20 @@ class LiveSession:
         if fence_index and self.fence is None:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"fence_index is {fence_index}, but this session has linked no fence, so that "
-                "the store could not be revoked; send the "
-                f"page's descriptor as {FENCE_HANDLE!r} with the link, or 0 for a store that is "
-                "never revoked",
+                f"fence_index is {fence_index}, but this session has linked no fence, so that the "
+                f"store could not be revoked; send the page's descriptor as {FENCE_HANDLE!r} with "
+                "the link, or 0 for a store that is never revoked",
             )
         if fence_index and self.fence is not None and not self.fence.is_whole():
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"fence_index is {fence_index}, but the file of the fence is shorter than its "
-                f"{FENCE_WORDS * 4} bytes by now; "
-                "open another session with a whole one",
+                f"{FENCE_WORDS * 4} bytes by now; open another session with a whole one",
             )
 
     def is_revoked(self, fence_index: int) -> bool:
-        """Whether the engine has taken its blocks back, or could not have said so. Asked after a
-        copy and before its commit: none keeps overwritten bytes.
+        """True if the engine has taken the store's blocks back, or could not have said so. Asked
+        after a copy and before its commit, so that no overwritten bytes are kept.
         """
         if not fence_index:
             return False

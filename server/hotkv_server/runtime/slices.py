@@ -1,4 +1,4 @@
-"""Long work on the event loop, a slice at a time, so that others are served between."""
+"""Long work on the event loop, a slice at a time. Others are served between two slices."""
 
 import asyncio
 import time
@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TypeVar
 
 SLICE_S = 0.004
-"""Steps are taken until so much time has passed; a step of the core takes no longer, as a rule."""
+"""Length of a slice: steps are taken until it is over. As a rule a step of the core is shorter."""
 T = TypeVar("T")
 
 
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
-    """What the steps of each slice gave, and whether more come: at least one slice. The caller goes
-    on before others are served."""
+    """Yields the results of the steps of each slice, and whether more come: one slice at least. The
+    caller's loop body runs before others are served."""
     has_more = True
     taken: list[T]
     while has_more:

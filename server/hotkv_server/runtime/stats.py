@@ -9,7 +9,7 @@ from hotkv_server.runtime.node import Node
 
 
 async def census(node: Node) -> Census:
-    """All that is there; others are served while it is counted."""
+    """Counts all entries; others are served meanwhile."""
     counting = inspect.census(node.core)
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count

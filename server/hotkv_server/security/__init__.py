@@ -1,2 +1,2 @@
-"""Who may do what: peers and their proofs, tenants, one-time tickets, and what must be true of
-files before a server starts."""
+"""Access control: peers and their proofs, tenants, one-time tickets, and checks of files and paths
+before a server starts."""

@@ -1,4 +1,4 @@
-"""What may be mapped: descriptors that peers send must be memory, not something whose pages others
+"""Checks descriptors that peers send before they are mapped: they must be memory whose pages nobody
 can withhold.
 
 A file on disk, on the network or in user space (FUSE) could hang a copy thread; a pipe, a socket or
@@ -13,9 +13,9 @@ from typing import Final
 from hotkv.errors import HotKVError, Reason
 
 MEMORY_FILE_SYSTEMS: Final = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
-"""By their magic numbers in statfs(2)."""
+"""File systems in memory, by their magic numbers in statfs(2)."""
 STATFS_BYTES = 256
-"""More than any architecture's struct statfs, whose first member is the magic number."""
+"""More than the size of struct statfs on any architecture; its first member is the magic number."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

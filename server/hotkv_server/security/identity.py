@@ -1,9 +1,8 @@
-"""Who a peer is, and what it may act for.
+"""Decides which tenant a peer may act for, by what it has proven.
 
-Pure: no I/O and no clock. Without tenants whoever reaches the socket may name any tenant. With
-tenants a peer acts for one only with a proof that the tenant lists. A refusal is the same whether
-or not there is such a tenant. Secrets are known by their SHA-256 only and compared in constant
-time.
+Pure: no I/O and no clock. Always true: with tenants, a peer acts for one only with a proof that the
+tenant lists; without tenants, every peer may name any tenant. A refusal is the same whether or not
+there is such a tenant. The server keeps only the SHA-256 of secrets, and compares in constant time.
 """
 
 import hashlib
@@ -16,9 +15,9 @@ from hotkv.errors import HotKVError, Reason
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What a peer has proven; nothing by default. `where`: for people.
+    """What a peer has proven; nothing by default. `where`: its address, for people.
 
-    `uid`: of its process, -1 where not known; `gids`: all its groups. `token`: the bearer token it
+    `uid`: of its process, -1 if not known. `gids`: all its groups. `token`: the bearer token it
     sent. `certificate_names`: of the client certificate that the TLS handshake has verified.
     """
 
@@ -30,7 +29,7 @@ class Peer:
 
     @property
     def has_proof(self) -> bool:
-        """Whether it has shown anything at all."""
+        """True if it has shown any proof."""
         return self.uid >= 0 or bool(self.token) or bool(self.certificate_names)
 
     def __str__(self) -> str:
@@ -44,8 +43,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """What a tenant, or the admins, are known by; any one of them is enough. `token_digests`:
-    SHA-256, 32 bytes each."""
+    """Proofs of a tenant or of admins; any one of them is enough. `token_digests`: SHA-256, 32
+    bytes each."""
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()
@@ -53,7 +52,7 @@ class Proofs:
     certificate_names: frozenset[str] = frozenset()
 
     def match(self, peer: Peer) -> bool:
-        """Whether the peer has one of them."""
+        """True if the peer has one of them."""
         is_known_user = peer.uid >= 0 and (
             peer.uid in self.uids or not self.gids.isdisjoint(peer.gids)
         )
@@ -82,18 +81,18 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class AccessControl:
-    """All tenants by name; none: the gate is open. `admins`: who may use the admin API over TCP."""
+    """See the module. Without tenants access is open. `admins`: proofs of admins over TCP."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     admins: Proofs = Proofs()
 
     @property
     def is_open(self) -> bool:
-        """Whether a peer may act for any tenant without proof."""
+        """True if a peer may act for any tenant without proof."""
         return not self.tenants
 
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
-        """The tenant that the peer acts for; None where the gate is open. Raises UNAUTHENTICATED or
+        """The tenant that the peer acts for; None if access is open. Raises UNAUTHENTICATED or
         NOT_ALLOWED."""
         if self.is_open:
             return None
@@ -124,13 +123,10 @@ class AccessControl:
         if not self.admins.match(peer):
             raise HotKVError(
                 Reason.NOT_ALLOWED,
-                (
-                    "this token or certificate is no admin's; list it in "
-                    "security.admin_token_sha256 "
-                    "or its names"
-                ),
+                "this token or certificate is no admin's; list it in "
+                "security.admin_token_sha256 or its names",
             )
 
     def may_link(self, peer: Peer) -> bool:
-        """Whether some tenant lists the user."""
+        """True if a tenant lists the user."""
         return any(tenant.proofs.match(peer) for tenant in self.tenants.values())

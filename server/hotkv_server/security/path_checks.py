@@ -1,7 +1,8 @@
-"""What must be true of directories and files before a server starts: nobody else can put something
-in their place.
+"""Path checks before a server starts: no other user may be able to put something in the place of
+its directories and files.
 
-Refuses, with what to do; repairs nothing that somebody else has made. A missing directory is made.
+Refuses and says what to do; repairs nothing that another user has made. A missing directory is
+made.
 """
 
 import os
@@ -13,18 +14,17 @@ OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 
 
 class UnsafeError(Exception):
-    """The server must not start like this; the message says what to do."""
+    """A path is not safe, so the server must not start; the message says what to do."""
 
 
 def check_runtime_dir(path: Path) -> None:
-    """Makes the directory of the sockets where it is missing; its owner must be this user or root,
-    and nobody else may write it."""
+    """Makes the directory of the sockets if it is missing. Its owner must be this user or root, and
+    nobody else may write it."""
     _make(path, 0o755)
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):
         raise UnsafeError(
-            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown it, or "
-            "choose "
+            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown it, or choose "
             "another with --runtime-dir"
         )
     if status.st_mode & OTHERS_WRITE:
@@ -34,17 +34,17 @@ def check_runtime_dir(path: Path) -> None:
 
 
 def check_arena_dir(path: Path, *, is_private: bool) -> None:
-    """Makes the directory of the arena where it is missing; it must be this user's own, and others
-    may not read it.
+    """Makes the directory of the arena if it is missing. It must be this user's own, and others may
+    not read it.
 
-    `is_private`: nor may its group: tenants that are in it would read each other's blocks.
+    `is_private`: its group may not read it either; tenants in that group would read each other's
+    blocks.
     """
     _make(path, 0o700)
     status = _directory(path)
     if status.st_uid != os.geteuid():
         raise UnsafeError(
-            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: choose a "
-            "directory "
+            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: choose a directory "
             "below it, which the server makes"
         )
     forbidden = 0o077 if is_private else stat.S_IRWXO | stat.S_IWGRP
@@ -57,21 +57,20 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
 
 
 def check_sockets(paths: Iterable[Path]) -> None:
-    """What lies where the sockets go must be sockets of this user's or root's, from an earlier
-    server."""
+    """Raises UnsafeError unless files in the place of the sockets are sockets of this user or root,
+    from an earlier server."""
     for path in paths:
         _check_place(path, stat.S_ISSOCK, "socket")
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """What lies where the server's files go must be regular files of this user's."""
+    """Raises UnsafeError unless files in these places are regular files of this user."""
     for path in paths:
         _check_place(path, stat.S_ISREG, "regular file")
 
 
 def check_private_key(path: Path) -> None:
-    """A private key must not be readable by everybody. Raises OSError where it can't be read at
-    all."""
+    """Raises UnsafeError if everybody may read the private key, OSError if this process can't."""
     status = path.stat()
     if status.st_mode & stat.S_IRWXO:
         raise UnsafeError(
@@ -111,8 +110,7 @@ def _check_place(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
             else f"of mode {stat.filemode(status.st_mode)}"
         )
         raise UnsafeError(
-            f"{path} is {what} of user id {status.st_uid}, not a {kind} of this server: look "
-            "who "
+            f"{path} is {what} of user id {status.st_uid}, not a {kind} of this server: look who "
             "made it, then remove it"
         )
 

@@ -1,8 +1,7 @@
-"""One-time tickets: what lets a session on the Unix socket name the user whose process fetched
-them.
+"""One-time tickets: they tie a session on the Unix socket to the user whose process fetched them.
 
-Always true: a ticket is good once, for TTL_S seconds, and for the peer it was given to; how many
-are outstanding is bounded, for each user and in all, so that no user can use up another's. No
+Always true: a ticket is good once, for TTL_S seconds, and for the peer that it was given to; the
+number outstanding is bounded, for each user and in all, so that no user can use up another's. No
 clock: time is passed in.
 """
 
@@ -36,7 +35,7 @@ class Tickets:
         return f"Tickets({len(self._issued)} outstanding of {len(self._of_user)} users)"
 
     def issue(self, peer: Peer, now_s: float) -> bytes:
-        """A ticket for the peer. Raises OVERLOADED where its user has too many outstanding."""
+        """A new ticket for the peer. Raises OVERLOADED if its user has too many outstanding."""
         self._expire(now_s)
         if (
             self._of_user.get(peer.uid, 0) >= MAX_TICKETS_OF_USER
@@ -44,10 +43,8 @@ class Tickets:
         ):
             raise HotKVError(
                 Reason.OVERLOADED,
-                (
-                    f"too many tickets are outstanding for user id {peer.uid}; use them, or wait "
-                    f"{TTL_S:g} s"
-                ),
+                f"too many tickets are outstanding for user id {peer.uid}; use them, or wait "
+                f"{TTL_S:g} s",
             )
         ticket = self._fresh()
         self._issued[ticket] = peer, now_s + TTL_S
@@ -55,8 +52,8 @@ class Tickets:
         return ticket
 
     def redeem(self, ticket: bytes, now_s: float) -> Peer | None:
-        """The peer that it was given to; None where it was never given out, was used before or is
-        too old. It is used up."""
+        """Uses a ticket up and returns the peer that it was given to; None if it was never given
+        out, was used before or is too old."""
         self._expire(now_s)
         if ticket not in self._issued:
             return None

@@ -86,15 +86,13 @@ class Settings(BaseSettings):
             return self
         if security.tls.key is None:
             raise ValueError(
-                "tcp_address needs security.tls.certificate and key, or "
-                "security.tcp_insecure = "
+                "tcp_address needs security.tls.certificate and key, or security.tcp_insecure = "
                 "true if that is meant"
             )
         if security.tls.client_ca is None and not security.tenants:
             raise ValueError(
                 "tcp_address lets everybody in: set security.tls.client_ca, or security.tenants "
-                "with token_sha256, or "
-                "security.tcp_insecure = true if that is meant"
+                "with token_sha256, or security.tcp_insecure = true if that is meant"
             )
         return self
 

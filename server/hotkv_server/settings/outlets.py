@@ -75,8 +75,7 @@ class EventSettings(BaseModel, extra="forbid"):
             value.format(**TOPIC_FIELDS)
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"may name {', '.join('{' + name + '}' for name in TOPIC_FIELDS)} in braces, "
-                "and "
+                f"may name {', '.join('{' + name + '}' for name in TOPIC_FIELDS)} in braces, and "
                 "nothing else"
             ) from error
         return value

@@ -81,7 +81,7 @@ class TlsSettings(BaseModel, extra="forbid"):
 
 
 class SecuritySettings(BaseModel, extra="forbid"):
-    """Who may do what."""
+    """Access: sockets, tenants, TLS, admins."""
 
     socket_mode: str = Field(
         "0660", description="Mode of the Unix sockets grpc.sock and fd.sock, octal."

@@ -1,4 +1,4 @@
-"""What every copy engine must do, whatever moves its bytes.
+"""The contract of copy engines: checks that every one of them must pass.
 
 A `Rig` is an engine with an arena and an engine's memory to copy between; each check makes its own
 and compares with plain numpy arrays.
@@ -18,7 +18,7 @@ from hotkv_server.dataplane.plan import CopyPlan, Region
 
 Bytes = NDArray[np.uint8]
 WAIT_S = 60.0
-"""For jobs that must end; reached only by engines that hang."""
+"""Longest wait for jobs that must end; only an engine that hangs reaches it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
 
 @dataclass
 class Ends:
-    """How jobs ended, by name."""
+    """Notes how jobs end, by name."""
 
     outcomes: dict[str, list[tuple[Outcome, str]]] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -53,7 +53,7 @@ class Ends:
         gate: Gate | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> CopyJob:
-        """A job whose end is noted, after `then`."""
+        """A job that calls `then` at its end and has its end noted."""
         assert name not in self.outcomes
         self.outcomes[name] = []
 
@@ -66,7 +66,7 @@ class Ends:
         return CopyJob(plans, on_done, gate)
 
     def wait(self, *names: str) -> None:
-        """Until those, or all, have ended. Raises AssertionError where one has not, or twice."""
+        """Waits until those jobs, or all, have ended. Raises AssertionError if one has not."""
         with self._changed:
             wanted = names or tuple(self.outcomes)
             ended = self._changed.wait_for(
@@ -78,7 +78,7 @@ class Ends:
         self.check_once()
 
     def check_once(self) -> None:
-        """Raises AssertionError where a job has ended twice."""
+        """Raises AssertionError if a job has ended twice."""
         assert all(len(outcomes) <= 1 for outcomes in self.outcomes.values()), "a job ended twice"
 
     def __getitem__(self, name: str) -> Outcome:
@@ -278,7 +278,7 @@ def check_idle(make_rig: MakeRig) -> None:
 
 
 def check_copy_engine(make_rig: MakeRig, *, seed: int) -> None:
-    """All checks. Raises AssertionError where the engine breaks a rule."""
+    """Runs all checks. Raises AssertionError if the engine breaks a rule."""
     check_bytes(make_rig, seed=seed)
     check_nothing_to_do(make_rig)
     check_cancel(make_rig, seed=seed)

@@ -1,5 +1,5 @@
-"""Servers that kill themselves at chosen instructions, started in milliseconds: what the kill
-campaign is made of.
+"""Servers that kill themselves at chosen instructions and start in milliseconds, for the kill
+campaign.
 
 `python -m hotkv_server.testing.crashing` loads a server once and forks one for each line that it
 reads from standard input: a JSON object `{"flags": [...], "point": "publish", "when": "during",
@@ -50,7 +50,7 @@ POINTS = {
     "use": "hotkv_server.memory.arena:NodeMemory.save_use",
     "verify": "hotkv_server.integrity.verifier:Verifier.settle",
 }
-"""Where a server may be killed: stores, loads, evictions, rebalancing, restarts."""
+"""Points where a server may be killed: stores, loads, evictions, rebalancing, restarts."""
 MOMENTS = ("before", "during", "after")
 
 
@@ -80,7 +80,7 @@ def _die_later(delay_us: int) -> None:
 
 
 def arm(crash: Crash) -> None:
-    """Puts the crash in place. Raises KeyError for an unknown point."""
+    """Arms the crash. Raises KeyError for an unknown point."""
     module_name, _, path = POINTS[crash.point].partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -109,7 +109,7 @@ def arm(crash: Crash) -> None:
 
 
 def _run_child(order: dict[str, Any]) -> None:
-    """A server, in the child; never returns."""
+    """Runs a server in the child; never returns."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     status = 1
     try:
@@ -127,7 +127,7 @@ def _run_child(order: dict[str, Any]) -> None:
 
 
 def _preload() -> None:
-    """What a start would spend its time on."""
+    """Loads what a start would spend its time on."""
     from hotkv import native
 
     for name in (

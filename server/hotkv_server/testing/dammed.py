@@ -1,9 +1,9 @@
 """A server whose arena fills as fast as a test lets it: `python -m hotkv_server.testing.dammed DAM
 run FLAGS...`.
 
-`DAM` is a file with a number. The start brings in one piece of the arena; after that no piece that
-ends beyond so many bytes comes before the number is larger. If the file says `short`, the kernel
-refuses the next piece. All else is the real server.
+`DAM` is a file with a number of bytes. The start prefaults one piece of the arena; a later piece
+that ends beyond that number waits until it is larger. If the file says `short`, the kernel refuses
+the next piece. All else is the real server.
 """
 
 import errno

@@ -50,7 +50,7 @@ def map_pages(num_bytes: int, fd: int = -1) -> int:
 
 
 def reserve_pages(num_bytes: int) -> int:
-    """Addresses that nothing else gets, and that the host can't touch."""
+    """Reserves addresses that nothing else gets and the host can't touch."""
     return _map(num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1)
 
 
@@ -66,18 +66,18 @@ def _map(num_bytes: int, protection: int, flags: int, fd: int) -> int:
 
 
 def unmap_pages(address: int, num_bytes: int) -> None:
-    """Undoes the others."""
+    """Unmaps or frees them."""
     _libc.munmap(address, num_bytes)
 
 
 def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
-    """View of memory of the host."""
+    """A view of the host's memory."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What the 64 bytes say."""
+    """The fields of a handle's 64 bytes."""
 
     kind: str
     pid: int
@@ -94,7 +94,7 @@ class Handle:
 
     @staticmethod
     def parse(raw: bytes, kind: str) -> "Handle":
-        """Raises DeviceError where it is none of that kind."""
+        """Reads a handle. Raises DeviceError if it is not of that kind."""
         if (
             len(raw) != _FORMAT.size
             or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little")
@@ -105,7 +105,7 @@ class Handle:
         return Handle(kind, pid, fd, inode, num_bytes, device)
 
     def map(self) -> int:
-        """Address at which its memory is mapped into this process. Raises DeviceError where its
+        """Maps its memory into this process and returns the address. Raises DeviceError if its
         process has freed it or died."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)

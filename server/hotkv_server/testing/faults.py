@@ -1,4 +1,4 @@
-"""A server in which something breaks, on demand: what tests of its self-knowledge are made of.
+"""A server in which a function breaks on demand, for tests of health.
 
 `python -m hotkv_server.testing.faults POINT HOW FILE run ...` is `hotkv-server run ...`, in which
 the function at POINT does HOW from the moment that FILE exists: `assert` (an invariant breaks),
@@ -32,7 +32,7 @@ def _do(how: str, point: str) -> None:
 
 
 def arm(point: str, how: str, trigger: Path) -> None:
-    """Puts the fault in place. Raises ValueError for what it does not know."""
+    """Arms the fault. Raises ValueError for an unknown HOW."""
     if how not in ("assert", "die", "hang"):
         raise ValueError(f"HOW is {how!r}; allowed are assert, die and hang")
     module_name, _, path = POINTS.get(point, point).partition(":")

@@ -1,4 +1,4 @@
-"""What every eviction policy must do, whatever it thinks is cold.
+"""The contract of eviction policies: rules that every one of them must keep.
 
 `PolicyWorld` is a small cache round one policy: it hands out entry numbers as the index does, knows
 which are ready and pinned, and checks each answer. Drive it from a property test, or let
@@ -46,7 +46,7 @@ class PolicyWorld:
         come_back: bool = False,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Blocks of one chain become ready; with `come_back` those that went last, as far as there
+        """Makes blocks of one chain ready; with `come_back` those that were removed last, if there
         are any."""
         assert not set(numbers) & set(self.size_of)
         self.size_of |= dict.fromkeys(numbers, slot_bytes)
@@ -78,7 +78,7 @@ class PolicyWorld:
             )
 
     def leave(self, numbers: list[int], *, evicted: bool = False) -> None:
-        """Blocks go."""
+        """Removes blocks."""
         for policy in (self.policy, self._reference):
             policy.forget(_entries(numbers), self._keys(numbers), evicted=evicted)
         for number in numbers:
@@ -93,8 +93,8 @@ class PolicyWorld:
         return np.array([self.key_of[number] for number in numbers], np.uint64)
 
     def evict(self, slot_bytes: int, count: int) -> list[int]:
-        """Asks for victims of a slot size (0: of any), checks them, and lets them go. Coldest
-        first."""
+        """Asks for victims of a slot size (0: of any), coldest first, checks them, and removes
+        them."""
         answers = []
         for policy in (self.policy, self._reference):
             evictable = functools.partial(self._evictable, slot_bytes)
@@ -115,7 +115,7 @@ class PolicyWorld:
         return victims
 
     def check(self) -> None:
-        """Raises AssertionError where heat can't order entries, or a policy's own books
+        """Raises AssertionError if heat can't order entries, or a policy's own books
         disagree."""
         entries = _entries(sorted(self.size_of))
         for figures in (self.policy.heat(entries), self.policy.last_used_s(entries)):
@@ -145,7 +145,7 @@ def _entries(numbers: list[int]) -> Entries:
 def check_policy(
     make_policy: MakePolicy, *, seed: int, num_steps: int = 300, capacity: int = 60
 ) -> None:
-    """Drives a world at random. Raises AssertionError where the policy breaks a rule."""
+    """Drives a world at random. Raises AssertionError if the policy breaks a rule."""
     rng = np.random.default_rng(seed)
     world = PolicyWorld(make_policy, capacity)
     for _ in range(num_steps):

@@ -28,8 +28,8 @@ MAX_ORDER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FakeDevices:
-    """What a server is started with: as in `FakeRuntime`; `register_s`: how long pinning a piece
-    takes; `register_fails`: at which piece it fails, 0 for none.
+    """Devices of a server, as in `FakeRuntime`. `register_s`: time of pinning a piece.
+    `register_fails`: number of the piece at which pinning fails, 0 for none.
     """
 
     num_devices: int = 1
@@ -40,7 +40,7 @@ class FakeDevices:
     control: str = ""
 
     def command(self) -> list[str]:
-        """Of a server with these devices, without its flags."""
+        """The command of a server with these devices, without its flags."""
         return [
             sys.executable,
             "-m",
@@ -58,7 +58,7 @@ class FakeDevices:
 
 
 class _Runtime(FakeRuntime):
-    """Pins as slowly as it is told to."""
+    """A runtime that takes `register_s` to pin memory."""
 
     register_s = 0.0
 

@@ -1,7 +1,7 @@
-"""Which method is best on this machine, as measured: by direction and by the bytes of a page.
+"""Calibration: the best method on this machine, as measured, by direction and page size.
 
-A calibration holds for one device under one driver. It is a value: made by `measure`, kept as JSON
-by whoever likes.
+A calibration holds for one device under one driver. It is a value: `measure` makes it, and it can
+be kept as JSON.
 """
 
 import json
@@ -14,23 +14,23 @@ from hotkv_server.dataplane.cuda.values import Direction, Method
 from hotkv_server.device.runtime import DeviceInfo
 
 PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
-"""Page sizes that are measured; between them the nearest counts."""
+"""Page sizes that are measured; for others the nearest one counts."""
 STAGED_RUN_PAGES = 8
-"""Staging is measured with runs of so many pages in the arena, and may be chosen where they are
-that long or longer."""
+"""Staging is measured with runs of so many pages in the arena, and may be chosen for runs that are
+as long or longer."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
-"""What a method's speed counts, the most frugal first. Kernels take the device's time: without MPS
-it runs those of one process at a time, so the engine's stand still while one of ours waits for
-PCIe; staging's move bytes on the device only.
+"""Weight of a method's speed, the most frugal method first. Kernels take the device's time: without
+MPS it runs those of one process at a time, so the engine's stand still while one of ours waits for
+PCIe; staging's kernels move bytes on the device only.
 """
 NEGLIGIBLE_RATIO = 0.03
-"""By how much a method may be slower than the best and be chosen because it is more frugal."""
+"""How much slower than the best a more frugal method may be and still be chosen."""
 FORMAT = 1
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 
 
 def driver_version(path: Path = DRIVER_VERSION_FILE) -> str:
-    """What the kernel's NVIDIA driver says of itself; empty where it can't be read."""
+    """Version of the kernel's NVIDIA driver; empty if it can't be read."""
     try:
         return path.read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError):
@@ -39,8 +39,8 @@ def driver_version(path: Path = DRIVER_VERSION_FILE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`speeds`: (direction, method, page bytes) -> GB/s (1e9 bytes a second); 0 for what does not
-    work here."""
+    """See the module. `speeds`: (direction, method, page bytes) -> GB/s (1e9 bytes a second); 0 for
+    methods that do not work here."""
 
     uuid: bytes
     name: str
@@ -54,11 +54,11 @@ class Calibration:
         )
 
     def holds_for(self, info: DeviceInfo, driver: str) -> bool:
-        """Whether it was made on this device, under this driver."""
+        """True if it was made on this device, under this driver."""
         return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
-        """The most frugal of those that are worth most (`WORTH`) for pages of that size, in runs of
+        """The most frugal of the best methods (by `WORTH`) for pages of that size, in runs of
         `slot_run_bytes` in the arena."""
         sizes = {size for _, _, size in self.speeds}
         if not sizes:
@@ -80,8 +80,8 @@ class Calibration:
         )
 
     def table(self) -> str:
-        """For people: one line a direction and page size, one column a method, GB/s; the fastest of
-        each line is marked."""
+        """A table for people, in GB/s: a line for each direction and page size, a column for each
+        method; the fastest of a line is marked."""
         lines = [f"{'':6}{'page':>9}" + "".join(f"{method.value:>10}" for method in Method)]
         for direction in Direction:
             for size in sorted({size for _, _, size in self.speeds}):
@@ -121,7 +121,7 @@ class Calibration:
 
     @staticmethod
     def from_json(text: str) -> "Calibration":
-        """Raises ValueError, naming the field, for anything that `to_json` does not write."""
+        """Reads what `to_json` writes. Raises ValueError that names the field."""
         try:
             fields = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -164,6 +164,6 @@ def _speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int], fl
 
 
 def rule_of_thumb(page_bytes: int) -> Method:
-    """Before anything is measured: long runs one by one, short ones in one call. Both need nothing
-    that may be missing."""
+    """The method before anything is measured: long runs one by one, short ones in one call. Both
+    work on every device."""
     return Method.MEMCPY if page_bytes >= 256 << 10 else Method.BATCH

@@ -1,7 +1,7 @@
-"""`CudaCopyEngine`: a device's two lanes, and what it has learnt about the fastest way of each.
+"""`CudaCopyEngine`: a device's two lanes, and the calibration that chooses their methods.
 
-Always true: a device that is lost stays lost, `problem` says why, and every job ends, as failed.
-What the arena has not pinned yet moves by plain copies.
+Always true: a device that is lost stays lost, `problem` says why, and every job ends as failed.
+Parts of the arena that are not pinned yet move by plain copies.
 """
 
 import logging
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class CudaCopyEngine:
-    """Takes plans between `device` and the host's memory. Raises DeviceError where the device has
-    not even memory for its tables.
+    """Takes plans between `device` and the host's memory. Raises DeviceError if the device can't
+    even allocate its tables.
 
-    `calibration`: what was measured before on this device; else it is measured in the background,
-    and `on_calibrated` is given it, from a thread of its own. `driver`: version to put into it
-    (`calibration.driver_version`).
+    `calibration`: measured before on this device; without one the engine measures in the background
+    and gives the result to `on_calibrated`, from a thread of its own. `driver`: version to put into
+    it (`calibration.driver_version`).
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CudaCopyEngine:
         return sum(lane.num_queued for lane in self._lanes.values())
 
     def is_alive(self) -> bool:
-        """False where a thread has died. A lost device is none of that: see `problem`."""
+        """False if a thread has died. Not for a lost device: see `problem`."""
         return all(lane.is_alive() for lane in self._lanes.values())
 
     def stalled_s(self, now_s: float) -> float:

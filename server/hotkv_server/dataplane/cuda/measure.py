@@ -14,7 +14,7 @@ from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, Direction, Method
 from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, Priority, Stream
 
 NUM_REPEATS = 3
-"""Of which the fastest counts; one before them warms up."""
+"""Repetitions, of which the fastest counts; one more before them warms up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,10 @@ def measure(
     num_bytes: int,
     should_stop: Callable[[], bool],
 ) -> Calibration | None:
-    """The speed of each method; 0 for what fails. None where it was told to stop. Blocks, for about
-    a second. Raises DeviceError where there is no memory for it, or the device is lost.
+    """Measures the speed of each method; 0 for methods that fail. None if it was told to stop.
+
+    Blocks for about a second. Raises DeviceError if there is no memory for it or the device is
+    lost.
     """
     speeds: dict[tuple[Direction, Method, int], float] = {}
     with _bench(runtime, info.number, num_bytes) as bench:
@@ -78,7 +80,7 @@ def _bench(runtime: DeviceRuntime, device: int, num_bytes: int) -> Iterator[_Ben
 
 
 def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> float:
-    """GB/s; 0 where the method fails."""
+    """Speed in GB/s; 0 if the method fails."""
     num_pages = min(
         max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1),
         MAX_PIECE_RUNS,
@@ -104,7 +106,7 @@ def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int)
             GIVE[method](bench.runtime, bench.stream, piece, bench.slot)
         except DeviceError as error:
             failure = error
-        # Of what has failed a part may be under way even so.
+        # Part of a failed call may be under way even so.
         bench.runtime.record(bench.slot.event, bench.stream)
         bench.runtime.synchronize(bench.slot.event)
         if failure is not None:

@@ -1,5 +1,5 @@
-"""How a piece is given to a stream: one small function for each method. All return at once; the
-slot is in use until the stream has passed an event after them.
+"""Gives pieces to a stream: one small function for each method. All return at once; the slot is in
+use until the stream has passed an event after them.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one piece in flight owns. `table`: address of TABLE_BYTES pinned bytes, which the device
-    reads where they are: a copy of its own would queue behind the other lane's. `staging`: address
-    of device memory, 0 where there is none.
+    """Owned by one piece in flight. `table`: address of TABLE_BYTES pinned bytes, which the device
+    reads in place: a copy of them would queue behind the other lane's copies. `staging`: address of
+    device memory, 0 if there is none.
     """
 
     event: Event
@@ -28,7 +28,7 @@ class Slot:
 
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """One copy a run; also right where the host's side is not pinned."""
+    """One copy a run; works for host memory that is not pinned, too."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -41,7 +41,7 @@ def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> N
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """A kernel moves them over the bus itself."""
+    """A kernel moves all runs over the bus itself."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 
@@ -86,4 +86,4 @@ GIVE: Mapping[Method | None, Callable[[DeviceRuntime, Stream, Piece, Slot], None
     Method.KERNEL: kernel,
     Method.STAGED: staged,
 }
-"""By method; None: the host's side is not pinned."""
+"""Functions by method; None stands for host memory that is not pinned."""

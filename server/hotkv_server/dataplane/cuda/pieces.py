@@ -1,4 +1,4 @@
-"""What a job's plans become for a device: pieces of runs that it can be given at once.
+"""Cuts a job's plans into pieces: runs that a device can be given at once.
 
 Always true: no run crosses a registration of the arena; a piece is pinned as a whole or not at all,
 and is bounded in bytes and runs. Runs of several plans go together, sorted by the arena's
@@ -29,14 +29,14 @@ FIRST_WINDOW_RUNS = 512
 """Planned in 50 us; each further window is GROWTH times as large, up to MAX_PIECE_RUNS."""
 GROWTH = 4
 ALIGN_BYTES = 16
-"""Staging offsets are multiples of it where an arena run begins: what a kernel moves at a time."""
+"""Staging offsets of arena runs are multiples of it: the bytes that a kernel moves at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Runs: addresses of the device's and of the host's side, and sizes, int64 [runs].
     `registration`: number of the arena's registration in which each lies, int64 [runs]. `method`:
-    None where the host's side is not pinned.
+    None if the host's side is not pinned.
     """
 
     direction: Direction
@@ -79,7 +79,8 @@ def pieces(
     settings: CudaCopySettings,
     choose: Choose,
 ) -> Iterator[Piece]:
-    """All that the plans move, each byte once; what is pinned by then is pinned for the piece."""
+    """Pieces of all that the plans move, each byte once. Each piece is judged as pinned or not when
+    it is made."""
     for device, host, num_bytes in _windows(plans, direction):
         device, host, num_bytes = _cut(
             device, host, num_bytes, (host - arena.address) % arena.piece_bytes, arena.piece_bytes
@@ -161,7 +162,7 @@ def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
 
 
 def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
-    """The same in pieces that are within bounds."""
+    """The same runs in pieces within the bounds."""
     staged = piece.method is Method.STAGED
     room, extra = (
         (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)

@@ -1,12 +1,12 @@
-"""What the CUDA copy engine is told, and what it tells."""
+"""Values of the CUDA copy engine: settings, directions, methods, figures."""
 
 import enum
 from dataclasses import dataclass
 from typing import Protocol
 
 MAX_PIECE_RUNS = 16384
-"""Most runs of a piece: bounds the table that a kernel reads, and what is planned before a job's
-first byte moves."""
+"""Most runs of a piece: bounds the table that a kernel reads, and the planning before a job's first
+byte moves."""
 
 
 class Direction(enum.Enum):
@@ -17,10 +17,10 @@ class Direction(enum.Enum):
 
 
 class Method(enum.Enum):
-    """How a piece's runs are given to the device."""
+    """How a device copies a piece's runs."""
 
     MEMCPY = "memcpy"
-    """One copy a run: best where runs are long."""
+    """One copy a run: best for long runs."""
     BATCH = "batch"
     """All runs in one call."""
     KERNEL = "kernel"
@@ -54,11 +54,11 @@ class PinnedArena(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CudaCopySettings:
-    """`method`: None for what calibration finds best. `piece_bytes`: of one job, between which
-    other jobs take their turns. `depth`: pieces of a lane that the device has been given at a time.
+    """`method`: None for what calibration finds best. `piece_bytes`: size of pieces, between which
+    other jobs take their turns. `depth`: pieces of a lane in the device's queue at a time.
     `staging_bytes`: device memory for staging, both lanes together; 0 for none.
-    `calibration_bytes`: pinned memory, and as much of the device's, that is measured with at start
-    where no calibration is given; 0 goes by a rule of thumb.
+    `calibration_bytes`: pinned memory, and as much of the device's, for a measurement at start if
+    no calibration is given; 0 goes by a rule of thumb.
     """
 
     method: Method | None = None
@@ -74,8 +74,7 @@ class CudaCopySettings:
             raise ValueError(f"depth is {self.depth}; it must be 1 or more")
         if self.staging_bytes and self.slot_staging_bytes < 4096:
             raise ValueError(
-                f"staging_bytes is {self.staging_bytes}; it must be 0 or "
-                f"{2 * self.depth * 4096} "
+                f"staging_bytes is {self.staging_bytes}; it must be 0 or {2 * self.depth * 4096} "
                 "and more"
             )
 
@@ -87,8 +86,8 @@ class CudaCopySettings:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Sums since the start. `method`: of `Method`, or `pageable` for what went to or from memory
-    that was not pinned yet."""
+    """Sums since the start. `method`: of `Method`, or `pageable` for copies to or from memory that
+    was not pinned yet."""
 
     direction: Direction
     method: str
@@ -98,9 +97,9 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
-    """Of one device. `num_queued`: pieces not yet given to the device, by estimate.
+    """Figures of one device. `num_queued`: pieces not yet given to the device, by estimate.
     `num_in_flight`: given and not done. `num_failed`: jobs that failed. `problem`: why the engine
-    takes no more jobs; empty while it does.
+    takes no more jobs; empty while it takes them.
     """
 
     device: int
