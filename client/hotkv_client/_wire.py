@@ -32,7 +32,7 @@ Request = session_pb2.ConnectRequest
 
 
 def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Hashes joined for the wire. Raises INVALID_HASH where one has another length."""
+    """Hashes joined for the wire. Raises INVALID_HASH if one has another length."""
     if hashes and set(map(len, hashes)) != {hash_bytes}:
         wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
         raise HotKVError(

@@ -110,7 +110,7 @@ class Session(Calls):
         return connection.order_message if connection is not None else ""
 
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Which blocks are ready, as a hint out of the shared table; None where no table is mapped.
+        """Which blocks are ready, as a hint out of the shared table; None if no table is mapped.
         Microseconds; no call."""
         connection = self._connection
         if connection is None or connection.table is None:
@@ -126,8 +126,8 @@ class Session(Calls):
 
     def arena(self) -> Arena | None:
         """The server's arena, mapped when first asked for, and the same as long as the connection
-        lasts; None without a connection, and where this session may not map it.
-        `LeaseGrant.offsets` says where leased blocks lie in it. Raises OSError where the system
+        lasts; None without a connection, and if this session may not map it.
+        `LeaseGrant.offsets` says where leased blocks lie in it. Raises OSError if the system
         refuses.
         """
         connection = self._connection

@@ -190,7 +190,7 @@ class Layout:
         groups: Sequence[GroupSpec],
         representations: Mapping[int, Representation] | None = None,
     ) -> None:
-        """Raises ValueError, naming the field, where the layout contradicts itself, `groups`,
+        """Raises ValueError, naming the field, if the layout contradicts itself, `groups`,
         `representations` or its handles.
 
         `representations`, by group index, may be left out of the layout; groups may not.

@@ -30,7 +30,7 @@ ROLES = {
 
 
 def key_space(message: layout_pb2.KeySpace) -> KeySpace:
-    """Raises INVALID_FIELD where the key space contradicts itself, TOO_LARGE where it is too much
+    """Raises INVALID_FIELD if the key space contradicts itself, TOO_LARGE if it is too much
     to keep."""
     if message.ByteSize() > MAX_KEY_SPACE_BYTES:
         raise HotKVError(
@@ -126,7 +126,7 @@ def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
 
 
 def representations(messages: Iterable[layout_pb2.Representation]) -> tuple[Representation, ...]:
-    """Raises INVALID_FIELD where one has a number out of range."""
+    """Raises INVALID_FIELD if one has a number out of range."""
     kinds = []
     for index, m in enumerate(messages):
         check_printable(f"representations[{index}].format", m.format)
