@@ -235,12 +235,15 @@ class Session(Calls):
     ) -> "Future[Any]":
         future: Future[Any] = Future()
         connection = self._connection
-        why_not: HotKVError | None = self._no_server()
+        why_not: HotKVError | None
         try:
             request = build()
-            if connection is not None and self.connected:
-                pending = Pending(future, lease_id, transfer_id, fence_index, is_load)
-                why_not = connection.submit(request, pending, after)
+            pending = Pending(future, lease_id, transfer_id, fence_index, is_load)
+            why_not = (
+                connection.submit(request, pending, after)
+                if connection is not None and self.connected
+                else self._no_server()
+            )
         except HotKVError as error:
             why_not = error
         if why_not is not None:
