@@ -56,7 +56,7 @@ def call(
 
 
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
-    """What gRPC's health service says of a service, "" for the server. Raises HotKVError.
+    """Asks gRPC's health service whether a service serves, "" for the server. Raises HotKVError.
 
     Its two messages have one field each, so they are written out here: the client needs no package
     for them.

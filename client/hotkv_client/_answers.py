@@ -54,7 +54,7 @@ def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a server says of the session that it opened.
+    """A session as the server opened it.
 
     `salts`: of the block table, by group index; empty if the server leaves them to the client."""
 

@@ -197,8 +197,8 @@ def ping() -> Request:
 
 
 def lookup(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
-    """Which blocks are ready. Only the total length of the hashes is checked: this is a hint, and
-    it is quick."""
+    """Asks which blocks are ready. Checks only the total length of the hashes: the answer is a
+    hint, and the call must be quick."""
     request = Request()
     for group in groups:
         packed = b"".join(group.hashes)

@@ -125,8 +125,8 @@ class AdminClient:
         )
 
     def sparse_layers(self) -> list[dict[str, Any]]:
-        """What engines report of sparse decode: per engine and layer their counters, and what
-        `sparse_figures` makes of them."""
+        """Counters of sparse decode per engine and layer, and the figures that `sparse_figures`
+        derives from them."""
         rows = [
             {"engine_id": row["engine_id"], **row["counters"]}
             for row in self._call("sparse")["layers"]

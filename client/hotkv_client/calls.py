@@ -46,7 +46,7 @@ class Calls(ABC):
         """Sends a request that has no answer; without a connection it is dropped."""
 
     def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]":
-        """Which blocks are ready, by a call."""
+        """Asks the server which blocks are ready."""
         return self._call(lambda: _wire.lookup(groups, self._hash_bytes))
 
     def acquire(
@@ -57,11 +57,12 @@ class Calls(ABC):
         *,
         wants_offsets: bool = False,
     ) -> "Future[LeaseGrant]":
-        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default. The same call
-        again gets the same answer; the same id with other blocks fails as DUPLICATE_ID.
-        `wants_offsets`: also says where they lie in `arena()`, and fails as NOT_ALLOWED if there is
-        none; blocks that came back from an earlier server are compared with their check values
-        first.
+        """Pins those of the blocks that are ready; `ttl_s` 0 for the server's default.
+
+        The same call again gets the same answer; the same id with other blocks fails as
+        DUPLICATE_ID. `wants_offsets`: the grant has the blocks' offsets in `arena()`, too. Fails as
+        NOT_ALLOWED if there is no arena. Blocks of an earlier server are compared with their check
+        values first.
         """
         return self._call(
             lambda: _wire.acquire(

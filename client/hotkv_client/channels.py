@@ -30,7 +30,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def is_unix(target: str) -> bool:
-    """Whether the target is a Unix socket."""
+    """Returns whether the target is a Unix socket."""
     return target.startswith("unix:")
 
 

@@ -72,8 +72,8 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class FencePlace:
-    """Where a shared fence is found: a descriptor of a process, and what must be written there, as
-    ids of processes may mean others."""
+    """Place of a shared fence: a descriptor of a process, and the token that must be written there,
+    since a process id may be used again."""
 
     pid: int
     fd: int

@@ -98,20 +98,20 @@ class Session(Calls):
 
     @property
     def order_kind(self) -> OrderKind:
-        """How marks of transfers are made (`After`): what the server took of the memory's order.
-        HOST without a connection or an order."""
+        """The kind of mark that transfers take (`After`): the server chose it from the memory's
+        order. HOST without a connection or an order."""
         connection = self._connection
         return connection.order_kind if connection is not None else OrderKind.HOST
 
     @property
     def order_message(self) -> str:
-        """If the server took less of the memory's order than was offered: why."""
+        """Why the server took less of the memory's order than was offered; empty if it did not."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Which blocks are ready, as a hint out of the shared table; None if no table is mapped.
-        Microseconds; no call."""
+        """Returns which blocks are ready, as a hint out of the shared table; None if no table is
+        mapped. Takes microseconds and no call."""
         connection = self._connection
         if connection is None or connection.table is None:
             return None
@@ -125,8 +125,8 @@ class Session(Calls):
         return connection.table.ready(packed, self._hash_bytes, salts[group_index])
 
     def arena(self) -> Arena | None:
-        """The server's arena, mapped when first asked for, and the same as long as the connection
-        lasts; None without a connection, and if this session may not map it.
+        """Returns the server's arena, which is mapped at the first call and stays the same for the
+        connection; None without a connection, and if this session may not map it.
         `LeaseGrant.offsets` says where leased blocks lie in it. Raises OSError if the system
         refuses.
         """

@@ -38,7 +38,7 @@ class Role(enum.IntEnum):
 
 
 class LinkState(enum.Enum):
-    """Where a session stands."""
+    """State of a session's connection."""
 
     ABSENT = "absent"
     """No server; the session tries again with back-off."""
@@ -112,7 +112,8 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """What a read lease pins: one mask a group, in the order asked. A short grant is a value.
+    """The blocks that a read lease pins: one mask a group, in the order asked. A short grant is a
+    value.
 
     `offsets`, if asked for: int64 a group, bytes from the arena's start to each block's slot, -1 if
     not pinned. They hold while the lease does: what is read under it after its release, its
@@ -162,7 +163,8 @@ class WatchedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SelectConfig:
-    """How the server is to select for a sequence. Of `config` counts what matters to a selection.
+    """Settings with which the server selects for a sequence. It uses those parts of `config` that
+    matter to a selection.
 
     `representation_group`: see `SessionConfig`. A shard's part of a representation holds
     `layer_indices`, the sparse layers, ascending, in order, in each the formats of
@@ -211,8 +213,8 @@ class SequenceCreated:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """What a sequence has: complete blocks, and, if the server selects, the lease that takes the
-    place of the one before."""
+    """State of a sequence: its complete blocks, and, if the server selects, the lease that replaces
+    the one before."""
 
     num_blocks: int
     lease_id: str
@@ -256,7 +258,7 @@ class EngineMemory:
 
     @property
     def is_on_devices(self) -> bool:
-        """Whether any of it is."""
+        """Whether any of the memory is on a device."""
         return any(handle.is_cuda for handle in self.layout.handles)
 
 
@@ -275,8 +277,7 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How a client proves itself over TCP, and how it knows the server; nothing of it is used on a
-    Unix socket.
+    """Proofs of the client and of the server over TCP. None is used on a Unix socket.
 
     Paths of files, read at each new connection, so that renewed ones are taken up; empty for none.
     `tls_ca`: who signs the server's certificate, in PEM. `tls_certificate`, `tls_key`: of the
@@ -296,7 +297,7 @@ NO_CREDENTIALS = Credentials()
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """How to reach a server and as whom. `target`: `unix:/path/grpc.sock` or `host:port`.
+    """A session's server, engine and key space. `target`: `unix:/path/grpc.sock` or `host:port`.
 
     `engine_id` is shared by all sessions of an engine; leases are the engine's. `representations`:
     that go with the blocks; everywhere in the session the first has the group index that follows

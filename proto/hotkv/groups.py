@@ -208,12 +208,12 @@ def _distinct_rules(
 
 
 def longest_prefix(probe: Probe, num_blocks: int) -> int:
-    """Leading blocks that are ready, by a few rounds of probes if residency is prefix closed:
-    nothing is ready behind what is missing.
+    """Counts the leading blocks that are ready.
 
-    Answers that show otherwise make it probe every block. What is missing between two blocks that
-    were asked for goes unseen, so the result is a hint and may be too long, never too short; a
-    lease settles it.
+    Takes a few rounds of probes if residency is prefix closed: no block is ready behind a missing
+    one. If an answer shows otherwise, it probes every block. A block that is missing between two
+    probed ones is not seen, so the result is a hint and may be too long, never too short; a lease
+    settles it.
     """
     low, high = 0, num_blocks
     while low < high:

@@ -149,7 +149,7 @@ class BlockTable:
         return out
 
     def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
-        """Which blocks are ready [n], as a hint; no call, microseconds for a thousand hashes."""
+        """Mask of the blocks that are ready [n], as a hint; microseconds for a thousand hashes."""
         return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
 
     def find(
@@ -179,7 +179,7 @@ class BlockTable:
 
 
 def is_ready(words: Words) -> NDArray[np.bool_]:
-    """Which entry words are those of ready blocks."""
+    """Mask of the entry words of ready blocks."""
     ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
     return ready
 

@@ -249,7 +249,7 @@ def seconds(field: str, milliseconds: int) -> float:
 
 
 def retention(field: str, message: cache_pb2.Retention) -> Retention:
-    """What a request asks of eviction; the default if the message is not set."""
+    """A request's retention; the default if the message is not set."""
     try:
         return Retention(message.priority, seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin)
     except ValueError as error:
