@@ -73,18 +73,19 @@ def test_a_cancelled_store_with_a_word_of_the_fence_ends_at_once(made: Connectio
     )
     for call in (store, load):
         assert made.submit(_wire.ping(), call, None) is None
-    future = store.future
+    stored, loaded = store.future, load.future
     for name in ("s", "l"):
         made.cancel(name)
-    assert future.result(0).status is TransferStatus.CANCELLED
-    assert not load.future.done() and made.num_pending == 2
+    assert stored.result(0).status is TransferStatus.CANCELLED
+    assert not loaded.done() and made.num_pending == 2
     assert not made.has_unrevocable_store()
 
 
 def test_a_store_without_a_word_of_the_fence_can_not_be_revoked(made: Connection) -> None:
     store = pending(transfer_id="s")
     assert made.submit(_wire.ping(), store, None) is None and made.has_unrevocable_store()
+    future = store.future
     made.cancel("s")
-    assert not store.future.done()
+    assert not future.done()
     made.end()
-    assert isinstance(store.future.exception(0), SessionLostError), "there is no link to wait for"
+    assert isinstance(future.exception(0), SessionLostError), "there is no link to wait for"
