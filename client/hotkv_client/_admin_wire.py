@@ -1,5 +1,4 @@
-"""The stubs of admin calls and event streams; with `_wire` the only module of the client that sees
-protobuf. Plain values in and out."""
+"""Admin calls and event streams: plain values in and out."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -57,7 +56,7 @@ def call(
 
 
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
-    """What gRPC's health service says of a service, "" for the server. Raises HotKVError.
+    """Asks gRPC's health service whether a service serves, "" for the server. Raises HotKVError.
 
     Its two messages have one field each, so they are written out here: the client needs no package
     for them.
@@ -74,7 +73,7 @@ def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: 
 
 
 def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
-    """Answers of a server stream until its time is up. Raises HotKVError where the server ends
+    """Answers of a server stream until its time is up. Raises HotKVError if the server ends
     it."""
     try:
         yield from call

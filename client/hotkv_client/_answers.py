@@ -54,7 +54,7 @@ def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a server says of the session that it opened.
+    """A session as the server opened it.
 
     `salts`: of the block table, by group index; empty if the server leaves them to the client."""
 
@@ -164,13 +164,13 @@ def _link_response(packet: bytes) -> session_pb2.LinkResponse:
 
 def link_sizes(packet: bytes) -> tuple[int, int]:
     """(arena bytes, table bytes) of a link's answer; 0 for what this session may not map. Raises
-    HotKVError where it was refused."""
+    HotKVError if it was refused."""
     response = _link_response(packet)
     return response.arena_byte_count, response.table_byte_count
 
 
 def ticket(packet: bytes) -> bytes:
-    """The ticket. Raises HotKVError where it was refused."""
+    """The ticket. Raises HotKVError if it was refused."""
     return _link_response(packet).ticket
 
 

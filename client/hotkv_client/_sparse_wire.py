@@ -174,7 +174,7 @@ def select_request(
 
 
 def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
-    """A selection. Raises HotKVError where it was refused."""
+    """A selection. Raises HotKVError if it was refused."""
     if response.HasField("error"):
         raise refusal(response.error)
     return SelectedBlocks(

@@ -32,7 +32,7 @@ Request = session_pb2.ConnectRequest
 
 
 def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Hashes joined for the wire. Raises INVALID_HASH where one has another length."""
+    """Hashes joined for the wire. Raises INVALID_HASH if one has another length."""
     if hashes and set(map(len, hashes)) != {hash_bytes}:
         wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
         raise HotKVError(
@@ -197,8 +197,8 @@ def ping() -> Request:
 
 
 def lookup(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
-    """Which blocks are ready. Only the total length of the hashes is checked: this is a hint, and
-    it is quick."""
+    """Asks which blocks are ready. Checks only the total length of the hashes: the answer is a
+    hint, and the call must be quick."""
     request = Request()
     for group in groups:
         packed = b"".join(group.hashes)

@@ -42,8 +42,8 @@ class AdminClient:
         self._channel.close()
 
     def ping(self, service: str = "") -> bool:
-        """Whether the server serves, asked where engines ask; `service` "live": whether it is in
-        order, if only to drain."""
+        """Returns whether the server serves; asks on the engines' socket. `service` "live": whether
+        it is in order, even if it only drains."""
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
@@ -125,8 +125,8 @@ class AdminClient:
         )
 
     def sparse_layers(self) -> list[dict[str, Any]]:
-        """What engines report of sparse decode: per engine and layer their counters, and what
-        `sparse_figures` makes of them."""
+        """Counters of sparse decode per engine and layer, and the figures that `sparse_figures`
+        derives from them."""
         rows = [
             {"engine_id": row["engine_id"], **row["counters"]}
             for row in self._call("sparse")["layers"]

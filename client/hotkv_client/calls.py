@@ -46,7 +46,7 @@ class Calls(ABC):
         """Sends a request that has no answer; without a connection it is dropped."""
 
     def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]":
-        """Which blocks are ready, by a call."""
+        """Asks the server which blocks are ready."""
         return self._call(lambda: _wire.lookup(groups, self._hash_bytes))
 
     def acquire(
@@ -57,11 +57,12 @@ class Calls(ABC):
         *,
         wants_offsets: bool = False,
     ) -> "Future[LeaseGrant]":
-        """Pins the ready ones among the blocks; `ttl_s` 0 for the server's default. The same call
-        again gets the same answer; the same id with other blocks fails as DUPLICATE_ID.
-        `wants_offsets`: also says where they lie in `arena()`, and fails as NOT_ALLOWED if there is
-        none; blocks that came back from an earlier server are compared with their check values
-        first.
+        """Pins those of the blocks that are ready; `ttl_s` 0 for the server's default.
+
+        The same call again gets the same answer; the same id with other blocks fails as
+        DUPLICATE_ID. `wants_offsets`: the grant has the blocks' offsets in `arena()`, too. Fails as
+        NOT_ALLOWED if there is no arena. Blocks of an earlier server are compared with their check
+        values first.
         """
         return self._call(
             lambda: _wire.acquire(
@@ -81,8 +82,7 @@ class Calls(ABC):
         return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
     def release(self, lease_id: str) -> None:
-        """Gives a lease back. Nothing to wait for; without a connection the lease is gone
-        anyhow."""
+        """Gives a lease back. There is no answer: without a connection the lease has ended."""
         self._send_only(_wire.release(lease_id))
 
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
@@ -103,11 +103,10 @@ class Calls(ABC):
         hashes: Sequence[bytes],
         select: SelectConfig | None = None,
     ) -> "Future[SequenceCreated]":
-        """Begins a sequence over the complete blocks `hashes` of its context; with `select` the
-        server selects for it (`selects`).
+        """Begins a sequence over the complete blocks `hashes` of its context.
 
-        Without, nothing is pinned: reports name the sequence, and remembered hot sets are handed
-        out.
+        With `select` the server selects for it (`selects`). Without, nothing is pinned: reports
+        name the sequence, and remembered hot sets are handed out.
         """
         return self._call(
             lambda: _sparse_wire.create_sequence(
@@ -119,8 +118,8 @@ class Calls(ABC):
         self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[SequenceState]":
         """Adds blocks that have become complete, the first of them at `first_position` of the
-        context; those that the sequence has already must be the same. Where the server selects, it
-        leases anew what is ready now, also where `hashes` is empty.
+        context. Those that the sequence has already must be the same. If the server selects, it
+        leases anew what is ready now, even if `hashes` is empty.
         """
         return self._call(
             lambda: _sparse_wire.append_blocks(
@@ -142,8 +141,8 @@ class Calls(ABC):
     def delete_sequence(
         self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()
     ) -> "Future[bool]":
-        """Ends a sequence; its hot sets are remembered for the next one over the same prefix. False
-        where there was none."""
+        """Ends a sequence; its hot sets are remembered for the next one over the same prefix. Gives
+        False if there was no such sequence."""
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id, hot_sets))
 
     def flush(self) -> "Future[int]":

@@ -1,8 +1,8 @@
-"""Channels to a server, with what proves the client to it and the server to the client.
+"""Channels to a server, with the proofs of each side's identity.
 
-On a Unix socket the kernel vouches for the peer, and there is nothing to do. Over TCP: TLS as soon
-as anything of it is set; a token travels in the metadata of calls, and never in the clear over a
-network.
+On a Unix socket the server knows the peer by SO_PEERCRED, and the client has nothing to prove here.
+Over TCP a channel uses TLS as soon as any TLS setting is given. A token travels in the metadata of
+calls, and never in the clear over a network.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def is_unix(target: str) -> bool:
-    """Whether the target is a Unix socket."""
+    """Returns whether the target is a Unix socket."""
     return target.startswith("unix:")
 
 
@@ -42,7 +42,7 @@ def admin_target(target: str) -> str:
 
 
 def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
-    """A channel, which connects by itself. Raises HotKVError where the credentials can't be
+    """Opens a channel, which connects by itself. Raises HotKVError for credentials that can't be
     used."""
     wants_tls = (
         credentials.tls_ca
@@ -68,8 +68,8 @@ def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
 
 
 def metadata(target: str, credentials: Credentials) -> Metadata:
-    """What goes with each call that opens something. Raises HotKVError where the token can't be had
-    or would be sent in the clear."""
+    """Metadata of calls that open a session or ask an admin service. Raises HotKVError if the token
+    can't be read or would be sent in the clear."""
     if not credentials.token_file or is_unix(target):
         return ()
     if not (
@@ -96,7 +96,7 @@ def metadata(target: str, credentials: Credentials) -> Metadata:
 
 
 def _read(field: str, path: str) -> bytes | None:
-    """The file's bytes; None where no path is set."""
+    """The file's bytes; None if no path is set."""
     try:
         return Path(path).read_bytes() if path else None
     except OSError as error:

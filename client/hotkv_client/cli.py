@@ -25,7 +25,7 @@ CREDENTIAL_FLAGS = {
     "tls_certificate": "over TCP: PEM file of this client's certificate",
     "tls_key": "over TCP: PEM file of its key",
     "tls_server_name": (
-        "over TCP: name in the server's certificate where it is not the host of --target"
+        "over TCP: name in the server's certificate, if it is not the host of --target"
     ),
     "token_file": "over TCP: file with an admin's token",
 }
@@ -244,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 where the server refused or is absent, 2 for bad
+    """Entry point; returns the exit status: 0, 1 if the server refused or is absent, 2 for bad
     input."""
     options = parser().parse_args(arguments)
     run, show = COMMANDS[options.command]

@@ -196,7 +196,7 @@ class Connection:
             )
 
     def has_unrevocable_store(self) -> bool:
-        """Whether a store is under way that has no word of the fence."""
+        """Returns whether a store is under way that has no word of the fence."""
         with self._lock:
             return any(
                 item.transfer_id and not item.is_load and not item.fence_index

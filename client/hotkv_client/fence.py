@@ -1,18 +1,17 @@
 """The fence: a page shared with the server in which an engine takes its blocks back from a store.
 
 The server reads a store's word after the copy and before the commit. So once the word is set, the
-engine may overwrite the blocks at once, even where the server hangs: what was copied is either
-committed already, and right, or never will be. A word is used again only after the server has
-answered.
+engine may overwrite the blocks at once, even if the server hangs: the copy was committed before,
+and is right, or never will be. A word is used again only after the server has answered.
 
 `Fence`: its session chooses the words. `SharedFence`: another process of the engine does
 (`Revocations`), over the pages of several sessions at once, and can so take blocks back before the
 owner of the session hears of it. Such a page holds, beside each word, whether the session still
-waits for the server's answer; the owner of a page and the one who chooses never write the same of
-these but to revoke.
+waits for the server's answer. The owner of a page and the process that chooses write the same words
+only to revoke.
 
-A page's descriptor is closed when its `Fence` or `SharedFence` is gone. The words stay mapped for
-whoever holds them.
+A page's descriptor is closed when its `Fence` or `SharedFence` is collected. The words stay mapped
+as long as they are referenced.
 """
 
 import mmap
@@ -48,7 +47,7 @@ class Fence:
         return f"Fence({len(self._free)}/{FENCE_WORDS - 1} words free)"
 
     def take(self) -> int:
-        """A cleared word; 0 where all are in use: such a store can't be revoked."""
+        """A cleared word; 0 if all are in use: such a store can't be revoked."""
         with self._lock:
             if not self._free:
                 return 0
@@ -73,8 +72,8 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class FencePlace:
-    """Where a shared fence is found: a descriptor of a process, and what must be written there, as
-    ids of processes may mean others."""
+    """Place of a shared fence: a descriptor of a process, and the token that must be written there,
+    since a process id may be used again."""
 
     pid: int
     fd: int
@@ -100,8 +99,7 @@ class SharedFence:
         could not be revoked."""
         if not 0 < index < SHARED_WORDS:
             raise ValueError(
-                f"fence_index is {index}; a store over a shared fence needs a word of it, "
-                "from 1 "
+                f"fence_index is {index}; a store over a shared fence needs a word of it, from 1 "
                 f"to {SHARED_WORDS - 1}"
             )
         self._words[SHARED_WORDS + index] = 1
@@ -125,7 +123,7 @@ class SharedFence:
 
 
 class Revocations:
-    """The other side: chooses words and revokes them on all pages. Raises OSError, ValueError where
+    """The other side: chooses words and revokes them on all pages. Raises OSError, ValueError if
     a page can't be mapped. One thread.
 
     What is always true: a word is cleared only when its store has ended here and no session waits
@@ -147,7 +145,7 @@ class Revocations:
         )
 
     def take(self) -> int:
-        """A cleared word; 0 where all are in use: such a store must not be sent."""
+        """A cleared word; 0 if all are in use: such a store must not be sent."""
         if not self._free:
             self._free = self._answered()
         if not self._free:

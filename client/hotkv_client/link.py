@@ -1,9 +1,9 @@
 """The link: a connection to the server's descriptor socket that lives as long as the session.
 
-Sends the descriptors of the engine's memory, receives read-only ones of what the session may map.
-Its end is the proof that the server can't touch the engine's memory any more: the server closes it
-only then, and the kernel closes it when the server is dead. A device may still be at what a dead
-server gave it (`connection.DEVICE_GRACE_S`).
+It carries the descriptors of the engine's memory to the server, and read-only ones of the arena and
+the block table back. Its end proves that the server can't touch the engine's memory any more: the
+server closes it only then, and the kernel closes it when the server is dead. A device may still
+work on copies of a dead server (`connection.DEVICE_GRACE_S`).
 """
 
 import contextlib
@@ -30,8 +30,8 @@ def descriptor_socket(target: str) -> Path | None:
 
 
 def fetch_ticket(path: Path, timeout_s: float) -> bytes:
-    """A one-time proof that this process is its user's. Raises OSError where nobody answers,
-    HotKVError where the server refuses."""
+    """A one-time proof that this process is its user's. Raises OSError if nobody answers,
+    HotKVError if the server refuses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
@@ -40,13 +40,13 @@ def fetch_ticket(path: Path, timeout_s: float) -> bytes:
 
 
 class Link:
-    """An open link. `table`: the shared block table, mapped read-only; None where this session may
+    """An open link. `table`: the shared block table, mapped read-only; None if this session may
     not see it."""
 
     def __init__(
         self, path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float
     ) -> None:
-        """Raises OSError where nobody answers, HotKVError where the server refuses."""
+        """Raises OSError if nobody answers, HotKVError if the server refuses."""
         self._lock = threading.Lock()
         self._arena: Arena | None = None
         self._arena_fd, self._arena_bytes = -1, 0
@@ -84,7 +84,7 @@ class Link:
             raise
 
     def arena(self) -> Arena | None:
-        """The arena, mapped at the first call; None where this session may not map it, and once the
+        """The arena, mapped at the first call; None if this session may not map it, and once the
         link is closed. Raises OSError."""
         with self._lock:
             if self._arena is None and self._arena_fd >= 0:

@@ -31,12 +31,12 @@ def map_file(fd: int, num_bytes: int) -> NDArray[np.uint8]:
     """The first bytes of a file, uint8 [num_bytes], read-only; mapped as long as somebody holds the
     array or a view of it.
 
-    `fd` stays the caller's. Raises OSError where the system refuses, or the file is shorter.
+    `fd` stays the caller's. Raises OSError if the system refuses, or the file is shorter.
     """
     file_bytes = os.fstat(fd).st_size
     if file_bytes < num_bytes:
         raise OSError(f"the file has {file_bytes} bytes, not {num_bytes}")
-    # The file takes a part of this mapping's place and goes with it.
+    # The file replaces a part of this mapping and is unmapped with it.
     room = mmap.mmap(
         -1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
     )

@@ -1,7 +1,7 @@
 """Records a trace of what engines ask for: one JSON object a line, in the format of Mooncake's
 traces.
 
-`timestamp` (ms since the recording began), `input_length` and `output_length` (tokens; 0 where
+`timestamp` (ms since the recording began), `input_length` and `output_length` (tokens; 0 if
 unknown, as here), `hash_ids`: one number for each whole block of the prompt, counted up in the
 order of first sight; equal numbers are equal prefixes. Neither tokens nor hashes are written. A
 trace holds one key space: blocks of different ones can't be shared, and the numbers could not say

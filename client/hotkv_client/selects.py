@@ -46,8 +46,8 @@ class Selects:
         *,
         shard_index: int = 0,
     ) -> SelectedBlocks:
-        """What a layer of a sequence should attend to; blocks until the server has answered. Raises
-        HotKVError.
+        """Selects the blocks that a layer of a sequence should attend to. Waits for the answer.
+        Raises HotKVError.
 
         `query_QD` float32 [query heads of the shard, head size] after positional encoding.
         `always_log_mass_Q` float32: log mass of what is always kept; None to have it estimated from

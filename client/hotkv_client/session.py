@@ -98,20 +98,20 @@ class Session(Calls):
 
     @property
     def order_kind(self) -> OrderKind:
-        """How marks of transfers are made (`After`): what the server took of the memory's order.
-        HOST without a connection or an order."""
+        """The kind of mark that transfers take (`After`): the server chose it from the memory's
+        order. HOST without a connection or an order."""
         connection = self._connection
         return connection.order_kind if connection is not None else OrderKind.HOST
 
     @property
     def order_message(self) -> str:
-        """If the server took less of the memory's order than was offered: why."""
+        """Why the server took less of the memory's order than was offered; empty if it did not."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Which blocks are ready, as a hint out of the shared table; None where no table is mapped.
-        Microseconds; no call."""
+        """Returns which blocks are ready, as a hint out of the shared table; None if no table is
+        mapped. Takes microseconds and no call."""
         connection = self._connection
         if connection is None or connection.table is None:
             return None
@@ -125,9 +125,9 @@ class Session(Calls):
         return connection.table.ready(packed, self._hash_bytes, salts[group_index])
 
     def arena(self) -> Arena | None:
-        """The server's arena, mapped when first asked for, and the same as long as the connection
-        lasts; None without a connection, and where this session may not map it.
-        `LeaseGrant.offsets` says where leased blocks lie in it. Raises OSError where the system
+        """Returns the server's arena, which is mapped at the first call and stays the same for the
+        connection; None without a connection, and if this session may not map it.
+        `LeaseGrant.offsets` says where leased blocks lie in it. Raises OSError if the system
         refuses.
         """
         connection = self._connection
@@ -235,12 +235,15 @@ class Session(Calls):
     ) -> "Future[Any]":
         future: Future[Any] = Future()
         connection = self._connection
-        why_not: HotKVError | None = self._no_server()
+        why_not: HotKVError | None
         try:
             request = build()
-            if connection is not None and self.connected:
-                pending = Pending(future, lease_id, transfer_id, fence_index, is_load)
-                why_not = connection.submit(request, pending, after)
+            pending = Pending(future, lease_id, transfer_id, fence_index, is_load)
+            why_not = (
+                connection.submit(request, pending, after)
+                if connection is not None and self.connected
+                else self._no_server()
+            )
         except HotKVError as error:
             why_not = error
         if why_not is not None:

@@ -97,7 +97,7 @@ def show_status(answer: dict[str, Any]) -> str:
 
 
 def loop_line(counters: dict[str, Any], held_by: str) -> str:
-    """How late the server's event loop has been in the last minute."""
+    """One line: the lateness of the server's event loop in the last minute."""
     p50, p99, longest = (
         f"{counters[f'loop_lag_{name}_seconds'] * 1e3:.1f} ms" for name in ("p50", "p99", "longest")
     )

@@ -38,7 +38,7 @@ class Role(enum.IntEnum):
 
 
 class LinkState(enum.Enum):
-    """Where a session stands."""
+    """State of a session's connection."""
 
     ABSENT = "absent"
     """No server; the session tries again with back-off."""
@@ -68,9 +68,9 @@ class BlockRun:
     when only reserving.
 
     `parent_hash`: hash before the first, empty at the root. `depth`: position of the first block in
-    its chain, in blocks. For events, where `Session.wants_token_ids`: `token_ids` of all the
+    its chain, in blocks. For events, if `Session.wants_token_ids`: `token_ids` of all the
     blocks; `lora_name`; `extra_keys` besides tokens that are hashed into each block, as vLLM's
-    events name them, or nothing where no block has any.
+    events name them, or nothing if no block has any.
     """
 
     group_index: int
@@ -112,10 +112,11 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """What a read lease pins: one mask a group, in the order asked. A short grant is a value.
+    """The blocks that a read lease pins: one mask a group, in the order asked. A short grant is a
+    value.
 
-    `offsets`, where asked for: int64 a group, bytes from the arena's start to each block's slot, -1
-    where not pinned. They hold while the lease does: what is read under it after its release, its
+    `offsets`, if asked for: int64 a group, bytes from the arena's start to each block's slot, -1 if
+    not pinned. They hold while the lease does: what is read under it after its release, its
     end or that of the connection may be any bytes.
     """
 
@@ -162,7 +163,8 @@ class WatchedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SelectConfig:
-    """How the server is to select for a sequence. Of `config` counts what matters to a selection.
+    """Settings with which the server selects for a sequence. It uses those parts of `config` that
+    matter to a selection.
 
     `representation_group`: see `SessionConfig`. A shard's part of a representation holds
     `layer_indices`, the sparse layers, ascending, in order, in each the formats of
@@ -211,8 +213,8 @@ class SequenceCreated:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """What a sequence has: complete blocks, and, where the server selects, the lease that takes the
-    place of the one before."""
+    """State of a sequence: its complete blocks, and, if the server selects, the lease that replaces
+    the one before."""
 
     num_blocks: int
     lease_id: str
@@ -224,7 +226,7 @@ class SelectedBlocks:
     """An answer of the server's selection. `positions` int32, ascending, always kept ones included;
     `weights` float32, inf for these.
 
-    Of the hot set, where the server keeps one: load `load_positions` into `load_slots` before
+    Of the hot set, if the server keeps one: load `load_positions` into `load_slots` before
     attending; `evict_positions` have lost their slot; `hot_positions` (ascending) in `hot_slots`
     may then be attended.
     """
@@ -256,7 +258,7 @@ class EngineMemory:
 
     @property
     def is_on_devices(self) -> bool:
-        """Whether any of it is."""
+        """Whether any of the memory is on a device."""
         return any(handle.is_cuda for handle in self.layout.handles)
 
 
@@ -265,7 +267,7 @@ class After:
     """A transfer begins when the engine's device has passed `mark`, which is made as the session's
     `order_kind` says.
 
-    A mark of one kind means nothing to another: where the session takes another kind by now, the
+    A mark of one kind means nothing to another: if the session takes another kind by now, the
     transfer fails.
     """
 
@@ -275,12 +277,11 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How a client proves itself over TCP, and how it knows the server; nothing of it is used on a
-    Unix socket.
+    """Proofs of the client and of the server over TCP. None is used on a Unix socket.
 
     Paths of files, read at each new connection, so that renewed ones are taken up; empty for none.
     `tls_ca`: who signs the server's certificate, in PEM. `tls_certificate`, `tls_key`: of the
-    client, in PEM. `tls_server_name`: expected in the server's certificate where that is not the
+    client, in PEM. `tls_server_name`: expected in the server's certificate if that is not the
     host of the target. `token_file`: holds a bearer token.
     """
 
@@ -296,13 +297,13 @@ NO_CREDENTIALS = Credentials()
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """How to reach a server and as whom. `target`: `unix:/path/grpc.sock` or `host:port`.
+    """A session's server, engine and key space. `target`: `unix:/path/grpc.sock` or `host:port`.
 
     `engine_id` is shared by all sessions of an engine; leases are the engine's. `representations`:
     that go with the blocks; everywhere in the session the first has the group index that follows
-    the key space's groups (`representation_group`), and so on. A representation is kept where its
-    block is ready when it is written, before or by the same store; it goes with its block.
-    `use_table`: probe the shared block table where the server offers it.
+    the key space's groups (`representation_group`), and so on. A representation is kept if its
+    block is ready when it is written, before or by the same store; it is dropped with its block.
+    `use_table`: probe the shared block table if the server offers it.
     """
 
     target: str
@@ -321,5 +322,5 @@ class SessionConfig:
     on_evicted: Callable[[Evicted], None] | None = None
 
     def representation_group(self, representation: Representation) -> int:
-        """Its group index in this session. Raises ValueError where it is not declared."""
+        """Its group index in this session. Raises ValueError if it is not declared."""
         return len(self.key_space.groups) + self.representations.index(representation)

@@ -26,7 +26,7 @@ SPARSE_COUNTERS: tuple[str, ...] = (
 
 
 def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
-    """What an operator wants of a layer, from its counters; None where nothing was counted.
+    """Figures of a layer for operators, from its counters; None if nothing was counted.
 
     `hit_ratio`: of the selected blocks, always kept ones aside, the share that the hot set had.
     `recall_ratio`: of sampled selections, the share of the exactly best blocks that was attended.

@@ -48,8 +48,8 @@ class GroupSpec:
 
     `block_tokens`: tokens in one block, over all ranks that share its tokens. `window_tokens`:
     window (sliding) or chunk (chunked local); 0 for other kinds. `shard_bytes`: bytes of one block
-    in each shard; the slot holds the shards in order. A shard is empty where a pipeline stage has
-    no layer of the group. Raises ValueError where the numbers contradict each other.
+    in each shard; the slot holds the shards in order. A shard is empty if a pipeline stage has
+    no layer of the group. Raises ValueError if the numbers contradict each other.
     """
 
     kind: GroupKind
@@ -98,7 +98,7 @@ class GroupSpec:
 
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
         """No hit of this group is longer: it ends with the prompt, or before the first missing
-        block where every block is needed.
+        block if every block is needed.
 
         `ready` [blocks]: which blocks of the prompt are ready. `blocks_after`: as in `serves`.
         """
@@ -193,7 +193,7 @@ def longest_hit(
 def _distinct_rules(
     groups: Sequence[GroupSpec], ready: Sequence[BoolMask], draft_groups: Collection[int]
 ) -> list[tuple[GroupSpec, BoolMask, int]]:
-    """Groups that need the same of the past as one: a block counts as ready where it is in all of
+    """Groups that need the same of the past as one: a block counts as ready if it is in all of
     them; with `blocks_after` of `serves`."""
     rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
@@ -208,12 +208,12 @@ def _distinct_rules(
 
 
 def longest_prefix(probe: Probe, num_blocks: int) -> int:
-    """Leading blocks that are ready, by a few rounds of probes where residency is prefix closed:
-    nothing is ready behind what is missing.
+    """Counts the leading blocks that are ready.
 
-    Answers that show otherwise make it probe every block. What is missing between two blocks that
-    were asked for goes unseen, so the result is a hint and may be too long, never too short; a
-    lease settles it.
+    Takes a few rounds of probes if residency is prefix closed: no block is ready behind a missing
+    one. If an answer shows otherwise, it probes every block. A block that is missing between two
+    probed ones is not seen, so the result is a hint and may be too long, never too short; a lease
+    settles it.
     """
     low, high = 0, num_blocks
     while low < high:
@@ -270,7 +270,7 @@ def load_bytes(
 def check_context_parallel(
     kind: GroupKind, block_tokens: int, *, is_sharded: bool, decode_ranks: int, prefill_ranks: int
 ) -> None:
-    """Raises ValueError where a group can't be kept under context parallelism.
+    """Raises ValueError if a group can't be kept under context parallelism.
 
     `is_sharded`: its tokens are dealt out over the decode ranks; `block_tokens` then counts all of
     them. `decode_ranks`, `prefill_ranks`: sizes of the two groups of ranks (DCP, PCP). Source: what

@@ -189,7 +189,7 @@ def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True
 )
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
-    """Entry words by tag alone, 0 where there is none."""
+    """Entry words by tag alone, 0 if there is none."""
     num_buckets = buckets.shape[0]
     count = prefixes.shape[0]
     for i in range(min(PREFETCH_AHEAD, count)):
@@ -254,7 +254,7 @@ def find(
     out: Any,
     out_records: Any,
 ) -> None:
-    """Entry words by the whole key, 0 where there is none; with `out_records` [n, RECORD_WORDS], or
+    """Entry words by the whole key, 0 if there is none; with `out_records` [n, RECORD_WORDS], or
     [0, …] for none, the records too."""
     num_buckets = buckets.shape[0]
     capacity = records.shape[0]

@@ -25,12 +25,11 @@ MAX_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Representation:
-    """A kind of representation that goes with the blocks of one KV cache group. Only equal ones are
-    shared.
+    """A kind of representation of the blocks of one KV cache group. Only equal ones are shared.
 
     `format`, `version`: what its bytes mean, see `hotkv_sparse.formats`; `version` fits 63 bits.
     `shard_bytes`: bytes of one block's representation in each shard, as `GroupSpec.shard_bytes`.
-    Raises ValueError where a number is out of range.
+    Raises ValueError if a number is out of range.
     """
 
     group_index: int

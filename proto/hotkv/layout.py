@@ -190,7 +190,7 @@ class Layout:
         groups: Sequence[GroupSpec],
         representations: Mapping[int, Representation] | None = None,
     ) -> None:
-        """Raises ValueError, naming the field, where the layout contradicts itself, `groups`,
+        """Raises ValueError, naming the field, if the layout contradicts itself, `groups`,
         `representations` or its handles.
 
         `representations`, by group index, may be left out of the layout; groups may not.
@@ -331,8 +331,8 @@ class Layout:
             )
 
     def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
-        """How blocks of a group, or representations, lie in memory and in their slots: one recipe a
-        handle. Made once."""
+        """Places of a group's blocks, or of representations, in memory and in their slots: one
+        recipe a handle. Made once."""
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
             shard_start = sum(group.shard_bytes[: self.shard_index])

@@ -14,7 +14,7 @@ from types import ModuleType
 
 @functools.cache
 def available() -> bool:
-    """True where numba is installed and HOTKV_DISABLE_NUMBA is not set."""
+    """True if numba is installed and HOTKV_DISABLE_NUMBA is not set."""
     return (
         not os.environ.get("HOTKV_DISABLE_NUMBA") and importlib.util.find_spec("numba") is not None
     )
@@ -22,6 +22,6 @@ def available() -> bool:
 
 @functools.cache
 def load(module_name: str) -> ModuleType | None:
-    """The kernel module, compiled or read from numba's disk cache; None where kernels can't be
+    """The kernel module, compiled or read from numba's disk cache; None if kernels can't be
     used. Takes seconds the first time."""
     return importlib.import_module(module_name) if available() else None

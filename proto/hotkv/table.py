@@ -89,7 +89,7 @@ class TableGeometry:
 
     @staticmethod
     def unpack(data: bytes | memoryview, file_bytes: int) -> "TableGeometry":
-        """Raises ValueError where the header is not one of this format or does not fit the file."""
+        """Raises ValueError if the header is not one of this format or does not fit the file."""
         if len(data) < HEADER.size:
             raise ValueError(
                 f"block table has a header of {len(data)} bytes; it needs {HEADER.size}"
@@ -125,7 +125,7 @@ class BlockTable:
 
     @staticmethod
     def open(mapping: NDArray[np.uint8]) -> "BlockTable":
-        """Reads the header. Raises ValueError where it is not a table of this format."""
+        """Reads the header. Raises ValueError if it is not a table of this format."""
         return BlockTable(
             mapping, TableGeometry.unpack(mapping[: HEADER.size].tobytes(), len(mapping))
         )
@@ -149,7 +149,7 @@ class BlockTable:
         return out
 
     def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
-        """Which blocks are ready [n], as a hint; no call, microseconds for a thousand hashes."""
+        """Mask of the blocks that are ready [n], as a hint; microseconds for a thousand hashes."""
         return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
 
     def find(
@@ -179,13 +179,13 @@ class BlockTable:
 
 
 def is_ready(words: Words) -> NDArray[np.bool_]:
-    """Which entry words are those of ready blocks."""
+    """Mask of the entry words of ready blocks."""
     ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
     return ready
 
 
 def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
-    """First 8 bytes of each packed hash as uint64 [n]; no copy where `hash_bytes` is a multiple of
+    """First 8 bytes of each packed hash as uint64 [n]; no copy if `hash_bytes` is a multiple of
     8."""
     if hash_bytes % 8 == 0:
         return np.frombuffer(packed, np.uint64)[:: hash_bytes // 8]

@@ -227,7 +227,7 @@ class FakeSession(FakeCalls):
     def _until_revoked(
         self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]
     ) -> Future[Any]:
-        """The answer for the session, which ends earlier where the store is cancelled; the word is
+        """The answer for the session, which ends earlier if the store is cancelled; the word is
         held until the server's own."""
         shown: Future[Any] = Future()
         self._revocable[transfer_id] = fence_index, shown

@@ -134,7 +134,7 @@ class FakeWrites:
 
     def end(self, store: FakeStore, read: Callable[[int, int], bytes] | None) -> int:
         """Ends a store, once: results take the place of RESERVED. `read`: the bytes of a run's
-        block; None where nothing is kept.
+        block; None if nothing is kept.
 
         Returns bytes written.
         """

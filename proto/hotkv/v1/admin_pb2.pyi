@@ -64,7 +64,7 @@ class _CopyDirectionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """From the device."""
 
 class CopyDirection(_CopyDirection, metaclass=_CopyDirectionEnumTypeWrapper):
-    """Where a copy goes."""
+    """Direction of a copy."""
 
 COPY_DIRECTION_UNSPECIFIED: CopyDirection.ValueType  # 0
 """Never sent."""
@@ -232,11 +232,15 @@ class GetInfoResponse(google.protobuf.message.Message):
     uptime_s: builtins.float
     """Seconds since start."""
     state: builtins.str
-    """`server_state` in words, with what keeps the server from serving, or how far the arena is filled."""
+    """`server_state` in words, with what keeps the server from serving, or how far the arena is
+    filled.
+    """
     loop_held_by: builtins.str
-    """In which function the event loop was when it was latest in the last minute, as module:name; empty where it was never late for long."""
+    """The function in which the event loop was when it was latest in the last minute, as module:name;
+    empty if it was never late for long.
+    """
     server_state: Global___ServerState.ValueType
-    """Whether it serves."""
+    """Whether the server serves."""
     oldest_protocol_version: builtins.int
     """Oldest protocol version that the server speaks."""
     @property
@@ -245,7 +249,7 @@ class GetInfoResponse(google.protobuf.message.Message):
 
     @property
     def devices(self) -> Global___DeviceReport:
-        """GPUs, and the arena as far as they can reach it."""
+        """GPUs, and the part of the arena that they can reach."""
 
     def __init__(
         self,
@@ -280,7 +284,7 @@ class DeviceReport(google.protobuf.message.Message):
     REGISTERING_ERROR_FIELD_NUMBER: builtins.int
     OPEN_ALLOCATION_COUNT_FIELD_NUMBER: builtins.int
     why_none: builtins.str
-    """Where it has none: why."""
+    """If it has none: why."""
     registered_byte_count: builtins.int
     """Bytes of the arena that are registered with CUDA, from its start."""
     registering_s: builtins.float
@@ -291,7 +295,7 @@ class DeviceReport(google.protobuf.message.Message):
     """Allocations of engines that are open."""
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Device]:
-        """Those that it sees."""
+        """The GPUs that the server sees."""
 
     def __init__(
         self,
@@ -333,13 +337,13 @@ class Device(google.protobuf.message.Message):
     pci_bus_id: builtins.str
     """PCI bus id."""
     numa_node: builtins.int
-    """NUMA node of its slot; -1 where it is not known."""
+    """NUMA node of its slot; -1 if it is not known."""
     problem: builtins.str
     """Why nothing can be copied any more; empty while it can."""
     queued_piece_count: builtins.int
-    """Pieces that wait, and that the device has been given."""
+    """Pieces that wait for the device."""
     flying_piece_count: builtins.int
-    """See queued_piece_count."""
+    """Pieces that the device has been given."""
     failed_job_count: builtins.int
     """Jobs that failed."""
     @property
@@ -426,7 +430,7 @@ class CopySpeed(google.protobuf.message.Message):
     page_byte_count: builtins.int
     """Bytes of a page."""
     gb_per_s: builtins.float
-    """In 1e9 bytes a second; zero for what does not work here."""
+    """In 1e9 bytes a second; zero if the method does not work here."""
     copy_direction: Global___CopyDirection.ValueType
     """Where the copy went."""
     copy_method: Global___CopyMethod.ValueType
@@ -475,7 +479,7 @@ class Tier(google.protobuf.message.Message):
     name: builtins.str
     """`host`, later `disk` and others."""
     capacity_byte_count: builtins.int
-    """Bytes it may hold, as far as it has memory."""
+    """Bytes it may hold: those that have memory."""
     used_byte_count: builtins.int
     """Bytes in slots that are reserved or ready."""
     pinned_byte_count: builtins.int
@@ -800,9 +804,9 @@ class Block(google.protobuf.message.Message):
     idle_s: builtins.float
     """Seconds since it was last used."""
     parent_hash: builtins.bytes
-    """Hash of the block before it; empty at the root or where that block is gone."""
+    """Hash of the block before it; empty at the root, or if that block was dropped."""
     representation_byte_count: builtins.int
-    """Bytes of the slot of its representation; zero where it has none."""
+    """Bytes of the slot of its representation; zero if it has none."""
     block_state: Global___BlockState.ValueType
     """Its state."""
     def __init__(
@@ -1070,7 +1074,7 @@ class ExplainRequest(google.protobuf.message.Message):
     hashes: builtins.bytes
     """Packed hashes of the prompt in chain order, one for each `hash_block_token_count` tokens."""
     token_ids: builtins.bytes
-    """Packed little-endian int32 token ids; used where `hashes` is empty."""
+    """Packed little-endian int32 token ids; used if `hashes` is empty."""
     def __init__(
         self,
         *,

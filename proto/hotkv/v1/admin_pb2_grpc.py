@@ -146,15 +146,17 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FlushKeySpace(self, request, context):
-        """Forgets a key space's blocks, also pinned ones. When it answers, none of those that were there, or were being stored, when it was asked
-        is found any more. Others are served meanwhile; what they store may be forgotten, too.
+        """Forgets a key space's blocks, pinned ones too. Once it has answered, no lookup finds a block
+        that was there, or was being stored, at the time of the call. Others are served meanwhile;
+        blocks that they store in that time may be forgotten, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRequests(self, request, context):
-        """Streams the requests that engines report, from now on; a reader that is too slow misses some and is told how many.
+        """Streams the requests that engines report, from now on; a reader that is too slow misses some
+        and is told how many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -322,12 +322,15 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
     """Takes no new work and stops when all has ended or the deadline passes."""
 
     FlushKeySpace: _AdminServiceFlushKeySpaceType
-    """Forgets a key space's blocks, also pinned ones. When it answers, none of those that were there, or were being stored, when it was asked
-    is found any more. Others are served meanwhile; what they store may be forgotten, too.
+    """Forgets a key space's blocks, pinned ones too. Once it has answered, no lookup finds a block
+    that was there, or was being stored, at the time of the call. Others are served meanwhile;
+    blocks that they store in that time may be forgotten, too.
     """
 
     WatchRequests: _AdminServiceWatchRequestsType
-    """Streams the requests that engines report, from now on; a reader that is too slow misses some and is told how many."""
+    """Streams the requests that engines report, from now on; a reader that is too slow misses some
+    and is told how many.
+    """
 
     Explain: _AdminServiceExplainType
     """Says of each block of a prompt whether it would hit, and if not, why."""
@@ -447,8 +450,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv.v1.admin_pb2.FlushKeySpaceRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv.v1.admin_pb2.FlushKeySpaceResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.FlushKeySpaceResponse]]:
-        """Forgets a key space's blocks, also pinned ones. When it answers, none of those that were there, or were being stored, when it was asked
-        is found any more. Others are served meanwhile; what they store may be forgotten, too.
+        """Forgets a key space's blocks, pinned ones too. Once it has answered, no lookup finds a block
+        that was there, or was being stored, at the time of the call. Others are served meanwhile;
+        blocks that they store in that time may be forgotten, too.
         """
 
     @abc.abstractmethod
@@ -457,7 +461,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv.v1.admin_pb2.WatchRequestsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv.v1.admin_pb2.WatchRequestsResponse], collections.abc.AsyncIterator[hotkv.v1.admin_pb2.WatchRequestsResponse]]:
-        """Streams the requests that engines report, from now on; a reader that is too slow misses some and is told how many."""
+        """Streams the requests that engines report, from now on; a reader that is too slow misses some
+        and is told how many.
+        """
 
     @abc.abstractmethod
     def Explain(

@@ -198,12 +198,15 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     session_id: builtins.str
     """The asking session."""
     lease_id: builtins.str
-    """Chosen by the caller, unique in its engine. The same call again gets the same answer; the id with other blocks is refused."""
+    """Chosen by the caller, unique in its engine. The same call again gets the same answer; the id
+    with other blocks is refused.
+    """
     ttl_ms: builtins.int
     """Lifetime in milliseconds; zero for the server's default."""
     wants_offsets: builtins.bool
-    """Asks where the pinned blocks lie in the arena too. Refused to sessions that the link gives no arena; then nothing is pinned. Blocks that
-    came back from an earlier server are compared with their check values first; what does not agree is not pinned.
+    """Asks where the pinned blocks lie in the arena, too. Refused, without pinning anything, if the
+    session's link gives no arena. Blocks of an earlier server are compared with their check values
+    first; a block that does not agree is not pinned.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHashes]:
@@ -235,7 +238,7 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     """Milliseconds until the lease expires."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupFlags]:
-        """Per group, in the order asked: 1 where the block is pinned."""
+        """Per group, in the order asked: 1 if the block is pinned."""
 
     @property
     def offsets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupOffsets]:
@@ -254,7 +257,9 @@ Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseRespons
 
 @typing.final
 class GroupOffsets(google.protobuf.message.Message):
-    """Where the blocks of a GroupHashes lie, in order. Holds as long as the lease: until it is released, expires, or its session ends."""
+    """Where the blocks of a GroupHashes lie, in order. Holds as long as the lease: until it is
+    released, expires, or its session ends.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -263,7 +268,9 @@ class GroupOffsets(google.protobuf.message.Message):
     group_index: builtins.int
     """The group."""
     offsets: builtins.bytes
-    """Packed little-endian int64, one a hash: bytes from the arena's start to the block's slot; -1 where the block is not pinned."""
+    """Packed little-endian int64, one a hash: bytes from the arena's start to the block's slot; -1 if
+    the block is not pinned.
+    """
     def __init__(
         self,
         *,
@@ -348,8 +355,9 @@ Global___BlockExtraKeys: typing_extensions.TypeAlias = BlockExtraKeys
 
 @typing.final
 class BlockRun(google.protobuf.message.Message):
-    """A chain of consecutive blocks of one group, or representations of such. A representation is kept where its block is ready when it is written:
-    stored before, or by the same store. It goes with its block, which then has none of another version.
+    """A chain of consecutive blocks of one group, or representations of such. A representation is kept
+    if its block is ready when it is written: stored before, or by the same store. It is dropped with
+    its block. A block has one representation at most.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -373,12 +381,14 @@ class BlockRun(google.protobuf.message.Message):
     block_ids: builtins.bytes
     """Packed little-endian int32 block ids in engine memory, one a hash; empty when only reserving."""
     token_ids: builtins.bytes
-    """Packed little-endian int32 token ids of the run, all of each block, for events; optional, see SessionOpened.wants_token_ids."""
+    """Packed little-endian int32 token ids of the run, all of each block, for events; optional, see
+    SessionOpened.wants_token_ids.
+    """
     lora_name: builtins.str
     """Name of the adapter, for events; optional."""
     @property
     def extra_keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockExtraKeys]:
-        """Extra keys of each block, for events; empty where no block has any."""
+        """Extra keys of each block, for events; empty if no block has any."""
 
     def __init__(
         self,
@@ -432,7 +442,7 @@ class Retention(google.protobuf.message.Message):
     ttl_ms: builtins.int
     """Milliseconds for which the blocks count as in use after the use; at most a day."""
     pin: builtins.bool
-    """Not evicted at all within `ttl_ms`, as far as the server's share for such blocks goes."""
+    """Not evicted at all within `ttl_ms`, within the server's share for such blocks."""
     def __init__(
         self,
         *,
@@ -537,7 +547,7 @@ class ReleaseLeaseResponse(google.protobuf.message.Message):
 
     RELEASED_FIELD_NUMBER: builtins.int
     released: builtins.bool
-    """False where there was no such lease."""
+    """False if there was no such lease."""
     def __init__(
         self,
         *,
@@ -665,14 +675,14 @@ class StoreRequest(google.protobuf.message.Message):
     transfer_id: builtins.str
     """Chosen by the caller, unique in its session."""
     lease_id: builtins.str
-    """The write lease; taken on arrival where it was not reserved before. Ranks of one engine share it, and name no blocks that its first
-    call did not name.
+    """The write lease; taken on arrival if it was not reserved before. Ranks of one engine share it,
+    and name no blocks that its first call did not name.
     """
     timeout_ms: builtins.int
     """Milliseconds after which the server gives up; zero for its default."""
     fence_index: builtins.int
-    """Word of the session's fence that revokes this store; zero for none. The server reads it after the copy and before the commit. Refused
-    where the session has linked no fence.
+    """Word of the session's fence that revokes this store; zero for none. The server reads it after
+    the copy and before the commit. Refused if the session has linked no fence.
     """
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
@@ -680,7 +690,7 @@ class StoreRequest(google.protobuf.message.Message):
 
     @property
     def retention(self) -> Global___Retention:
-        """As in ReserveBlocksRequest, where this call takes the lease."""
+        """As in ReserveBlocksRequest, if this call takes the lease."""
 
     @property
     def after(self) -> hotkv.v1.layout_pb2.DeviceMark:
@@ -769,7 +779,7 @@ class CancelTransferResponse(google.protobuf.message.Message):
 
     FOUND_FIELD_NUMBER: builtins.int
     found: builtins.bool
-    """False where the transfer had ended or was never known."""
+    """False if the transfer had ended or was never known."""
     def __init__(
         self,
         *,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Lookup, leases and transfers in unary form. The session stream carries the same messages at half the cost.
+    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
+    the cost.
     """
 
     def __init__(self, channel):
@@ -73,7 +74,8 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Lookup, leases and transfers in unary form. The session stream carries the same messages at half the cost.
+    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
+    the cost.
     """
 
     def Lookup(self, request, context):
@@ -172,7 +174,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Lookup, leases and transfers in unary form. The session stream carries the same messages at half the cost.
+    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
+    the cost.
     """
 
     @staticmethod

@@ -138,7 +138,9 @@ _CacheServiceCancelTransferType = typing_extensions.TypeVar(
 )
 
 class CacheServiceStub(typing.Generic[_CacheServiceLookupType, _CacheServiceAcquireLeaseType, _CacheServiceReserveBlocksType, _CacheServiceReleaseLeaseType, _CacheServiceLoadType, _CacheServiceStoreType, _CacheServiceCancelTransferType]):
-    """Lookup, leases and transfers in unary form. The session stream carries the same messages at half the cost."""
+    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
+    the cost.
+    """
 
     @typing.overload
     def __init__(self: CacheServiceStub[
@@ -257,7 +259,9 @@ CacheServiceAsyncStub: typing_extensions.TypeAlias = CacheServiceStub[
 ]
 
 class CacheServiceServicer(metaclass=abc.ABCMeta):
-    """Lookup, leases and transfers in unary form. The session stream carries the same messages at half the cost."""
+    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
+    the cost.
+    """
 
     @abc.abstractmethod
     def Lookup(

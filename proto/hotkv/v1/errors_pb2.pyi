@@ -106,8 +106,8 @@ Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final
 class ErrorDetail(google.protobuf.message.Message):
-    """A refusal, with what to change. As an answer on a stream; when a call fails, in its trailing metadata `hotkv-error-bin`, for clients of
-    version 1.
+    """A refusal, with what to change. As an answer on a stream; when a call fails, in its trailing
+    metadata `hotkv-error-bin`, for clients of version 1.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -138,7 +138,9 @@ Global___ErrorDetail: typing_extensions.TypeAlias = ErrorDetail
 
 @typing.final
 class Status(google.protobuf.message.Message):
-    """google.rpc.Status, as its bytes are; in trailing metadata `grpc-status-details-bin` of a call that failed."""
+    """google.rpc.Status, as its bytes are; in trailing metadata `grpc-status-details-bin` of a call
+    that failed.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -63,14 +63,14 @@ class BlocksStored(google.protobuf.message.Message):
     block_token_count: builtins.int
     """Tokens in one block."""
     token_ids: builtins.bytes
-    """Packed little-endian int32 token ids of all the blocks; empty where the engine sent none."""
+    """Packed little-endian int32 token ids of all the blocks; empty if the engine sent none."""
     lora_name: builtins.str
     """Name of the adapter."""
     block_count: builtins.int
     """How many blocks."""
     @property
     def extra_keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.cache_pb2.BlockExtraKeys]:
-        """Extra keys of each block; empty where no block has any."""
+        """Extra keys of each block; empty if no block has any."""
 
     def __init__(
         self,

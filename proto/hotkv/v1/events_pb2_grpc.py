@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class EventServiceStub(object):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's format.
+    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
+    format.
     """
 
     def __init__(self, channel):
@@ -43,7 +44,8 @@ class EventServiceStub(object):
 
 
 class EventServiceServicer(object):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's format.
+    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
+    format.
     """
 
     def Subscribe(self, request, context):
@@ -70,7 +72,8 @@ def add_EventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EventService(object):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's format.
+    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
+    format.
     """
 
     @staticmethod

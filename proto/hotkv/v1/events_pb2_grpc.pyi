@@ -42,7 +42,9 @@ _EventServiceSubscribeType = typing_extensions.TypeVar(
 )
 
 class EventServiceStub(typing.Generic[_EventServiceSubscribeType]):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's format."""
+    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
+    format.
+    """
 
     @typing.overload
     def __init__(self: EventServiceStub[
@@ -71,7 +73,9 @@ EventServiceAsyncStub: typing_extensions.TypeAlias = EventServiceStub[
 ]
 
 class EventServiceServicer(metaclass=abc.ABCMeta):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's format."""
+    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
+    format.
+    """
 
     @abc.abstractmethod
     def Subscribe(

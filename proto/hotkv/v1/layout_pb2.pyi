@@ -197,8 +197,8 @@ Global___KeySpace: typing_extensions.TypeAlias = KeySpace
 
 @typing.final
 class Representation(google.protobuf.message.Message):
-    """A kind of representation that goes with the blocks of one group. Engines share representations exactly when all fields are equal; blocks
-    they share whatever these are.
+    """A kind of representation of the blocks of one group. Engines share representations exactly when
+    all fields are equal. Whether they share blocks does not depend on them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -212,7 +212,7 @@ class Representation(google.protobuf.message.Message):
     format: builtins.str
     """What the bytes are, such as `rot2u`."""
     version: builtins.int
-    """Of all else that gives the bytes their meaning; not negative."""
+    """Version of everything else that gives the bytes their meaning; not negative."""
     @property
     def shard_byte_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Bytes of one block's representation in each shard, in shard order; the slot is their sum."""
@@ -269,7 +269,9 @@ class PageTensor(google.protobuf.message.Message):
     SHARD_BYTE_OFFSET_FIELD_NUMBER: builtins.int
     LAYER_NAMES_FIELD_NUMBER: builtins.int
     group_index: builtins.int
-    """The group whose block ids index this tensor; or a representation, whose block ids are those of its blocks."""
+    """The group whose block ids index this tensor; or a representation, whose block ids are those of
+    its blocks.
+    """
     handle_id: builtins.str
     """Memory that holds it."""
     base_byte_offset: builtins.int
@@ -407,7 +409,9 @@ class Layout(google.protobuf.message.Message):
 
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PageTensor]:
-        """Pages; together they fill each group's shard exactly once, and that of each representation that has any."""
+        """Pages; together they fill each group's shard exactly once, and that of each representation that
+        has any.
+        """
 
     def __init__(
         self,
@@ -424,7 +428,9 @@ Global___Layout: typing_extensions.TypeAlias = Layout
 
 @typing.final
 class DeviceOrder(google.protobuf.message.Message):
-    """How the server may learn that an engine's device has passed a point in its queue. It takes what works: words, then events, then none."""
+    """How the server may learn that an engine's device has passed a point in its queue. It takes the
+    first that works: words, events, none.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -435,7 +441,9 @@ class DeviceOrder(google.protobuf.message.Message):
     device_uuid: builtins.bytes
     """UUID of the device, 16 bytes."""
     flags_handle_id: builtins.str
-    """Memory handle of the layout whose bytes are little-endian uint32 words, zero at first; empty for none."""
+    """Memory handle of the layout whose bytes are little-endian uint32 words, zero at first; empty
+    for none.
+    """
     flag_count: builtins.int
     """How many words."""
     @property
@@ -465,7 +473,9 @@ class DeviceMark(google.protobuf.message.Message):
     index: builtins.int
     """Of the event or word."""
     value: builtins.int
-    """Words only: the device has passed the mark when the word, as a number that wraps, is at this value (32 bits) or beyond."""
+    """Words only: the device has passed the mark when the word, as a number that wraps, is at this
+    value (32 bits) or beyond.
+    """
     def __init__(
         self,
         *,

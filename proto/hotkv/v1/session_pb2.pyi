@@ -63,7 +63,9 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """SessionOpened.salts is filled."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
-    """Something that a session does only if both sides know it. Numbers that a side does not know are ignored."""
+    """Something that a session does only if both sides know it. Numbers that a side does not know are
+    ignored.
+    """
 
 FEATURE_UNSPECIFIED: Feature.ValueType  # 0
 """Ignored."""
@@ -96,11 +98,13 @@ class OpenSession(google.protobuf.message.Message):
     client_name: builtins.str
     """Software and version, for people."""
     ticket: builtins.bytes
-    """On a Unix socket: proof of the peer's user, from the descriptor socket (LinkRequest.wants_ticket); good once and for some seconds. May be
-    empty where the server has no tenants. Over TCP a bearer token in the metadata `authorization` or a client certificate is the proof.
+    """On a Unix socket: proof of the peer's user, from the descriptor socket
+    (LinkRequest.wants_ticket); good once and for some seconds. May be empty if the server has no
+    tenants. Over TCP a bearer token in the metadata `authorization` or a client certificate is the
+    proof.
     """
     without_eviction_notices: builtins.bool
-    """True for a client that has no use for eviction notices: it is sent none."""
+    """True if the server is to send no eviction notices."""
     newest_protocol_version: builtins.int
     """Newest protocol version that the client speaks; zero if that is `protocol_version`."""
     @property
@@ -109,8 +113,9 @@ class OpenSession(google.protobuf.message.Message):
 
     @property
     def representations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.layout_pb2.Representation]:
-        """Representations that go with the blocks. In this session the first of them has the group index that follows the key space's groups, and so
-        on: layouts, lookups, leases and transfers name it like a group.
+        """Representations that go with the blocks. In this session the first of them has the group index
+        that follows the key space's groups, and so on: layouts, lookups, leases and transfers name it
+        like a group.
         """
 
     @property
@@ -158,21 +163,23 @@ class SessionOpened(google.protobuf.message.Message):
     key_space_id: builtins.int
     """Number of the key space in this server."""
     epoch: builtins.int
-    """Changes whenever the cache was lost; what was learnt under another epoch is void."""
+    """Changes whenever the cache is lost; nothing that a client learnt under another epoch is true
+    any more.
+    """
     has_descriptor_socket: builtins.bool
-    """True where a descriptor socket serves the arena and the block table."""
+    """True if a descriptor socket serves the arena and the block table."""
     server_name: builtins.str
     """Software and version, for people."""
     wants_token_ids: builtins.bool
-    """True where BlockRun.token_ids are of use: the server publishes events."""
+    """True if the server publishes events, which need BlockRun.token_ids."""
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Feature.ValueType]:
         """Features of the session: those that both sides know."""
 
     @property
     def salts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """What a lookup in the block table mixes into hashes, one salt for each group index of the session, representations
-        included: 64 bits, as a signed number.
+        """What a lookup in the block table mixes into hashes, one salt for each group index of the
+        session, representations included: 64 bits, as a signed number.
         """
 
     def __init__(
@@ -230,7 +237,7 @@ class MemoryRegistered(google.protobuf.message.Message):
     order: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType
     """How marks of transfers are made in this session."""
     message: builtins.str
-    """Where less was taken than offered: why."""
+    """If less was taken than offered: why."""
     def __init__(
         self,
         *,
@@ -284,7 +291,7 @@ Global___RequestReport: typing_extensions.TypeAlias = RequestReport
 
 @typing.final
 class ReportUse(google.protobuf.message.Message):
-    """What the engine used, so that hotness sees it, also where the server was not asked."""
+    """What the engine used, so that it counts for hotness, even if the server was not asked."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -296,7 +303,9 @@ class ReportUse(google.protobuf.message.Message):
 
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestReport]:
-        """Requests, in the order scheduled; their device hits are derived from the prompt by the hit rule."""
+        """Requests, in the order scheduled; their device hits are derived from the prompt by the hit
+        rule.
+        """
 
     def __init__(
         self,
@@ -386,7 +395,7 @@ class ConnectRequest(google.protobuf.message.Message):
     DELETE_SEQUENCE_FIELD_NUMBER: builtins.int
     REPORT_SPARSE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
-    """Chosen by the client, repeated in the answer; zero where no answer is wanted."""
+    """Chosen by the client, repeated in the answer; zero if no answer is wanted."""
     @property
     def open_session(self) -> Global___OpenSession:
         """Opens the session; first message only."""
@@ -480,7 +489,9 @@ Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
 @typing.final
 class EvictionNotice(google.protobuf.message.Message):
-    """Blocks that are no longer kept. What goes within some milliseconds comes in one notice; no answer on the stream overtakes it."""
+    """Blocks that are no longer kept. Those that are dropped within some milliseconds come in one
+    notice. No answer on the stream overtakes it.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -640,9 +651,9 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
 @typing.final
 class LinkRequest(google.protobuf.message.Message):
-    """First packet on the descriptor socket, with the descriptors of `handle_ids` attached in order. The
-    connection then stays open: the server closes it only when it can no longer touch that memory, and
-    the kernel closes it when the server dies.
+    """First packet on the descriptor socket, with the descriptors of `handle_ids` attached in order.
+    The connection then stays open: the server closes it only when it can no longer touch that
+    memory, and the kernel closes it when the server dies.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -653,11 +664,14 @@ class LinkRequest(google.protobuf.message.Message):
     session_id: builtins.str
     """The session, opened on the stream before."""
     wants_ticket: builtins.bool
-    """Asks for a ticket instead of a link; the other fields are empty. The answer ends the connection."""
+    """Asks for a ticket instead of a link; the other fields are empty. The answer ends the
+    connection.
+    """
     @property
     def handle_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Memory handles whose descriptors are attached. `hotkv-fence` names a page of 1024 little-endian uint32 words in which the client revokes
-        stores (StoreRequest.fence_index) by writing 1: it may then overwrite the blocks at once, whatever the server is doing.
+        """Memory handles whose descriptors are attached. `hotkv-fence` names a page of 1024 little-endian
+        uint32 words in which the client revokes stores (StoreRequest.fence_index) by writing 1: it may
+        then overwrite the blocks at once, whatever the server is doing.
         """
 
     def __init__(
@@ -673,7 +687,9 @@ Global___LinkRequest: typing_extensions.TypeAlias = LinkRequest
 
 @typing.final
 class LinkResponse(google.protobuf.message.Message):
-    """Answer to LinkRequest, with a read-only descriptor attached for each size that is not zero: arena, then block table."""
+    """Answer to LinkRequest, with a read-only descriptor attached for each size that is not zero:
+    arena, then block table.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -683,16 +699,16 @@ class LinkResponse(google.protobuf.message.Message):
     TICKET_FIELD_NUMBER: builtins.int
     LINKED_FIELD_NUMBER: builtins.int
     arena_byte_count: builtins.int
-    """Size of the arena; zero where this session may not map it."""
+    """Size of the arena; zero if this session may not map it."""
     table_byte_count: builtins.int
-    """Size of the block table; zero where this session may not map it: it looks up by calls."""
+    """Size of the block table; zero if this session may not map it: it looks up by calls."""
     ticket: builtins.bytes
-    """The ticket, where one was asked for."""
+    """The ticket, if the request wants one."""
     linked: builtins.bool
-    """True where the session is linked."""
+    """True if the session is linked."""
     @property
     def error(self) -> hotkv.v1.errors_pb2.ErrorDetail:
-        """Set where the link or ticket was refused."""
+        """Set if the link or ticket was refused."""
 
     def __init__(
         self,

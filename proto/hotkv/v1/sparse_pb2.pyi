@@ -115,8 +115,9 @@ Global___LayerCentre: typing_extensions.TypeAlias = LayerCentre
 
 @typing.final
 class SelectConfig(google.protobuf.message.Message):
-    """How the server selects for a sequence. A shard's part of a representation holds `layer_indices` in order, each with its scorers in order
-    (that of `layer_scorers`, else `fusion`, else `scorer`), each with its KV heads in order.
+    """How the server selects for a sequence. A shard's part of a representation holds `layer_indices`
+    in order, each with its scorers in order (that of `layer_scorers`, else `fusion`, else `scorer`),
+    each with its KV heads in order.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -181,8 +182,9 @@ class SelectConfig(google.protobuf.message.Message):
 
     @property
     def centres(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LayerCentre]:
-        """Centres that the representations were made with; none for layers that were made without. The server can't tell whether they belong to the
-        kind of representation that the session declares: with another centre the selection is worse than with none.
+        """Centres that the representations were made with; none for layers that were made without. The
+        server can't tell whether they belong to the kind of representation that the session declares:
+        with another centre the selection is worse than with none.
         """
 
     def __init__(
@@ -227,7 +229,9 @@ class HotSet(google.protobuf.message.Message):
     shard_index: builtins.int
     """The shard."""
     positions: builtins.bytes
-    """Packed little-endian int32 positions of blocks in the context, most recently used first. Those beyond the sequence's hashes don't count."""
+    """Packed little-endian int32 positions of blocks in the context, most recently used first. Those
+    beyond the sequence's hashes don't count.
+    """
     def __init__(
         self,
         *,
@@ -260,7 +264,9 @@ class CreateSequenceRequest(google.protobuf.message.Message):
     """Packed hashes of the context's complete blocks, from the first on."""
     @property
     def select(self) -> Global___SelectConfig:
-        """Set where the server is to select. It then keeps a read lease on the blocks that it can select from."""
+        """Set if the server is to select. It then keeps a read lease on the blocks that it can select
+        from.
+        """
 
     def __init__(
         self,
@@ -287,8 +293,9 @@ class CreateSequenceResponse(google.protobuf.message.Message):
     HOT_SETS_FIELD_NUMBER: builtins.int
     REMEMBERED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
-    """The read lease for loading what was selected: positions of the context are positions in its lists of the group and the representation.
-    Empty where the server doesn't select, or covers nothing.
+    """The read lease for loading what was selected: positions of the context are positions in its
+    lists of the group and the representation. Empty if the server doesn't select, or covers
+    nothing.
     """
     covered_block_count: builtins.int
     """Leading blocks under the lease: ready, with their representations."""
@@ -325,7 +332,9 @@ class AppendBlocksRequest(google.protobuf.message.Message):
     sequence_id: builtins.str
     """The sequence."""
     first_position: builtins.int
-    """Position in the context of the first of `hashes`. Blocks that the sequence has already must be the same."""
+    """Position in the context of the first of `hashes`. Blocks that the sequence has already must be
+    the same.
+    """
     hashes: builtins.bytes
     """Packed hashes; none just to look again."""
     def __init__(
@@ -392,7 +401,9 @@ class SelectBlocksRequest(google.protobuf.message.Message):
     context_token_count: builtins.int
     """Tokens in the context."""
     always_log_mass: builtins.bytes
-    """Log mass of what is always kept: packed little-endian float32 [query heads]. Empty: estimated from the representations at hand."""
+    """Log mass of what is always kept: packed little-endian float32 [query heads]. Empty: estimated
+    from the representations at hand.
+    """
     def __init__(
         self,
         *,
@@ -426,7 +437,7 @@ class SelectBlocksResponse(google.protobuf.message.Message):
     positions: builtins.bytes
     """Selected blocks, ascending, always kept ones included."""
     weights: builtins.bytes
-    """Their weights: packed little-endian float32, infinite where always kept."""
+    """Their weights: packed little-endian float32, infinite for blocks that are always kept."""
     estimated_mass: builtins.float
     """Share of the attention mass that they are estimated to hold."""
     load_positions: builtins.bytes
@@ -441,7 +452,7 @@ class SelectBlocksResponse(google.protobuf.message.Message):
     """Hot set: their slots."""
     @property
     def error(self) -> hotkv.v1.errors_pb2.ErrorDetail:
-        """Set where the request was refused."""
+        """Set if the request was refused."""
 
     def __init__(
         self,
@@ -476,7 +487,9 @@ class DeleteSequenceRequest(google.protobuf.message.Message):
     """The sequence."""
     @property
     def hot_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HotSet]:
-        """The hot sets that it ends with, for the next sequence over the same prefix; empty where the server kept them, or there is none."""
+        """The hot sets that it ends with, for the next sequence over the same prefix; empty if the server
+        kept them, or there is none.
+        """
 
     def __init__(
         self,
@@ -497,7 +510,7 @@ class DeleteSequenceResponse(google.protobuf.message.Message):
 
     DELETED_FIELD_NUMBER: builtins.int
     deleted: builtins.bool
-    """False where there was no such sequence."""
+    """False if there was no such sequence."""
     def __init__(
         self,
         *,
@@ -518,8 +531,8 @@ class SequenceReport(google.protobuf.message.Message):
     sequence_id: builtins.str
     """The sequence; unknown ones are ignored and counted."""
     positions: builtins.bytes
-    """Packed little-endian int32 positions of blocks that were selected or joined a hot set, in any layer. Those beyond the sequence's hashes
-    don't count.
+    """Packed little-endian int32 positions of blocks that were selected or joined a hot set, in any
+    layer. Those beyond the sequence's hashes don't count.
     """
     def __init__(
         self,

@@ -90,8 +90,9 @@ _SparseServiceDeleteSequenceType = typing_extensions.TypeVar(
 )
 
 class SparseServiceStub(typing.Generic[_SparseServiceCreateSequenceType, _SparseServiceAppendBlocksType, _SparseServiceSelectBlocksType, _SparseServiceDeleteSequenceType]):
-    """Sparse decode: sequences, selections on behalf of clients that cannot map memory, and hot sets that outlive their sequence. A sequence belongs
-    to a session and ends with it. The session stream carries the same messages but for selections; engines that select by themselves use it.
+    """Sparse decode: sequences, selections on behalf of clients that cannot map memory, and hot sets
+    that outlive their sequence. A sequence belongs to a session and ends with it. The session stream
+    carries the same messages but for selections; engines that select by themselves use it.
     """
 
     @typing.overload
@@ -141,7 +142,9 @@ class SparseServiceStub(typing.Generic[_SparseServiceCreateSequenceType, _Sparse
     """Adds blocks that the context has gained, or looks again at which blocks are ready."""
 
     SelectBlocks: _SparseServiceSelectBlocksType
-    """Selects blocks, one answer for each request, in order. A refused request does not end the stream."""
+    """Selects blocks, one answer for each request, in order. A refused request does not end the
+    stream.
+    """
 
     DeleteSequence: _SparseServiceDeleteSequenceType
     """Ends a sequence. Deleting an unknown sequence is no error."""
@@ -166,8 +169,9 @@ SparseServiceAsyncStub: typing_extensions.TypeAlias = SparseServiceStub[
 ]
 
 class SparseServiceServicer(metaclass=abc.ABCMeta):
-    """Sparse decode: sequences, selections on behalf of clients that cannot map memory, and hot sets that outlive their sequence. A sequence belongs
-    to a session and ends with it. The session stream carries the same messages but for selections; engines that select by themselves use it.
+    """Sparse decode: sequences, selections on behalf of clients that cannot map memory, and hot sets
+    that outlive their sequence. A sequence belongs to a session and ends with it. The session stream
+    carries the same messages but for selections; engines that select by themselves use it.
     """
 
     @abc.abstractmethod
@@ -192,7 +196,9 @@ class SparseServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[hotkv.v1.sparse_pb2.SelectBlocksRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv.v1.sparse_pb2.SelectBlocksResponse], collections.abc.AsyncIterator[hotkv.v1.sparse_pb2.SelectBlocksResponse]]:
-        """Selects blocks, one answer for each request, in order. A refused request does not end the stream."""
+        """Selects blocks, one answer for each request, in order. A refused request does not end the
+        stream.
+        """
 
     @abc.abstractmethod
     def DeleteSequence(

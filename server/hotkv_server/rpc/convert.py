@@ -1,5 +1,8 @@
-"""Between wire messages and the values of the core. Every check of a message's own shape is here;
-the field is named in the error."""
+"""Calls on blocks, between wire messages and the values of the core.
+
+Checks what a message says of itself, and names the field in the error. `space_convert`,
+`event_convert` and `sparse_convert` do the same for their messages.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -135,7 +138,7 @@ def run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
     """Token ids and extra keys of a run, whose group and hashes were checked before; none for
     representations.
 
-    Raises INVALID_FIELD where there are not as many as its blocks need.
+    Raises INVALID_FIELD if there are not as many as its blocks need.
     """
     if message.group_index < 0:
         raise HotKVError(
@@ -214,14 +217,15 @@ def load_runs(
 
 
 def identifier(field: str, text: str) -> str:
-    """An id or name as it came, if it is not too long to keep and to repeat in messages."""
+    """Returns an id or name as it came. Raises TOO_LARGE if it is too long to keep and to repeat in
+    messages."""
     if len(text) > MAX_IDENTIFIER:
         raise HotKVError(Reason.TOO_LARGE, f"{field} is longer than {MAX_IDENTIFIER} characters")
     return text
 
 
 def name(field: str, text: str) -> str:
-    """An identifier that goes into the log: nothing in it may look like a line of its own."""
+    """An identifier that is logged: nothing in it may look like a line of its own."""
     check_printable(field, text)
     return identifier(field, text)
 
@@ -245,7 +249,7 @@ def seconds(field: str, milliseconds: int) -> float:
 
 
 def retention(field: str, message: cache_pb2.Retention) -> Retention:
-    """What a request asks of eviction; the default where the message is not set."""
+    """A request's retention; the default if the message is not set."""
     try:
         return Retention(message.priority, seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin)
     except ValueError as error:

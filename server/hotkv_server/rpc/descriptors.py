@@ -1,10 +1,10 @@
-"""The descriptor socket: tickets go out, engine memory comes in, read-only arena and table go out,
-by SCM_RIGHTS.
+"""The descriptor socket: issues tickets, receives engine memory, and sends read-only descriptors of
+arena and table, by SCM_RIGHTS. docs/wire.md has its protocol.
 
-A peer that connects is known by the kernel's word: it must be an allowed user or one of a tenant's.
-It asks for a ticket, which proves its user in a session, or links a session. A link is closed by us
-only when nothing touches the session's memory any more, and by the kernel when this process dies;
-so its end tells the client that its memory is its own again.
+The user of a peer is known by SO_PEERCRED; it must be an allowed user or one of a tenant's. A peer
+asks for a ticket, which proves its user in a session, or links a session. Always true: the server
+closes a link only when nothing touches the session's memory any more, and the kernel closes it when
+this process dies; so the end of a link tells the client that its memory is its own again.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ MAX_PENDING_OF_USER = 256
 REQUEST_TIMEOUT_S = 10.0
 ACCEPT_PAUSE_S = 0.5
 SPARE_DESCRIPTORS = 256
-"""Of those that the process may have, so many, or a quarter if that is less, are for connections,
-not for clients' memory."""
+"""Descriptors that are kept for connections and not used for clients' memory; at most a quarter of
+the process's limit."""
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:
@@ -47,8 +47,8 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 
 class DescriptorServer:
-    """Listens on `path`; serves tickets and links until closed. `allowed_uids`: of peers that no
-    tenant lists."""
+    """Listens on `path`; serves tickets and links until closed. `allowed_uids`: users that may link
+    though no tenant lists them."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class DescriptorServer:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors: the next try would fail as well, at once and for ever.
+            # Out of descriptors: the next attempt would fail as well, at once and for ever.
             log.error(
                 "descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error
             )
@@ -148,7 +148,7 @@ class DescriptorServer:
             self._loop.remove_reader(connection.fileno())
 
     def _answer(self, connection: socket.socket, peer: Peer) -> bool:
-        """Answers one request; True where the connection is now a session's link."""
+        """Answers one request; True if the connection is now a session's link."""
         fds: list[int] = []
         kept: set[int] = set()
         try:
@@ -202,7 +202,7 @@ class DescriptorServer:
             try:
                 connection.send(session_pb2.LinkResponse(error=detail(refusal)).SerializeToString())
             except OSError:
-                log.info("descriptor socket: the peer was gone before the answer")
+                log.info("descriptor socket: the peer left before the answer")
             return False
         finally:
             for fd in set(fds) - kept:
@@ -211,8 +211,8 @@ class DescriptorServer:
     def _take(
         self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
     ) -> None:
-        """Hands the descriptors to the session, all or none of them; adds to `kept` those that are
-        its own now."""
+        """Hands the descriptors to the session, all or none of them. Adds to `kept` those that it
+        owns now."""
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -243,7 +243,7 @@ class DescriptorServer:
             raise HotKVError(Reason.INVALID_FIELD, "the packet is no LinkRequest") from error
 
     def _send(self, connection: socket.socket, session: LiveSession) -> None:
-        """Sends what the session may map, and no more."""
+        """Sends descriptors of what the session may map, and no others."""
         arena, table = self._node.memory.open_read_only()
         try:
             memory, fds = self._node.memory, list[int]()

@@ -1,6 +1,8 @@
-"""One table from reasons to canonical gRPC codes, and how a refusal leaves the server: counted by
-reason, and logged where it is about rights. Lines of that log are bounded, so that who is refused a
-thousand times a second fills no disk.
+"""Refusals on the wire: one table from reasons to canonical gRPC codes, and the trailers of failed
+calls.
+
+Each refusal is counted by reason, and logged if it is about rights. The lines of that log are
+bounded: a client that is refused a thousand times a second fills no disk.
 """
 
 import logging
@@ -68,14 +70,14 @@ ABOUT_RIGHTS = frozenset(
         Reason.UNKNOWN_HANDLE,
     }
 )
-"""Reasons that a peer without rights runs into; each is logged with who it was."""
+"""Reasons for which a peer without rights is refused; each is logged with the peer."""
 MAX_LINES_PER_S = 50
 
 Answer = TypeVar("Answer", bound=Message)
 
 
 class _Throttle(logging.Filter):
-    """Lets so many lines a second through."""
+    """Lets at most `lines_per_s` lines a second through."""
 
     def __init__(self, lines_per_s: int) -> None:
         super().__init__()
@@ -95,8 +97,8 @@ rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """False for what gRPC logs, with a traceback each time, when a client has gone while its answer
-    was being written."""
+    """Returns False for the tracebacks that gRPC logs if a client leaves while its answer is being
+    written."""
     return not (
         record.exc_info
         and record.exc_info[0] is not None
@@ -151,8 +153,8 @@ def status(error: HotKVError) -> errors_pb2.Status:
 
 
 def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
-    """What to answer for any exception: refusals as they are, anything else is a defect, logged
-    here. `who` asked, for the log."""
+    """Returns the refusal for any exception: itself, or INTERNAL for a defect, which is logged
+    here. `who`: the caller, for the log."""
     if isinstance(error, HotKVError):
         refusal = error
     else:

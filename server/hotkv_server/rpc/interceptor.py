@@ -1,9 +1,9 @@
-"""What is true of every method before its service sees a request.
+"""Checks every request of every method before its service sees it.
 
-Bytes that are no message of the protocol, or one of too many parts (`weight`), get a canonical code
+Bytes that can't be parsed, or a message of too many parts (`message_limits`), get a canonical code
 with a reason, like every other bad input: gRPC itself would answer UNKNOWN and log a traceback.
-That goes for health, reflection and channelz too; their streams are `guests`. Where admin methods
-are guarded, nobody calls one without proof.
+Health, reflection and channelz are treated the same; their streams are `guests`. If admin methods
+are guarded, each call of one needs a proof.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -38,18 +38,18 @@ TOO_HEAVY = HotKVError(
 )
 
 Guard = Callable[[Any], None]
-"""Given a call's context, raises HotKVError where its peer is no admin."""
+"""Given a call's context, raises HotKVError if its peer is no admin."""
 
 
 class Malformed:
-    """Stands for a request that could not be parsed, or was not for its weight; `error` says
+    """Stands for a request that could not be parsed, or had too many parts to be; `error` says
     which."""
 
     def __init__(self, error: HotKVError) -> None:
         self.error = error
 
     def WhichOneof(self, name: str) -> str:
-        """As for a message: the stream's dispatch sees a body that it does not know."""
+        """As of a message: the stream's dispatch sees the body "malformed"."""
         return "malformed"
 
     request_id = -1
@@ -89,8 +89,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             details.method.startswith(PREFIX),
         )
         guard = self._guard if details.method.startswith(ADMIN_PREFIXES) else None
-        # Each method takes a stream, so that a request that is long in coming can be ended: gRPC
-        # gives no hold on one that takes a message.
+        # Each method takes a stream, so that a request that is long in coming can be ended: of a
+        # method that takes one message, gRPC shows nothing before it is whole.
         if handler.unary_unary is not None:
 
             async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
@@ -121,7 +121,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(conversed, parse, respond)
 
     async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
-        """The one request of a call, that may be served; else the call ends here."""
+        """Returns the one request of a call if it may be served; else ends the call."""
         try:
             with self._guests.stay(ARRIVAL_S):
                 request = await anext(requests, None)
@@ -141,7 +141,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _as_guest(self, answers: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """The answers of a call that is not hotkv's and may last."""
+        """Yields the answers of a call that is not hotkv's and may last."""
         try:
             with self._guests.stay():
                 async for response in answers:
@@ -150,7 +150,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """The requests of a stream; one that is no message ends it."""
+        """Yields the requests of a stream; a malformed one ends the call."""
         async for request in requests:
             await self._check(request, context, None)
             yield request

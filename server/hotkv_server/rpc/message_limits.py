@@ -1,9 +1,9 @@
-"""How much work a message is, before it is parsed: two bytes can stand for an object, and a parser
-makes them all.
+"""Counts the parts of a message before it is parsed: a parser makes an object of each, and two
+bytes are enough for one.
 
-Walks the wire format without making objects, counts what would become one, and gives up above a
-bound. What a message carries in packed bytes (hashes, ids, tokens) is skipped in one step: it costs
-next to nothing, and is bounded where it is used.
+Walks the wire format without making objects, counts those that a parser would make, and gives up
+above a bound. Packed bytes (hashes, ids, tokens) are skipped in one step: they cost next to
+nothing here, and the calls bound them.
 """
 
 from functools import cache
@@ -20,8 +20,8 @@ FREE_BYTES = 8192
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 Children = dict[int, "Descriptor | None"]
-"""By field number: the message in it; None for numbers, of which a list is packed. Strings and
-bytes are not there."""
+"""By field number: the message type, or None for numbers, whose lists are packed. Strings and bytes
+are left out."""
 
 
 @cache
@@ -34,8 +34,8 @@ def _children(kind: Descriptor) -> Children:
 
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
-    """Whether a message of this kind has at most MAX_PARTS parts. Raises DecodeError where it ends
-    too soon."""
+    """Returns whether a message of this kind has at most MAX_PARTS parts. Raises DecodeError if it
+    ends too soon."""
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -45,8 +45,8 @@ def is_light(kind: Descriptor, data: bytes) -> bool:
 
 
 def count(kind: Descriptor, data: bytes) -> int:
-    """Parts of the message; ends early above MAX_PARTS. Raises IndexError where the bytes end too
-    soon."""
+    """Returns the number of parts; stops early above MAX_PARTS. Raises IndexError if the bytes end
+    too soon."""
     parts = 0
     todo: list[tuple[Descriptor, int, int]] = [(kind, 0, len(data))]
     while todo and parts <= MAX_PARTS:
@@ -77,7 +77,7 @@ def count(kind: Descriptor, data: bytes) -> int:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number and where it ends."""
+    """Returns a number, and the position after it."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1

@@ -102,8 +102,8 @@ class SessionStream:
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """One store may evict blocks that many sessions know: what is evicted within some
-        milliseconds goes in one message."""
+        """Sends notices as they come. One store may evict blocks that many sessions know, so
+        evictions of some milliseconds share a message."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)

@@ -30,8 +30,8 @@ ROLES = {
 
 
 def key_space(message: layout_pb2.KeySpace) -> KeySpace:
-    """Raises INVALID_FIELD where the key space contradicts itself, TOO_LARGE where it is too much
-    to keep."""
+    """The key space of a message. Raises INVALID_FIELD if it contradicts itself, TOO_LARGE if it is
+    too much to keep."""
     if message.ByteSize() > MAX_KEY_SPACE_BYTES:
         raise HotKVError(
             Reason.TOO_LARGE,
@@ -126,7 +126,7 @@ def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
 
 
 def representations(messages: Iterable[layout_pb2.Representation]) -> tuple[Representation, ...]:
-    """Raises INVALID_FIELD where one has a number out of range."""
+    """Kinds of representations. Raises INVALID_FIELD if one has a number out of range."""
     kinds = []
     for index, m in enumerate(messages):
         check_printable(f"representations[{index}].format", m.format)
@@ -237,10 +237,10 @@ def device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> Devi
 
 
 def order_kind(kind: OrderKind) -> layout_pb2.DeviceOrderKind.ValueType:
-    """How marks are made, on the wire."""
+    """The kind of a mark on the wire."""
     return layout_pb2.DeviceOrderKind.ValueType(int(kind))
 
 
 def memory_registered(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
-    """What was taken of a device order."""
+    """The part of a device order that was taken, on the wire."""
     return session_pb2.MemoryRegistered(order=order_kind(kind), message=message)

@@ -88,8 +88,8 @@ def hot_set_messages(sets: HotSets) -> list[sparse_pb2.HotSet]:
 def select_spec(
     message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
 ) -> SelectSpec:
-    """How to select from blocks of a group; whether that fits the representation is for
-    `check_slots`."""
+    """Settings of a selection from blocks of a group. `check_slots` checks them against the
+    representation."""
     return SelectSpec(
         _config(message),
         session.group_index(message.representation_group_index),
