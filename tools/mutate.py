@@ -133,6 +133,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/device_order.py": "tests/vllm/test_device_order.py",
     "connector_vllm/hotkv_vllm/exported.py": "tests/vllm/test_cuda_export.py",
     "connector_vllm/hotkv_vllm/reset.py": f"tests/vllm/test_reset.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/reach.py": f"tests/vllm/test_revocations.py {ENGINE}",
     "connector_vllm/hotkv_vllm/lookup.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
     "connector_vllm/hotkv_vllm/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
     "connector_vllm/hotkv_vllm/multi.py": "tests/vllm/test_multi_connector.py",
