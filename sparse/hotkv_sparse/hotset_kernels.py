@@ -109,6 +109,33 @@ def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
+def _abandon(block: Any, state: Any, block_of: Any, slot_of: Any) -> None:
+    """Drops a prefetch of the block: a written slot is free at once, a slot being written when the
+    writer is done."""
+    slot = slot_of[block]
+    if slot >= 0:
+        block_of[slot] = _NO_SLOT
+        state[slot] = _CANCELLED if state[slot] == _LOADING else _FREE
+
+
+@numba.njit(nogil=True, cache=True)
+def _drop_unselected(
+    clock: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, first: Any,
+    last: Any, out: Any,
+) -> Any:  # fmt: skip
+    """Releases mapped blocks that the step `clock` has not selected; out[:number] = these."""
+    num = 0
+    for slot in range(state.shape[0]):
+        block = block_of[slot]
+        is_cold = state[slot] == _MAPPED and used_at[slot] < clock
+        if is_cold and first <= block < last and has_copy[block]:
+            out[num] = block
+            num += 1
+            _release(slot, state, block_of, slot_of)
+    return num
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
 def _put(
     block: Any,
     slot: Any,
@@ -214,22 +241,13 @@ def hot_step(
     num_missing, num_kept, num_always = _missing(
         blocks, weights, clock, state, used_at, referenced, slot_of, keys
     )
-    num_victims, num_mapped = 0, old.shape[0]
+    num_victims = 0
     if policy == _NONE:
-        for slot in range(state.shape[0]):
-            block = block_of[slot]
-            if (
-                state[slot] == _MAPPED
-                and used_at[slot] < clock
-                and first <= block < last
-                and has_copy[block]
-            ):
-                moves[2, num_victims] = block
-                num_victims += 1
-                _release(slot, state, block_of, slot_of)
-        num_mapped -= num_victims
+        num_victims = _drop_unselected(
+            clock, state, block_of, used_at, slot_of, has_copy, first, last, moves[2]
+        )
     wanted = min(num_missing, max(num_kept, max_loads))
-    growth, num_loads = capacity - num_mapped, 0
+    growth, num_loads = capacity - (old.shape[0] - num_victims), 0
     if growth > 0:
         for slot in range(state.shape[0]):
             if num_loads == min(wanted, growth):
@@ -239,19 +257,9 @@ def hot_step(
                 num_loads += 1
     excess, victims = wanted - num_loads + max(-growth, 0), moves[2, num_victims:]
     num_out, hand = _victims(
-        state,
-        block_of,
-        used_at,
-        referenced,
-        has_copy,
-        clock,
-        hand,
-        policy,
-        first,
-        last,
-        excess,
-        victims,
-    )
+        state, block_of, used_at, referenced, has_copy, clock, hand, policy, first, last,
+        excess, victims,
+    )  # fmt: skip
     for i in range(num_out):
         slot = slot_of[victims[i]]
         _release(slot, state, block_of, slot_of)
@@ -259,13 +267,8 @@ def hot_step(
             moves[1, num_loads] = slot
             num_loads += 1
     for i in range(num_loads):
-        block, slot = blocks[keys[i]], slot_of[blocks[keys[i]]]
-        if slot >= 0:
-            # A prefetch of it: written slots are free, slots being written become so when the
-            # writer is done.
-            block_of[slot] = _NO_SLOT
-            state[slot] = _CANCELLED if state[slot] == _LOADING else _FREE
-        moves[0, i] = block
+        moves[0, i] = blocks[keys[i]]
+        _abandon(blocks[keys[i]], state, block_of, slot_of)
     for i in range(num_loads):
         _put(
             moves[0, i], moves[1, i], _MAPPED, clock, state, block_of, used_at, referenced, slot_of
@@ -280,15 +283,9 @@ def hot_step(
     if num_loads or num_victims:
         num = _merged(old, moves[0], num_loads, state, slot_of, maps)
     return (
-        num,
-        num_loads,
-        num_victims,
-        num_rest,
-        num_always,
-        blocks.shape[0] - num_missing,
-        num_always - num_kept,
-        hand,
-    )
+        num, num_loads, num_victims, num_rest, num_always, blocks.shape[0] - num_missing,
+        num_always - num_kept, hand,
+    )  # fmt: skip
 
 
 @numba.njit(
@@ -313,19 +310,9 @@ def hot_adopt(
         return old.shape[0], 0, 0, hand
     excess, victims = old.shape[0] + num_ready - capacity, moves[2]
     num_victims, hand = _victims(
-        state,
-        block_of,
-        used_at,
-        referenced,
-        has_copy,
-        clock + 1,
-        hand,
-        policy,
-        first,
-        last,
-        excess,
-        victims,
-    )
+        state, block_of, used_at, referenced, has_copy, clock + 1, hand, policy, first, last,
+        excess, victims,
+    )  # fmt: skip
     for i in range(num_victims):
         _release(slot_of[victims[i]], state, block_of, slot_of)
     num_kept = num_ready - max(excess - num_victims, 0)
