@@ -161,6 +161,18 @@ def _register_kernels() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
+def _keep_compiled_drafts() -> None:
+    """Has what vLLM compiles for ngram drafts kept on disk: every engine with such drafts would
+    compile it anew, for five seconds."""
+    from vllm.v1.spec_decode import ngram_proposer
+
+    for function in (
+        ngram_proposer.batch_propose_numba,
+        ngram_proposer._find_longest_matched_ngram_and_propose_tokens,
+    ):
+        function.enable_caching()
+
+
 def main() -> None:
     """Imports vLLM, then forks on request until the tests end."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -169,6 +181,7 @@ def main() -> None:
         importlib.import_module(module)
     inspect_models_here()
     _register_kernels()
+    _keep_compiled_drafts()
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
