@@ -160,6 +160,15 @@ def _register_kernels() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
+def _configure_logging() -> None:
+    """Applies vLLM's default logging, so that engines find it in place. Each would otherwise reset
+    the levels of hundreds of loggers, for half of its start."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
+
+
 def _keep_compiled_drafts() -> None:
     """Has what vLLM compiles for ngram drafts kept on disk: every engine with such drafts would
     compile it anew, for five seconds."""
@@ -181,6 +190,7 @@ def main() -> None:
     inspect_models_here()
     _register_kernels()
     _keep_compiled_drafts()
+    _configure_logging()
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
