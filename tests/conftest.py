@@ -1,14 +1,16 @@
 """Hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
 
-`ci` repeats itself and is short, `thorough` explores, `hunt` explores too and doesn't shrink what
-it finds.
+`ci` repeats itself and is short, `quick` is shorter (`make test-fast`), `thorough` explores, `hunt`
+explores too and doesn't shrink what it finds.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+TESTS = Path(__file__).parent
 _COMMON = {
     "deadline": None,
     "print_blob": True,
@@ -18,18 +20,37 @@ _COMMON = {
 settings.register_profile(
     "ci", max_examples=60, stateful_step_count=40, derandomize=True, **_COMMON
 )
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=8)
 settings.register_profile("thorough", max_examples=400, stateful_step_count=80, **_COMMON)
 settings.register_profile(
     "hunt", settings.get_profile("thorough"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# Workers of a run share the cores. More threads of torch would wait for each other in loops: a test
+# of two seconds took forty-five.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Hundreds of servers are started; none should compile what the one before has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+LONGEST = (
+    "deploy/test_image.py",
+    "vllm/test_models.py",
+    "vllm/test_http.py",
+    "vllm/test_parallel.py",
+    "vllm/test_sparse.py",
+    "vllm/test_end_to_end.py",
+    "robustness/test_campaign.py",
+)
+"""Files that take longest, in this order; below them those that have slow tests."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts files that have slow tests before all others, so that no worker of `make test` is left
-    alone with a long one at the end."""
+    """Puts the longest files first, then those that have slow tests, so that no worker of `make
+    test` is left alone with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
+    last = len(LONGEST)
+    items.sort(key=lambda item: ranks.get(item.path, last + (item.path not in slow)))

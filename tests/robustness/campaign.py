@@ -1,11 +1,11 @@
-"""The kill campaign: engines store and load, the server or an engine is killed again and again, and
-nothing wrong may ever be loaded.
+"""The kill campaign: engines store and load while the server or an engine is killed again and
+again; no wrong byte is ever loaded.
 
-Always checked: each loaded byte, and each that is read in the mapped arena under a lease, against
-content that follows from the block's hash; and that no server condemned a block. Where the arena
-has room for everything (`roomy`), also that each acknowledged block is found after each restart;
-where it has not (`tight`), blocks may go, and rebalancing and evictions are killed too. A seed
-decides arenas, kills and what the engines ask for; the threads' timing is the machine's.
+Always checked: each byte that is loaded, or read in the mapped arena under a lease, follows from
+the block's hash; and no server condemns a block. If the arena has room for everything (`roomy`),
+each acknowledged block is found after each restart. If it has not (`tight`), blocks may be evicted,
+and servers are killed while they rebalance and evict. A seed decides arenas, kills and requests;
+the timing of threads is the machine's.
 
 `python -m tests.robustness.campaign --kills 1000 --seed 7` runs the long form and prints a table;
 `make torture` calls it.
@@ -43,8 +43,8 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 
 @dataclass(slots=True)
 class Findings:
-    """What a campaign has seen. `read_blocks`: in the mapped arena; `void_blocks`: there, but the
-    lease ended meanwhile. `wrong`, `lost`: must stay empty.
+    """Counts of a campaign. `read_blocks`: read in the mapped arena; `void_blocks`: the same, but
+    the lease ended meanwhile. `wrong` and `lost` must stay empty.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -142,7 +142,7 @@ class Servers:
             return self._changed.wait_for(lambda: pid in self._ended, timeout_s)
 
     def condemned_blocks(self) -> int:
-        """Of all servers, as their log says."""
+        """Returns the number of blocks that any server condemned, from the log."""
         text = self.log.read_text() if self.log.exists() else ""
         return sum(int(count) for count in re.findall(r"condemned blocks=(\d+)", text))
 
@@ -156,7 +156,7 @@ class Servers:
 
 
 class Engines:
-    """Processes of `tests.robustness.engine`, and what they say."""
+    """Starts and kills processes of `tests.robustness.engine`, and collects their reports."""
 
     def __init__(
         self, target: str, shapes: tuple[Shape, ...], chance: random.Random, findings: Findings
@@ -239,7 +239,7 @@ class Campaign:
         self.servers.close()
 
     def run(self, kills: int) -> None:
-        """Raises AssertionError at the first thing that may not be."""
+        """Runs until so many more kills are done. Raises AssertionError at the first violation."""
         until, condemned_before = self.findings.num_kills + kills, self.findings.condemned_blocks
         while self.findings.num_kills < until:
             self.cycle()
@@ -252,7 +252,7 @@ class Campaign:
             assert self.engines.are_alive(), "an engine ended by itself"
 
     def cycle(self) -> None:
-        """A server's life and its end."""
+        """Starts a server, lets it work, and ends it."""
         crash = self.choose()
         pid = self.servers.start(crash)
         self.findings.restarts += 1
@@ -317,7 +317,7 @@ class Campaign:
         )  # type: ignore[arg-type]
 
     def ready(self, pid: int) -> bool:
-        """False where the server was killed before it served."""
+        """Waits until the server listens. Returns False if it was killed before."""
         deadline_s = time.monotonic() + START_DEADLINE_S
         sock = Path(self.servers.target.removeprefix("unix:"))
         while time.monotonic() < deadline_s:
@@ -329,7 +329,7 @@ class Campaign:
         raise AssertionError("the server did not come up")
 
     def look(self) -> None:
-        """Right after a restart: is all there that was acknowledged?"""
+        """Checks right after a restart that every acknowledged block is there."""
         if not self.roomy:
             return
         for shape in self.shapes:

@@ -1,11 +1,10 @@
-"""One engine of the kill campaign, a process of its own: random stores, loads, withdrawn stores,
+"""One engine of the kill campaign, a process of its own: random stores, loads, cancelled stores and
 reads in place; checks every byte it gets.
 
-The content of a block follows from its hash, so nobody has to remember it. Prints a line for each
-thing the campaign must know, whole lines in one write: `stored HASH...` (acknowledged), `missing
-HASH...` (no longer kept, as a notice said), `loaded COUNT`, `read COUNT` (in the mapped arena),
-`void COUNT` (read there, but the lease did not outlast the reading, so that it may be anything),
-`wrong HASH`.
+The content of a block follows from its hash, so no process has to remember it. Reports to the
+campaign in lines, each in one write: `stored HASH...` (acknowledged), `missing HASH...` (evicted,
+from a notice), `loaded COUNT`, `read COUNT` (in the mapped arena), `void COUNT` (read there, but
+the lease ended during the read, so the bytes may be any), `wrong HASH`.
 """
 
 import hashlib
@@ -54,7 +53,7 @@ def hash_of(shape: Shape, number: int) -> bytes:
 
 
 def content(shape: Shape, block_hash: bytes) -> np.ndarray:
-    """uint8 [layers, page bytes]: no two words of two blocks or two places are alike."""
+    """Returns uint8 [layers, page bytes]. No two blocks and no two places have a word in common."""
     words = np.arange(shape.layers * shape.page_bytes // 8, dtype=np.uint64)
     mixed = (words + np.uint64(1)) * (np.frombuffer(block_hash[:8], np.uint64)[0] | np.uint64(1))
     return (mixed ^ (mixed >> np.uint64(29))).view(np.uint8).reshape(shape.layers, shape.page_bytes)
@@ -62,7 +61,7 @@ def content(shape: Shape, block_hash: bytes) -> np.ndarray:
 
 @dataclass(slots=True)
 class Work:
-    """What one region of the engine's blocks is busy with."""
+    """The transfer that one region of the engine's blocks is busy with."""
 
     future: "Future[TransferResult] | None" = None
     hashes: Sequence[bytes] = ()
@@ -143,8 +142,7 @@ class CampaignEngine:
         )
 
     def withdraw(self, region: int) -> None:
-        """Takes the blocks back at once, and overwrites them: what is stored of them must not be
-        kept."""
+        """Cancels the store and overwrites its blocks at once; the server must not keep them."""
         work = self.work[region]
         self.engine.session.cancel(work.lease_id)
         if work.future is not None and work.future.done() and self.was_revoked(work.future):
@@ -170,8 +168,8 @@ class CampaignEngine:
         self.work[region] = Work(future, wanted, name, is_load=True)
 
     def read(self, hashes: list[bytes]) -> None:
-        """Reads leased blocks in the mapped arena. What was read counts if lease and connection are
-        still those of before the reading."""
+        """Reads leased blocks in the mapped arena. The bytes count if lease and connection are the
+        same before and after."""
         session, groups = self.engine.session, [GroupHashes(0, hashes)]
         arena = session.arena()
         if arena is None:
@@ -197,13 +195,13 @@ class CampaignEngine:
     def outlasts(
         self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
     ) -> bool:
-        """Whether a lease holds yet: the same call has the same answer, over the same connection,
-        within the lease's time."""
+        """Returns True if the lease still holds: the same call over the same connection has the
+        same answer within the lease's time."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(10)
         except (HotKVError, TimeoutError):
             return False
-        # An arena is its connection's own; a new connection has another, and no lease of this one.
+        # Each connection has an arena object of its own, and leases end with their connection.
         is_same = self.engine.session.arena() is arena and time.monotonic() < began_s + grant.ttl_s
         return is_same and np.array_equal(again.offsets[0], grant.offsets[0])
 

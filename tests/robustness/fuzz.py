@@ -1,14 +1,14 @@
-"""Fuzzing: every call of the server, and every file that it reads, with messages that are valid but
-odd, spoiled, or no messages at all.
+"""Fuzzing: sends odd, mutated and meaningless messages to every call of the server, and gives
+mutated files to its readers.
 
-Against a real server process over its socket: messages made from their descriptors, with hashes,
-ids and positions that exist, then most of them mutated byte by byte; and clients that behave oddly
-in ways that no message does (`odd_sessions`, `odd_connections`). The server must answer each with a
-response or a canonical refusal, never INTERNAL; it must stay alive and quick, log no traceback, and
-what a bystander has stored must come back byte for byte. After each round the sessions and
-transfers of the round are gone, and memory and descriptors of the server are bounded over the run.
-Files (block table, state, times of last use) are mutated before the readers, in process: whatever
-they say, the cache that comes out is consistent.
+A real server process gets messages over its socket. They are made from their descriptors, with
+hashes, ids and positions that exist, and most are then mutated byte by byte. Other clients
+misbehave below messages (`odd_sessions`, `odd_connections`). The server answers each with a
+response or a canonical refusal, never INTERNAL. It stays alive and quick and logs no traceback, and
+a bystander's blocks come back byte for byte. After each round its sessions and transfers have
+ended, and memory and descriptors of the server stay bounded. Files (block table, state, times of
+last use) are mutated and read in this process: whatever they contain, the restored cache is
+consistent.
 
 `python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints how often each message was sent
 and how it was answered.
@@ -62,12 +62,12 @@ STREAM_MESSAGES = 300
 IN_FLIGHT = 32
 PING_DEADLINE_S = 10.0
 SETTLE_S = 30.0
-"""By then what a client had is gone, if the client is."""
+"""The server has dropped everything of a client this long after the client's end."""
 KINDS_OF_ROUND = 2
-"""Of odd clients; all have had their turn after five rounds."""
+"""Kinds of odd clients in a round; after five rounds each had its turn."""
 MORE_DESCRIPTORS, MORE_BYTES = 64, 256 << 20
-"""What a server may have beyond what it began with: what clients may make it keep, key spaces above
-all, and allocators' caches."""
+"""Growth allowed to the server: state that clients may leave with it, key spaces above all, and
+allocators' caches."""
 ODD_NUMBERS = (
     0,
     1,
@@ -105,7 +105,7 @@ UNARY: dict[str, type[Message]] = {
     "AdminService/Explain": admin_pb2.ExplainRequest,
     "AdminService/ListSparseLayers": admin_pb2.ListSparseLayersRequest,
 }
-"""Of the admin's calls those that change nothing for the bystander."""
+"""Unary calls; of the admin's, those that do not change the bystander's blocks."""
 
 
 @dataclass
@@ -259,7 +259,7 @@ def _as_is(message: bytes) -> bytes:
 
 
 class Fuzzer:
-    """Fuzzes one server; a bystander's blocks must stay what they are."""
+    """Fuzzes one server; a bystander's blocks must not change."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self.server = server
@@ -302,13 +302,13 @@ class Fuzzer:
         return connection.session_id
 
     def keep(self) -> None:
-        """Stores the bystander's blocks, if they are not there."""
+        """Stores the bystander's blocks unless they are there."""
         run = BlockRun(0, self.own, np.arange(20, dtype=np.int32))
         name = os.urandom(8).hex()
         self.bystander.session.store(name, name, [run], 20).result(20)
 
     def look(self) -> None:
-        """Raises AssertionError where the server is dead, slow or wrong."""
+        """Raises AssertionError if the server is dead, slow or wrong."""
         assert self.server._child.process.poll() is None, "the server has ended"
         self.bystander.session.ping(PING_DEADLINE_S)
         self.keep()
@@ -334,7 +334,7 @@ class Fuzzer:
         self.odd.session_id = self.session_id(self.victim)
 
     def check_footprint(self) -> None:
-        """Raises AssertionError where the round has left sessions or transfers, or the server has
+        """Raises AssertionError if sessions or transfers of the round remain, or the server has
         grown beyond its bounds."""
         deadline_s = time.monotonic() + SETTLE_S
         while left := self.left_behind():
@@ -344,7 +344,7 @@ class Fuzzer:
             time.sleep(0.02)
 
     def left_behind(self) -> str:
-        """What of the odd clients is still there; empty when nothing is."""
+        """Returns what remains of the odd clients, or "" if nothing does."""
         with AdminClient(self.server.target) as admin:
             others = [
                 session["engine_id"]
@@ -364,7 +364,7 @@ class Fuzzer:
         return ""
 
     def unary(self, count: int) -> None:
-        """So many calls of random methods."""
+        """Makes so many calls of random methods."""
         names = sorted(UNARY)
         for _ in range(count):
             name = self.odd.random.choice(names)
@@ -382,7 +382,7 @@ class Fuzzer:
                 assert code not in ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"), f"{name}: {error}"
 
     def stream(self, method: str, kind: type[Message], first: list[bytes]) -> None:
-        """One stream of messages, each answered or not; the server may end it."""
+        """Sends one stream of messages. The server may leave some unanswered, or end the stream."""
         waiting: queue.Queue[bytes | None] = queue.Queue()
         free = threading.Semaphore(IN_FLIGHT)
         name = method.rpartition("/")[2]
@@ -410,7 +410,7 @@ class Fuzzer:
         reader = threading.Thread(target=read)
         reader.start()
         for _ in range(STREAM_MESSAGES):
-            # Reports and messages that name no request have no answer.
+            # Reports, and messages without a request, have no answer.
             free.acquire(timeout=0.002)
             if not call.is_active():
                 break
@@ -438,7 +438,7 @@ class Fuzzer:
         assert reason != "INTERNAL", error
 
     def round(self) -> None:
-        """A little of everything."""
+        """Makes calls and streams of each kind, then two kinds of odd clients."""
         self.unary(300)
         opening = _wire.open_session(self.victim.session.config).SerializeToString()
         self.stream("/hotkv.v1.SessionService/Connect", session_pb2.ConnectRequest, [opening])
@@ -462,7 +462,7 @@ class Fuzzer:
 
 
 def spoil(data: bytes, chance: random.Random) -> bytes:
-    """Other bytes in some places, or another length."""
+    """Changes bytes in some places, or the length."""
     changed = np.frombuffer(data, np.uint8).copy()
     for _ in range(chance.choice((1, 1, 3, 10))):
         at = chance.randrange(len(changed))
@@ -473,7 +473,7 @@ def spoil(data: bytes, chance: random.Random) -> bytes:
 
 
 class FileFuzzer:
-    """Files that a start reads."""
+    """Mutates the files that a server reads at start."""
 
     def __init__(self, folder: Path, seed: int, tally: Tally) -> None:
         from tests.core import test_restore as cases
@@ -505,7 +505,7 @@ class FileFuzzer:
         }
 
     def run(self, name: str) -> None:
-        """One input. Raises whatever is no refusal."""
+        """Reads one mutated file. Raises anything but a refusal."""
         self.tally.sent[name] += 1
         try:
             self.each()[name]()
@@ -542,8 +542,7 @@ FLAGS = ("--arena.slab-bytes", "64KiB", "--security.malformed-per-s", "1000000")
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
-    """So many inputs, a tenth of them files. Raises AssertionError at the first that should not
-    be."""
+    """Sends so many inputs, a tenth of them files. Raises AssertionError at the first violation."""
     with runtime_folder(128 << 20) as folder, Server(folder, "16MiB", *FLAGS) as server:
         server.wait_ready()
         fuzzer = Fuzzer(server, seed)

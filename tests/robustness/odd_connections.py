@@ -48,7 +48,7 @@ class OddConnections:
         }
 
     def idle(self) -> None:
-        """Calls and connections that ask for nothing, held while others are served."""
+        """Holds calls and connections that ask for nothing while others are served."""
         with contextlib.ExitStack() as held:
             channels = [
                 held.enter_context(grpc.insecure_channel(self._place.target, SMALL_WINDOW))
@@ -110,8 +110,8 @@ class OddConnections:
     def _server_stream(
         self, what: str, channel: grpc.Channel, admins: grpc.Channel, request: bytes
     ) -> Any:
-        """A call whose answers come one after the other; `request` as it is, or the plain one if
-        that is empty."""
+        """Starts a call that the server answers with a stream. An empty `request` is the plain
+        one."""
         where, method = {
             "Watch": (channel, "/grpc.health.v1.Health/Watch"),
             "WatchRequests": (admins, "/hotkv.v1.AdminService/WatchRequests"),
@@ -120,7 +120,7 @@ class OddConnections:
         return where.unary_stream(method)(request, timeout=2 * DEADLINE_S)
 
     def slow_readers(self) -> None:
-        """Streams of every kind whose answers nobody reads, while others are served."""
+        """Opens streams of every kind and reads none of them while others are served."""
         with contextlib.ExitStack() as held:
             admins = held.enter_context(grpc.insecure_channel(self._place.admin, SMALL_WINDOW))
             channel = held.enter_context(grpc.insecure_channel(self._place.target, SMALL_WINDOW))
@@ -174,8 +174,8 @@ class OddConnections:
             self._place.note("slow readers: SelectBlocks", "not read")
 
     def descriptors(self) -> None:
-        """Fences and memory: short, with holes, sealed, spoiled after they were handed over, and
-        what is no memory at all."""
+        """Hands over fences and memory that are short, have holes, are sealed, are spoiled
+        afterwards, or are not memory at all."""
         for _ in range(4):
             with (
                 contextlib.ExitStack() as held,
@@ -277,8 +277,7 @@ class OddConnections:
         return what, fd
 
     def _spoil(self, fd: int) -> None:
-        """Does something to a file that the server may have mapped; nothing where the system
-        refuses."""
+        """Changes a file that the server may have mapped; does nothing if the system refuses."""
         with contextlib.suppress(OSError):
             match self._chance.choice(("cut", "grow", "punch", "write", "seal")):
                 case "cut":
@@ -301,8 +300,7 @@ class OddConnections:
                     )
 
     def half_sent(self) -> None:
-        """Connections that end in the middle of what they send: packets, requests, frames of
-        HTTP/2, messages of gRPC."""
+        """Ends connections in the middle of packets, requests, HTTP/2 frames and gRPC messages."""
         with contextlib.ExitStack() as held:
             for _ in range(30):
                 what = self._chance.choice(("fd.sock", "http", "frames", "message"))
@@ -365,8 +363,8 @@ class OddConnections:
         return preface + _frame(1, 4, 1, head) + _frame(0, 0, 1, body)
 
     def server_streams(self) -> None:
-        """Requests of all calls that the server answers with streams, good and bad; each is read a
-        little."""
+        """Makes good and bad requests of all calls that the server answers with streams, and reads
+        one answer of each."""
         with (
             grpc.insecure_channel(self._place.target) as channel,
             grpc.insecure_channel(self._place.admin) as admins,

@@ -1,6 +1,6 @@
-"""Where odd clients work: a server, and what all of them need there.
+"""The server that odd clients work against, with the helpers that all of them need.
 
-Always true: what a `with` block here has opened is gone behind it; no wait is longer than
+Always true: a `with` block here closes everything that it opened; no wait is longer than
 DEADLINE_S.
 """
 
@@ -33,13 +33,13 @@ SMALL_WINDOW = [
     ("grpc.http2.lookahead_bytes", 65536),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-"""A channel of its own, that takes in little which nobody reads."""
+"""Options of a channel that is not shared and buffers little."""
 Kinds = dict[str, Callable[[], None]]
-"""By name: what a kind of odd client does, some tens of inputs."""
+"""Kinds of odd clients by name; each call makes some tens of inputs."""
 
 
 def memory_file(num_bytes: int, *, filled: bool = True) -> int:
-    """A memfd; with holes alone unless `filled`."""
+    """Returns a memfd; it is all holes unless `filled`."""
     fd = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
     if filled and num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -68,7 +68,7 @@ class Place:
     def session(
         self, *, slot_bytes: int = 8192, model: str = "odd", hears: bool = False, **config: Any
     ) -> Iterator[RawSession]:
-        """A session over a channel of its own, whose key space has one group; it is gone
+        """Opens a session over a channel of its own, whose key space has one group; closes it
         afterwards."""
         space = KeySpace(
             f"{model} {slot_bytes}",
@@ -89,7 +89,7 @@ class Place:
                 session.close(abruptly=self.chance.random() < 0.5)
 
     def hashes(self, count: int) -> list[bytes]:
-        """Some of them known from before."""
+        """Returns hashes, half of them from a small set that other calls use too."""
         return [
             bytes([self.chance.randrange(64)]) * 32
             if self.chance.random() < 0.5
@@ -108,7 +108,7 @@ class Place:
 
     @contextlib.contextmanager
     def working(self, model: str) -> Iterator[tuple[RawSession, list[bytes]]]:
-        """A session with memory and a read lease `lease` on sixteen blocks."""
+        """Opens a session with memory and a read lease `lease` on sixteen blocks."""
         fd = memory_file(NUM_BLOCKS * 8192)
         try:
             with self.session(model=model) as session:
@@ -130,7 +130,7 @@ class Place:
         return answer
 
     def connection(self, what: str) -> socket.socket:
-        """One that sends nothing yet."""
+        """Opens a connection that has sent nothing yet."""
         if what == "http":
             return socket.create_connection(("127.0.0.1", self.http_port), DEADLINE_S)
         kind = socket.SOCK_SEQPACKET if what == "fd.sock" else socket.SOCK_STREAM
@@ -149,7 +149,7 @@ class Place:
         return connection
 
     def sparse_engine(self, held: contextlib.ExitStack) -> RepresentationEngine:
-        """An engine with representations, of which it stores some."""
+        """Connects an engine with representations and stores some blocks."""
         engine = RepresentationEngine(
             self.target, f"sparse {self.chance.randrange(8)}", "odd sparse"
         )

@@ -1,4 +1,4 @@
-"""Odd clients that speak in whole messages: they repeat, amplify, use ids again, and open and drop
+"""Odd clients that send whole messages: they repeat, amplify, reuse ids, and open and drop sessions
 in numbers.
 
 What each kind did is counted under `KIND: what`; when it returns, its sessions are ended.
@@ -26,8 +26,8 @@ from tests.server.sparse_support import HEAD_SIZE, KV_HEADS, QUERY_HEADS, Repres
 NAMES = ("a", "b", "c")
 """Few, so that ids come again."""
 NUM_KEY_SPACES = 40
-"""A server keeps each for ever, and explains a prompt in all of them: with hundreds most of a run's
-time would go there."""
+"""The server keeps each for ever and explains a prompt in all of them. With hundreds, that would
+take most of a run's time."""
 ODD_SIZES = (0, 1, 2, 7, 64, 4096, 8192, -1, (1 << 31) - 1, 1 << 47, 1 << 62)
 
 
@@ -47,8 +47,8 @@ class OddSessions:
         }
 
     def repeats(self) -> None:
-        """Loads that name places twice or very often, stores that list hashes twice, leases that
-        list a group twice."""
+        """Sends loads that name places twice or very often, stores that list hashes twice, and
+        leases that list a group twice."""
         with self._place.working("repeats") as (session, blocks):
             for _ in range(40):
                 what = self._chance.choice(
@@ -96,8 +96,8 @@ class OddSessions:
         )
 
     def layouts(self) -> None:
-        """Layouts of many runs and of single bytes; what is stored through the good ones comes back
-        as it was."""
+        """Registers layouts of many runs and of single bytes. Blocks stored through the good ones
+        come back unchanged."""
         for _ in range(3):
             what = self._chance.choice(
                 (
@@ -225,8 +225,8 @@ class OddSessions:
                 assert np.array_equal(one, other), f"other bytes came back through {layout}"
 
     def ids_again(self) -> None:
-        """The same few ids of leases, transfers and sequences, each time for something else, many
-        at a time."""
+        """Reuses a few ids of leases, transfers and sequences for other purposes, many at a
+        time."""
         with self._place.working("ids") as (session, _):
             asked: dict[int, str] = {}
             for _ in range(60):
@@ -303,14 +303,14 @@ class OddSessions:
                 return _sparse_wire.delete_sequence(name, ())
 
     def key_spaces(self) -> None:
-        """Sessions of many key spaces, good and bad, opened and dropped."""
+        """Opens and drops sessions of many key spaces, good and bad."""
         with grpc.insecure_channel(self._place.target, SMALL_WINDOW) as channel:
             for _ in range(40):
                 what = self._chance.choice(("plain", "plain", "representations", "odd"))
                 session = RawSession(channel, self._place.target, self._opening(what))
                 self._place.note(f"key spaces: {what}", session.why_not or "answered")
                 if not session.why_not and self._chance.random() < 0.3:
-                    # With something on the way.
+                    # While a request is in flight.
                     session.put(_wire.acquire("l", [GroupHashes(0, [])], 0, 32))
                 session.close(abruptly=self._chance.random() < 0.5)
 
@@ -377,8 +377,8 @@ class OddSessions:
         return opening
 
     def sequences(self) -> None:
-        """Sequences that the server selects for, in numbers; odd selections of them; half are left
-        to the end of their session."""
+        """Creates many sequences, makes odd selections of them, and leaves half to the end of their
+        session."""
         with contextlib.ExitStack() as held:
             engine = self._place.sparse_engine(held)
             names = [f"s{number}" for number in range(20)]

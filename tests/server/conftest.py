@@ -1,5 +1,4 @@
-"""Fixtures for tests against a real server: one daemon for the folder, fresh ones where a test
-needs its own."""
+"""Fixtures for tests against a real server: one daemon for a file, or a fresh one for a test."""
 
 import contextlib
 import uuid
@@ -11,10 +10,17 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client.testing import PagedEngine
 from hotkv_sparse.centre import Centres
+from tests.daemons import quick_servers
 from tests.server.sparse_support import RepresentationEngine
 
 SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")
-"""Messages that make no sense are answered at once; how they wait is tested in test_pace."""
+"""Malformed messages are answered at once; test_throttle tests how they wait."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_are_forked() -> Iterator[None]:
+    with quick_servers():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A server of the test's own, with 16 MiB."""
+    """A server with 16 MiB for one test."""
     with (
         runtime_folder(64 << 20) as folder,
         Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from demo.processes import Child, Server
+from demo.processes import Server
 from hotkv.errors import HotKVError
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
@@ -37,6 +37,7 @@ from hotkv_client import (
 from hotkv_client.types import After, Int32s
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent
 from hotkv_server.testing.with_devices import FakeDevices
+from tests.daemons import ForkedChild
 
 # An engine lives on here while its server is started again, which forks: gRPC's own threads must
 # not come to life in the child.
@@ -87,7 +88,7 @@ class DeviceServer(Server):
             "0",
             *flags,
         ]
-        self._child = Child("hotkv-server", command, folder / "hotkv-server.log", {})
+        self._child = ForkedChild("hotkv-server", command, folder / "hotkv-server.log", {})
 
     def num_held(self) -> int:
         """Allocations and events of engines that the server has open, as the kernel sees them."""

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from demo.processes import Child, Server, runtime_folder
+from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult, BlockRun, GroupHashes, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
+from tests.daemons import ForkedChild
 from tests.server.support import block_ids, hashes
 from tests.server.test_life import wait_until
 from tests.server.test_restart import load
@@ -70,7 +71,7 @@ class Dammed:
             "0",
             *flags,
         ]
-        made._child = Child("hotkv-server", command, self.folder / "hotkv-server.log", {})
+        made._child = ForkedChild("hotkv-server", command, self.folder / "hotkv-server.log", {})
         ready_s = made.wait_ready()
         if self.engine is None:
             self.engine = PagedEngine(

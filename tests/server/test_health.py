@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from demo.processes import Child, Server, runtime_folder
+from demo.processes import Server, runtime_folder
 from hotkv.errors import HotKVError, SessionLostError
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus, cli
 from hotkv_client.testing import PagedEngine
 from hotkv_server.http_endpoint import HttpServer
 from hotkv_server.runtime.health import CHECK_S, STALLED_S, Health
+from tests.daemons import ForkedChild
 from tests.server.support import block_ids, hashes
 from tests.server.test_life import wait_until
 
@@ -76,7 +77,9 @@ class FaultyServer(Server):
             str(self.port),
             *flags,
         ]
-        self._child = Child("hotkv-server", command, folder / "hotkv-server.log", environment or {})
+        self._child = ForkedChild(
+            "hotkv-server", command, folder / "hotkv-server.log", environment or {}
+        )
 
     def break_it(self) -> None:
         self._trigger.touch()

@@ -25,7 +25,7 @@ def _models_are_inspected_here() -> None:
 
 @pytest.fixture
 def daemon() -> Iterator[Any]:
-    """A hotkv-server of the test's own (`processes.Daemon`), not started yet."""
+    """A hotkv-server for one test (`processes.Daemon`), not started yet."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:
@@ -34,7 +34,7 @@ def daemon() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Any]:
-    """The running hotkv-server of a file's tests, each of which takes a key space of its own
+    """A running hotkv-server for the tests of a file. Each takes a key space of its own
     (`weights_identity`)."""
     from tests.vllm.processes import own_daemon
 
@@ -44,8 +44,7 @@ def shared_daemon() -> Iterator[Any]:
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Any]:
-    """Starts vLLM engines in processes of their own (`processes.Engines`); stops them at the
-    end."""
+    """Starts vLLM engines as processes (`processes.Engines`); stops them at the end."""
     from tests.vllm.processes import Engines
 
     made = Engines(tmp_path)
@@ -55,7 +54,7 @@ def engines(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def server() -> Any:
-    """What engines of the harness talk to."""
+    """The server double of the harness's engines."""
     from hotkv_client.testing import FakeServer
 
     return FakeServer()

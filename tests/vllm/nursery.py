@@ -1,13 +1,12 @@
-"""Engines that start in a second: a process that has imported vLLM once and forks one child for
-each.
+"""Engines that start in a second: a process that has imported vLLM once forks one child for each.
 
-Importing vLLM takes as long as all that most tests do with an engine. `nursery()` starts one such
-process for the whole run; `Child` is to a test what `subprocess.Popen` would be. Children die with
-the nursery, and the nursery with the tests.
+Importing vLLM takes longer than most tests. `nursery()` starts one such process for the whole run;
+tests use a `Child` as they would use `subprocess.Popen`. Children die with the nursery, and the
+nursery with the tests.
 
-Children share what was imported: it is frozen for the garbage collector, also where vLLM would thaw
-it. A collection would otherwise walk 700,000 objects for a third of a second, and vLLM asks for
-several in each start and each stop.
+Imported objects are frozen for the garbage collector, and vLLM cannot unfreeze them. A collection
+would otherwise walk 700,000 objects for a third of a second, and vLLM asks for several in each
+start and each stop.
 """
 
 import contextlib
@@ -39,11 +38,11 @@ IMPORTS = (
     "vllm.v1.worker.cpu_model_runner",
     "hotkv_vllm.connector",
 )
-"""What every engine imports before it has its model."""
+"""Modules that every engine imports before it loads its model."""
 
 
 class Child:
-    """A forked engine. Its end is seen through a pidfd, since the nursery is its parent."""
+    """A forked engine, watched through a pidfd because the nursery is its parent."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.pid = pid
@@ -52,11 +51,11 @@ class Child:
         self._pidfd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """None while it lives, then 0: its status is the nursery's."""
+        """Returns None while it lives, then 0: only the nursery knows its status."""
         return 0 if select.select([self._pidfd], [], [], 0)[0] else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Waits for the end; returns 0. Raises subprocess.TimeoutExpired."""
         if not select.select([self._pidfd], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
         return 0
@@ -67,7 +66,7 @@ class Child:
 
 
 class Nursery:
-    """The tests' side."""
+    """The tests' side of the process that forks engines."""
 
     def __init__(self) -> None:
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -82,8 +81,8 @@ class Nursery:
         far.close()
 
     def fork(self, driver: str, log: IO[bytes]) -> Child:
-        """An engine that runs `driver`'s main, with pipes for standard input and output and `log`
-        for errors."""
+        """Forks an engine that runs `driver`'s main, with pipes for standard input and output and
+        `log` for errors."""
         to_child, stdin = os.pipe()
         stdout, from_child = os.pipe()
         socket.send_fds(
@@ -104,8 +103,8 @@ class Nursery:
         log: IO[bytes],
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Runs a module as `python -m` would. What it prints goes to `log`; at its end standard
-        output says its exit status as JSON."""
+        """Runs a module as `python -m` would, with its output in `log`. At its end it writes its
+        exit status as JSON to standard output."""
         child = self.fork("module_driver.py", log)
         order = {
             "module": module,
@@ -119,12 +118,12 @@ class Nursery:
 
 @functools.cache
 def nursery() -> Nursery:
-    """The one of this run; lives as long as the tests."""
+    """Returns the nursery of this run, which lives as long as the tests."""
     return Nursery()
 
 
 def _become(driver: str, fds: list[int], link: socket.socket) -> None:
-    """In the child: the driver's main, as if it had been started as a script."""
+    """Runs the driver's main in the child, as if it had been started as a script."""
     end_with_the_parent(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     link.close()
@@ -137,28 +136,49 @@ def _become(driver: str, fds: list[int], link: socket.socket) -> None:
 
 
 def end_with_the_parent(number: int) -> None:
-    """The calling process gets this signal when its parent ends. A fork or another program must ask
-    for it anew."""
+    """Has the calling process signalled when its parent ends. Forks and new programs must ask
+    anew."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def inspect_models_here() -> None:
-    """From now on vLLM looks at model classes in this process. It would start Python anew for each
-    and import itself there."""
+    """Has vLLM inspect model classes in this process, in place of a new Python that imports
+    vLLM."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def _register_kernels() -> None:
-    """Puts vLLM's CPU kernels in the place of Triton's, once for all children: vLLM looks through
-    every module for each of them."""
+    """Replaces Triton's kernels by vLLM's CPU kernels, once for all children: vLLM searches every
+    module for each kernel."""
     from vllm.platforms import current_platform
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
+def _configure_logging() -> None:
+    """Applies vLLM's default logging, so that engines find it in place. Each would otherwise reset
+    the levels of hundreds of loggers, for half of its start."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
+
+
+def _keep_compiled_drafts() -> None:
+    """Has what vLLM compiles for ngram drafts kept on disk: every engine with such drafts would
+    compile it anew, for five seconds."""
+    from vllm.v1.spec_decode import ngram_proposer
+
+    for function in (
+        ngram_proposer.batch_propose_numba,
+        ngram_proposer._find_longest_matched_ngram_and_propose_tokens,
+    ):
+        function.enable_caching()
 
 
 def main() -> None:
@@ -169,16 +189,18 @@ def main() -> None:
         importlib.import_module(module)
     inspect_models_here()
     _register_kernels()
+    _keep_compiled_drafts()
+    _configure_logging()
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
     link = socket.socket(fileno=int(sys.argv[1]))
-    # Nobody waits for the children.
+    # No process waits for the children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         order, fds, _, _ = socket.recv_fds(link, MAX_ORDER_BYTES, 3)
         if not order:
-            # The interpreter's own end would take seconds, and triton reports leaks.
+            # A regular exit of Python would take seconds, and triton reports leaks.
             os._exit(0)
         pid = os.fork()
         if pid == 0:

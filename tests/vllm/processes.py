@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -16,12 +15,13 @@ from typing import Any
 
 from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
+from tests.daemons import ForkedServer, start_server
 from tests.vllm.nursery import nursery
 from tests.vllm.tiny import engine_args, transfer_config
 
 
 class Daemon:
-    """hotkv-server in `folder`; the same folder after a restart."""
+    """A hotkv-server in `folder`, which a restart uses again."""
 
     def __init__(self, folder: Path, arena: str = "64MiB") -> None:
         self.folder = folder
@@ -31,7 +31,7 @@ class Daemon:
         self._arena_folder = (
             shm if os.access(shm, os.W_OK) else folder
         ) / f"hotkv-test-{uuid.uuid4().hex[:8]}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ForkedServer | subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
@@ -39,15 +39,9 @@ class Daemon:
         return self.process.pid
 
     def start(self, timeout_s: float = 60.0) -> "Daemon":
-        arguments = [
-            "run",
-            "--runtime-dir",
-            str(self.folder),
-            "--arena.dir",
-            str(self._arena_folder),
-        ]
+        arguments = ["--runtime-dir", str(self.folder), "--arena.dir", str(self._arena_folder)]
         arguments += ["--arena.bytes", self._arena, "--http.port", "0"]
-        self.process = subprocess.Popen([sys.executable, "-m", "hotkv_server", *arguments])
+        self.process = start_server(*arguments)
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
             assert self.process.poll() is None, f"hotkv-server ended with {self.process.returncode}"
@@ -65,7 +59,7 @@ class Daemon:
             self.process.wait(30)
 
     def stop(self) -> None:
-        """SIGTERM, as a service manager would."""
+        """Sends SIGTERM, as a service manager would, and removes the arena."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
@@ -82,8 +76,8 @@ class Daemon:
 
 @contextlib.contextmanager
 def own_daemon() -> Iterator[Daemon]:
-    """A daemon that is not started yet, in a folder that goes with it. The path is short: a Unix
-    socket's name has at most 107 bytes."""
+    """Makes a daemon that is not started yet, in a folder of its own that is removed at the end.
+    The path is short: a Unix socket's name has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
     one = Daemon(folder / "run")
     try:
@@ -149,7 +143,7 @@ class EngineProcess:
         self._log.close()
 
     def begin_stop(self) -> None:
-        """Tells the engine to stop, and does not wait for it."""
+        """Tells the engine to stop; does not wait."""
         if not self._is_stopping and self.process.poll() is None:
             self._is_stopping = True
             self._send({"op": "stop"})

@@ -1,0 +1,185 @@
+"""Servers that start in a tenth of a second: `tests.server_nursery` has imported hotkv-server once
+and forks one for each.
+
+The import and the kernels would take a second of each test. `start_server()` gives what
+`subprocess.Popen` would give; `quick_servers()` has `demo.processes.Server` forked.
+
+Always true: a forked server has the environment, standard streams and working directory of a
+program that the test starts. It is such a program if the test has changed the environment or
+`subprocess.Popen`; tests of the start itself call `subprocess`. Servers die with the tests.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo import processes
+from hotkv_client import cli
+from tests.server_nursery import MAX_ORDER_BYTES
+
+_POPEN = subprocess.Popen
+
+
+class ForkedServer:
+    """A server that was forked, with the part of `subprocess.Popen` that tests use. Any thread may
+    signal it; one thread waits."""
+
+    def __init__(self, nursery: "ServerNursery", pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin = self.stdout = None
+        self._nursery, self._pidfd = nursery, os.pidfd_open(pid)
+
+    def __repr__(self) -> str:
+        return f"ForkedServer(pid={self.pid}, returncode={self.returncode})"
+
+    def poll(self) -> int | None:
+        """The exit status as `subprocess` has it; None while the server runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            if not poll.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired(f"server {self.pid}", timeout or 0.0)
+            self.returncode = self._nursery.status_of(self.pid)
+            os.close(self._pidfd)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Does nothing if the server has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ServerNursery:
+    """The tests' side of the process that forks servers. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self.environment = _environment()
+        self._lock = threading.Lock()
+        self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.server_nursery", str(far.fileno())],
+            pass_fds=[far.fileno()],
+            cwd=processes.ROOT,
+        )
+        far.close()
+        # A first run compiles kernels, which no server's deadline for its start should count.
+        self._answer()
+
+    def fork(
+        self, arguments: Sequence[str], stdin: int, stdout: int, stderr: int, *, leads_group: bool
+    ) -> ForkedServer:
+        """Forks `python -m ARGUMENTS` with these standard streams, in the tests' directory."""
+        order = {"arguments": list(arguments), "cwd": os.getcwd(), "leads_group": leads_group}
+        return ForkedServer(self, self._ask(order, [stdin, stdout, stderr])["pid"])
+
+    def status_of(self, pid: int) -> int:
+        """The exit status of a server that has ended."""
+        status: int = self._ask({"wait_for": pid}, [])["status"]
+        return status
+
+    def _ask(self, order: Mapping[str, Any], fds: list[int]) -> dict[str, Any]:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
+            return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        answer = self._socket.recv(MAX_ORDER_BYTES)
+        assert answer, "the process that forks servers has ended"
+        read: dict[str, Any] = json.loads(answer)
+        return read
+
+
+@functools.cache
+def nursery() -> ServerNursery:
+    """The one of this run; lives as long as the tests."""
+    return ServerNursery()
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Returns True if a forked server would be like one started with this command and these
+    additions to the environment."""
+    is_server = command[:2] == [sys.executable, "-m"] and command[2].startswith("hotkv_server")
+    return (
+        is_server
+        and not env
+        and subprocess.Popen is _POPEN
+        and nursery().environment == _environment()
+    )
+
+
+class ForkedChild(processes.Child):
+    """`demo.processes.Child`, forked if it is a server."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False
+    ) -> None:
+        if pipes or not can_fork(command, env):
+            super().__init__(name, command, log, env, pipes)
+            return
+        self.name = name
+        self.log = log
+        with log.open("wb") as sink, open(os.devnull, "rb") as nothing:
+            self.process = nursery().fork(
+                command[2:], nothing.fileno(), sink.fileno(), sink.fileno(), leads_group=True
+            )  # type: ignore[assignment]
+
+
+def _status(server: processes.Server) -> dict[str, Any]:
+    """Returns what `hotkv status --json` prints, without a process for it."""
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        failed = cli.main(["status", "--json", "--target", server.target])
+    if failed:
+        raise processes.ChildError(f"hotkv status: {said.getvalue().strip()}")
+    status: dict[str, Any] = json.loads(printed.getvalue())
+    return status
+
+
+@contextlib.contextmanager
+def quick_servers() -> Iterator[None]:
+    """Has `demo.processes.Server` fork its servers, and ask for their status in this process."""
+    nursery()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "Child", ForkedChild)
+        patch.setattr(processes.Server, "status", _status)
+        yield
+
+
+def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
+    """`python -m hotkv_server run` with these arguments, in the tests' process group and with their
+    standard streams."""
+    command = [sys.executable, "-m", "hotkv_server", "run", *arguments]
+    if not can_fork(command, {}):
+        return subprocess.Popen(command)
+    return nursery().fork(command[2:], 0, 1, 2, leads_group=False)

@@ -1,0 +1,90 @@
+"""The process that forks servers for tests: it imports hotkv-server and loads its kernels once.
+
+Run by `tests.daemons`: `python -m tests.server_nursery FD`, FD a SOCK_SEQPACKET socket. An order is
+JSON: `arguments` (of `python -m`), `cwd` and `leads_group`, with the standard streams as
+descriptors; the answer has the `pid`. `wait_for` names a child that has ended; the answer has its
+`status`.
+
+Always true: a forked server has no module that `hotkv-server` would not have, but for this one. It
+ends as a program does, with Python's own exit. It gets SIGTERM when this process ends.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+MAX_ORDER_BYTES = 1 << 17
+
+
+def _preload() -> None:
+    from hotkv import native
+    from hotkv_server.cli import KERNELS
+
+    # As `hotkv-server run` has it when it loads gRPC.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    for module in ("uvloop", "hotkv_server.daemon", "hotkv_server.settings"):
+        importlib.import_module(module)
+    for name in KERNELS:
+        native.load(name)
+
+
+def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -> int:
+    """Runs the server in the child. Returns its exit status; Python then ends as it does for a
+    program."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    link.close()
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    if order["leads_group"]:
+        os.setsid()
+    os.chdir(order["cwd"])
+    sys.argv = order["arguments"]
+    module: Any = importlib.import_module(
+        {"hotkv_server": "hotkv_server.cli"}.get(sys.argv[0], sys.argv[0])
+    )
+    status: int = module.main()
+    return status
+
+
+def main() -> int:
+    """Forks servers on request until the tests end; returns the exit status, in children too."""
+    # Ctrl-C is for the tests, which clean up behind themselves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _preload()
+    gc.collect()
+    gc.freeze()
+    link = socket.socket(fileno=int(sys.argv[1]))
+    link.send(b"{}")
+    while True:
+        data, fds, _, _ = socket.recv_fds(link, MAX_ORDER_BYTES, 3)
+        if not data:
+            return 0
+        order = json.loads(data)
+        if "wait_for" in order:
+            _, status = os.waitpid(order["wait_for"], 0)
+            answer = {"status": os.waitstatus_to_exitcode(status)}
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                pid = os.fork()
+            if pid == 0:
+                return _become(order, fds, link)
+            answer = {"pid": pid}
+        for fd in fds:
+            os.close(fd)
+        link.send(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
