@@ -1,5 +1,5 @@
-"""Bytes that a hit of 32k tokens moves on a model with windows of 1024 tokens in five of six
-layers, over what it moves with full layers only.
+"""What a hit of 32k tokens moves on a model with windows of 1024 tokens in five of six layers, over
+what it moves with full layers only.
 
 `python -m bench.hybrid [--json]`. One engine stores a prompt in a running server, another finds it
 and plans its load as the connector does (`hotkv_vllm.scheduler.hits.HitFinder`), and the server
@@ -21,7 +21,9 @@ from hotkv.groups import needed_blocks
 from hotkv_client import BlockResult, BlockRun, Role, Session, SessionConfig, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.scheduler.hits import HitFinder, RequestState
+from hotkv_vllm.scheduler.groups import CachedGroups
+from hotkv_vllm.scheduler.hits import HitFinder
+from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.stats import HotKVStats
 
 HIT_TOKENS = 32 << 10
@@ -40,7 +42,7 @@ WAIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The fields of a request that the connector reads."""
+    """What the connector reads of a request."""
 
     request_id: str
     block_hashes: Sequence[bytes]
@@ -90,7 +92,7 @@ def load(
 ) -> tuple[int, float]:
     """Bytes and seconds of one load, from the connector's plan. The block tables are as vLLM makes
     them: null if nothing is needed."""
-    state = RequestState(Prompt(f"request {number}", hashes), [0] * len(finder.specs), 0)
+    state = RequestState(Prompt(f"request {number}", hashes), StoreState([], 0))
     deadline_s = time.monotonic() + WAIT_S
     while (answer := finder.match(state, 0, time.monotonic()))[
         0
@@ -98,7 +100,7 @@ def load(
         time.sleep(0.001)
     assert answer == (HIT_TOKENS, True), answer
     tables = []
-    for group, needed in enumerate(needed_blocks(finder.specs, HIT_TOKENS)):
+    for group, needed in enumerate(needed_blocks(finder.groups.specs, HIT_TOKENS)):
         table = block_table(group)
         table[: needed.start] = 0
         tables.append(table.tolist())
@@ -131,9 +133,7 @@ def measure(server: Server, model: str) -> Moved:
         config = ConnectorConfig(target=server.target, lookup_timeout_s=WAIT_S)
         finder = HitFinder(
             scheduler,
-            target.key_space.groups,
-            BLOCK_TOKENS,
-            BLOCK_TOKENS,
+            CachedGroups(target.key_space.groups, BLOCK_TOKENS, BLOCK_TOKENS),
             config,
             HotKVStats(),
             "bench",

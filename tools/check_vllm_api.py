@@ -56,10 +56,6 @@ NOT_OVERRIDDEN = {
 """Hooks that hotkv leaves to the base class, and why. One that is not here and not overridden is
 new: read what it asks of connectors."""
 
-OWN = {"hook_broke"}
-"""Public methods of the connector that are no hooks; another that the newest version lacks is a
-hook that vLLM no longer calls."""
-
 
 def supported() -> tuple[tuple[int, int], ...]:
     """Release lines that `hotkv_vllm.versions` names."""
@@ -130,8 +126,7 @@ def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
     ]
     if is_newest:
         problems += [
-            f"connector.py: {hook} is no hook of vLLM's any more"
-            for hook in sorted(ours - theirs - OWN)
+            f"connector.py: {hook} is no hook of vLLM's any more" for hook in sorted(ours - theirs)
         ]
         problems += [
             f"NOT_OVERRIDDEN: {hook} is no hook of vLLM's"

@@ -147,6 +147,20 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {ENGINE}",
     "connector_vllm/hotkv_vllm/scheduler/storable.py": f"tests/vllm/test_revocations.py {ENGINE}",
     "connector_vllm/hotkv_vllm/scheduler/hits.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/scheduler/groups.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/scheduler/table_probe.py": (
+        f"tests/vllm/test_diverging_hits.py {ENGINE}"
+    ),
+    "connector_vllm/hotkv_vllm/scheduler/missing_blocks.py": (
+        f"tests/vllm/test_revocations.py {ENGINE}"
+    ),
+    "connector_vllm/hotkv_vllm/scheduler/stores_in_flight.py": (
+        f"tests/vllm/test_revocations.py {ENGINE}"
+    ),
+    "connector_vllm/hotkv_vllm/scheduler/fence.py": f"tests/vllm/test_revocations.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/scheduler/agreement.py": (
+        f"tests/vllm/test_ranks.py tests/vllm/test_revocations.py {ENGINE}"
+    ),
     "connector_vllm/hotkv_vllm/scheduler/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/multi.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/other_loads.py": "tests/vllm/test_multi_connector.py",

@@ -33,6 +33,8 @@ PARAMETERS = {
 """Classes of parameters and attributes that are annotated `Any`, or of another object's attribute
 of that name (`state.request`)."""
 
+OWNERS = {"self", "state", "engine", "_engine"}
+"""Names of objects of ours whose attributes of these names hold objects of vLLM's."""
 OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata"}
 """Empty classes of vLLM's whose values are instances of our subclasses."""
 
@@ -173,7 +175,7 @@ class Uses:
 
     def _attribute(self, node: ast.Attribute, types: dict[str, Type]) -> Type:
         kind = self._type(node.value, types)
-        if kind is None and isinstance(node.value, ast.Name) and node.value.id in ("self", "state"):
+        if kind is None and _last_name(node.value) in OWNERS:
             return self._roots.get(node.attr)
         if not isinstance(kind, Instance):
             return None
@@ -245,6 +247,11 @@ class Uses:
         self.num_checked += 1
         if why := cannot_take(node, parameters, has_self=has_self):
             self._problem(node, f"{name} {why}")
+
+
+def _last_name(node: ast.expr) -> str:
+    """`c` of `a.b.c`; empty for what is no name."""
+    return getattr(node, "id", getattr(node, "attr", ""))
 
 
 def cannot_take(call: ast.Call, parameters: ast.arguments, *, has_self: bool) -> str:

@@ -1,16 +1,14 @@
 """`HotKVConnector`: vLLM's view of hotkv. Fails open: no exception of hotkv's reaches vLLM from any
 hook.
 
-Thin: scheduler hooks go to `HotKVScheduler`, worker hooks to `HotKVWorker`. A hook that breaks is
-logged once, counted, and answers by its fallback, each of which says what makes it safe (`hooks`).
-Only a wrong configuration raises, when the connector is constructed. Nothing happens per layer.
+Thin: it holds one object for each side (`sides`), of which one is real, and each hook calls one of
+them. A hook that breaks is logged once, counted, and answered by its fallback, each of which says
+what makes it safe (`hooks`). Only a wrong configuration raises, when the connector is constructed.
+Nothing happens per layer.
 """
 
-import time
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from hotkv_vllm import link, versions
@@ -28,19 +26,16 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from hotkv_vllm.compat import Unsupported, checks, multi, places, sparse_layers
+    from hotkv_vllm.compat import checks, multi, sparse_layers
+    from hotkv_vllm.scheduler.side import HotKVScheduler
+    from hotkv_vllm.worker.side import HotKVWorker
 except ImportError as error:
     raise ImportError(versions.why_not_imported(error)) from error
 
-from hotkv_vllm.hooks import class_hook, hook, nothing
+from hotkv_vllm.hooks import HookEdge, class_hook, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.scheduler.side import HotKVScheduler
-from hotkv_vllm.sparse.reporter import SparseReporter
-from hotkv_vllm.sparse.rows import RowNames, SparseRows, announce, sparse_requests
-from hotkv_vllm.sparse.setup import install
-from hotkv_vllm.sparse.worker import SparseWorker
+from hotkv_vllm.sides import SchedulerSide, WorkerSide
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
-from hotkv_vllm.worker.side import HotKVWorker
 
 logger = link.logger
 
@@ -54,45 +49,37 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
         self.config = config
-        self._engine_id = str(transfer.engine_id)
-        self._broken: set[str] = set()
-        self._scheduler: HotKVScheduler | None = None
-        self._worker: HotKVWorker | None = None
-        self._rows: RowNames | None = None
-        self._sparse: SparseWorker | None = None
-        self._reporter: SparseReporter | None = None
-        self._kv_caches: dict[str, torch.Tensor] = {}
-        self._is_unregistered = False
+        self.clock = HookClock(who, str(transfer.engine_id))
+        self.edge = HookEdge(self.clock, self._count)
+        self._scheduler = SchedulerSide()
+        self._worker = WorkerSide()
         self._is_child = False
-        self._centres = None
-        rank = vllm_config.parallel_config.rank
-        self.clock = HookClock(
-            "scheduler" if role is KVConnectorRole.SCHEDULER else f"worker-{rank}",
-            str(transfer.engine_id),
-        )
         why_off = versions.why_off(config.allow_untested_vllm)
         if why_off:
             logger.warning("hotkv is off: %s; the engine runs without it", why_off)
             return
         if config.sparse is not None:
             sparse_layers.check_sparse(vllm_config, kv_cache_config, config.sparse)
-        self._centres = config.read_centres()
+        centres = config.read_centres()
         outer = multi.outer_configs()
         self._is_child = bool(outer)
-        if role is KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             self._use_recompute_policy(outer or (vllm_config,))
-            self._scheduler = HotKVScheduler(vllm_config, kv_cache_config, config)
-            if config.sparse is not None:
-                self._rows = RowNames(config.sparse, sparse_layers.sparse_groups(kv_cache_config))
-                announce(self._engine_id, self._rows)
+            self._scheduler = HotKVScheduler(vllm_config, kv_cache_config, config, self.edge)
         else:
-            if self._centres is not None:
-                sparse_layers.check_centres(vllm_config, kv_cache_config, self._centres)
-            self._worker = HotKVWorker(vllm_config, kv_cache_config, config)
+            if centres is not None:
+                sparse_layers.check_centres(vllm_config, kv_cache_config, centres)
+            self._worker = HotKVWorker(vllm_config, kv_cache_config, config, centres, self.edge)
 
     def __repr__(self) -> str:
-        return f"HotKVConnector({self._scheduler or self._worker})"
+        return f"HotKVConnector({self._scheduler}, {self._worker})"
+
+    def _count(self, name: str) -> None:
+        self._scheduler.count(name)
+        self._worker.count(name)
 
     def _use_recompute_policy(self, configs: tuple[Any, ...]) -> None:
         """`configs`: those that vLLM's scheduler may read; see `multi.outer_configs`."""
@@ -117,65 +104,22 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         produced."""
         return False
 
-    def hook_broke(self, name: str) -> None:
-        """Logs a hook's first fault with its traceback, and counts all."""
-        if self._scheduler is not None:
-            self._scheduler.stats.add("hook_errors")
-        if self._worker is not None:
-            self._worker.count("hook_errors")
-        if name not in self._broken:
-            self._broken.add(name)
-            logger.exception("hotkv: hook %s broke; the engine goes on without its result", name)
-
     # --------------------------------------------------------------------------------- worker hooks
 
-    def _memory_broke(self, *_: Any) -> None:
-        if self._worker is not None:
-            self._worker.turn_off(
-                "its memory could not be shown to the server; see the engine's log"
-            )
-
     @hook(
-        _memory_broke,
+        lambda self, *_: self._worker.memory_broke(
+            "its memory could not be shown to the server; see the engine's log"
+        ),
         why=(
             "The rank says that it is off, and has no session; the scheduler then leaves the "
             "engine without hotkv."
         ),
     )
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._worker is not None:
-            self._kv_caches = kv_caches
-            # First the memory moves, then others look at it; the session tells the server of all of
-            # it at once.
-            self._worker.export(kv_caches)
-            self._install_sparse(kv_caches)
-            self._worker.open(self._sparse, self._centres)
-
-    @hook(nothing, why="Layers without a worker attend to everything.", is_part=True)
-    def _install_sparse(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self.config.sparse is None:
-            return
-        try:
-            self._sparse = install(
-                self.config.sparse,
-                self.config.sparse_recall_steps,
-                self._vllm_config,
-                self._kv_cache_config,
-                kv_caches,
-                self._centres,
-            )
-        except Unsupported as error:
-            logger.warning("hotkv: sparse decode is off in this worker: %s", error)
-            return
-        place = places.rank_place(self._vllm_config, self._kv_cache_config)
-        self._reporter = SparseReporter(self._sparse, place.shard_index, place.is_writer)
-
-    def _unregister_broke(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
+        self._worker.register(kv_caches)
 
     @hook(
-        _unregister_broke,
+        lambda self: self._worker.unregister_broke(),
         why=(
             "The session is closed with all its transfers, so nothing reaches memory that is "
             "given up."
@@ -184,19 +128,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """vLLM is about to discard the KV memory (from 0.33 on; 0.32 sleeps only with memory that
         hotkv can't share)."""
-        if self._worker is None or self._worker.session is None:
-            return
-        self._is_unregistered = True
-        self._worker.let_go()
-        if self._sparse is not None:
-            self._sparse.will_write(np.arange(self._kv_cache_config.num_blocks, dtype=np.int32))
-
-    def _restore_broke(self) -> None:
-        if self._worker is not None:
-            self._worker.turn_off("its memory could not be shared again after a sleep")
+        self._worker.unregister()
 
     @hook(
-        _restore_broke,
+        lambda self: self._worker.memory_broke(
+            "its memory could not be shared again after a sleep"
+        ),
         why=(
             "The rank says that it is off, and has no session; the scheduler then leaves the "
             "engine without hotkv."
@@ -204,10 +141,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     )
     def restore_kv_caches(self) -> None:
         """The KV memory is mapped again at its old addresses, with other contents."""
-        if self._worker is not None and self._is_unregistered:
-            self._is_unregistered = False
-            self._worker.export(self._kv_caches)
-            self._worker.open(self._sparse, self._centres)
+        self._worker.restore()
 
     @hook(
         lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"),
@@ -216,39 +150,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """None in a MultiConnector, which would give it to other connectors too; the scheduler side
         asks for it in the first step."""
-        return None if self._is_child else self._handshake()
-
-    def _handshake(self) -> HotKVHandshake | None:
-        if self._worker is None:
-            return None
-        layers = self._sparse.layers.values() if self._sparse is not None else ()
-        return replace(
-            self._worker.handshake,
-            sparse_layers=tuple((layer.index, layer.group) for layer in layers),
-        )
-
-    def _distrust(self, *_: Any) -> None:
-        """It is not known which blocks the step overwrites: nothing of what was known of any block
-        holds."""
-        try:
-            if self._worker is not None:
-                self._worker.take_everything_back()
-        finally:
-            self._distrust_sparse()
-
-    def _distrust_sparse(self) -> None:
-        if self._sparse is None:
-            return
-        try:
-            self._sparse.start_over()
-        except Exception:  # noqa: BLE001 - hook edge: attention may use nothing that is stale
-            self._sparse.is_off = True
-            self.hook_broke("start_over (sparse decode is off from now on)")
-            if self._worker is not None:
-                self._worker.without_representations()
+        return None if self._is_child else self._worker.handshake()
 
     @hook(
-        _distrust,
+        lambda self, *_: self._worker.distrust(),
         why=(
             "All stores are revoked, or their session is closed, and the step attends to "
             "everything."
@@ -256,37 +161,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     )
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self.clock.begin_step()
-        if self._worker is not None and isinstance(kv_connector_metadata, HotKVMetadata):
-            if kv_connector_metadata.lost_track:
-                self._distrust()
+        if isinstance(kv_connector_metadata, HotKVMetadata):
             self._worker.before_step(kv_connector_metadata)
-            if self._sparse is not None:
-                self._sparse.will_write(np.array(kv_connector_metadata.allocated_blocks, np.int32))
-                self._tell_reporter(kv_connector_metadata)
-                self._sparse.begin_step(kv_connector_metadata.sparse_rows or SparseRows())
-
-    @hook(
-        nothing,
-        why="Hot sets that are not remembered, or not reported, cost time later and nothing else.",
-        is_part=True,
-    )
-    def _tell_reporter(self, meta: HotKVMetadata) -> None:
-        if self._reporter is not None:
-            self._reporter.before_step(meta.remembered, meta.hot_sets_of)
-
-    @hook(
-        nothing, why="What was selected and counted is reported later, or not at all.", is_part=True
-    )
-    def _sparse_report(self) -> None:
-        if self._worker is not None and self._sparse is not None:
-            self._worker.note_sparse(self._sparse.take_counters(), None)
-        if self._worker is not None and self._reporter is not None:
-            self._worker.note_sparse({}, self._reporter.after_step(time.monotonic()))
 
     def _loads_broke(self, *_: Any, **__: Any) -> None:
         meta = self._connector_metadata
-        if self._worker is not None and isinstance(meta, HotKVMetadata):
-            self._worker.fail_loads(meta)
+        if isinstance(meta, HotKVMetadata):
+            self._worker.loads_broke(meta)
 
     @hook(
         _loads_broke,
@@ -298,10 +179,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The V1 runner passes no keywords, V2 several; none are needed."""
         meta = self._connector_metadata
-        if self._worker is not None and isinstance(meta, HotKVMetadata):
-            if self._sparse is not None:
-                for run in (run for job in meta.loads for run in job.runs):
-                    self._sparse.will_write(run.block_ids)
+        if isinstance(meta, HotKVMetadata):
             self._worker.start_loads(meta)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -314,8 +192,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _stores_broke(self) -> None:
         meta = self._connector_metadata
-        if self._worker is not None and isinstance(meta, HotKVMetadata):
-            self._worker.fail_stores(meta)
+        if isinstance(meta, HotKVMetadata):
+            self._worker.stores_broke(meta)
 
     @hook(
         _stores_broke,
@@ -323,11 +201,11 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     )
     def wait_for_save(self) -> None:
         meta = self._connector_metadata
-        if self._worker is not None and isinstance(meta, HotKVMetadata):
+        if isinstance(meta, HotKVMetadata):
             self._worker.save(meta)
 
     def _results_broke(self, *_: Any) -> KVConnectorTransferResults:
-        failed = self._worker.take_failed_results() if self._worker is not None else set()
+        failed = self._worker.take_failed_results()
         return KVConnectorTransferResults(finished_recving=failed, failed_recving=failed)
 
     @hook(
@@ -339,22 +217,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         ),
     )
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._worker is None:
-            return KVConnectorTransferResults()
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
-
-    @hook(
-        nothing,
-        why=(
-            "States are said again by each step: a hung load's request waits, or its blocks stay "
-            "out of use."
-        ),
-        is_part=True,
-    )
-    def _state_report(self) -> None:
-        if self._worker is not None:
-            self._worker.note_state()
 
     @hook(
         nothing,
@@ -365,51 +229,31 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     )
     def build_connector_worker_meta(self) -> HotKVWorkerMetadata | None:
         self.clock.end_step()
-        self._sparse_report()
-        self._state_report()
-        self._step_report()
-        return self._worker.take_report() if self._worker is not None else None
-
-    @hook(
-        nothing,
-        why=(
-            "The scheduler asks again for a handshake, and trusts no step whose end it has not "
-            "heard of."
-        ),
-        is_part=True,
-    )
-    def _step_report(self) -> None:
         meta = self._connector_metadata
-        if (
-            self._worker is not None
-            and isinstance(meta, HotKVMetadata)
-            and (meta.wants_handshake or meta.settles_step)
-        ):
-            self._worker.note_step(
-                self._handshake() if meta.wants_handshake else None, meta.settles_step
-            )
+        return self._worker.take_report(meta if isinstance(meta, HotKVMetadata) else None)
 
     # ------------------------------------------------------------------------------ scheduler hooks
 
-    def _connect_broke(self, *_: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.turn_off()
-
-    @hook(_connect_broke, why="The scheduler offers nothing and plans nothing.")
+    @hook(
+        lambda self, *_: self._scheduler.turn_off(),
+        why="The scheduler offers nothing and plans nothing.",
+    )
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         self._connect(list(metadata.values()))
 
-    @hook(_connect_broke, why="The scheduler offers nothing and plans nothing.")
+    @hook(
+        lambda self, *_: self._scheduler.turn_off(),
+        why="The scheduler offers nothing and plans nothing.",
+    )
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         self._connect(list(metadata.values()))
 
     def _connect(self, handshakes: list[KVConnectorHandshakeMetadata]) -> None:
-        if self._scheduler is not None:
-            self._scheduler.connect([h for h in handshakes if isinstance(h, HotKVHandshake)])
+        self._scheduler.connect([h for h in handshakes if isinstance(h, HotKVHandshake)])
 
     @hook(
         nothing,
@@ -419,32 +263,17 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         ),
     )
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.holds.pool = gpu_block_pool
-
-    def _request_broke(self, request: Any, *_: Any) -> tuple[bool, None]:
-        if self._scheduler is not None:
-            self._scheduler.request_broke(request.request_id)
-        return False, None
+        self._scheduler.bind_pool(gpu_block_pool)
 
     @hook(
-        _request_broke,
+        lambda self, request: self._scheduler.requests.request_broke(request.request_id),
         why="The request is unknown to hotkv: nothing is loaded for it, nothing of it stored.",
     )
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.on_new_request(request)
-        self._begin_sequences(request)
-
-    @hook(nothing, why="Rows that have no name attend to everything.", is_part=True)
-    def _begin_sequences(self, request: Any) -> None:
-        if self._rows is not None:
-            self._rows.arrived(request)
-        if self._scheduler is not None:
-            self._scheduler.sparse_arrived(request)
+        self._scheduler.requests.arrived(request)
 
     def _match_broke(self, request: Any, *_: Any) -> tuple[int, bool]:
-        self._request_broke(request)
+        self._scheduler.requests.request_broke(request.request_id)
         return 0, False
 
     @hook(
@@ -455,29 +284,19 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return (
-            self._scheduler.match(request, num_computed_tokens)
-            if self._scheduler is not None
-            else (0, False)
-        )
-
-    def _alloc_broke(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.alloc_broke(request.request_id, num_external_tokens)
+        return self._scheduler.requests.match(request, num_computed_tokens)
 
     @hook(
-        _alloc_broke,
+        lambda self, request, blocks, num_external_tokens: self._scheduler.requests.alloc_broke(
+            request.request_id, num_external_tokens
+        ),
         why="The request's load is reported as failed, and the next step takes all stores back.",
     )
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.after_alloc(request, blocks, num_external_tokens)
-
-    def _plan_broke(self, scheduler_output: Any) -> HotKVMetadata:
-        return self._scheduler.plan_broke() if self._scheduler is not None else HotKVMetadata()
+        self._scheduler.requests.allocated(request, blocks, num_external_tokens)
 
     @hook(
-        _plan_broke,
+        lambda self, _: self._scheduler.plan_broke(),
         last=HotKVMetadata(lost_track=True),
         why=(
             "The step takes all stores back and attends to everything; loads that were to begin "
@@ -486,38 +305,17 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     )
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self.clock.end_step()
-        rows = self._rows.of_step(scheduler_output) if self._rows is not None else None
-        sparse = sparse_requests(self._engine_id, scheduler_output)
-        meta = (
-            self._scheduler.build_meta(scheduler_output, sparse)
-            if self._scheduler is not None
-            else HotKVMetadata()
-        )
-        if rows is not None:
-            meta.sparse_rows = rows
-            self._plan_sparse(meta, rows)
-        return meta
-
-    @hook(nothing, why="The step begins with no hot sets of other requests.", is_part=True)
-    def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        if self._scheduler is not None:
-            self._scheduler.plan_sparse(meta, rows)
-
-    def _update_broke(self, connector_output: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.update_broke(connector_output)
+        return self._scheduler.build_meta(scheduler_output)
 
     @hook(
-        _update_broke,
+        lambda self, connector_output: self._scheduler.update_broke(connector_output),
         why="Loads that the step reports count as failed for hotkv, its stores as ended.",
     )
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.update(connector_output)
+        self._scheduler.update(connector_output)
 
     def _end_broke(self, request: Any, *_: Any) -> tuple[bool, None]:
-        if self._scheduler is not None:
-            self._scheduler.end_broke(request.request_id)
+        self._scheduler.requests.end_broke(request.request_id)
         return False, None
 
     @hook(
@@ -533,40 +331,16 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: steps that reuse them wait for stores that still read
         them."""
-        self._end_sequences(request.request_id)
-        if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
+        self._scheduler.requests.finished(request, block_ids)
         return False, None
-
-    @hook(
-        nothing,
-        why=(
-            "Names of requests that are no more match no row; the server ends sequences with "
-            "their session."
-        ),
-        is_part=True,
-    )
-    def _end_sequences(self, request_id: str) -> None:
-        if self._rows is not None:
-            self._rows.ended(request_id)
-        if self._scheduler is not None:
-            self._scheduler.sparse_ended(request_id)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def _reset_broke(self) -> bool:
-        # A pause would fail with it, and asks nothing of the server.
-        return (
-            self._scheduler.reset_broke() or checks.is_pausing()
-            if self._scheduler is not None
-            else False
-        )
-
     @hook(
-        _reset_broke,
+        lambda self: self._scheduler.reset_broke(),
         last=False,
         why=(
             "The caller hears that it failed; nothing is loaded or stored until a later flush "
@@ -574,20 +348,18 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         ),
     )
     def reset_cache(self) -> bool | None:
-        return self._scheduler.reset_cache() if self._scheduler is not None else None
+        return self._scheduler.reset_cache()
 
     @hook(nothing, why="Counters go out with a later step.")
     def get_kv_connector_stats(self) -> HotKVStats | None:
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        return self._scheduler.take_stats()
 
     # ----------------------------------------------------------------------------------------- both
 
     @hook(nothing, why="What is left ends with the process, and the server notices.")
     def shutdown(self) -> None:
-        side = self._scheduler or self._worker
-        self._kv_caches = {}
-        if side is not None:
-            side.shutdown()
+        self._scheduler.shutdown()
+        self._worker.shutdown()
         logger.info(
             "hotkv %s: %.3f s in hooks over %d steps, longest %.1f ms",
             self.clock.who,

@@ -9,7 +9,8 @@ little as it can of what the hook uses, so that one fault does not break both.
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from types import FunctionType
+from typing import Any, Protocol, TypeVar, cast
 
 from hotkv_vllm import link
 
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 FALLBACKS: dict[str, str] = {}
 """By hook: why its fallback is safe."""
+HOOKS: dict[str, FunctionType] = {}
+"""By hook: the function that is guarded."""
 
 
 class Clock(Protocol):
@@ -26,26 +29,37 @@ class Clock(Protocol):
     def add(self, hook: str, seconds: float) -> None: ...
 
 
-class Guarded(Protocol):
-    """What has hooks."""
+class HookEdge:
+    """One connector's edge. `broken`: hooks that have raised. `count`: adds one to a counter."""
 
-    clock: Clock
+    def __init__(self, clock: Clock, count: Callable[[str], None]) -> None:
+        self.clock = clock
+        self.broken: set[str] = set()
+        self._count = count
 
-    def hook_broke(self, name: str) -> None: ...
+    def __repr__(self) -> str:
+        return f"HookEdge(broken: {sorted(self.broken)})"
+
+    def broke(self, name: str) -> None:
+        """Logs a hook's first fault with its traceback, and counts all."""
+        self._count("hook_errors")
+        if name not in self.broken:
+            self.broken.add(name)
+            logger.exception("hotkv: hook %s broke; the engine goes on without its result", name)
 
 
 def hook(
     otherwise: Callable[..., Any], *, why: str, last: Any = None, is_part: bool = False
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Times a hook and keeps its exceptions from vLLM; a broken hook answers `otherwise(self, *its
-    arguments)`.
+    arguments)`. The object has a HookEdge `edge`.
 
     `is_part`: of a hook that goes on when this breaks, and is timed itself.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
         name = method.__name__
-        FALLBACKS[name] = why
+        FALLBACKS[name], HOOKS[name] = why, cast(FunctionType, method)
 
         @functools.wraps(method)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> T:
@@ -53,10 +67,10 @@ def hook(
             try:
                 return method(self, *args, **kwargs)
             except Exception:  # noqa: BLE001 - hook edge: a fault of ours must not become the engine's
-                self.hook_broke(name)
+                self.edge.broke(name)
             finally:
                 if not is_part:
-                    self.clock.add(name, time.perf_counter() - began_s)
+                    self.edge.clock.add(name, time.perf_counter() - began_s)
             return _answer(self, name, otherwise, last, args, kwargs)
 
         return guarded
@@ -70,7 +84,7 @@ def _answer(
     try:
         return otherwise(self, *args, **kwargs)
     except Exception:  # noqa: BLE001 - hook edge, as above
-        self.hook_broke(f"{name} (its fallback)")
+        self.edge.broke(f"{name} (its fallback)")
         return last
 
 
@@ -82,6 +96,7 @@ def class_hook(
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
         FALLBACKS[method.__name__] = why
+        HOOKS[method.__name__] = cast(FunctionType, method)
 
         @functools.wraps(method)
         def guarded(cls: type, *args: Any, **kwargs: Any) -> T:

@@ -151,11 +151,11 @@ def stats(llm: Any) -> dict[str, Any]:
     totals = dict(side.totals.data)
     for name, value in side.stats.data.items():
         totals[name] = totals.get(name, 0) + value
-    return {"totals": totals, "connected": side.session is not None and side.session.connected}
+    return {"totals": totals, "connected": side.sharing.is_connected}
 
 
 def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
-    sessions = [_scheduler_side(llm).session, _worker_side(llm).session]
+    sessions = [_scheduler_side(llm).cache.session, _worker_side(llm).rank.session]
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s and any(s.connected != connected for s in sessions):
         time.sleep(0.02)
@@ -163,7 +163,7 @@ def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
 
 
 def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
-    session = _worker_side(llm).session
+    session = _worker_side(llm).rank.session
     original = getattr(session, call)
 
     def frozen(*arguments: Any) -> Any:

@@ -15,14 +15,17 @@ from typing import Any
 
 import hotkv_vllm
 from hotkv_client.testing import fake
-from hotkv_vllm import connector, hooks
+from hotkv_vllm import hooks
 
 EDGE = {
-    "HotKVConnector.hook_broke",
+    "HotKVConnector._count",
+    "HookEdge.broke",
     "HookClock.add",
     "HookClock.begin_step",
     "_answer",
+    "HotKVScheduler.count",
     "HotKVWorker.count",
+    "HotKVWorker._count",
     "HotKVStats.add",
 }
 """What the edge itself consists of, beside the fallbacks: it counts, and reads clocks."""
@@ -118,10 +121,7 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
 def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
     """By hook: the functions that it has called in `run`, itself among them."""
     known, stack = functions(), list[str]()
-    guarded = {
-        inspect.unwrap(getattr(connector.HotKVConnector, name)).__code__: name
-        for name in hooks.FALLBACKS
-    }
+    guarded = {function.__code__: name for name, function in hooks.HOOKS.items()}
     calls: dict[str, set[FunctionType]] = {name: set() for name in hooks.FALLBACKS}
 
     def profile(frame: Any, event: str, _: Any) -> None:

@@ -53,7 +53,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from hotkv_client.testing import FakeServer
 from hotkv_vllm import link
-from hotkv_vllm.worker import side
+from hotkv_vllm.worker import session
 from hotkv_vllm.worker.device_order import Marks
 from tests.vllm.device import ToldDevice
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
@@ -179,7 +179,7 @@ class Engine:
             layout,
         )
         self.model = torch.nn.Linear(2, 2)
-        monkeypatch.setattr(side, "marks_for", lambda _, wanted: Marks(device, wanted))
+        monkeypatch.setattr(session, "marks_for", lambda _, wanted: Marks(device, wanted))
         arguments = engine_args(
             write_model(folder), blocks=blocks, max_num_batched_tokens=max_tokens_per_step, **more
         )

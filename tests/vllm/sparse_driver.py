@@ -16,7 +16,7 @@ import engine_driver
 def _worker() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return _first(get_kv_transfer_group())._sparse
+    return _first(get_kv_transfer_group())._worker.sparse.worker
 
 
 def _first(connector: Any) -> Any:
@@ -83,14 +83,14 @@ def pool(_: Any) -> dict[str, Any]:
 def come_alone(llm: Any) -> dict[str, Any]:
     from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 
-    finder = _scheduler_side(llm).finder
-    finder.represented = RepresentationPlanner(len(finder.specs))
+    finder = _scheduler_side(llm).cache.finder
+    finder.representations = RepresentationPlanner(len(finder.groups.specs))
     return {}
 
 
 def in_flight(llm: Any) -> dict[str, Any]:
-    planner = _scheduler_side(llm).planner
-    return {"stores": 0 if planner is None else planner.num_in_flight}
+    cache = _scheduler_side(llm).cache
+    return {"stores": 0 if cache is None else len(cache.planner.in_flight)}
 
 
 def pace(_: Any, seconds: float) -> dict[str, Any]:

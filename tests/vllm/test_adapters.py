@@ -608,10 +608,12 @@ def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
     for _ in range(10):
         other.step()
     scheduler = other.connector._scheduler
-    assert {state.phase.name for state in scheduler._requests.values()} == {"LOADING"}
-    scheduler.planner._tails.append((NO_RETENTION, ()))
-    scheduler._named(AdapterReport(changed=frozenset({1})))
-    assert not scheduler.planner._tails and scheduler._cancel == ["adapter"]
+    assert {state.hit.phase.name for state in scheduler.requests.states.values()} == {"LOADING"}
+    scheduler.cache.planner._tails.append((NO_RETENTION, ()))
+    scheduler._named(scheduler.cache, AdapterReport(changed=frozenset({1})))
+    assert not scheduler.cache.planner._tails and (
+        scheduler.requests.loads.cancelled == ["adapter"]
+    )
     server.hold = set()
     server.settle()
     other.run()

@@ -61,7 +61,7 @@ def finish(engine: Any, server: Any, device: ToldDevice) -> None:
 
 def assert_nothing_is_kept(engine: Any, device: ToldDevice) -> None:
     worker = worker_of(engine)
-    assert not worker._loads and not worker._stores
+    assert not worker.loads and not worker.stores
     assert len(worker._marks._free) == len(worker._marks._ring), worker._marks
 
 
@@ -188,7 +188,7 @@ def test_only_what_is_wanted_is_offered(
     one = engine(device=device, extra={"device_order": wanted})
     offer = next(session.order for session in server.sessions if session.layout is not None)
     assert (bool(offer.event_handles), bool(offer.num_flags)) == (events, flags)
-    assert (device_order.WORDS_HANDLE in worker_of(one)._memory.fds) == flags
+    assert (device_order.WORDS_HANDLE in worker_of(one).rank.memory.fds) == flags
     assert one.generate("a", PROMPT, 2)[0]
 
 
@@ -197,7 +197,7 @@ def test_a_device_that_can_share_nothing_is_waited_for_by_the_worker(
 ) -> None:
     device = ToldDevice(has_events=False, has_words=False)
     one = engine(device=device)
-    assert worker_of(one)._marks.order == NO_ORDER
+    assert worker_of(one).rank.marks.order == NO_ORDER
     answer = one.generate("a", PROMPT, 2)[0]
     assert engine().generate("b", PROMPT, 2) == (answer, 192)
 
@@ -220,9 +220,9 @@ def test_deadlines_of_loads_run_from_the_mark(
         one.step()
     for _ in range(3):
         one.step()
-    assert server.count("cancel") == 0 and worker_of(one)._loads
+    assert server.count("cancel") == 0 and worker_of(one).loads
     device.run()
-    while worker_of(one)._loads:
+    while worker_of(one).loads:
         one.step()
     finish(one, server, device)
     assert server.count("cancel") == 1 and one.counters["failed_loads"] == 1
@@ -240,13 +240,13 @@ def test_a_step_does_not_wait_for_the_device_to_take_blocks_back(
     one.add("a", PROMPT, 1)
     one._execute(one.scheduler.schedule())
     worker = worker_of(one)
-    (store_id,) = worker._stores
+    (store_id,) = worker.stores.active
     began_s = time.monotonic()
     worker.before_step(HotKVMetadata(flush_stores=(store_id,)))
     assert time.monotonic() - began_s < 30
     device.run()
     server.settle()
-    assert not server.blocks and worker.take_report().stores[store_id].results == [b""]
+    assert not server.blocks and worker.take_report(None).stores[store_id].results == [b""]
     assert_nothing_is_kept(one, device)
 
 
@@ -261,7 +261,7 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
     one.add("b", PROMPT, 2)
     for _ in range(5):
         one.step()
-    assert worker_of(one)._loads
+    assert worker_of(one).loads
     one.abort("b")
     one.run()
     loads = server.count("load")
@@ -274,7 +274,7 @@ def test_a_word_counts_past_32_bits(engine: Any, server: Any, device: ToldDevice
     server.order_kind = OrderKind.FLAGS
     one = engine(device=device)
     device.words.words[0] = (1 << 32) - 2
-    worker_of(one)._marks._values[0] = (1 << 32) - 2
+    worker_of(one).rank.marks._values[0] = (1 << 32) - 2
     for number in range(4):
         one.generate(f"{number}", prompt(20 + number, 40), 1)
     finish(one, server, device)
@@ -298,9 +298,9 @@ def test_dummy_runs_and_graph_capture_reach_no_hook(
     one.worker.wait_for_save()
     assert (
         not device.given
-        and not one.worker._broken
+        and not one.worker.edge.broken
         and {kind for kind, _ in server.calls} <= {"probe"}
     )
     answer = one.generate("a", PROMPT, 2)
     finish(one, server, device)
-    assert answer[0] and not one.worker._broken
+    assert answer[0] and not one.worker.edge.broken

@@ -62,7 +62,7 @@ def finish(engine: Engine, timeout_s: float = 60.0) -> None:
     until_s = time.monotonic() + timeout_s
     worker = engine.worker._worker
     number = 0
-    while engine.scheduler.has_requests() or engine.queue or worker._stores or worker._loads:
+    while engine.scheduler.has_requests() or engine.queue or worker.stores or worker.loads:
         assert time.monotonic() < until_s, worker
         if not engine.scheduler.has_requests():
             number += 1
@@ -76,15 +76,19 @@ def finish(engine: Engine, timeout_s: float = 60.0) -> None:
 def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
     """Words before events, which are no use to a server without a device."""
     one = make(device=ToldDevice())
-    session = one.worker._worker.session
+    session = one.worker._worker.rank.session
     assert session.order_kind is OrderKind.FLAGS and session.order_message == ""
     assert (
-        make(device=ToldDevice(), extra={"device_order": "host"}).worker._worker.session.order_kind
+        make(
+            device=ToldDevice(), extra={"device_order": "host"}
+        ).worker._worker.rank.session.order_kind
         is OrderKind.HOST
     )
-    only_events = make(device=ToldDevice(), extra={"device_order": "events"}).worker._worker.session
+    only_events = make(
+        device=ToldDevice(), extra={"device_order": "events"}
+    ).worker._worker.rank.session
     assert only_events.order_kind is OrderKind.HOST and "events" in only_events.order_message
-    assert make().worker._worker.session.order_message == ""
+    assert make().worker._worker.rank.session.order_message == ""
 
 
 def test_nothing_is_read_before_the_device_is_there(make: Make) -> None:
@@ -92,10 +96,10 @@ def test_nothing_is_read_before_the_device_is_there(make: Make) -> None:
     one = make(device=device)
     one.add("a", prompt(1, 200), 1)
     one.queue.append((scheduled := one.scheduler.schedule(), *one._execute(scheduled)))
-    (store,) = one.worker._worker._stores.values()
+    (store,) = one.worker._worker.stores.active.values()
     assert store.after.after is not None and not store.after.passed()
     # The server answers in order what it can answer: it has the store.
-    one.worker._worker.session.ping(20)
+    one.worker._worker.rank.session.ping(20)
     assert not store.answer.done()
     device.run()
     assert store.answer.result(20).num_bytes

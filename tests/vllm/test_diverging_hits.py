@@ -36,15 +36,15 @@ def on_device(one: Engine) -> Readable:
 
 def on_host(one: Engine, server: FakeServer) -> Readable:
     scheduler = one.connector._scheduler
-    fingerprint = scheduler.session.config.key_space.fingerprint
-    index_of = {group.vllm_group: index for index, group in enumerate(scheduler._groups)}
+    fingerprint = scheduler.cache.session.config.key_space.fingerprint
+    index_of = {group.vllm_group: index for index, group in enumerate(scheduler.cache.cache_groups)}
     return lambda group, block_hash: server.ready(fingerprint, index_of[group], block_hash)
 
 
 def longest(one: Engine, request: Request, is_readable: Readable) -> int:
     """Tokens of the longest hit of which attention could read all: tried one by one, without
     hotkv's rule or vLLM's."""
-    alignment = one.connector._scheduler.finder.alignment_tokens
+    alignment = one.connector._scheduler.cache.finder.groups.alignment_tokens
     for end in range((request.num_tokens - 1) // alignment * alignment, 0, -alignment):
         if all(is_readable(group, block_hash) for group, block_hash in read_at(one, request, end)):
             return end
@@ -204,8 +204,8 @@ def test_one_group_is_missing_in_one_cache(
     one.generate("b", prompt(1, LENGTH))
     usable = (
         (LENGTH - 1)
-        // one.connector._scheduler.finder.alignment_tokens
-        * one.connector._scheduler.finder.alignment_tokens
+        // one.connector._scheduler.cache.finder.groups.alignment_tokens
+        * one.connector._scheduler.cache.finder.groups.alignment_tokens
     )
     assert one.local["b"] + one.external["b"] == usable
     assert (one.external["b"] > 0) == (where == "device")

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm import connector
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
+from hotkv_vllm.sparse import rank
 from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.harness import HYBRIDS, Engine, full_model, hybrid_model, prompt
 from tests.vllm.tiny import BLOCK_TOKENS
@@ -80,7 +80,7 @@ def approximate(server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
             "they do"
         )
 
-    monkeypatch.setattr(connector, "install", install)
+    monkeypatch.setattr(rank, "install", install)
 
     def make(**settings: Any) -> Approximate:
         made.append(Approximate(server, tmp_path / "model", monkeypatch, extra=SPARSE, **settings))

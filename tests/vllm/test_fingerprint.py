@@ -184,7 +184,7 @@ def spaces(
 ) -> list[bytes]:
     """Fingerprints of engines with these settings."""
     engines = [Engine(FakeServer(), tmp_path / "model", monkeypatch, **more) for more in settings]
-    found = [one.connector._scheduler.session.config.key_space.fingerprint for one in engines]
+    found = [one.connector._scheduler.cache.session.config.key_space.fingerprint for one in engines]
     for one in engines:
         one.worker.shutdown()
         one.connector.shutdown()

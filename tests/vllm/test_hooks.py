@@ -19,7 +19,7 @@ from hotkv_client.testing import FakeServer
 from hotkv_vllm import rekeying
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.hooks import FALLBACKS
-from hotkv_vllm.scheduler import hits, stores
+from hotkv_vllm.scheduler import hits, stores_in_flight
 from hotkv_vllm.worker import loads
 from tests.vllm.faults import broken, called_by_hooks
 from tests.vllm.harness import Engine, prompt
@@ -182,14 +182,15 @@ class Bench:
 
     def nothing_left(self) -> None:
         side, worker = self.one.connector._scheduler, self.one.worker._worker
-        assert not side._requests and not side._loads and not side._abandoned and not side._cancel
-        assert not side.planner._in_flight and not side.planner._reading and not side.planner._bytes
-        assert not side.holds.loading and not side.holds._held and side._links.are_complete
+        assert not side.requests.states and side.requests.loads.is_empty
+        in_flight, quarantine = side.cache.planner.in_flight, side.requests.loads.quarantine
+        assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes
+        assert not quarantine.loading and not quarantine.held and side.sharing.links.are_complete
         assert (
-            not worker._stores
-            and not len(worker._loads)
-            and not worker._loads._hung
-            and not worker._loads._failed
+            not worker.stores
+            and not len(worker.loads)
+            and not worker.loads._hung
+            and not worker.loads._failed
         )
         assert not self.server.leases and not self.server.held
 
@@ -238,9 +239,9 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
     assert not [hook for hook in IN_STEPS if not calls[hook] and hook not in ("_rows_of",)]
     taken = {one.__qualname__ for called in calls.values() for one in called}
     assert taken >= {
-        "HotKVWorker._take_back",
+        "Stores._take_back",
         "Loads.give_up",
-        "HeldBlocks.overdue",
+        "Quarantine.overdue",
         "HitFinder.load_failed",
         "CacheReset.begin",
     }
@@ -271,7 +272,7 @@ def test_a_broken_hook(
             bench.judge()
             with (
                 lost_reports_are_noticed()
-                if function.__qualname__ == "StorePlanner.account"
+                if function.__qualname__ == "StoresInFlight.account"
                 else contextlib.nullcontext()
             ):
                 bench.one.generate(bench.name("begin"), prompt(9, 10), 3)
@@ -300,7 +301,7 @@ def test_a_step_after_unknown_allocations_takes_all_stores_back(bench: Bench) ->
 def lost_reports_are_noticed() -> Iterator[None]:
     """At once rather than after a minute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stores, "UNREPORTED_S", 0.0)
+        patch.setattr(stores_in_flight, "UNREPORTED_S", 0.0)
         yield
 
 
@@ -347,7 +348,7 @@ def test_a_rank_without_a_handshake_leaves_the_engine_off(bench: Bench) -> None:
     bench.server.blocks.clear()
     assert one.generate("x", FIRST, 2)[0] == bench.expected["a"] and not bench.server.blocks
     one.connector.set_xfer_handshake_metadata({0: one.worker.get_handshake_metadata()})
-    assert one.connector._scheduler.session is not None
+    assert one.connector._scheduler.cache is not None
     one.worker.shutdown()
     one.connector.shutdown()
 
@@ -363,7 +364,7 @@ def test_shutdown_breaks(bench: Bench) -> None:
     calls = called_by_hooks(end)["shutdown"]
     for function in sorted(calls, key=lambda one: one.__qualname__):
         one = bench.new()
-        memory = one.worker._worker._memory
+        memory = one.worker._worker.rank.memory
         with broken(function):
             end()
         if "shutdown" not in function.__name__ and function.__qualname__ != "ExportedMemory.close":

@@ -15,7 +15,7 @@ import pytest
 from hotkv_client.types import LoadRun
 from hotkv_vllm.metadata import HotKVWorkerMetadata, LoadJob
 from hotkv_vllm.scheduler import worker_links
-from hotkv_vllm.scheduler.quarantine import HeldBlocks
+from hotkv_vllm.scheduler.quarantine import Quarantine
 from hotkv_vllm.worker import loads
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.loads import Loads, never_begun
@@ -67,7 +67,7 @@ def test_the_request_is_answered_and_late_writes_reach_nobody(
         and one.counters["failed_loads"] == 1
     )
     held = before - free_blocks(one)
-    assert held == one.connector._scheduler.holds.num_blocks >= 6
+    assert held == one.connector._scheduler.requests.loads.quarantine.num_blocks >= 6
     # Other requests fill all other blocks while the server goes on after all; the harness checks
     # what they read.
     for index in range(4):
@@ -141,7 +141,7 @@ def test_a_server_that_dies_gives_its_blocks_back(engine: Any, server: Any) -> N
 def test_without_vllms_pool_the_request_waits(engine: Any, server: Any) -> None:
     answer = engine().generate("first", PROMPT, 4)[0]
     one = engine(extra={"load_timeout_s": 0.0})
-    one.connector._scheduler.holds.pool = None
+    one.connector._scheduler.requests.loads.quarantine.pool = None
     future, act = hang(one, server)
     for _ in range(20):
         one.step()
@@ -160,7 +160,7 @@ def test_a_cancel_that_can_not_be_sent_is_overdue_too(
     def broken(_: str) -> None:
         raise RuntimeError("told to break")
 
-    monkeypatch.setattr(one.worker._worker.session, "cancel", broken)
+    monkeypatch.setattr(one.worker._worker.rank.session, "cancel", broken)
     future, act = hang(one, server)
     one.run(100)
     assert (
@@ -189,7 +189,7 @@ def test_shutdown_in_the_middle_of_loads(engine: Any, server: Any) -> None:
     one.connector.shutdown()
     one.worker.shutdown()
     assert all(session.closed for session in server.sessions[-2:])
-    assert not one.connector._broken and not one.worker._broken
+    assert not one.connector.edge.broken and not one.worker.edge.broken
 
 
 def job(number: int) -> LoadJob:
@@ -218,7 +218,7 @@ def test_blocks_are_held_until_all_ranks_are_settled() -> None:
 
     sent: list[list[Any]] = [[], []]
     ranks = [Loads(lambda job, _, s=s: s.append(Future()) or s[-1], lambda _: None) for s in sent]
-    holds = HeldBlocks(2)
+    holds = Quarantine(2)
     holds.pool = pool = Pool()
     holds.begun(
         job(7),

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from hotkv_vllm.connector import HotKVConnector
+from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.scheduler import hits
+from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.worker import SparseWorker
+from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.faults import broken, called_by_hooks
 from tests.vllm.harness import prompt
 from tests.vllm.test_sparse_pool import pairs, rows_are_right, sparse_engine, toy
@@ -46,7 +49,7 @@ def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
 def of_sparse_decode(one: FunctionType) -> bool:
     return (
         ".sparse." in one.__module__
-        or one.__module__.endswith(("represented", "allocations"))
+        or one.__module__.endswith(("representation_planner", "written_blocks"))
         or one.__name__ in HOOKS
     )
 
@@ -105,10 +108,13 @@ def test_broken_in_each_function_of_sparse_decode(
 def connector_over(layers: Layers) -> HotKVConnector:
     """A worker's connector with sparse layers, and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
-    one._scheduler = one._rows = one._reporter = None
-    one._worker = Mock()
-    one._sparse, one._broken = layers.worker, set()
     one.clock = Clock()
+    one.edge = HookEdge(one.clock, lambda _: None)
+    worker = one._worker = HotKVWorker.__new__(HotKVWorker)
+    worker.adapters, worker.rank, worker.loads, worker.stores = Mock(), Mock(), Mock(), Mock()
+    worker.rank.follow.return_value = False
+    sparse = worker.sparse = SparseRank.__new__(SparseRank)
+    sparse.edge, sparse.worker, sparse.reporter = one.edge, layers.worker, None
     return one
 
 
@@ -143,7 +149,7 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     assert (
         attend() is None
         and not layers.worker.hot_sets("a")
-        and one._broken == {"handle_preemptions"}
+        and one.edge.broken == {"handle_preemptions"}
     )
     built = layers.worker.representations.built(7)
     assert not built.any()
@@ -157,17 +163,15 @@ def test_a_step_whose_rows_are_not_known_is_dense(
         one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     assert attend() is None and layers.worker.is_off
-    assert (
-        one._worker.take_everything_back.call_count == 2
-        and one._worker.without_representations.call_count == 1
-    )
+    worker = one._worker
+    assert worker.stores.take_everything_back.call_count == 2 and worker.rank.shared is None
 
 
 def test_a_scheduler_that_lost_track_says_so(engine: Any, server: Any, toy: Any) -> None:
     """Workers take all stores back and forget all representations."""
     one = sparse_engine(engine)
     one.generate("a", LONG, 4)
-    sparse = one.worker._sparse
+    sparse = one.worker._worker.sparse.worker
     assert any(sparse.representations.built(layer.index).any() for layer in sparse.layers.values())
     one.worker.handle_preemptions(HotKVMetadata(lost_track=True))
     assert not any(

@@ -82,7 +82,7 @@ def test_every_length_hits_all_that_it_can(engine: Any, model: Any) -> None:
     one = engine(specs=model(), blocks=96)
     one.generate("long", prompt(1, LENGTH), 4)
     one.generate("end", prompt(2, 10), 2)
-    alignment = one.connector._scheduler.finder.alignment_tokens
+    alignment = one.connector._scheduler.cache.finder.groups.alignment_tokens
     for length in random.Random(1).sample(range(2, LENGTH), 25):
         one.drop_local()
         _, external = one.generate(f"p{length}", prompt(1, length) + [7] * 3, 2)
@@ -99,9 +99,9 @@ def test_only_blocks_that_a_hit_needs_are_stored_and_loaded(
     one = engine(specs=model(), blocks=96, max_tokens_per_step=LENGTH)
     one.generate("a", prompt(1, LENGTH))
     one.generate("end", prompt(2, 10), 2)
-    finder = one.connector._scheduler.finder
-    for index, spec in enumerate(finder.specs):
-        hashes = list(finder.hashes(one.requests["a"], index))
+    finder = one.connector._scheduler.cache.finder
+    for index, spec in enumerate(finder.groups.specs):
+        hashes = list(finder.groups.hashes(one.requests["a"], index))
         stored = {
             hashes.index(block_hash)
             for _, group, block_hash in server.blocks
@@ -109,7 +109,7 @@ def test_only_blocks_that_a_hit_needs_are_stored_and_loaded(
         }
         useful = {
             b
-            for end in range(0, 2 * LENGTH, finder.alignment_tokens)
+            for end in range(0, 2 * LENGTH, finder.groups.alignment_tokens)
             for b in needed_blocks([spec], end)[0]
         }
         assert stored == useful & set(range(LENGTH // spec.block_tokens))
@@ -119,7 +119,7 @@ def test_only_blocks_that_a_hit_needs_are_stored_and_loaded(
     (loaded,) = [runs for kind, runs in server.calls if kind == "load"]
     wanted = {
         index: len(blocks)
-        for index, blocks in enumerate(needed_blocks(finder.specs, hit))
+        for index, blocks in enumerate(needed_blocks(finder.groups.specs, hit))
         if len(blocks)
     }
     assert {run.group_index: len(run.block_ids) for run in loaded} == wanted and all(

@@ -213,9 +213,9 @@ def test_shutdown_at_any_time_and_twice(
         server.settle()
         worker = one.worker._worker
         assert (
-            worker._memory is None
-            and worker.session is None
-            and one.connector._scheduler.session is None
+            worker.rank.memory is None
+            and worker.rank.session is None
+            and one.connector._scheduler.cache is None
         )
         one.run()
         assert (

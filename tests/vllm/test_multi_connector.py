@@ -115,7 +115,7 @@ def test_ranks_of_later_stages_are_nobody_elses_business(
     assert one.worker.get_handshake_metadata() is None
     assert (
         one.generate("cold", PROMPT, 4)[0]
-        and children(one.connector)[0]._scheduler.session is not None
+        and children(one.connector)[0]._scheduler.cache is not None
     )
 
 
@@ -151,7 +151,7 @@ def test_a_rank_that_never_answers(
         one.step()
     assert not one.outputs["waits"]
     monkeypatch.setattr(joining, "PATIENCE_S", 0.0)
-    children(one.connector)[0]._scheduler._joining._until_s = None
+    children(one.connector)[0]._scheduler.sharing.joining._until_s = None
     one.run()
     assert len(one.outputs["waits"]) == 4 and not server.blocks
     monkeypatch.setattr(children(one.worker)[0], "_handshake", answer)
@@ -168,7 +168,7 @@ def test_without_a_key_space_hotkv_is_off(
         children(one.worker)[0], "_handshake", lambda: HotKVHandshake(None, "it says so")
     )
     assert len(one.generate("cold", PROMPT, 4)[0]) == 4
-    assert not server.blocks and children(one.connector)[0]._scheduler._joining is None
+    assert not server.blocks and children(one.connector)[0]._scheduler.sharing.joining is None
 
 
 def test_runner_v2_revokes_in_a_multi_connector(
@@ -178,10 +178,10 @@ def test_runner_v2_revokes_in_a_multi_connector(
     away later are taken back."""
     server.hold = {"store"}
     one = engine(within=beside("LoadingConnector", ours_first=True), specs=mixed_model(), v2=True)
-    ours, fence = children(one.connector)[0]._scheduler, children(one.worker)[0]._worker._fence
-    assert ours.planner is None
+    ours, fence = children(one.connector)[0]._scheduler, children(one.worker)[0]._worker.rank.fence
+    assert ours.cache.planner is None
     answer = one.generate("a", PROMPT, 1)[0]
-    words = {store.fence_index for store in ours.planner._in_flight.values()}
+    words = {store.fence_index for store in ours.cache.planner.in_flight.stores.values()}
     assert words and 0 not in words and not any(fence.is_revoked(word) for word in words)
     one.drop_local()
     for number in range(2, 8):

@@ -177,7 +177,7 @@ def test_a_block_is_stored_when_all_ranks_have_stored_it(
     assert (
         not server.blocks
         and not server.writes.leases
-        and not one.connector._scheduler.planner._in_flight
+        and not one.connector._scheduler.cache.planner.in_flight.stores
     )
     # It is stored by the next who computes it.
     assert other.generate("b", PROMPT, 4)[1] == 0
@@ -294,6 +294,6 @@ def test_handshakes_of_a_pipelines_stages(ranked: Ranked, monkeypatch: pytest.Mo
             one.vllm_config, KVConnectorRole.SCHEDULER, one.kv_config
         )
         connector.set_xfer_handshake_metadata_pp_aware(change(dict(handshakes)))
-        assert (connector._scheduler.session is None) == bool(words), name
+        assert (connector._scheduler.cache is None) == bool(words), name
         assert not words or (words in said[-1] and "hotkv is off" in said[-1]), (name, said)
         connector.shutdown()

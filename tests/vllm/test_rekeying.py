@@ -289,10 +289,12 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
     one, two = updated(), updated()
     one.generate("a", PROMPT, 4)
     one.generate("end", OTHER, 2)
-    session = two.connector._scheduler.session
+    session = two.connector._scheduler.cache.session
     with pausing():
         two.connector.reset_cache()
-    assert two.generate("b", PROMPT, 4)[1] == 192 and two.connector._scheduler.session is session
+    assert (
+        two.generate("b", PROMPT, 4)[1] == 192 and two.connector._scheduler.cache.session is session
+    )
     assert two.scheduler.reset_prefix_cache(reset_connector=True)
     two.generate("c", PROMPT, 4)
     two.generate("end", OTHER, 2)

@@ -200,9 +200,9 @@ def test_stores_carry_exactly_the_tokens_of_their_blocks(
     tokens = prompt(1, 420)
     answer, _ = one.generate("a", tokens, 100)
     one.generate("b", prompt(2, 10), 2)
-    specs = one.connector._scheduler.finder.specs
+    specs = one.connector._scheduler.cache.finder.groups.specs
     hashes = [
-        list(one.connector._scheduler.finder.hashes(one.requests["a"], index))
+        list(one.connector._scheduler.cache.finder.groups.hashes(one.requests["a"], index))
         for index in range(len(specs))
     ]
     seen = set()

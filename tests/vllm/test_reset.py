@@ -33,7 +33,9 @@ def test_other_key_spaces_keep_their_blocks(engine: Any, server: Any) -> None:
     blue.generate("a", PROMPT)
     red.generate("b", PROMPT)
     assert blue.scheduler.reset_prefix_cache(**RESET)
-    assert {space for space, _, _ in server.blocks} == {red.connector._scheduler.session.space}
+    assert {space for space, _, _ in server.blocks} == {
+        red.connector._scheduler.cache.session.space
+    }
 
 
 def test_reset_without_an_answer_is_not_a_success(engine: Any, server: Any) -> None:
@@ -68,14 +70,14 @@ def test_a_reset_that_failed_is_made_good_later(
         server.die(empty=False)
     server.fail_flushes = trouble == "refused"
     assert one.scheduler.reset_prefix_cache(**RESET) == (trouble == "absent") and server.blocks
-    assert one.connector._scheduler._reset.under_way
+    assert one.connector._scheduler.cache.reset.under_way
     server.come_back()
     if trouble == "refused":
         assert one.generate("c", PROMPT, 4) == (answer, 0)
         one.drop_local()
         server.fail_flushes = False
     one.generate("d", prompt(3, 40), 4)
-    assert server.flushes == 1 and not one.connector._scheduler._reset.under_way
+    assert server.flushes == 1 and not one.connector._scheduler.cache.reset.under_way
     assert one.generate("e", PROMPT, 4) == (answer, 0)
 
 
@@ -88,18 +90,18 @@ def test_stores_under_way_do_not_bring_old_blocks_back(
     one = engine(pipelined=pipelined)
     server.late = {"store"}
     one.generate("a", PROMPT, 1)
-    planner = one.connector._scheduler.planner
-    assert planner.num_in_flight
+    planner = one.connector._scheduler.cache.planner
+    assert len(planner.in_flight)
     held, server.held = server.held, []
     assert one.scheduler.reset_prefix_cache(**RESET)
     for kind, name, future, act in held:
         future.set_result(act())
         assert (kind, bool(name)) == ("store", True)
-    assert server.blocks and one.connector._scheduler._reset.under_way
+    assert server.blocks and one.connector._scheduler.cache.reset.under_way
     old = keys(server)
     server.late = set()
     one.generate("b", prompt(2, 100), 4)
-    assert not one.connector._scheduler._reset.under_way and not old & keys(server)
+    assert not one.connector._scheduler.cache.reset.under_way and not old & keys(server)
     one.generate("c", prompt(4, 10), 1)
     one.drop_local()
     assert one.generate("d", PROMPT)[1] == 0
@@ -113,7 +115,7 @@ def test_a_hung_store_is_ended_after_the_reset(engine: Any, server: Any) -> None
     one.generate("b", prompt(2, 10), 3)
     assert (
         server.count("cancel") == 1
-        and not one.connector._scheduler._reset.under_way
+        and not one.connector._scheduler.cache.reset.under_way
         and not server.blocks
     )
 
@@ -121,7 +123,7 @@ def test_a_hung_store_is_ended_after_the_reset(engine: Any, server: Any) -> None
 def test_tails_that_wait_for_the_next_step_are_dropped(engine: Any, server: Any) -> None:
     one = engine(pipelined=True)
     one.add("a", prompt(3, 60), 5)
-    planner = one.connector._scheduler.planner
+    planner = one.connector._scheduler.cache.planner
     while not planner._tails:
         one.step()
     assert one.scheduler.reset_prefix_cache(**RESET) and not planner._tails

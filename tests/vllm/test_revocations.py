@@ -145,7 +145,7 @@ def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(
 ) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1 << 30)
     one = engine(v2=True, specs=mixed_model())
-    assert one.connector._scheduler.planner is None
+    assert one.connector._scheduler.cache is None
     assert one.generate("a", PROMPT, 2)[0] and server.count("store") == 0
 
 
@@ -157,15 +157,16 @@ def test_fences_that_ranks_have_named_are_used(
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
     monkeypatch.setattr(checks, "writes_before_it_tells", lambda *_: False)
     scheduler.connect([handshake])
-    assert scheduler.planner._revocations is not None
+    assert scheduler.cache.planner.in_flight.fence.revocations is not None
     scheduler.connect([replace(handshake, fence=None)])
-    assert scheduler.planner._revocations is None
+    assert scheduler.cache.planner.in_flight.fence.revocations is None
 
 
 def test_models_that_are_not_zeroed_have_no_shared_fence(engine: Any, server: Any) -> None:
     one = engine(v2=True, specs=full_model())
     one.generate("a", PROMPT, 2)
-    assert worker_of(one)._fence is None and one.connector._scheduler.planner._revocations is None
+    in_flight = one.connector._scheduler.cache.planner.in_flight
+    assert worker_of(one).rank.fence is None and in_flight.fence.revocations is None
     assert server.count("store") and all(
         job.fence_index == 0 for meta in one.metas for job in meta.stores
     )
@@ -184,17 +185,17 @@ def test_nothing_is_kept_of_a_block_that_was_given_away(engine: Any, server: Any
     server.hold = {"store"}
     one = engine(v2=True, specs=mixed_model(), blocks=64, max_tokens_per_step=256)
     one.generate("a", PROMPT, 1)
-    planner = one.connector._scheduler.planner
+    planner = one.connector._scheduler.cache.planner
     held = {name for _, name, _, _ in server.held}
-    assert held and len(planner._revocations._free) < fence.SHARED_WORDS - 1
+    assert held and len(planner.in_flight.fence.revocations._free) < fence.SHARED_WORDS - 1
     one.drop_local()
     before = len(one.metas)
-    in_flight = {store.fence_index: store.read for store in planner._in_flight.values()}
+    in_flight = {store.fence_index: store.read for store in planner.in_flight.stores.values()}
     given_away: set[int] = set()
 
     def after_zeroing() -> None:
         """Before the worker hears of it."""
-        fence = worker_of(one)._fence
+        fence = worker_of(one).rank.fence
         ids = {
             block for index, read in in_flight.items() if fence.is_revoked(index) for block in read
         }
@@ -238,7 +239,7 @@ def test_random_lag(
         specs=mixed_model(),
         max_tokens_per_step=128,
     )
-    revocations = one.connector._scheduler.planner._revocations
+    revocations = one.connector._scheduler.cache.planner.in_flight.fence.revocations
     revocations._free = revocations._free[-12:]
     num_settled = 0
 
@@ -278,13 +279,13 @@ def test_a_step_whose_planning_broke_takes_all_back(
     server.hold = {"store"}
     one = engine(v2=True, specs=mixed_model(), blocks=44)
     one.generate("a", PROMPT, 1)
-    planner = one.connector._scheduler.planner
-    in_flight = {store.fence_index for store in planner._in_flight.values()}
+    planner = one.connector._scheduler.cache.planner
+    in_flight = {store.fence_index for store in planner.in_flight.stores.values()}
     assert in_flight
     with monkeypatch.context() as broken:
         broken.setattr(planner, "plan", lambda *_: 1 / 0)
         one.generate("b", prompt(2, 40), 1)
-    assert all(worker_of(one)._fence.is_revoked(index) for index in in_flight)
+    assert all(worker_of(one).rank.fence.is_revoked(index) for index in in_flight)
     server.settle()
     assert not server.blocks
 
@@ -310,11 +311,11 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
         device=device,
         **common,
     )  # type: ignore[arg-type]
-    assert worker_of(one).session.order_kind is OrderKind.FLAGS
+    assert worker_of(one).rank.session.order_kind is OrderKind.FLAGS
     one.add("a", PROMPT, 1)
     one.queue.append((scheduled := one.scheduler.schedule(), *one._execute(scheduled)))
-    (store,) = worker_of(one)._stores.values()
-    words = worker_of(one)._fence
+    (store,) = worker_of(one).stores.active.values()
+    words = worker_of(one).rank.fence
     meta = one.connector.build_connector_meta(_gives_away(scheduled, store))
     assert meta.flush_stores == (store.job.store_id,) and words.is_revoked(store.job.fence_index)
     assert not store.answer.done()

@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from hotkv_vllm import link
-from hotkv_vllm.scheduler import stores
+from hotkv_vllm.scheduler import missing_blocks
 from tests.vllm.harness import Engine, full_model, hybrid_model, mixed_model, prompt
 from tests.vllm.oracle import answer_of, audit
 
@@ -128,10 +128,9 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
     scheduler = one.connector._scheduler
     assert pool.get_num_free_blocks() == num_free and not server.leases
     assert (
-        not scheduler._requests
-        and not scheduler._to_end
-        and not scheduler.finder.failed_waiting
-        and not scheduler.finder.step_aside
+        not scheduler.requests.states
+        and not scheduler.requests.loads.awaited
+        and scheduler.cache.finder.failed_loads.is_empty
     )
     audit(server, [first, one])
     server.fail_loads = False
@@ -228,7 +227,7 @@ def test_a_step_of_very_many_blocks_is_stored_in_parts(
 ) -> None:
     """The server takes so many in a call, and not more; with two requests in a step and one chain
     longer than a part."""
-    monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
+    monkeypatch.setattr(missing_blocks, "STORE_BLOCKS", 3)
     first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
     first.add("a", PROMPT, 2)
     first.add("b", OTHER, 2)

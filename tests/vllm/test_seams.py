@@ -44,8 +44,8 @@ def test_original_weights_after_a_second_start_are_not_those_before(updated: Any
         one.generate(f"end {turn}", prompt(5, 40), 2)
         one.drop_local()
     assert (
-        one.connector._scheduler.session.config.key_space
-        == two.connector._scheduler.session.config.key_space
+        one.connector._scheduler.cache.session.config.key_space
+        == two.connector._scheduler.cache.session.config.key_space
     )
     assert two.generate("d", other, 4)[1] == 192
 
@@ -57,16 +57,16 @@ def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
     server.hold = {"store"}
     one.generate("a", PROMPT, 1)
     worker = one.worker._worker
-    before = set(worker._stores)
+    before = set(worker.stores.active)
     assert before
     # A worker whose session was closed reports its stores with the next step.
-    worker._fail_stores()
+    worker.stores.fail_all()
     connect_again(one)
     one.add("b", prompt(2, 100), 3)
     one.step()
-    planner = one.connector._scheduler.planner
-    assert set(worker._stores) and not before & set(worker._stores)
-    assert planner.num_in_flight == len(worker._stores)
+    planner = one.connector._scheduler.cache.planner
+    assert set(worker.stores.active) and not before & set(worker.stores.active)
+    assert len(planner.in_flight) == len(worker.stores)
 
 
 def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> None:
@@ -133,8 +133,8 @@ def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_k
     one.generate("a", PROMPT, 4)
     one.generate("end", OTHER, 2)
     worker, closing = one.worker._worker, []
-    monkeypatch.setattr(worker.session, "close", lambda: closing.append(1))
-    monkeypatch.setattr(worker, "_new_session", lambda: 1 // 0)
+    monkeypatch.setattr(worker.rank.session, "close", lambda: closing.append(1))
+    monkeypatch.setattr(worker.rank, "begin", lambda: 1 // 0)
     load(one, 7)
     other = prompt(4, 200)
     for turn in range(2):
@@ -142,7 +142,7 @@ def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_k
         one.generate(f"end {turn}", prompt(5, 40), 2)
         one.drop_local()
     assert one.counters["hook_errors"] and closing
-    assert two.generate("c", other, 4)[1] == 0 and not worker._stores
+    assert two.generate("c", other, 4)[1] == 0 and not worker.stores
 
 
 # ------------------------------------------------------------------------------------- broken hooks
@@ -158,15 +158,11 @@ def test_a_request_whose_end_broke_takes_no_hits_from_others(
     server.fail_loads = True
     scheduler = one.connector._scheduler
     one.add("b", PROMPT, 4)
-    while not scheduler.finder.failed_waiting:
+    while not scheduler.cache.finder.failed_loads:
         one.step()
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "finished", lambda *_: 1 // 0)
+        patch.setattr(scheduler.requests, "finished", lambda *_: 1 // 0)
         one.abort("b")
     one.step()
-    assert (
-        not scheduler.finder.failed_waiting
-        and not scheduler.finder.step_aside
-        and not scheduler._others.held
-    )
-    assert scheduler._others.may_store("b")
+    assert scheduler.cache.finder.failed_loads.is_empty and not scheduler.requests.others.held
+    assert scheduler.requests.others.may_store("b")

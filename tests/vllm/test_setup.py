@@ -99,7 +99,7 @@ def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
 
 def test_everything_that_changes_bytes_changes_the_key_space(engine: Any) -> None:
     spaces = [
-        engine(**settings).connector._scheduler.session.config.key_space.fingerprint
+        engine(**settings).connector._scheduler.cache.session.config.key_space.fingerprint
         for settings in (
             {},
             {"seed": 1},
@@ -110,7 +110,7 @@ def test_everything_that_changes_bytes_changes_the_key_space(engine: Any) -> Non
         )
     ]
     assert len(set(spaces)) == len(spaces)
-    assert engine().connector._scheduler.session.config.key_space.fingerprint == spaces[0]
+    assert engine().connector._scheduler.cache.session.config.key_space.fingerprint == spaces[0]
 
 
 def test_tenants_do_not_share(engine: Any) -> None:
@@ -124,7 +124,7 @@ def test_tenants_do_not_share(engine: Any) -> None:
 
 def test_export_moves_memory_in_place_and_shares_it(engine: Any) -> None:
     one = engine()
-    (memory,) = (one.worker._worker._memory,)
+    (memory,) = (one.worker._worker.rank.memory,)
     (fd,) = memory.fds.values()
     tensor = one.tensors["layer.1"]
     tensor.view(torch.int16)[5, 1, 3, :] = 1234
@@ -173,11 +173,11 @@ def test_ranks_that_disagree_turn_hotkv_off(engine: Any, server: Any) -> None:
     other = dataclasses.replace(space, dtype="float16")
     two = engine()
     scheduler = two.connector._scheduler
-    scheduler.session = scheduler.finder = scheduler.planner = None
+    scheduler.sharing.cache = None
     two.connector.set_xfer_handshake_metadata_pp_aware(
         {(0, 0): HotKVHandshake(space), (0, 1): HotKVHandshake(other)}
     )
-    assert scheduler.session is None and two.generate("a", PROMPT, 2)[1] == 0
+    assert scheduler.cache is None and two.generate("a", PROMPT, 2)[1] == 0
 
 
 def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
@@ -192,17 +192,17 @@ def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
         b"\x03\x03\x02\x05",
         b"\x01\x07\x02\x01",
     ] and both.counters == {"load_bytes": 12}
-    planner = engine().connector._scheduler.planner
-    planner._num_ranks = 2
+    planner = engine().connector._scheduler.cache.planner
+    planner.in_flight._num_ranks = 2
     hashes = [bytes([i]) * 32 for i in range(4)]
     from hotkv_client.types import BlockRun
 
     store_id = planner._job([BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))]).store_id
     planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x03\x03\x02\x05"])}))
-    assert planner.num_in_flight == 1
+    assert len(planner.in_flight) == 1
     planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x01\x07\x02\x01"])}))
     counted = planner._stats.data
-    assert planner.num_in_flight == 0
+    assert len(planner.in_flight) == 0
     assert (counted["stored_blocks"], counted["present_blocks"], counted["refused_blocks"]) == (
         1,
         1,

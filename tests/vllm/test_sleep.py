@@ -171,18 +171,18 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(engine: Any, server: An
     answer, _ = one.generate("a", PROMPT, 4)
     one.generate("b", prompt(2, 40))
     worker, scheduler = one.worker._worker, one.connector._scheduler
-    session, fds, link = worker.session, dict(worker._memory.fds), scheduler.session
+    session, fds, link = worker.rank.session, dict(worker.rank.memory.fds), scheduler.cache.session
     core.sleep()
-    assert session.closed and worker.session is None and worker._memory is None
+    assert session.closed and worker.rank.session is None and worker.rank.memory is None
     for fd in fds.values():
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
     one.worker.unregister_kv_caches()
     core.wake_up()
-    reopened = worker.session
-    assert reopened is not None and reopened.connected and scheduler.session is link
+    reopened = worker.rank.session
+    assert reopened is not None and reopened.connected and scheduler.cache.session is link
     one.worker.restore_kv_caches()
-    assert worker.session is reopened
+    assert worker.rank.session is reopened
     assert one.generate("c", PROMPT, 4) == (answer, 192)
 
 
@@ -193,8 +193,8 @@ def test_stores_under_way_bring_nothing_after_the_sleep(engine: Any, server: Any
     core = Core(one)
     server.hold = {"store"}
     answer, _ = one.generate("a", PROMPT, 1)
-    worker, planner = one.worker._worker, one.connector._scheduler.planner
-    stores = list(worker._stores.values())
+    worker, planner = one.worker._worker, one.connector._scheduler.cache.planner
+    stores = list(worker.stores.active.values())
     assert stores
     core.sleep()
     assert all(store.answer.done() for store in stores)
@@ -203,7 +203,7 @@ def test_stores_under_way_bring_nothing_after_the_sleep(engine: Any, server: Any
     assert not server.blocks
     core.wake_up()
     one.generate("b", prompt(2, 10), 2)
-    assert not planner.num_in_flight and not worker._stores
+    assert not len(planner.in_flight) and not worker.stores
     one.drop_local()
     assert one.generate("c", PROMPT, 1) == (answer, 0)
     one.generate("d", prompt(3, 10))
@@ -217,7 +217,7 @@ def test_blocks_that_wait_for_the_next_step_are_not_stored_after_the_sleep(
     one = engine(pipelined=True)
     core = Core(one)
     one.add("a", prompt(3, 60), 5)
-    planner = one.connector._scheduler.planner
+    planner = one.connector._scheduler.cache.planner
     while not planner._tails:
         one.step()
     kept = set(server.blocks)
@@ -232,15 +232,15 @@ def test_a_store_behind_the_device_is_never_sent(engine: Any, server: Any) -> No
     one = engine(device=device)
     one.add("a", PROMPT, 1)
     one.step()
-    assert [store.answer for store in one.worker._worker._stores.values()] == [None]
+    assert [store.answer for store in one.worker._worker.stores.active.values()] == [None]
     executor = Executor(one)
     executor.sleep(1)
     device.run_to(device.given)
     executor.wake_up(None)
     one.generate("b", prompt(2, 10), 2)
     assert (
-        not one.worker._worker._stores
-        and not one.connector._scheduler.planner.num_in_flight
+        not one.worker._worker.stores
+        and not one.connector._scheduler.cache.planner.in_flight
         and not server.blocks
     )
 
@@ -255,7 +255,7 @@ def test_a_load_of_before_the_sleep_counts_as_failed(engine: Any, server: Any, e
     one.add("b", PROMPT, 4)
     for _ in range(4):
         one.step()
-    assert one.worker._worker._loads
+    assert one.worker._worker.loads
     server.hold = set()
     if ended:
         server.settle("load")
@@ -281,7 +281,7 @@ def test_a_hung_server_does_not_keep_the_engine_awake(engine: Any, server: Any) 
     executor.wake_up(None)
     for _ in range(4):
         one.step()
-    assert not one.outputs["b"] and one.worker._worker._loads
+    assert not one.outputs["b"] and one.worker._worker.loads
     server.cancelled.clear()
     server.settle("load")
     one.run()
@@ -298,7 +298,7 @@ def test_memory_that_can_not_be_shared_again_turns_hotkv_off(
     core.sleep()
     monkeypatch.setattr("hotkv_vllm.worker.own_memory.export", lambda *_: 1 // 0)
     core.wake_up()
-    assert one.connector._scheduler.session is None
+    assert one.connector._scheduler.cache is None
     assert one.generate("c", PROMPT, 4) == (answer, 0)
     core.pause()
 
@@ -307,10 +307,10 @@ def test_an_unregister_that_breaks_ends_the_session(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = engine()
-    session = one.worker._worker.session
+    session = one.worker._worker.rank.session
     monkeypatch.setattr(one.worker._worker, "let_go", lambda: 1 // 0)
     one.worker.unregister_kv_caches()
-    assert session.closed and one.worker._worker.session is None
+    assert session.closed and one.worker._worker.rank.session is None
 
 
 # ----------------------------------------------------------------------------------- vLLM's version

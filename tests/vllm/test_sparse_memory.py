@@ -3,7 +3,7 @@ a naive model; no engine runs."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from hotkv.keys import KeySpace, group_hashes
 from hotkv_client.testing import FakeServer
 from hotkv_client.types import LayerHotSet, Role, SessionConfig
 from hotkv_vllm.metadata import HotKVWorkerMetadata
-from hotkv_vllm.scheduler.hits import RequestState
+from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.sparse import memory as memory_module
 from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
 from hotkv_vllm.sparse.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter
@@ -81,7 +81,10 @@ class Side:
     def step(self, *names: str) -> tuple[dict[str, tuple[LayerHotSet, ...]], tuple[str, ...]]:
         """`names`: requests with a sparse row; each gains a token."""
         self.now_s += 0.01
-        states = {name: RequestState(request, [0], 0) for name, request in self.requests.items()}
+        states = {
+            name: RequestState(request, StoreState([0], 0))
+            for name, request in self.requests.items()
+        }
         found = self.memory.step(SparseRows(tuple(range(len(names))), names), states, self.now_s)
         for name in names:
             self.requests[name].num_tokens += 1
@@ -406,7 +409,9 @@ def test_what_breaks_here_costs_no_load_and_no_store(engine: Any, server: Any) -
     answer, _ = first.generate("a", prompt(1, 200), 40)
     first.generate("b", prompt(2, 10), 2)
     one = engine(extra={"sparse": {"min_context_tokens": 128}})
-    one.connector._scheduler._memory = one.worker._reporter = Broken()
+    sharing = one.connector._scheduler.sharing
+    sharing.cache = replace(sharing.cache, memory=Broken())
+    one.worker._worker.sparse.reporter = Broken()
     assert one.generate("a", prompt(1, 200), 40) == (answer, 192)
     one.generate("c", prompt(3, 140), 40)
     one.generate("end", prompt(2, 10), 2)
@@ -415,8 +420,8 @@ def test_what_breaks_here_costs_no_load_and_no_store(engine: Any, server: Any) -
         and one.counters["hook_errors"] > 0
         and "failed_loads" not in one.counters
     )
-    assert {"_plan_sparse", "_begin_sequences", "_end_sequences"} <= one.connector._broken
-    assert "_sparse_report" in one.worker._broken
+    assert {"_plan_sparse", "_begin_sequences", "_end_sequences"} <= one.connector.edge.broken
+    assert "_sparse_report" in one.worker.edge.broken
 
 
 # ------------------------------------------------------------------------------------------- worker

@@ -20,12 +20,13 @@ from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.centre_file import write_centres
-from hotkv_vllm import connector, link
+from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, sparse_layers
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.scheduler.allocations import Allocations
+from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
+from hotkv_vllm.sparse import rank
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.setup import _centre
 from hotkv_vllm.sparse.shared import HANDLE, SharedPool, shared_pool
@@ -266,7 +267,7 @@ SPARSE = {
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     one = Toy(9)
-    monkeypatch.setattr(connector, "install", one.install)
+    monkeypatch.setattr(rank, "install", one.install)
     return one
 
 
@@ -280,7 +281,7 @@ def sparse_engine(
 def pairs(server: Any, one: Any) -> int:
     """How many blocks the server has a representation of, after all were compared with what their
     block's bytes give."""
-    session = one.worker._worker.session
+    session = one.worker._worker.rank.session
     space, groups = session.space, len(session.config.key_space.groups)
     found = 0
     for kind in session.config.representations:
@@ -292,7 +293,9 @@ def pairs(server: Any, one: Any) -> int:
             cells = np.frombuffer(
                 server.blocks[space, kind.group_index, block_hash][0], np.int16
             ).reshape(-1, HEADS, TOKENS, 2 * SIZE)
-            names = dict.fromkeys(rows.name for rows in one.worker._sparse.representations.rows)
+            names = dict.fromkeys(
+                rows.name for rows in one.worker._worker.sparse.worker.representations.rows
+            )
             expected = b"".join(
                 build(name, toy_keys(page[None])).tobytes() for page in cells for name in names
             )
@@ -304,8 +307,8 @@ def pairs(server: Any, one: Any) -> int:
 
 def rows_are_right(one: Any) -> None:
     """Every row that is marked built is what its page gives."""
-    manager = one.worker._sparse.representations
-    for layer in one.worker._sparse.layers.values():
+    manager = one.worker._worker.sparse.worker.representations
+    for layer in one.worker._worker.sparse.worker.layers.values():
         marked = np.flatnonzero(manager.built(layer.index)).astype(np.int32)
         for name, source in manager.sources(layer.index).items():
             assert np.array_equal(source.pool[marked], build(name, layer.keys_of(marked))), (
@@ -397,7 +400,7 @@ def test_a_build_that_breaks_costs_the_representation_alone(
 ) -> None:
     one, said = sparse_engine(engine), []
     monkeypatch.setattr(link.logger, "exception", lambda text, *_: said.append(text))
-    monkeypatch.setattr(one.worker._sparse, "build", lambda *_: 1 / 0)
+    monkeypatch.setattr(one.worker._worker.sparse.worker, "build", lambda *_: 1 / 0)
     one.generate("a", prompt(1, 200), 4)
     one.generate("b", prompt(2, 200), 4)
     assert pairs(server, one) == 0 and loaded(one) == (0, 0)
@@ -430,7 +433,7 @@ def test_memory_that_cannot_be_shared_stays_private(
     monkeypatch.setattr("hotkv_vllm.sparse.pool.os.memfd_create", refuse)
     one = sparse_engine(engine)
     answer, _ = one.generate("a", prompt(1, 200), 4)
-    assert one.worker._worker.session.config.representations == () and len(server.blocks) == 6
+    assert one.worker._worker.rank.session.config.representations == () and len(server.blocks) == 6
     one.drop_local()
     assert one.generate("b", prompt(1, 200), 4) == (answer, 192)
 
@@ -495,8 +498,12 @@ def test_random_requests_and_faults(
     one.generate("very last", prompt(9, 200))
     rows_are_right(one)
     loaded(one)
-    planner = one.connector._scheduler.planner
-    assert planner.num_in_flight == 0 and not planner._reading and planner._bytes == 0
+    planner = one.connector._scheduler.cache.planner
+    assert (
+        len(planner.in_flight) == 0
+        and not planner.in_flight.reading
+        and planner.in_flight.num_bytes == 0
+    )
     assert not server.leases and "hook_errors" not in one.counters
     assert (
         most_pairs > 0
@@ -582,7 +589,7 @@ def test_the_pool_lies_beside_the_pages() -> None:
 
 
 def test_allocated_blocks_are_those_behind_what_is_valid() -> None:
-    one = Allocations((32, 0, 16))
+    one = WrittenBlocks((32, 0, 16))
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4], [5, 6], [0, 0, 7, 8]))
     request = SimpleNamespace(request_id="a", num_computed_tokens=0)
     one.matched("a", 64)

@@ -75,10 +75,14 @@ def test_random_faults(
     # Stores of the last step are reported with the next one.
     one.generate("last", prompt(9, 50))
     one.generate("very last", prompt(9, 50))
-    planner = one.connector._scheduler.planner
-    assert planner.num_in_flight == 0 and not planner._reading and planner._bytes == 0
-    assert not one.worker._worker._loads and not one.worker._worker._stores
-    assert not server.leases and not one.connector._scheduler._requests
+    planner = one.connector._scheduler.cache.planner
+    assert (
+        len(planner.in_flight) == 0
+        and not planner.in_flight.reading
+        and planner.in_flight.num_bytes == 0
+    )
+    assert not one.worker._worker.loads and not one.worker._worker.stores
+    assert not server.leases and not one.connector._scheduler.requests.states
     assert "hook_errors" not in one.counters
     print(f"preemptions {one.preemptions}", one.counters)
 

@@ -3,6 +3,7 @@ double, faults on demand."""
 
 import logging
 import time
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -168,7 +169,7 @@ def test_failed_keys_are_hidden_until_stored_again(engine: Any, server: Any) -> 
     one = engine()
     server.fail_loads, server.hold = True, {"store"}
     assert one.generate("a", PROMPT, 4)[0] == answer
-    hidden = one.connector._scheduler.finder.hidden
+    hidden = one.connector._scheduler.cache.finder.hidden
     assert len(hidden) == 6
     one.drop_local()
     assert one.generate("b", PROMPT, 4)[0] == answer
@@ -187,7 +188,7 @@ def test_new_epoch_clears_hidden_keys(engine: Any, server: Any) -> None:
     one = engine()
     server.fail_loads, server.hold = True, {"store"}
     one.generate("a", PROMPT, 4)
-    hidden = one.connector._scheduler.finder.hidden
+    hidden = one.connector._scheduler.cache.finder.hidden
     assert len(hidden) == 6
     server.epoch += 1
     one.generate("b", prompt(6, 40))
@@ -203,7 +204,7 @@ def test_load_deadline_waits_for_the_acknowledgement(engine: Any, server: Any) -
     until_s = time.monotonic() + 0.2
     while time.monotonic() < until_s:
         one.step()
-    assert server.count("cancel") == 1 and not one.outputs["a"] and one.worker._worker._loads
+    assert server.count("cancel") == 1 and not one.outputs["a"] and one.worker._worker.loads
     server.settle()
     one.run()
     assert one.outputs["a"] == answer and one.counters["failed_loads"] == 1
@@ -238,7 +239,7 @@ def test_abort_while_loading_stores_nothing(
     one = engine()
     server.hold = {"load"}
     if not begun:
-        monkeypatch.setattr(one.connector._scheduler.finder, "begin_load", lambda *_: None)
+        monkeypatch.setattr(one.connector._scheduler.cache.finder, "begin_load", lambda *_: None)
     one.add("a", PROMPT, 4)
     while one.requests["a"].status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
         scheduled = one.scheduler.schedule()
@@ -264,7 +265,7 @@ def test_reused_blocks_wait_for_the_store_that_reads_them(
     in_flight = len(server.held)
     seen: list[tuple[int, int]] = []
     one.before_forward = lambda: seen.append(
-        (len(one.metas[-1].flush_stores), len(one.worker._worker._stores))
+        (len(one.metas[-1].flush_stores), len(one.worker._worker.stores))
     )
     one.generate("b", prompt(2, 400), 2)
     flushed = sum(count for count, _ in seen)
@@ -364,7 +365,7 @@ def test_a_hit_goes_on_where_the_engines_own_ends(engine: Any, server: Any) -> N
     one = engine()
     one.generate("a", PROMPT[: 3 * BLOCK_TOKENS + 4], 1)
     for block_hash in one.requests["a"].block_hashes[:3]:
-        del server.blocks[one.connector._scheduler.session.space, 0, block_hash]
+        del server.blocks[one.connector._scheduler.cache.session.space, 0, block_hash]
     assert one.generate("b", PROMPT, 4) == (answer, 3 * BLOCK_TOKENS)
 
 
@@ -376,13 +377,13 @@ def test_a_hole_that_the_hint_does_not_see_shrinks_the_hit(engine: Any, server: 
     one.abort("x")
     for place in range(1, 14):
         kept = dict(server.blocks)
-        del server.blocks[one.connector._scheduler.session.space, 0, hashes[place]]
+        del server.blocks[one.connector._scheduler.cache.session.space, 0, hashes[place]]
         one.drop_local()
         server.hold = {"store"}
         assert one.generate(f"b{place}", long_prompt, 4) == (answer, place * BLOCK_TOKENS)
         one.generate(f"c{place}", prompt(9, 4), 3)
         server.hold, server.held, server.blocks = set(), [], kept
-        for store in one.worker._worker._stores.values():
+        for store in one.worker._worker.stores.active.values():
             store.answer.cancel()
         one.generate(f"d{place}", prompt(9, 4), 3)
 
@@ -392,11 +393,15 @@ def test_hit_needs_every_group(engine: Any, server: Any) -> None:
     answer, _ = engine(specs=hybrid_model()).generate("a", long_prompt, 4)
     one = engine(specs=hybrid_model())
     window_group = next(
-        i for i, spec in enumerate(one.connector._scheduler.finder.specs) if spec.window_tokens
+        i
+        for i, spec in enumerate(one.connector._scheduler.cache.finder.groups.specs)
+        if spec.window_tokens
     )
-    hashes = one.connector._scheduler.finder.hashes(one.add("x", long_prompt), window_group)
+    hashes = one.connector._scheduler.cache.finder.groups.hashes(
+        one.add("x", long_prompt), window_group
+    )
     one.abort("x")
-    space = one.connector._scheduler.session.space
+    space = one.connector._scheduler.cache.session.space
     del server.blocks[space, window_group, hashes[12]]
     again, external = one.generate("b", long_prompt, 4)
     assert again == answer and external == 12 * BLOCK_TOKENS
@@ -508,15 +513,8 @@ def test_no_exception_reaches_vllm(
     """Every hook of ours breaks, one after the other, and all requests are answered."""
     answer = filled(engine)
     hooks = {
-        "_scheduler": [
-            "on_new_request",
-            "match",
-            "after_alloc",
-            "build_meta",
-            "update",
-            "finished",
-            "take_stats",
-        ],
+        "_scheduler": ["build_meta", "update", "take_stats"],
+        "_scheduler.requests": ["arrived", "match", "allocated", "finished"],
         "_worker": ["before_step", "start_loads", "save", "take_report"],
     }
 
@@ -526,10 +524,10 @@ def test_no_exception_reaches_vllm(
     for side, names in hooks.items():
         for name in names:
             one = engine()
-            owner = one.connector if side == "_scheduler" else one.worker
-            monkeypatch.setattr(getattr(owner, side), name, broken)
+            owner = one.worker if side == "_worker" else one.connector
+            monkeypatch.setattr(attrgetter(side)(owner), name, broken)
             assert one.generate("a", PROMPT, 4)[0] == answer, name
-            assert owner._broken, name
+            assert owner.edge.broken, name
 
 
 def test_broken_load_submission_fails_the_load_only(
@@ -541,7 +539,7 @@ def test_broken_load_submission_fails_the_load_only(
     def broken(*_: Any) -> None:
         raise RuntimeError("told to break")
 
-    monkeypatch.setattr(one.worker._worker.session, "load", broken)
+    monkeypatch.setattr(one.worker._worker.rank.session, "load", broken)
     assert one.generate("a", PROMPT, 4)[0] == answer
     assert one.counters["failed_loads"] == 1
 
@@ -578,7 +576,7 @@ def test_retried_hit_of_a_preempted_request(engine: Any, server: Any) -> None:
     one.generate("end", prompt(9, 10))
     assert one.outputs["a"] == engine().generate("b", prompt(1, 100), 60)[0]
     assert one.counters["loads"] == 1 and one.preemptions == 1
-    assert one.connector._scheduler._requests == {}
+    assert one.connector._scheduler.requests.states == {}
 
 
 @pytest.mark.parametrize("seed_set", [True, False])

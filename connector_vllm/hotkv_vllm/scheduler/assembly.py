@@ -1,19 +1,20 @@
-"""What the scheduler side is made of once the ranks agree: all of it belongs to one key space, and
-is made anew for another."""
+"""What works over one key space on the scheduler side. Once the ranks agree it is made, and made
+anew for another key space."""
 
 import logging
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from hotkv.keys import KeySpace, Representation
-from hotkv_client.fence import Revocations
 from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm import link
 from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import kv_groups
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.scheduler.agreement import Agreement
 from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.scheduler.fence import Fence
+from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
@@ -24,33 +25,25 @@ from hotkv_vllm.stats import HotKVStats
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks have said. `sparse_layers`: (layer, vLLM's group). `revocations`: None if
-    workers revoke their stores."""
-
-    space: KeySpace
-    kinds: tuple[Representation, ...]
-    sparse_layers: tuple[tuple[int, int], ...]
-    revocations: Revocations | None
-
-
-@dataclass(frozen=True, slots=True)
 class Engine:
-    """What lasts as long as the engine, whatever its key space."""
+    """What lasts as long as the engine, whatever its key space. `counts_media`: block hashes do not
+    cover the content of images and other media."""
 
     vllm_config: Any
     kv_cache_config: Any
     config: ConnectorConfig
-    groups: tuple[kv_groups.CacheGroup, ...]
     stats: HotKVStats
     adapters: Adapters
     exactness: Exactness
+    counts_media: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """See the module. `memory`: None without sparse decode."""
+class Assembly:
+    """See the module. `cache_groups`: as vLLM numbers them. `memory`: None without sparse
+    decode."""
 
+    cache_groups: tuple[kv_groups.CacheGroup, ...]
     session: link.CacheSession
     finder: HitFinder
     planner: StorePlanner
@@ -59,11 +52,12 @@ class Parts:
     memory: SparseMemory | None
 
 
-def open_parts(engine: Engine, agreement: Agreement) -> Parts:
+def assemble(engine: Engine, agreement: Agreement) -> Assembly:
     """Begins the scheduler's session and makes what works over it. Whatever it raises, no session
     is left behind."""
     config = engine.config
     engine_id = str(engine.vllm_config.kv_transfer_config.engine_id)
+    cache_groups = kv_groups.cache_groups(engine.vllm_config, engine.kv_cache_config)
     streams = Streams(link.log_state("scheduler", logging.INFO))
     session = link.open_session(
         SessionConfig(
@@ -78,58 +72,62 @@ def open_parts(engine: Engine, agreement: Agreement) -> Parts:
             on_state=streams,
         )
     )
+    prefix = f"{engine_id[:8]}-{uuid.uuid4().hex[:8]}"
     try:
-        return _parts(
-            engine, agreement, session, streams, f"{engine_id[:8]}-{uuid.uuid4().hex[:8]}"
-        )
+        return _over(session, engine, agreement, cache_groups, streams, prefix)
     except BaseException:
         session.close()
         raise
 
 
-def _parts(
-    engine: Engine, agreement: Agreement, session: link.CacheSession, streams: Streams, prefix: str
-) -> Parts:
-    space, config, groups = agreement.space, engine.config, engine.groups
-    finder = HitFinder(
-        session,
+def _over(
+    session: link.CacheSession,
+    engine: Engine,
+    agreement: Agreement,
+    cache_groups: tuple[kv_groups.CacheGroup, ...],
+    streams: Streams,
+    prefix: str,
+) -> Assembly:
+    space, config, stats = agreement.space, engine.config, engine.stats
+    groups = CachedGroups(
         space.groups,
         space.hash_block_tokens,
-        kv_groups.hit_alignment_tokens(engine.kv_cache_config, groups),
-        config,
-        engine.stats,
-        prefix,
-        kv_groups.draft_groups(engine.vllm_config, groups),
-        RepresentationPlanner(len(space.groups), agreement.kinds),
+        kv_groups.hit_alignment_tokens(engine.kv_cache_config, cache_groups),
+        kv_groups.draft_groups(engine.vllm_config, cache_groups),
         engine.adapters,
     )
-    num_ranks = engine.vllm_config.parallel_config.world_size
+    representations = RepresentationPlanner(len(space.groups), agreement.kinds)
+    finder = HitFinder(session, groups, config, stats, prefix, representations)
     planner = StorePlanner(
         session,
         finder,
-        groups,
-        num_ranks,
+        cache_groups,
+        engine.vllm_config.parallel_config.world_size,
         config,
-        engine.stats,
+        stats,
         prefix,
-        agreement.revocations,
+        Fence(agreement.revocations),
         engine.exactness,
     )
-    reports = UseReports(session, space.hash_block_tokens, engine.stats, finder.keys)
-    sparse_groups = [
-        SparseGroup(index, group.block_tokens, layers)
-        for index, group in enumerate(groups)
-        if (
-            layers := frozenset(
-                layer
-                for layer, vllm_group in agreement.sparse_layers
-                if vllm_group == group.vllm_group
-            )
-        )
-    ]
+    reports = UseReports(session, space.hash_block_tokens, stats, groups.keys)
+    sparse_groups = _sparse_groups(agreement, cache_groups)
     memory = None
     if config.sparse is not None and sparse_groups:
-        memory = SparseMemory(
-            session, streams, sparse_groups, finder.hashes, config.sparse.min_context_tokens, prefix
+        min_tokens = config.sparse.min_context_tokens
+        memory = SparseMemory(session, streams, sparse_groups, groups.hashes, min_tokens, prefix)
+    reset = CacheReset(session, planner)
+    return Assembly(cache_groups, session, finder, planner, reports, reset, memory)
+
+
+def _sparse_groups(
+    agreement: Agreement, cache_groups: tuple[kv_groups.CacheGroup, ...]
+) -> list[SparseGroup]:
+    """The groups that have layers which decode sparsely, each with those layers."""
+    found = []
+    for index, group in enumerate(cache_groups):
+        layers = frozenset(
+            layer for layer, number in agreement.sparse_layers if number == group.vllm_group
         )
-    return Parts(session, finder, planner, reports, CacheReset(session, planner), memory)
+        if layers:
+            found.append(SparseGroup(index, group.block_tokens, layers))
+    return found

@@ -9,6 +9,7 @@ first requests once, by `PATIENCE_S` at most.
 
 from typing import Any
 
+from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 
 PATIENCE_S = 5.0
@@ -37,12 +38,17 @@ class Joining:
         """Forgets a request."""
         self._requests.pop(request_id, None)
 
-    def must_wait(self, now_s: float) -> bool:
-        """Returns True while a request is to be asked again; its time runs from the first call
-        on."""
+    def asks_again(self, now_s: float) -> bool:
+        """Returns True while a request is to be asked again; its time runs from the first call on.
+        Warns once of ranks that are late."""
         if self._until_s is None:
             self._until_s = now_s + PATIENCE_S
-        self.was_late = now_s >= self._until_s
+        was_late, self.was_late = self.was_late, now_s >= self._until_s
+        if self.was_late and not was_late:
+            logger.warning(
+                "hotkv is off until all ranks have told the scheduler what they store; the engine "
+                "runs without it"
+            )
         return not self.was_late
 
     def handshakes(self, report: HotKVWorkerMetadata) -> list[HotKVHandshake]:

@@ -1,13 +1,13 @@
-"""Blocks of hung loads, held back from vLLM's pool until the server can't write them any more.
+"""Blocks of hung loads, kept out of vLLM's pool until the server can't write them any more.
 Scheduler thread only.
 
 A hung server may write the blocks of a load at any later time, so nobody else may get them; but the
 request need not wait. What is always true: when a worker may report such a load as failed (it reads
-of it in `held`), the pool counts one more user of its blocks, so that they stay out of the pool
-after vLLM has freed the request's own; they go back when all ranks say, in one step, that their
+of it in `held`), the pool counts one more user of its blocks. So they stay out of the pool after
+vLLM has freed the request's own, and return to it when all ranks say, in one step, that their
 transfer is over. Meanwhile the pool is smaller by them: vLLM resets its prefix cache only if no
-block is in use, and else a pause or a sleep fails. What passes between the sides is a state and is
-said again in each step, so that a lost message costs a step and nothing else.
+block is in use, and a pause or a sleep would fail. The sides send each other states, anew in each
+step, so that a lost message costs a step and nothing else.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,9 +28,9 @@ class _Load:
     blocks: tuple[Any, ...]
 
 
-class HeldBlocks:
-    """See the module. `pool` is vLLM's; without one nothing is held, and requests wait for the
-    server.
+class Quarantine:
+    """See the module. `pool` is vLLM's; without one nothing is kept back, and requests wait for
+    the server.
 
     `loading`, by request: loads that vLLM has not heard the end of; whoever tells it of an end
     takes them out.
@@ -44,7 +44,7 @@ class HeldBlocks:
 
     def __repr__(self) -> str:
         return (
-            f"HeldBlocks({len(self.loading)} loading, {self.num_blocks} blocks of "
+            f"Quarantine({len(self.loading)} loading, {self.num_blocks} blocks of "
             f"{len(self._held)} loads held)"
         )
 

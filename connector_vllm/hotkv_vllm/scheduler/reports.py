@@ -9,12 +9,12 @@ from typing import Any
 
 from hotkv_client.types import RequestReport
 from hotkv_vllm.link import CacheSession
-from hotkv_vllm.scheduler.hits import RequestState
+from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.stats import HotKVStats
 
 
 class UseReports:
-    """What is to be reported with the next message."""
+    """What is to be reported with the next message. Owns the `UseState` of requests."""
 
     def __init__(
         self,
@@ -31,10 +31,14 @@ class UseReports:
         self._keys = keys
         self._waiting: list[tuple[RequestState, int]] = []
 
+    def matched(self, state: RequestState, device_hit_tokens: int) -> None:
+        """vLLM has looked at its own cache for the request."""
+        state.use.device_hit_tokens = device_hit_tokens
+
     def admitted(self, state: RequestState, external_tokens: int) -> None:
         """The engine has given the request its blocks; `external_tokens` are to come from hotkv."""
-        if not state.reported:
-            state.reported = True
+        if not state.use.is_reported:
+            state.use.is_reported = True
             if not self._keys(state.request) and state.request.block_hashes:
                 return
             self._waiting.append((state, external_tokens))
@@ -52,12 +56,14 @@ class UseReports:
         self._stats.add("reported_requests", len(waiting))
 
     def _report(self, state: RequestState, external_tokens: int, now_s: float) -> RequestReport:
-        request = state.request
+        request, on_device = state.request, state.use.device_hit_tokens
         return RequestReport(
             hashes=self._keys(request)[: request.num_prompt_tokens // self._hash_block_tokens],
             prompt_tokens=request.num_prompt_tokens,
-            device_hit_tokens=min(state.device_hit_tokens, request.num_prompt_tokens),
-            hit_tokens=min(state.device_hit_tokens + external_tokens, request.num_prompt_tokens),
+            device_hit_tokens=min(on_device, request.num_prompt_tokens),
+            hit_tokens=min(
+                state.use.device_hit_tokens + external_tokens, request.num_prompt_tokens
+            ),
             age_s=max(0.0, now_s - state.arrived_s),
             retention=state.retention,
         )

@@ -4,7 +4,7 @@
 What is always true: from the reset on, this engine stores no block that was computed before it, and
 it loads nothing until a flush was accepted after the last store of such a block had ended. A flush
 that failed, or that no server was there for, is tried again while steps go on. A pause or a sleep
-of one engine is no such reset (`compat.is_pausing`).
+of one engine is no such reset (`checks.is_pausing`).
 """
 
 import time
@@ -54,7 +54,7 @@ class CacheReset:
             )
         # Stores of old blocks that the server hears of after this flush would bring them back:
         # those need another one.
-        if accepted and not self._planner.num_in_flight:
+        if accepted and not self._planner.in_flight:
             self._done()
         else:
             self._answer, self._retry_at_s = None, 0.0 if accepted else time.monotonic() + RETRY_S
@@ -67,7 +67,7 @@ class CacheReset:
 
     def step(self, now_s: float) -> None:
         """Takes the reset further; does not wait."""
-        if not self.under_way or self._planner.num_in_flight:
+        if not self.under_way or self._planner.in_flight:
             return
         if self._answer is None:
             if now_s >= self._retry_at_s and self._session.connected:

@@ -21,7 +21,7 @@ from typing import Any
 
 from hotkv_client.types import Int32s, LayerHotSet, LinkState, SequenceCreated
 from hotkv_vllm.link import CacheSession
-from hotkv_vllm.scheduler.hits import RequestState
+from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.sparse.reporter import HotSets, SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
 

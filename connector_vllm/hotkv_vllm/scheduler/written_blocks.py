@@ -1,17 +1,18 @@
-"""Blocks that vLLM gives to requests. Whoever fills them, they are about to be written, and what
-was known of them is void.
+"""Blocks that somebody is about to write for the first time since vLLM gave them away: what was
+known of them is void, and stores that read them must end.
 
 A step's prefill and decode show in its schedule, loads of this connector in its plan. What another
-connector loads, beside this one, shows nowhere else. Scheduler thread only.
+connector loads, beside this one, shows only where vLLM says that a request has its blocks. This is
+the one collector of all three. Scheduler thread only.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from hotkv_vllm.compat import NULL_BLOCK
+from hotkv_vllm.compat import NULL_BLOCK, steps
 
 
-class Allocations:
+class WrittenBlocks:
     """Collects them from one step to the next."""
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
@@ -19,9 +20,10 @@ class Allocations:
         self._block_tokens = tuple(tokens_per_block)
         self._matched_tokens: dict[str, int] = {}
         self._blocks: set[int] = set()
+        self._scheduler_output: Any = None
 
     def __repr__(self) -> str:
-        return f"Allocations(requests {len(self._matched_tokens)}, blocks {len(self._blocks)})"
+        return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self._blocks)})"
 
     def matched(self, request_id: str, num_tokens: int) -> None:
         """vLLM's own prefix cache holds the first `num_tokens`."""
@@ -40,8 +42,20 @@ class Allocations:
         """The request is no more."""
         self._matched_tokens.pop(request_id, None)
 
+    def step(self, scheduler_output: Any) -> None:
+        """A step is planned. What it writes is looked up only if somebody asks."""
+        self._scheduler_output = scheduler_output
+
+    def of_step(self) -> set[int]:
+        """Blocks that were given away since the step before, and those that this step writes."""
+        if self._scheduler_output is not None:
+            self._blocks |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
+            self._scheduler_output = None
+        self._blocks.discard(NULL_BLOCK)
+        return self._blocks
+
     def take(self) -> set[int]:
-        """Blocks allocated since the last call."""
-        taken, self._blocks = self._blocks, set()
+        """What is known of the step by now, and begins anew: the step's workers are told."""
+        taken, self._blocks, self._scheduler_output = self._blocks, set(), None
         taken.discard(NULL_BLOCK)
         return taken

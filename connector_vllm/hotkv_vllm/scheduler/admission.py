@@ -1,0 +1,243 @@
+"""The requests that the engine has, from arrival to end: their hits, their loads, their blocks.
+
+What is always true: each request that hotkv knows has one state; what is taken for it (a lease, a
+load) is given back when it ends, however it ends; and each block that vLLM gives a request is in
+`written` before any worker gets the step. Scheduler thread only; never blocks.
+"""
+
+import time
+from typing import Any
+
+from hotkv_vllm import link
+from hotkv_vllm.adapters import Standing
+from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers
+from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.scheduler.assembly import Engine
+from hotkv_vllm.scheduler.hints import HintReader
+from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT
+from hotkv_vllm.scheduler.load_orders import LoadOrders
+from hotkv_vllm.scheduler.other_loads import OtherLoads
+from hotkv_vllm.scheduler.request import Phase, RequestState
+from hotkv_vllm.scheduler.sharing import Sharing
+from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
+from hotkv_vllm.sides import RequestSide
+from hotkv_vllm.sparse.rows import RowNames, announce
+
+logger = link.logger
+
+
+class Admission(RequestSide):
+    """See the module. `rows`: names of rows that decode sparsely; None without sparse decode.
+    `lost_track`: it is not known which blocks the next step gives away."""
+
+    def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
+        vllm_config, kv_cache_config = engine.vllm_config, engine.kv_cache_config
+        transfer = vllm_config.kv_transfer_config
+        self.edge = edge
+        self._sharing = sharing
+        self._stats = engine.stats
+        self._adapters = engine.adapters
+        self._exactness = engine.exactness
+        self._hints = HintReader(engine.stats)
+        self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._counts_media = engine.counts_media
+        self.states: dict[str, RequestState] = {}
+        self.loads = LoadOrders(vllm_config.parallel_config.world_size)
+        self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
+        self.others = OtherLoads()
+        self.lost_track = False
+        self.rows: RowNames | None = None
+        if engine.config.sparse is not None:
+            groups = sparse_layers.sparse_groups(kv_cache_config)
+            self.rows = RowNames(engine.config.sparse, groups)
+            announce(str(transfer.engine_id), self.rows)
+
+    def __repr__(self) -> str:
+        return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
+
+    def cancel_loads(self) -> None:
+        """The next step asks to end all loads that are under way."""
+        for request_id, state in self.states.items():
+            if state.is_loading:
+                self.loads.cancel(request_id)
+
+    def arrived(self, request: Any) -> None:
+        self.take_up(request)
+        self._begin_sequences(request)
+
+    def take_up(self, request: Any) -> None:
+        """Begins a state for the request, and looks for its hit."""
+        if self._sharing.joining is not None:
+            self._sharing.joining.arrived(request)
+        cache = self._sharing.cache
+        if cache is None or (self._counts_media and request.mm_features):
+            return
+        now_s = time.monotonic()
+        retention = self._hints.read(request.kv_transfer_params, now_s)
+        state = RequestState(request, cache.planner.new_state(), retention, now_s)
+        self.states[request.request_id] = state
+        if not self._sharing.links.are_complete and cache.session.connected:
+            self._stats.add("unserved_requests")
+        if request.lora_request is not None:
+            self._adapters.arrived(request, now_s)
+        elif self._may_read(request):
+            cache.finder.arrive(state, now_s)
+
+    @hook(nothing, why="Rows that have no name attend to everything.", is_part=True)
+    def _begin_sequences(self, request: Any) -> None:
+        if self.rows is not None:
+            self.rows.arrived(request)
+        memory = self._sharing.cache.memory if self._sharing.cache is not None else None
+        is_known = request.request_id in self.states
+        if memory is not None and is_known and request.lora_request is None:
+            memory.arrived(request)
+
+    def _may_read(self, request: Any) -> bool:
+        return self._may_load and self._sharing.may_offer and not request.skip_reading_prefix_cache
+
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.written.matched(request.request_id, num_computed_tokens)
+        now_s = time.monotonic()
+        if self._sharing.joining is not None:
+            return ASK_AGAIN if self._sharing.joining.asks_again(now_s) else NO_HIT
+        state, cache = self.states.get(request.request_id), self._sharing.cache
+        if state is None or cache is None:
+            return NO_HIT
+        cache.reports.matched(state, num_computed_tokens)
+        if self._sharing.makes_wait(state.arrived_s, now_s):
+            return ASK_AGAIN
+        if not self._may_read(request):
+            return NO_HIT
+        if cache.finder.failed_loads.steps_aside(request.request_id):
+            return ASK_AGAIN
+        if request.lora_request is not None:
+            standing = self._adapters.standing(request, now_s)
+            if standing is not Standing.KNOWN:
+                cache.finder.give_back(state)
+                waits = standing is Standing.WAIT and cache.session.connected
+                return ASK_AGAIN if waits else NO_HIT
+            if cache.memory is not None:
+                cache.memory.arrived(request)
+        return cache.finder.match(state, num_computed_tokens, now_s)
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks were allocated: begins the load, or gives back what was taken for it."""
+        self.written.allocated(request, blocks)
+        self.others.admitted(request.request_id)
+        state, cache = self.states.get(request.request_id), self._sharing.cache
+        if state is not None and cache is not None:
+            cache.reports.admitted(state, num_external_tokens)
+        if state is None or cache is None:
+            if num_external_tokens > 0:
+                self._abandon(request.request_id)
+            return
+        if num_external_tokens <= 0:
+            if not state.is_loading:
+                cache.finder.give_back(state)
+            return
+        tables = blocks.get_block_ids()
+        block_ids = [tables[group.vllm_group] for group in cache.cache_groups]
+        job = cache.finder.begin_load(state, block_ids, num_external_tokens, NULL_BLOCK)
+        if job is None:
+            self._abandon(request.request_id)
+            return
+        self.loads.begin(job, blocks)
+        self._stats.add("loads")
+
+    def _abandon(self, request_id: str) -> None:
+        """A request waits for a load that will not be: the workers report it as failed, and it is
+        offered no other."""
+        self.loads.abandon(request_id)
+        state = self.states.get(request_id)
+        if state is not None and self._sharing.cache is not None:
+            self._sharing.cache.finder.load_failed(state)
+            self._sharing.cache.finder.give_back(state)
+
+    def finished(self, request: Any, block_ids: Any) -> None:
+        self._end_sequences(request.request_id)
+        self.written.ended(request.request_id)
+        all_is_there = self.others.may_store(request.request_id)
+        self.others.ended(request.request_id)
+        if self._sharing.joining is not None:
+            self._sharing.joining.ended(request.request_id)
+        try:
+            self._finish(request, block_ids, all_is_there)
+        finally:
+            self._exactness.ended(request.request_id)
+            self._adapters.ended(request.request_id)
+
+    def _finish(self, request: Any, block_ids: Any, all_is_there: bool) -> None:
+        # A hook that breaks from here on finds the state, and gives back what it holds.
+        state, cache = self.states.get(request.request_id), self._sharing.cache
+        if state is None or cache is None:
+            self.states.pop(request.request_id, None)
+            return
+        if state.is_loading:
+            self.loads.cancel(request.request_id)
+        finder = cache.finder
+        # vLLM counts tokens as computed from the moment their load begins, which vLLM 0.33 may have
+        # put off; until it has ended the blocks hold nothing to store.
+        is_computed = (
+            state.hit.phase not in (Phase.LOADING, Phase.GRANTED)
+            and request.request_id not in finder.failed_loads
+            and all_is_there
+        )
+        finder.give_back(state)
+        finder.failed_loads.ended(request.request_id)
+        del self.states[request.request_id]
+        if (
+            self._may_store
+            and state.store.may_store
+            and is_computed
+            and self._sharing.links.are_complete
+        ):
+            # The last sampled token's slot may hold another token's KV, so a block that ends there
+            # is not stored.
+            known = max(request.num_prompt_tokens, request.num_tokens - 1)
+            cache.planner.finish(state, block_ids, min(known, request.num_computed_tokens))
+
+    @hook(
+        nothing,
+        why=(
+            "Names of requests that are no more match no row; the server ends sequences with "
+            "their session."
+        ),
+        is_part=True,
+    )
+    def _end_sequences(self, request_id: str) -> None:
+        if self.rows is not None:
+            self.rows.ended(request_id)
+        if self._sharing.cache is not None and self._sharing.cache.memory is not None:
+            self._sharing.cache.memory.ended(request_id, time.monotonic())
+
+    # -------------------------------------------------------------------- fallbacks of broken hooks
+
+    def request_broke(self, request_id: str) -> None:
+        """The request's hook broke: it goes on as one that hotkv does not know, and what it held is
+        given back."""
+        state, cache = self.states.pop(request_id, None), self._sharing.cache
+        if state is not None and state.hit.phase is Phase.LOADING:
+            self.loads.cancelled.append(request_id)
+        if state is not None and state.hit.lease_id and cache is not None:
+            cache.session.release(state.hit.lease_id)
+        self.written.ended(request_id)
+        self._exactness.ended(request_id)
+        self._adapters.ended(request_id)
+
+    def end_broke(self, request_id: str) -> None:
+        """The same for the hook that says that a request is no more: nobody waits for it, or
+        because of it."""
+        self.request_broke(request_id)
+        self.others.ended(request_id)
+        if self._sharing.cache is not None:
+            self._sharing.cache.finder.failed_loads.ended(request_id)
+
+    def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
+        """It is not known which blocks have changed hands, nor whether a load was planned: there is
+        none, and no store is safe."""
+        self.lost_track = True
+        try:
+            if num_external_tokens > 0:
+                self._abandon(request_id)
+        finally:
+            self.others.admitted(request_id)

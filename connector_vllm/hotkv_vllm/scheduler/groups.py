@@ -1,0 +1,82 @@
+"""The groups of a key space as the scheduler side uses them: what names a block, and which hit a
+set of ready blocks makes.
+
+What is always true: a hit ends at a multiple of the alignment and leaves at least one token to
+compute; a request whose adapter is not known has no names, and so neither hits nor stores.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hotkv.groups import GroupSpec, longest_hit, needed_blocks
+from hotkv.keys import group_hashes
+from hotkv_client.types import GroupHashes
+from hotkv_vllm.adapters import Adapters
+from hotkv_vllm.scheduler.request import Masks
+
+
+class CachedGroups:
+    """See the module. `draft_groups`: indices of groups whose hits must know one block more."""
+
+    def __init__(
+        self,
+        specs: Sequence[GroupSpec],
+        hash_block_tokens: int,
+        alignment_tokens: int,
+        draft_groups: frozenset[int] = frozenset(),
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.hash_block_tokens = hash_block_tokens
+        self.alignment_tokens = alignment_tokens
+        self.draft_groups = draft_groups
+        self._adapters = adapters
+
+    def __repr__(self) -> str:
+        return f"CachedGroups({len(self.specs)}, alignment {self.alignment_tokens} tokens)"
+
+    def keys(self, request: Any) -> Sequence[bytes]:
+        """Hashes of a request's tokens, one for each of vLLM's hash blocks, as far as its tokens
+        are known."""
+        plain: Sequence[bytes] = request.block_hashes
+        if self._adapters is None or request.lora_request is None:
+            return plain
+        return self._adapters.keys(request)
+
+    def hashes(self, request: Any, index: int) -> Sequence[bytes]:
+        """Hashes that name one group's blocks, as far as the request's tokens are known."""
+        hashes: Sequence[bytes] = group_hashes(
+            self.keys(request), self.hash_block_tokens, self.specs[index].block_tokens
+        )
+        return hashes
+
+    def named(self, request: Any, blocks: Sequence[range]) -> list[GroupHashes]:
+        """The request's blocks in these ranges, one per group, as a call to the server names
+        them."""
+        return [
+            GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
+            for index, part in enumerate(blocks)
+        ]
+
+    def num_blocks(self, index: int, limit_tokens: int) -> int:
+        """Blocks of a group that matter to hits of up to `limit_tokens`."""
+        return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
+
+    def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
+        """Tokens of the longest hit over the masks. What the engine holds itself counts as
+        ready."""
+        known = []
+        for spec, mask in zip(self.specs, masks, strict=True):
+            mask = mask.copy()
+            mask[: computed_tokens // spec.block_tokens] = True
+            known.append(mask)
+        return longest_hit(
+            self.specs, known, limit_tokens, self.alignment_tokens, self.draft_groups
+        )
+
+    def missing_blocks(self, hit_tokens: int, computed_tokens: int) -> list[range]:
+        """Per group: the blocks that a hit needs and the engine does not hold."""
+        return [
+            range(max(blocks.start, computed_tokens // spec.block_tokens), blocks.stop)
+            for spec, blocks in zip(self.specs, needed_blocks(self.specs, hit_tokens), strict=True)
+        ]

@@ -1,0 +1,96 @@
+"""What the scheduler side knows of one request of the engine, in parts that have one owner each.
+
+`HitState` belongs to `hits.HitFinder`, `StoreState` to `stores.StorePlanner`, `UseState` to
+`reports.UseReports`. Nobody else writes their fields, but for a reset, which voids all three.
+"""
+
+import enum
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_vllm.link import BoolMask
+
+Masks = tuple[BoolMask, ...]
+"""By group: which blocks are ready."""
+
+
+class Phase(enum.Enum):
+    """Where a request stands with its hit."""
+
+    IDLE = "idle"
+    ASKED = "asked"
+    LEASING = "leasing"
+    GRANTED = "granted"
+    LOADING = "loading"
+
+
+@dataclass(slots=True)
+class HitState:
+    """A request's way to its hit.
+
+    `answer`: of the call that the phase waits for, until `deadline_s`. `computed_tokens`: local hit
+    for which the lease was taken. `leased`: leased blocks per group; `represented`: by group, of
+    which of them the representation is leased too. `unproved_loads`: loads begun and not known to
+    have ended well.
+    """
+
+    phase: Phase = Phase.IDLE
+    answer: "Future[Any] | None" = None
+    deadline_s: float = 0.0
+    lease_id: str = ""
+    computed_tokens: int = 0
+    hit_tokens: int = 0
+    leased: list[range] = field(default_factory=list)
+    ready: Masks = ()
+    represented: dict[int, BoolMask] = field(default_factory=dict)
+    granted_s: float = 0.0
+    lease_ends_s: float = 0.0
+    hint: Masks | None = None
+    hint_until_s: float = 0.0
+    miss_until_s: float = 0.0
+    failed_loads: int = 0
+    unproved_loads: int = 0
+    counted: bool = False
+    counted_hit: bool = False
+
+
+@dataclass(slots=True)
+class StoreState:
+    """How far a request's blocks are stored.
+
+    `stored_blocks`: per group the first block not yet considered for storing. `next_check_tokens`:
+    computed tokens at which another block is full. `may_store`: False if its blocks build on KV
+    that a reset of the cache has made void.
+    """
+
+    stored_blocks: list[int]
+    next_check_tokens: int
+    may_store: bool = True
+
+
+@dataclass(slots=True)
+class UseState:
+    """What is reported of a request once. `device_hit_tokens`: hit in the engine's own cache, as
+    last asked."""
+
+    device_hit_tokens: int = 0
+    is_reported: bool = False
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request of the engine, from its arrival to its end. `request` is vLLM's."""
+
+    request: Any
+    store: StoreState
+    retention: Retention = NO_RETENTION
+    arrived_s: float = 0.0
+    hit: HitState = field(default_factory=HitState)
+    use: UseState = field(default_factory=UseState)
+
+    @property
+    def is_loading(self) -> bool:
+        """A load of the request was begun, and its end is not known yet."""
+        return self.hit.phase is Phase.LOADING

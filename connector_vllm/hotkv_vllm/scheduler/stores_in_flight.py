@@ -1,0 +1,167 @@
+"""Stores that ranks are working at, and the blocks that these read. Scheduler thread only.
+
+What is always true: a block has at most one store in flight; the bytes in flight are those of the
+stores that are here; a store leaves when all ranks have reported its end, or UNREPORTED_S after it
+was planned.
+"""
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hotkv.retention import Retention
+from hotkv_client.types import BlockRun
+from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
+from hotkv_vllm.scheduler.fence import Fence
+
+_store_ids = itertools.count(1)
+"""Of all planners of this process: workers may report stores of one that is gone."""
+UNREPORTED_S = 60.0
+"""A store that no rank has reported for this long was lost on the way: it is taken back and
+forgotten."""
+
+
+@dataclass(slots=True)
+class StoreInFlight:
+    """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have
+    not reported its end. `fence_index`: the word that revokes it; 0 for none.
+    """
+
+    runs: tuple[BlockRun, ...]
+    read: tuple[int, ...]
+    num_bytes: int
+    ranks_left: int
+    results: list[bytes]
+    fence_index: int = 0
+    planned_s: float = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(run.hashes) for run in self.runs)
+
+
+class StoresInFlight:
+    """See the module. `reading`: by block, the store that reads it and was not taken back."""
+
+    def __init__(self, num_ranks: int, fence: Fence, id_prefix: str) -> None:
+        self.fence = fence
+        self.reading: dict[int, int] = {}
+        self.num_bytes = 0
+        self.stores: dict[int, StoreInFlight] = {}
+        self._num_ranks = num_ranks
+        self._prefix = id_prefix
+        self._last_planned = self._last_sent = 0
+        self._accounted: HotKVWorkerMetadata | None = None
+
+    def __len__(self) -> int:
+        return len(self.stores)
+
+    def __repr__(self) -> str:
+        return (
+            f"StoresInFlight({len(self.stores)}, {self.num_bytes} bytes, "
+            f"{len(self.reading)} blocks read)"
+        )
+
+    def step(self) -> dict[int, StoreInFlight]:
+        """A step is planned: what was planned before has reached the workers. Strikes off stores
+        that somehow were not, and those whose reports never came, and returns them: a worker may
+        have them after all, so the step must list them.
+        """
+        self._last_sent = self._last_planned
+        until_s = time.monotonic() - UNREPORTED_S
+        lost = {
+            store_id: store
+            for store_id, store in self.stores.items()
+            if store.ranks_left <= 0 or store.planned_s <= until_s
+        }
+        for store_id in lost:
+            self._drop(store_id)
+        return lost
+
+    def begin(
+        self,
+        blocks: Sequence[BlockRun],
+        representations: Sequence[BlockRun],
+        num_bytes: int,
+        retention: Retention,
+    ) -> StoreJob | None:
+        """A store of these runs; None if it could not be revoked."""
+        fence_index = self.fence.take()
+        if fence_index is None:
+            return None
+        store_id = self._last_planned = next(_store_ids)
+        runs = (*blocks, *representations)
+        read = tuple(dict.fromkeys(block for run in runs for block in run.block_ids.tolist()))
+        self.stores[store_id] = StoreInFlight(
+            tuple(blocks), read, num_bytes, self._num_ranks, [], fence_index, time.monotonic()
+        )
+        self.num_bytes += num_bytes
+        self.reading.update(dict.fromkeys(read, store_id))
+        lease_id = f"{self._prefix}-w{store_id}"
+        return StoreJob(
+            store_id, lease_id, tuple(blocks), retention, tuple(representations), fence_index
+        )
+
+    def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:
+        """Strikes off the stores that all ranks have ended by now, and returns them. Takes a report
+        once, however often it is called."""
+        ended: list[StoreInFlight] = []
+        if self._accounted is report:
+            return ended
+        self._accounted = report
+        for store_id, part in report.stores.items():
+            store = self.stores.get(store_id)
+            if store is not None:
+                store.results += part.results
+                store.ranks_left -= len(part.results)
+        for store_id in report.stores:
+            store = self.stores.get(store_id)
+            if store is not None and store.ranks_left <= 0:
+                ended.append(store)
+                self._drop(store_id)
+        return ended
+
+    def _drop(self, store_id: int) -> None:
+        """Forgets a store; nothing waits for it any more."""
+        self._stop_reading(store_id)
+        store = self.stores.pop(store_id)
+        self.num_bytes -= store.num_bytes
+        self.fence.end(store.fence_index)
+
+    # ------------------------------------------------------------------------------- taking back
+
+    def take_back_readers(self, blocks: Iterable[int]) -> set[int]:
+        """Takes back the stores that read any of these blocks. Returns their ids, for the step to
+        list."""
+        found = {self.reading[block] for block in blocks if block in self.reading}
+        for store_id in found:
+            self._take_back(store_id)
+        return found
+
+    def take_all_back(self) -> tuple[int, ...]:
+        """Takes back all stores. Returns their ids, for the step to list."""
+        for store_id in self.stores:
+            self._take_back(store_id)
+        return tuple(sorted(self.stores))
+
+    def plan_broke(self) -> None:
+        """The step's plan is lost: strikes off stores that no worker was told of, and revokes all
+        others if that is done here."""
+        sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
+        unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
+        self.stores = sent
+        self.reading = {block: store_id for store_id, store in sent.items() for block in store.read}
+        self.num_bytes = sum(store.num_bytes for store in sent.values())
+        self.fence.revoke_all()
+        for store in unsent:
+            self.fence.end(store.fence_index)
+
+    def _take_back(self, store_id: int) -> None:
+        self.fence.revoke(self.stores[store_id].fence_index)
+        self._stop_reading(store_id)
+
+    def _stop_reading(self, store_id: int) -> None:
+        for block in self.stores[store_id].read:
+            if self.reading.get(block) == store_id:
+                del self.reading[block]

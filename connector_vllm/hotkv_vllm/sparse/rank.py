@@ -1,0 +1,150 @@
+"""Sparse decode of one rank, as the connector's worker side drives it from step to step.
+
+What is always true: attention uses no representation of a block that was written since. If it is
+not known which blocks a step writes all are forgotten, and if that fails sparse decode is off.
+Whatever goes wrong here leaves rows that attend to everything, or blocks without representations.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hotkv_client.types import BlockRun, Int32s
+from hotkv_sparse.centre import Centres
+from hotkv_vllm import link
+from hotkv_vllm.compat import Unsupported, places
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.metadata import HotKVMetadata
+from hotkv_vllm.sparse.reporter import SparseReport, SparseReporter
+from hotkv_vllm.sparse.rows import SparseRows
+from hotkv_vllm.sparse.setup import install
+from hotkv_vllm.sparse.worker import SparseWorker
+
+logger = link.logger
+
+
+class SparseRank:
+    """See the module. Idle without `hotkv.sparse`, and until `install` has found layers."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: ConnectorConfig,
+        centres: Centres | None,
+        edge: HookEdge,
+    ) -> None:
+        self.edge = edge
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._logged_build = False
+        self.centres = centres
+        self.worker: SparseWorker | None = None
+        self.reporter: SparseReporter | None = None
+
+    def __repr__(self) -> str:
+        return f"SparseRank({self.worker})"
+
+    @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """(layer, vLLM's group) of the layers that decode sparsely."""
+        layers = self.worker.layers.values() if self.worker is not None else ()
+        return tuple((layer.index, layer.group) for layer in layers)
+
+    def install(self, kv_caches: Mapping[str, Any]) -> None:
+        """Puts sparse attention into the engine's layers."""
+        self._install_sparse(kv_caches)
+
+    @hook(nothing, why="Layers without a worker attend to everything.", is_part=True)
+    def _install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
+        if self._config.sparse is None:
+            return
+        try:
+            self.worker = install(
+                self._config.sparse,
+                self._config.sparse_recall_steps,
+                self._vllm_config,
+                self._kv_cache_config,
+                kv_caches,
+                self.centres,
+            )
+        except Unsupported as error:
+            logger.warning("hotkv: sparse decode is off in this worker: %s", error)
+            return
+        place = places.rank_place(self._vllm_config, self._kv_cache_config)
+        self.reporter = SparseReporter(self.worker, place.shard_index, place.is_writer)
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def will_write(self, blocks: Int32s) -> None:
+        """Somebody is about to write these blocks."""
+        if self.worker is not None:
+            self.worker.will_write(blocks)
+
+    def will_write_all(self) -> None:
+        """The whole KV memory is about to be discarded."""
+        self.will_write(np.arange(self._kv_cache_config.num_blocks, dtype=np.int32))
+
+    def begin_step(self, meta: HotKVMetadata) -> None:
+        """Takes in what the scheduler says of a step's rows and blocks."""
+        if self.worker is not None:
+            self.will_write(np.array(meta.allocated_blocks, np.int32))
+            self._tell_reporter(meta)
+            self.worker.begin_step(meta.sparse_rows or SparseRows())
+
+    @hook(
+        nothing,
+        why="Hot sets that are not remembered, or not reported, cost time later and nothing else.",
+        is_part=True,
+    )
+    def _tell_reporter(self, meta: HotKVMetadata) -> None:
+        if self.reporter is not None:
+            self.reporter.before_step(meta.remembered, meta.hot_sets_of)
+
+    def distrust(self) -> bool:
+        """It is not known which blocks a step overwrites: forgets all representations. Returns
+        False if they could not be forgotten; then sparse decode is off from now on."""
+        if self.worker is None:
+            return True
+        try:
+            self.worker.start_over()
+        except Exception:  # noqa: BLE001 - hook edge: attention may use nothing that is stale
+            self.worker.is_off = True
+            self.edge.broke("start_over (sparse decode is off from now on)")
+            return False
+        return True
+
+    def take_counters(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        return {} if self.worker is None else self.worker.take_counters()
+
+    def take_report(self) -> SparseReport | None:
+        """What the scheduler is to hear of hot sets and selections; None for nothing."""
+        return None if self.reporter is None else self.reporter.after_step(time.monotonic())
+
+    # -------------------------------------------------------------------------------------- builds
+
+    def build(
+        self,
+        shared: SparseWorker,
+        runs: tuple[BlockRun, ...],
+        group_of: Callable[[int], int],
+    ) -> tuple[BlockRun, ...] | None:
+        """Builds the representations of these runs, for a store. Returns the runs; None if they
+        can't be built, and their blocks are stored without. `group_of`: vLLM's group of a run."""
+        try:
+            for run in runs:
+                shared.build(group_of(run.group_index), run.block_ids)
+        except Exception:
+            if not self._logged_build:
+                self._logged_build = True
+                logger.exception(
+                    "hotkv: representations could not be built; their blocks are stored without "
+                    "(said once)"
+                )
+            return None
+        return runs

@@ -1,0 +1,289 @@
+"""A rank's memory and its session with the server: from the tensors that vLLM registers to a
+session that the scheduler knows of.
+
+What is always true: a session is opened only over memory that the server can map, and under a key
+space that all ranks have agreed on; memory that the engine is about to unmap has no session.
+`handshake` says at any time what the scheduler has to know, be it why this rank is off.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hotkv.keys import KeySpace, Representation
+from hotkv.order import NO_ORDER, OrderKind
+from hotkv_client.fence import SharedFence
+from hotkv_client.types import Role, SessionConfig
+from hotkv_sparse.centre import Centres
+from hotkv_vllm import link
+from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights, places
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.metadata import HotKVHandshake
+from hotkv_vllm.rekeying import RankWeights, WeightsOrder
+from hotkv_vllm.sparse.shared import HANDLE, shared_pool
+from hotkv_vllm.sparse.worker import SparseWorker
+from hotkv_vllm.worker import ranks
+from hotkv_vllm.worker.device_order import Mark, Marks, marks_for
+from hotkv_vllm.worker.exported import ExportedMemory
+from hotkv_vllm.worker.own_memory import find_own
+from hotkv_vllm.worker.weights_watch import watch_callers
+
+logger = link.logger
+
+
+class RankSession:
+    """See the module. `shared`: representations that go with blocks; None if none do."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._space: KeySpace | None = None
+        self._own_space: KeySpace | None = None
+        self._groups: tuple[kv_groups.CacheGroup, ...] = ()
+        self._session_config: SessionConfig | None = None
+        self._state_log: link.StateLog | None = None
+        self._logged_link = True
+        self._logged_order: tuple[OrderKind, str] | None = None
+        self.place = places.RankPlace(0, 1, 0, True)
+        self.memory: ExportedMemory | None = None
+        self.marks = Marks()
+        self.fence: SharedFence | None = None
+        self.weights: RankWeights | None = None
+        self.shared: SparseWorker | None = None
+        self.session: link.CacheSession | None = None
+        self.handshake = HotKVHandshake(None, "the worker registered no KV cache")
+
+    def __repr__(self) -> str:
+        return f"RankSession({self.session}, {self.place})"
+
+    @property
+    def is_connected(self) -> bool:
+        return self.session is not None and self.session.connected
+
+    # --------------------------------------------------------------------------------------- memory
+
+    def export(self, kv_caches: Mapping[str, Any]) -> bool:
+        """Finds out what the memory is and makes it one that the server can map. Returns False if
+        it can't be: then the engine runs without hotkv, and the log says why once. CPU memory
+        moves; views of the tensors follow.
+        """
+        try:
+            self._export(kv_caches)
+        except (Unsupported, OSError, ValueError) as error:
+            logger.warning("hotkv is off in this worker: %s", error)
+            self.handshake = HotKVHandshake(None, str(error))
+            return False
+        return True
+
+    def _export(self, kv_caches: Mapping[str, Any]) -> None:
+        """After a sleep the memory is described and exported anew; what it holds and what orders
+        transfers stay."""
+        checks.check_ranks(self._vllm_config)
+        place = self.place = places.rank_place(self._vllm_config, self._kv_cache_config)
+        own = find_own(
+            kv_caches,
+            self._vllm_config,
+            self._kv_cache_config,
+            self._config,
+            place,
+            self._own_space,
+        )
+        memory = own.memory
+        try:
+            num_ranks = places.num_ranks(self._vllm_config)
+            space, self.place = ranks.agree(own.note, num_ranks, self._engine_id)
+            assert memory is not None, "the ranks agreed, although this one has no memory to show"
+            memory.layout = replace(memory.layout, shard_index=self.place.shard_index)
+            memory.layout.validate(space.groups)
+            self._groups = own.groups
+            if self._own_space is None:
+                self.marks = marks_for(own.device, self._config.device_order)
+                self._own_space = own.note.space
+        except Exception:
+            if memory is not None:
+                memory.close()
+            raise
+        if self.weights is None:
+            in_doubt = not self._config.weights_identity and model_weights.weights_may_be_older(
+                self._vllm_config
+            )
+            self.weights = RankWeights(watch_callers(in_doubt), space.weights_identity)
+        self.memory = self.marks.beside(memory)
+        self._space = replace(space, weights_identity=self.weights.identity)
+
+    def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Representation, ...]:
+        """Puts the pool of representations beside the exported memory. Returns the kinds in it."""
+        assert self.memory is not None and self._space is not None
+        pool = shared_pool(
+            sparse.representations,
+            list(sparse.layers.values()),
+            self._groups,
+            self.place.num_shards,
+            centres,
+        )
+        num_groups = len(self._space.groups)
+        memory = pool.beside(self.memory, num_groups)
+        try:
+            memory.layout.validate(
+                self._space.groups,
+                {num_groups + place: kind for place, kind in enumerate(pool.kinds)},
+            )
+        except ValueError:
+            os.close(memory.fds[HANDLE])
+            raise
+        self.memory, self.shared = memory, sparse
+        return pool.kinds
+
+    def shared_group(self, group_index: int) -> int:
+        """vLLM's group of the blocks whose representations have this index in the session."""
+        assert self._session_config is not None
+        config = self._session_config
+        kind = config.representations[group_index - len(config.key_space.groups)]
+        return self._groups[kind.group_index].vllm_group
+
+    # -------------------------------------------------------------------------------------- session
+
+    def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
+        """Opens the session over the exported memory, with the representations of `sparse` beside
+        it; nothing if none was exported.
+
+        If those can't be shared, blocks go without them, and it is logged once.
+        """
+        if self.memory is None or self._space is None:
+            return
+        kinds: tuple[Representation, ...] = ()
+        if sparse is not None:
+            try:
+                kinds = self._share(sparse, centres)
+            except (Unsupported, OSError, ValueError) as error:
+                logger.warning(
+                    "hotkv: representations are built in this engine and not shared: %s", error
+                )
+        try:
+            self._open(self._space, kinds)
+        except (OSError, ValueError) as error:
+            logger.warning("hotkv is off in this worker: %s", error)
+            self.turn_off(str(error))
+            return
+        self.handshake = HotKVHandshake(
+            self._space,
+            representations=kinds,
+            fence=None if self.fence is None else self.fence.place,
+            host=ranks.this_host(),
+            rank=self.place.rank,
+            weights_in_doubt=self.weights is not None and self.weights.held,
+        )
+        # A step that came before the server knows this memory would lose its stores.
+        if self.session is not None and not self.session.wait_connected(
+            self._config.startup_wait_s
+        ):
+            self._logged_link = False
+            self.handshake = replace(self.handshake, absent=self._why_absent())
+
+    def _open(self, space: KeySpace, kinds: tuple[Representation, ...]) -> None:
+        self._state_log = link.log_state(f"worker {self.place.rank}", logging.DEBUG)
+        self._session_config = SessionConfig(
+            target=self._config.target,
+            engine_id=self._engine_id,
+            role=Role.WORKER,
+            key_space=space,
+            representations=kinds,
+            client_name=f"hotkv-vllm worker {self.place.rank}",
+            use_table=False,
+            credentials=self._config.credentials,
+            on_state=self._state_log,
+        )
+        if self.fence is None and checks.writes_before_it_tells(
+            self._vllm_config, self._kv_cache_config
+        ):
+            self.fence = SharedFence()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a session over the memory, under the present key space."""
+        assert self._session_config is not None and self.memory is not None
+        self.session = link.open_session(
+            self._session_config,
+            self.memory.layout,
+            self.memory.fds,
+            self.marks.order,
+            self.fence,
+        )
+
+    def leave(self) -> bool:
+        """Ends the session without waiting for the server: nothing more goes to it, whatever
+        becomes of the next one. Returns False if there was none."""
+        if self.session is None or self._session_config is None or self.memory is None:
+            return False
+        session, self.session = self.session, None
+        # The futures of what the server still copies keep to their promise without us.
+        threading.Thread(target=session.close, name="hotkv-close", daemon=True).start()
+        return True
+
+    def follow(self, order: WeightsOrder | None) -> bool:
+        """Takes in what the scheduler says of weights that may have changed. Returns True if the
+        session must be begun anew, under their key space."""
+        weights, config = self.weights, self._session_config
+        if weights is None or not weights.obey(order) or config is None or self._space is None:
+            return False
+        self._space = replace(self._space, weights_identity=weights.identity)
+        self._session_config = replace(config, key_space=self._space)
+        self.handshake = replace(self.handshake, key_space=self._space)
+        return True
+
+    def turn_off(self, why: str) -> None:
+        """The memory could not be shown: this rank, and with it the engine, runs without hotkv."""
+        self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
+        self.shutdown()
+
+    def shutdown(self, keeps_fence: bool = False) -> None:
+        """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most; a
+        load that it does not end then writes to memory that nobody reads.
+
+        `keeps_fence`: the next session goes on with the page that the scheduler knows.
+        """
+        session, self.session = self.session, None
+        memory, self.memory = self.memory, None
+        if not keeps_fence:
+            self.fence = None
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            if memory is not None:
+                memory.close()
+
+    # ---------------------------------------------------------------------------------------- state
+
+    def mark(self) -> Mark:
+        """What all that this hook begins lies behind."""
+        if self.session is None:
+            return self.marks.make(OrderKind.HOST)
+        if self.marks.order != NO_ORDER and self.session.connected:
+            taken = (self.session.order_kind, self.session.order_message)
+            if taken != self._logged_order:
+                self._logged_order = taken
+                logger.info(
+                    "hotkv worker %d: the server follows the device by %s%s",
+                    self.place.rank,
+                    taken[0].name.lower(),
+                    f" ({taken[1]})" if taken[1] else "",
+                )
+        return self.marks.make(self.session.order_kind)
+
+    def link_report(self, is_asked: bool) -> dict[int, str]:
+        """Whether this rank has a session: when that has changed, and when it was asked."""
+        if self._session_config is None or (
+            self.is_connected == self._logged_link and not is_asked
+        ):
+            return {}
+        self._logged_link = self.is_connected
+        return {self.place.rank: "" if self._logged_link else self._why_absent()}
+
+    def _why_absent(self) -> str:
+        return (self._state_log is not None and self._state_log.why) or "not connected yet"

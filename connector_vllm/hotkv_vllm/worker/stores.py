@@ -1,0 +1,268 @@
+"""The stores of one rank, from their begin to the report of their end.
+
+What is always true: a store that a step must wait for has ended, or is revoked, or its session is
+closed, before the step goes on. If a step's blocks are not known, `take_everything_back` revokes
+all stores by one call that needs no list of them. No step waits for the device: a store behind a
+mark that has not passed has read nothing yet, and is taken back at once if a step overwrites its
+blocks. A store that was taken over here is reported once.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotkv_client.types import BlockResult, BlockRun, TransferResult, TransferStatus
+from hotkv_vllm import link
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.metadata import StoreJob, StoreReport
+from hotkv_vllm.worker.device_order import Mark
+from hotkv_vllm.worker.loads import never_begun
+from hotkv_vllm.worker.session import RankSession
+
+logger = link.logger
+
+FENCE_GRACE_S = 0.5
+"""How long after a store's deadline its end is still waited for."""
+Send = Callable[[StoreJob, tuple[BlockRun, ...], Mark], "Future[TransferResult]"]
+
+
+@dataclass(slots=True)
+class ActiveStore:
+    """A store of this rank. `answer` is None until it is sent. `representations`: runs whose rows
+    are built."""
+
+    job: StoreJob
+    after: Mark
+    began_s: float
+    representations: tuple[BlockRun, ...] = ()
+    answer: "Future[TransferResult] | None" = None
+
+
+class Stores:
+    """See the module. `send` begins a transfer and does not raise."""
+
+    def __init__(
+        self,
+        rank: RankSession,
+        config: ConnectorConfig,
+        send: Send,
+        count: Callable[[str, float], None],
+    ) -> None:
+        self._rank = rank
+        self._config = config
+        self._send = send
+        self._count = count
+        self._is_server_slow = False
+        self._reports: dict[int, StoreReport] = {}
+        self._lost: list[ActiveStore] = []
+        self.active: dict[int, ActiveStore] = {}
+
+    def __len__(self) -> int:
+        return len(self.active)
+
+    def __repr__(self) -> str:
+        return f"Stores({len(self.active)} active, {len(self._reports)} to report)"
+
+    def transfer_id(self, job: StoreJob) -> str:
+        """Names this rank's part of a store."""
+        return f"{job.lease_id}-k{self._rank.place.rank}"
+
+    # --------------------------------------------------------------------------------------- begin
+
+    def begin(self, job: StoreJob, representations: tuple[BlockRun, ...], after: Mark) -> None:
+        """Begins a store behind a mark, at once or once the device has passed it."""
+        store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), representations)
+        self.active[job.store_id] = store
+        if after.lets_send():
+            self._submit(store)
+
+    def refuse(self, jobs: Iterable[StoreJob]) -> None:
+        """Reports stores as failed that are not begun."""
+        self._reports.update({job.store_id: StoreReport([b""]) for job in jobs})
+
+    def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
+        """Reports stores as written: another rank writes what this one holds a copy of."""
+        self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
+
+    def send_waiting(self) -> None:
+        """Sends those whose mark has passed by now."""
+        for store in self.active.values():
+            if store.answer is None and store.after.passed():
+                self._submit(store)
+
+    def _submit(self, store: ActiveStore) -> None:
+        runs = (*store.job.runs, *store.representations)
+        if runs:
+            store.answer = self._send(store.job, runs, store.after)
+            return
+        # Nothing but representations, and they could not be built.
+        store.answer = Future()
+        store.answer.set_result(TransferResult(self.transfer_id(store.job), TransferStatus.DONE))
+
+    def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
+        """The hook that should have begun these broke: whatever it has not sent has failed, and is
+        not sent any more."""
+        for job in jobs:
+            store = self.active.get(job.store_id)
+            if store is None:
+                self._reports.setdefault(job.store_id, StoreReport([b""]))
+            elif store.answer is None:
+                store.answer = never_begun("its hook broke")
+
+    # ---------------------------------------------------------------------------------- taking back
+
+    def end_before_step(self, store_ids: Sequence[int]) -> None:
+        """Waits for stores whose source blocks the step overwrites, or takes the blocks back. Those
+        that the scheduler has revoked are not waited for."""
+        waiting = [self.active[store_id] for store_id in store_ids if store_id in self.active]
+        if not waiting:
+            return
+        began_s = time.monotonic()
+        for store in waiting:
+            if store.answer is None:
+                store.answer = never_begun(
+                    "the device was not there yet when its blocks were taken back"
+                )
+        is_fenced = self._rank.fence is not None
+        late = [store for store in waiting if is_fenced or not store.after.passed()]
+        if late and not self._take_back(late):
+            # The session was closed with all its stores.
+            return
+        self._await([store for store in waiting if store.after.has_passed])
+        self._count("flush_s", time.monotonic() - began_s)
+
+    def _await(self, waiting: list[ActiveStore]) -> None:
+        """Waits a moment, then takes the blocks back. While the server is slow there is no
+        moment."""
+        if _all_done(waiting, 0.0 if self._is_server_slow else self._config.flush_timeout_s):
+            return
+        self._is_server_slow = True
+        self._take_back(waiting)
+
+    def _take_back(self, stores: list[ActiveStore]) -> bool:
+        """Ends stores so that their blocks may be overwritten. Returns False if that took the
+        session."""
+        if self._rank.session is None:
+            return True
+        for store in stores:
+            if store.answer is not None and not store.answer.done():
+                self._rank.session.cancel(self.transfer_id(store.job))
+        # If the session shares a fence page with the server, a cancelled store has ended by now,
+        # whatever the server does.
+        last_s = (
+            max(store.began_s for store in stores) + self._config.store_timeout_s + FENCE_GRACE_S
+        )
+        if _all_done(stores, max(0.0, last_s - time.monotonic())):
+            return True
+        logger.error(
+            "hotkv: the server did not end a store within its %.1f s; the session is closed",
+            self._config.store_timeout_s,
+        )
+        self.begin_anew()
+        return False
+
+    def take_everything_back(self) -> None:
+        """Ends all stores of this rank at once, sent or not, so that any block may be overwritten.
+        Needs no list of them.
+
+        If they can't all be revoked the session is closed, so that the server aborts them, and
+        another one opened.
+        """
+        rank = self._rank
+        session = rank.session
+        stores, self.active = self.active, {}
+        self._reports.update({store_id: StoreReport([b""]) for store_id in stores})
+        self._lost += stores.values()
+        if session is None:
+            return
+        try:
+            session.revoke_stores()
+        except Exception:
+            self._count("hook_errors", 1)
+            logger.exception("hotkv: stores could not be revoked; the session is closed")
+            rank.session = None
+            session.close()
+            rank.begin()
+
+    def begin_anew(self) -> None:
+        """A new session in place of one whose server hangs, or whose key space is another. Its
+        stores count as failed; its loads go on waiting for their end."""
+        if self._rank.leave():
+            self.fail_all()
+            self._rank.begin()
+
+    def fail_all(self) -> None:
+        """Counts all stores as failed, ended or not."""
+        for store_id, store in self.active.items():
+            self._reports[store_id] = StoreReport([b""])
+            self._rank.marks.done(store.after)
+        self.active.clear()
+
+    def end_early(self) -> "list[Future[TransferResult]]":
+        """The engine discards its memory: ends all stores. Returns what says that each has
+        ended."""
+        answers = []
+        for store in self.active.values():
+            if store.answer is None:
+                store.answer = never_begun("the engine sleeps")
+            elif not store.answer.done() and self._rank.session is not None:
+                self._rank.session.cancel(self.transfer_id(store.job))
+            answers.append(store.answer)
+        return answers
+
+    # -------------------------------------------------------------------------------------- results
+
+    def take_reports(self) -> dict[int, StoreReport]:
+        """By store: how those ended that have ended since the last call."""
+        lost, self._lost = self._lost, []
+        for store in lost:
+            self._rank.marks.done(store.after)
+        for store_id, store in list(self.active.items()):
+            if store.answer is not None and store.answer.done():
+                self._reports[store_id] = self._report(store, store.answer)
+                del self.active[store_id]
+                self._rank.marks.done(store.after)
+        reports, self._reports = self._reports, {}
+        return reports
+
+    def _report(self, store: ActiveStore, answer: "Future[TransferResult]") -> StoreReport:
+        """A store whose result can't be read has failed."""
+        if answer.cancelled() or answer.exception() is not None:
+            logger.debug(
+                "hotkv: a store failed: %s", None if answer.cancelled() else answer.exception()
+            )
+            return StoreReport([b""])
+        try:
+            result = answer.result()
+            if result.status is TransferStatus.DONE:
+                self._is_server_slow = False
+            self._count("store_bytes", result.num_bytes)
+            return report_of(result.results[: len(store.job.runs)])
+        except Exception:
+            self._count("hook_errors", 1)
+            logger.exception(
+                "hotkv: the result of a store could not be read; the store counts as failed"
+            )
+            return StoreReport([b""])
+
+
+def _all_done(waiting: Iterable[ActiveStore], timeout_s: float) -> bool:
+    answers = [store.answer for store in waiting if store.answer is not None]
+    return not wait_futures(answers, timeout_s).not_done
+
+
+def report_of(result_arrays: Sequence[Any]) -> StoreReport:
+    """A rank's report of one store; no arrays for a store that failed as a whole."""
+    return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in result_arrays)])
+
+
+def nothing_to_write(job: StoreJob) -> StoreReport:
+    """The report of a rank that holds a copy of what another rank writes."""
+    return report_of(
+        [np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)]
+    )
