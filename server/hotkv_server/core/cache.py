@@ -142,7 +142,7 @@ class CacheCore:
         self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
 
     def hold(self, session_number: int, hash_list: HashList, until_s: float) -> None:
-        """Keeps those of the blocks that are ready until then, as far as the budget goes; a touch
+        """Pins those of the blocks that are ready until then, as far as the budget allows; a touch
         has checked the list before."""
         self._uses.hold(self.sessions.record(session_number), hash_list, until_s)
 

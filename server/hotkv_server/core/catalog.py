@@ -22,9 +22,9 @@ MAX_KEY_SPACES_OF_TENANT = 256
 MAX_WEIGHT_BYTES = 32 << 20
 """Of all key spaces together."""
 FORGET_S = 600.0
-"""A key space without a block is forgotten so long after its last session."""
+"""How long a key space without a block is known after its last session."""
 _ENTRY_BYTES = 96
-"""What a string or a number costs besides its characters, here and in the file of the server's
+"""Bytes of a string or a number besides its characters, here and in the file of the server's
 state."""
 
 
@@ -61,7 +61,7 @@ class Catalog:
         self._last = 0
         self._rows = {0}
         self._sessions: dict[int, int] = {}
-        # Those that no session has and since when, in that order.
+        # Key spaces without a session, and since when, in that order.
         self._left_s: dict[int, float] = {}
         self._holdings: dict[str, _Holding] = {}
         self.max_of_tenant = (

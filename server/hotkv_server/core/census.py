@@ -12,7 +12,7 @@ from hotkv_server.core.space import Space
 from hotkv_server.core.values import KEY_SPACE_ROWS
 
 PART_ENTRIES = 1 << 17
-"""Counted in a millisecond or two."""
+"""Entries that one part counts: a millisecond or two."""
 
 
 @dataclass(slots=True)

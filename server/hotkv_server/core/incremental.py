@@ -20,9 +20,9 @@ from hotkv_server.core.space import MAX_REFRESHED
 from hotkv_server.core.values import Entries, HashList, Run
 
 LEASED_BLOCKS = 1 << 16
-"""Listed by the leases of one part, unless a single one lists more."""
+"""Blocks that the leases of one part list, unless a single one lists more."""
 LEASE_BLOCKS = 1 << 10
-"""What a lease counts besides the blocks that it lists."""
+"""Blocks that a lease counts as, besides those that it lists."""
 BLOCKS = 1 << 12
 SCANNED_ENTRIES = 1 << 17
 
@@ -88,8 +88,8 @@ def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
         for lease in core.leases.all()
         if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id
     ]
-    # All of them before the first block: whatever becomes ready before its lease's turn is found
-    # below.
+    # All leases before the first block: a block that becomes ready before its lease is aborted is
+    # found below.
     for part in _portions(writing):
         for lease in part:
             if (
@@ -153,7 +153,7 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
             index.pin(staying, 1)
             has_more = next(making, _END) is not _END
             index.pin(staying, -1)
-            # A representation whose block went meanwhile could not go with it.
+            # A pinned representation was not freed if its block was evicted meanwhile.
             core.space.removal.reap(staying)
             if not has_more:
                 break

@@ -15,7 +15,7 @@ from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import Entries
 
 PART_ENTRIES = 1 << 18
-"""Ends that are looked at in one part: in a millisecond or two."""
+"""Entries that one part looks at: a millisecond or two."""
 
 
 class RetentionPins:
@@ -32,7 +32,7 @@ class RetentionPins:
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # The same of what was held since `expire` began.
+        # As `_next_end_s`, of holds that began since `expire` did.
         self._next_new_end_s = np.inf
 
     @property
@@ -44,7 +44,7 @@ class RetentionPins:
         return self._num_held
 
     def __repr__(self) -> str:
-        return f"Holds({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
+        return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
         """Holds ready entries of one tenant until then, from the first on as far as the budget

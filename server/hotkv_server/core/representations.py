@@ -21,7 +21,7 @@ from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.values import Entries, Int64s
 
 FreeSlots = Callable[[list[Words]], None]
-"""Gives back the slots of records that are gone, in parts of one slot size."""
+"""Frees the slots of removed records, in parts of one slot size."""
 
 
 def blocks_first(groups: list[int]) -> list[int]:
@@ -93,7 +93,7 @@ class Representations:
         """Makes reserved representations ready, each for a ready block, in place of the former one.
         `checks`: as in `Space.publish`."""
         former = self.of(blocks)
-        self._go(former[former != 0])
+        self._remove(former[former != 0])
         self._index.publish(
             entries,
             self._index.mixed(entries),
@@ -106,14 +106,14 @@ class Representations:
         """Removes the representations of blocks that were removed, given the blocks' records."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
-            self._go(linked[linked != 0])
+            self._remove(linked[linked != 0])
 
     def drop(self, entries: Entries) -> None:
         """Removes ready representations; their blocks stay."""
         self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
-        self._go(entries)
+        self._remove(entries)
 
-    def _go(self, entries: Entries) -> None:
+    def _remove(self, entries: Entries) -> None:
         if not len(entries):
             return
         is_pinned = self._index.pins[entries] > 0

@@ -67,7 +67,7 @@ class Uses:
         self.retain(entries, retention, now_s)
 
     def retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Pins ready entries for as long as `retention` asks, as far as the budget goes."""
+        """Pins ready entries for as long as `retention` asks, as far as the budget allows."""
         if retention.pin:
             self._pin(entries, now_s + retention.ttl_s)
 

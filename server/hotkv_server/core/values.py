@@ -14,8 +14,8 @@ Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
 BoolMask = NDArray[np.bool_]
 KEY_SPACE_ROWS = 1 << 13
-"""Rows of arrays by key space. Numbers of key spaces are never given away anew, so the row is the
-number modulo this; no two that are known share one. A power of two."""
+"""Rows of arrays by key space. Numbers of key spaces are never reused, so the row is the number
+modulo this; no two known key spaces share one. A power of two."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, of all sessions together."""
 MAX_REPRESENTATIONS = 256

@@ -1,12 +1,12 @@
-"""The arena: the file of host memory in which all slots lie, and what lies beside it: block table,
+"""The arena: the file of host memory in which all slots lie, and the files beside it: block table,
 state, times of last use.
 
 All are files of one directory on tmpfs, locked by one server. They outlive it: the next server over
 the directory goes on with the arena as it is and makes a table of its own out of the old one's
-records (`Leftover`). Until `adopt` the directory is as the old server left it, so that a start that
-is killed has lost nothing. Before the server is ready all buckets of the table have memory, some of
-its records and some of the arena. The rest comes behind: first the records (`records`), then the
-arena (`filling`).
+records (`Leftover`). Always true: until `adopt` the directory is as the old server left it, so that
+a start that is killed has lost nothing. Before the server is ready all buckets of the table have
+memory, some of its records and some of the arena. The rest is prefaulted behind: first the records
+(`records`), then the arena (`filling`).
 """
 
 import errno
@@ -38,7 +38,7 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
 )
 FILLED_FILE, OWNER_FILE = "filled", "server.json"
 CALIBRATION_FILES = "calibration-*.json"
-"""How fast devices copy, one file a device: no part of the cache, kept until the directory goes."""
+"""How fast devices copy, one file a device: no part of the cache, kept as long as the directory."""
 FILES: Final = (
     STATE_FILE,
     USE_FILE,
@@ -48,16 +48,16 @@ FILES: Final = (
     ARENA_FILE,
     OWNER_FILE,
 )
-"""In the order in which they go: without the state nothing of the rest counts."""
+"""In the order in which they are removed: without the state the other files count for nothing."""
 FIRST_FILL_S = 0.25
 FIRST_FILL_BYTES = 64 << 20
-"""How long the start brings the arena in before it goes on, and how much of it at least."""
+"""How long the start prefaults the arena before it continues, and how much of it at least."""
 TABLE_HUGE_S = 0.1
-"""How long the start brings the table in as huge pages; in small ones a cold lookup waits longer
+"""How long the start prefaults the table as huge pages; in small ones a cold lookup waits longer
 for page tables than for the table."""
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.01
-"""Who only looks whether a server runs holds its lock for microseconds."""
+"""A process that only checks whether a server runs holds its lock for microseconds."""
 USE_HEADER: Final = struct.Struct("<8sqdq")
 USE_MAGIC: Final = b"HOTKVUS1"
 
@@ -69,7 +69,7 @@ class BusyError(OSError):
 @dataclass(frozen=True, slots=True)
 class Leftover:
     """What an old server left. `last_used_s` float64 by entry number, in seconds of the monotonic
-    clock, nan for what is newer."""
+    clock, nan for entries that are newer."""
 
     table: BlockTable
     state: ServerState
@@ -81,7 +81,7 @@ class NodeMemory:
     """Arena and table of one server, and `leftover` of another until `adopt`. `why_empty`: why
     there is none, empty on a fresh directory.
 
-    `arena.huge_bytes` says how much of it lies in huge pages, `filling` how far it has memory.
+    `arena.huge_bytes` says how much of it lies in huge pages, `filling` how much has memory.
     """
 
     directory: Path
@@ -102,58 +102,42 @@ class NodeMemory:
         mode: int = 0o640, *, prefault: bool = True,
         place: Callable[[int, int], None] | None = None,
     ) -> "NodeMemory":  # fmt: skip
-        """Goes on with what is in the directory where that fits, else makes all files anew, under
+        """Goes on with the files in the directory if they fit, else makes all files anew, under
         `fresh_epoch`.
 
-        `prefault`: brings in the table's buckets, some of its records, and of the arena what can be
-        had in FIRST_FILL_S; `records` and `filling` are for the rest. Otherwise memory comes as it
-        is written, and all of the arena counts as filled. `place(address, num_bytes)`: says where
-        the arena's memory is to come from, before any of it is brought in.
+        `prefault`: prefaults the table's buckets, some of its records, and as much of the arena as
+        FIRST_FILL_S allows; `records` and `filling` are for the rest. Otherwise memory comes as it
+        is written, and all of the arena counts as filled. `place(address, num_bytes)`: called
+        before any of the arena is prefaulted; chooses the nodes of its memory.
 
-        Raises BusyError, or OSError that names what to do where memory is short. What can't be read
-        only for now (no permission, too many files are open) raises OSError too: then the cache is
+        Raises BusyError, or OSError that names what to do if memory is short. Files that can't be
+        read only for now (no permission, too many open files) raise OSError too: then the cache is
         left as it is.
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
         (directory / NEW_TABLE_FILE).unlink(missing_ok=True)
         try:
-            leftover, old_table, why_empty = None, None, ""
-            if (directory / STATE_FILE).exists() or (directory / TABLE_FILE).exists():
-                try:
-                    leftover, old_table = _leftover(directory, arena_bytes, slab_bytes)
-                except (FileNotFoundError, ValueError, StateError) as error:
-                    why_empty = str(error)
-                except OSError as error:
-                    if error.errno != errno.ELOOP:
-                        raise
-                    why_empty = str(error)
+            leftover, old_table, why_empty = _usable(directory, arena_bytes, slab_bytes)
             if leftover is None:
                 _remove_files(directory)
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
-            # The next start has two tables for a moment, and should not fail where this one does
-            # not.
+            # The next start has two tables for a moment, and should not fail if this one does not.
             _check_room(
                 directory,
                 geometry.file_bytes
                 + (arena_bytes + geometry.file_bytes if leftover is None else 0),
                 arena_bytes,
             )
+            arena_path = directory / ARENA_FILE
             if leftover is None:
-                arena = FileMapping.create(directory / ARENA_FILE, arena_bytes, mode)
+                arena = FileMapping.create(arena_path, arena_bytes, mode)
             else:
-                arena = FileMapping(
-                    _open_own(directory / ARENA_FILE, os.O_RDWR),
-                    arena_bytes,
-                    str(directory / ARENA_FILE),
-                    exclusive=True,
-                )
-            table_file = FileMapping.create(
-                directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE),
-                geometry.file_bytes,
-                mode,
-            )
+                arena_fd = _open_own(arena_path, os.O_RDWR)
+                arena = FileMapping(arena_fd, arena_bytes, str(arena_path), exclusive=True)
+            table_path = directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE)
+            table_file = FileMapping.create(table_path, geometry.file_bytes, mode)
         except BaseException:
             os.close(lock_fd)
             raise
@@ -192,12 +176,12 @@ class NodeMemory:
         return memory
 
     def adopt(self, state: ServerState, *, is_renumbered: bool = False) -> None:
-        """The new table holds what is kept of the old one and takes its place, and so does its
-        state. Raises OSError.
+        """Puts the new table, which has what is kept of the old one, in its place, and its state
+        beside it. Raises OSError.
 
-        `is_renumbered`: one table's key space numbers mean something else in the other; then there
-        is no state while they change places, so that a start that is killed there leaves nothing
-        rather than one key space's blocks in another's name.
+        `is_renumbered`: a key space number of one table means another key space in the other. Then
+        there is no state while the tables change places, so that a start that is killed there
+        leaves nothing rather than one key space's blocks under another's name.
         """
         if is_renumbered:
             (self.directory / STATE_FILE).unlink()
@@ -214,12 +198,12 @@ class NodeMemory:
             self.save_state(state)
 
     def save_state(self, state: ServerState) -> None:
-        """Notes what the bytes mean; before the first of them are stored. Raises OSError."""
+        """Writes down what the bytes mean, before the first of them are stored. Raises OSError."""
         write_state(self.directory / STATE_FILE, state)
 
     def save_use(self, last_used_s: NDArray[np.float64]) -> None:
-        """Notes when entries were last used: float64 by entry number, seconds of the monotonic
-        clock, nan for not known. Raises OSError."""
+        """Writes down when entries were last used: float64 by entry number, seconds of the
+        monotonic clock, nan for not known. Raises OSError."""
         scratch = self.directory / f"{USE_FILE}.new"
         with open(scratch, "wb") as file:
             file.write(
@@ -238,27 +222,27 @@ class NodeMemory:
         )
 
     def release(self) -> None:
-        """Lets another server have the directory with all that is in it. Blocks while a piece of
-        the arena is being brought in."""
+        """Lets another server have the directory and its files. Blocks while a piece of the arena
+        is being prefaulted."""
         self.filling.close()
         os.close(self._lock_fd)
 
     def remove(self) -> None:
-        """Removes the files; the memory goes when nobody maps it any more. Blocks as `release`."""
+        """Removes the files; their memory is freed when nobody maps it any more. Blocks as
+        `release`."""
         self.filling.close()
         remove_files(self.directory, self._lock_fd)
 
 
 def clear(directory: Path) -> None:
-    """Forgets what servers have left in the directory. Raises BusyError where one is running,
-    OSError."""
+    """Removes the files that servers have left in the directory. Raises BusyError if a server runs
+    on it, or OSError."""
     if directory.is_dir():
         remove_files(directory, _locked(directory))
 
 
 def remove_files(directory: Path, lock_fd: int) -> None:
-    """Removes all files, then the lock, which is given up, and the directory where nothing else is
-    in it."""
+    """Removes all files, then the lock, and the directory if nothing else is in it."""
     _remove_all(directory, lock_fd)
     if not any(directory.iterdir()):
         directory.rmdir()
@@ -275,7 +259,7 @@ def remove_by_descriptor(directory_fd: int) -> None:
 
 
 def _remove_all(directory: Path, lock_fd: int) -> None:
-    """Also the lock, which is given up."""
+    """Removes all files and the lock, which is released."""
     _remove_files(directory)
     for path in directory.glob(CALIBRATION_FILES):
         path.unlink(missing_ok=True)
@@ -313,8 +297,8 @@ def lock_file(path: Path) -> int:
 def _locked(directory: Path) -> int:
     while True:
         fd = lock_file(directory / LOCK_FILE)
-        # Who removes the directory's files removes the lock while it is held: then this is a lock
-        # on nothing.
+        # Whoever removes the directory's files removes the lock while holding it: then this locks
+        # a file that is not there any more.
         try:
             if os.stat(directory / LOCK_FILE).st_ino == os.fstat(fd).st_ino:
                 return fd
@@ -336,7 +320,7 @@ def _check_room(directory: Path, needed_bytes: int, arena_bytes: int) -> None:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Raises OSError for a link, StateError for another user's file."""
+    """Opens a file of this user. Raises OSError for a link, StateError for another user's file."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     owner = os.fstat(fd).st_uid
     if owner != os.geteuid():
@@ -345,9 +329,26 @@ def _open_own(path: Path, flags: int) -> int:
     return fd
 
 
+def _usable(
+    directory: Path, arena_bytes: int, slab_bytes: int
+) -> tuple[Leftover | None, FileMapping | None, str]:
+    """What an old server left, with its table; else None and why it can't be used, empty on a fresh
+    directory. Raises OSError if it can't be read only for now."""
+    if not (directory / STATE_FILE).exists() and not (directory / TABLE_FILE).exists():
+        return None, None, ""
+    try:
+        return *_leftover(directory, arena_bytes, slab_bytes), ""
+    except (FileNotFoundError, ValueError, StateError) as error:
+        return None, None, str(error)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return None, None, str(error)
+
+
 def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Leftover, FileMapping]:
-    """Raises StateError, ValueError or OSError where the files are not whole or were made with
-    other settings."""
+    """Reads what an old server left. Raises StateError, ValueError or OSError if the files are not
+    whole or were made with other settings."""
     state = read_state(directory / STATE_FILE)
     if state.slab_bytes != slab_bytes:
         raise StateError(f"arena.slab_bytes was {state.slab_bytes} and is {slab_bytes} now")
@@ -371,7 +372,7 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
 
 
 def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None:
-    """None where there is no such file of this table."""
+    """Times of last use; None if there is no such file of this table."""
     try:
         content = path.read_bytes()
     except OSError:

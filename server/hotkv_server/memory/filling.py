@@ -1,10 +1,10 @@
-"""Bringing the arena in: from its start, in pieces, as huge pages if the kernel gives them. The
+"""Prefaulting the arena: from its start, in pieces, as huge pages if the kernel gives them. The
 start does a little, a thread the rest.
 
 Always true: the first `filled_bytes` bytes have memory, which they keep, and the number only grows;
-a note beside the arena tells the next server. Nobody but this touches what lies beyond, so nothing
-is written where memory might be missing. When memory runs short, filling ends for good and
-`problem` says so: no piece is begun that would leave the machine or the control group less than
+a note beside the arena tells the next server. Only this module touches bytes beyond, so nothing is
+written where memory might be missing. If memory runs short, filling ends for good and `problem`
+says so: no piece is begun that would leave the machine or the control group less than
 `RESERVE_BYTES`, because the kernel would end a process for it.
 """
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
-"""Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest comes
-as it comes, to be turned into huge pages behind."""
+"""Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest is
+filled with any pages, and collapsed into huge ones behind."""
 COMING_S = 1.0
 """How far ahead `coming_bytes` looks."""
 PAUSE_S = 0.01
@@ -49,8 +49,8 @@ def read_note(path: Path, arena: FileMapping) -> int:
 
 
 class Filling:
-    """See the module. `filled_bytes`: what is known to have memory already. Owned by the thread
-    that makes it, until `start`."""
+    """See the module. `filled_bytes`: bytes that are known to have memory already. Owned by the
+    thread that makes it, until `start`."""
 
     def __init__(self, arena: FileMapping, note: Path, filled_bytes: int) -> None:
         self.problem = ""
@@ -59,7 +59,7 @@ class Filling:
         self._filled_bytes = filled_bytes
         self._bytes_per_s = 0.0
         self._note_fd = -1
-        # Up to here huge pages were tried.
+        # Huge pages were tried up to here.
         self._huge_end = 0
         self._takes_huge = filled_bytes < arena.num_bytes
         self._changed = threading.Condition()
@@ -74,18 +74,18 @@ class Filling:
 
     @property
     def filled_bytes(self) -> int:
-        """From the arena's start."""
+        """Bytes from the arena's start that have memory."""
         return self._filled_bytes
 
     @property
     def is_done(self) -> bool:
-        """Whether all of the arena has memory."""
+        """Returns True if all of the arena has memory."""
         return self._filled_bytes == self._arena.num_bytes
 
     @property
     def coming_bytes(self) -> int:
-        """How much more gets memory within COMING_S, at the pace of the last piece; 0 when filling
-        has ended."""
+        """How many more bytes get memory within COMING_S, at the pace of the last piece; 0 when
+        filling has ended."""
         return (
             0
             if self.problem
@@ -93,7 +93,7 @@ class Filling:
         )
 
     def progress(self) -> str:
-        """What goes on or went wrong, for people; nothing when all is filled."""
+        """Says how far filling is or why it ended, for people; nothing once all is filled."""
         if self.problem or self.is_done:
             return self.problem
         return (
@@ -103,7 +103,7 @@ class Filling:
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
         """Fills for so long, and one piece and `least_bytes` at least. Blocks. Raises OSError if
-        not even one piece can be had."""
+        memory is short for even one piece."""
         deadline_s = time.monotonic() + budget_s
         while not self.is_done and not self.problem:
             try:
@@ -116,13 +116,13 @@ class Filling:
                 break
 
     def bring_in(self, start: int, num_bytes: int) -> None:
-        """Brings in a part that lies beyond what is filled, because something is there. Before
+        """Prefaults a part beyond what is filled, because something is stored there. Before
         `start`. Blocks; raises OSError."""
         self._arena.populate(start, num_bytes)
 
     def wait(self, end: int) -> None:
         """Blocks until the first `end` bytes are filled; fills them itself before `start`. Raises
-        OSError if that can't be any more."""
+        OSError if they can't be any more."""
         while self._thread is None and self._filled_bytes < end:
             self._fill_next()
         with self._changed:
@@ -138,9 +138,9 @@ class Filling:
         """Fills the rest in the background. `on_filled`: called from its thread after each piece,
         with `filled_bytes` and `coming_bytes`.
 
-        `settles`: then goes over all of it as `settle` does; else somebody else does so. `first`:
-        what is brought in before, step by step, on the same thread; if that raises OSError, nothing
-        more is filled.
+        `settles`: the thread then does as `settle` for the whole arena; if False the caller does.
+        `first`: steps that the same thread does before; if one raises OSError, nothing more is
+        filled.
         """
 
         def work() -> None:
@@ -180,10 +180,10 @@ class Filling:
         self, start: int = 0, num_bytes: int | None = None, pause_s: float = PAUSE_S
     ) -> None:
         """Waits until a part is filled, maps its pages and turns them into huge pages, as far as
-        the kernel goes along. Raises OSError.
+        the kernel agrees. Raises OSError.
 
-        Blocks; for a thread of its own. In pieces and pauses, because whatever else maps memory in
-        this process waits for each of them.
+        Blocks; for a thread of its own. In pieces and pauses, because every other mapping of memory
+        in this process waits for each of them.
         """
         end = self._filled_bytes if num_bytes is None else start + num_bytes
         self.wait(end)
@@ -215,7 +215,7 @@ class Filling:
             )
 
     def _fill_next(self) -> None:
-        """Blocks for one piece. Raises OSError when memory is short."""
+        """Fills one piece. Blocks. Raises OSError if memory is short."""
         start = self._filled_bytes
         length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
         # Huge pages of hugetlbfs were set aside before, so they are not counted as available.
@@ -252,8 +252,8 @@ class Filling:
         log.warning("%s", self.problem)
 
     def _write_note(self) -> None:
-        """One write of a few bytes to memory: whole or not at all, also when the server is
-        killed."""
+        """Writes how far the arena is filled: one write of a few bytes to memory, whole or not at
+        all even if the server is killed."""
         if self._note_fd < 0:
             self._note_fd = os.open(
                 self._note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600

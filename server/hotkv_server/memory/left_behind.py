@@ -1,8 +1,8 @@
-"""Arenas that servers have left in shared memory: which there are, whose they are, whether a server
-runs on them; gives their memory back.
+"""Arenas that servers have left in shared memory: finds them, says whose they are and whether a
+server runs on them, and frees their memory.
 
 Always true: an arena whose lock is held is never removed, nor anything in its directory; of others
-only the server's own files are. The folder may be one that everybody may write, so links in it are
+only the server's own files are. Anybody may be allowed to write to the folder, so links in it are
 not followed.
 """
 
@@ -40,7 +40,7 @@ class ArenaLeft:
     """An arena directory. `name`: from the folder on. `num_bytes`: memory that its files have.
     `arena_bytes`: size of the arena.
 
-    `is_running`: a server holds the lock; None where this user may not look. `pid`, `runtime_dir`,
+    `is_running`: a server holds the lock; None if this user may not look. `pid`, `runtime_dir`,
     `version`: of the last server, 0 or empty if not known. `idle_s`: since the last sign of it.
     """
 
@@ -57,7 +57,7 @@ class ArenaLeft:
 
     @property
     def is_stale(self) -> bool:
-        """Whether no server runs on it."""
+        """Returns True if no server runs on it."""
         return self.is_running is False
 
 
@@ -116,7 +116,7 @@ def _below(folder: Path, prefix: str, depth: int) -> Iterator[ArenaLeft]:
 
 
 def _look(path: Path, name: str) -> ArenaLeft | None:
-    """None for a directory that is no arena's."""
+    """The arena in a directory; None if there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -146,7 +146,7 @@ def _look(path: Path, name: str) -> ArenaLeft | None:
 
 
 def _stat(directory_fd: int, name: str) -> os.stat_result | None:
-    """Of a plain file; None for anything else."""
+    """Status of a plain file; None for anything else."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except OSError:
@@ -160,7 +160,7 @@ def _allocated_bytes(directory_fd: int) -> int:
 
 
 def _read(directory_fd: int, name: str) -> bytes:
-    """The file's beginning; empty where it can't be read."""
+    """The beginning of a file; empty if it can't be read."""
     try:
         fd = os.open(
             name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd
@@ -189,8 +189,8 @@ def _pid(directory_fd: int) -> int:
 
 
 def _is_locked(directory_fd: int) -> bool | None:
-    """Whether a server holds the lock. Takes it for a moment, shared: `lock_file` tries more than
-    once."""
+    """Returns True if a server holds the lock. Takes it for a moment, shared: `lock_file` tries
+    more than once."""
     try:
         fd = os.open(
             LOCK_FILE,

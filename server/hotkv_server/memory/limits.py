@@ -18,14 +18,14 @@ def memlock_bytes() -> int:
 
 
 def cgroup_bytes() -> int:
-    """Least memory limit of this process's control group and those above it; NO_LIMIT where there
-    is none or none can be read."""
+    """Least memory limit of this process's control group and those above it; NO_LIMIT if there is
+    none or none can be read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 
 def _cgroups() -> list[Path]:
-    """Directories of this process's control group and those above it; none where it has none
-    (version 2)."""
+    """Directories of this process's control group and those above it (version 2); none if it has
+    none."""
     try:
         own = next(
             line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
@@ -37,7 +37,7 @@ def _cgroups() -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """The number in a file; NO_LIMIT where there is none."""
+    """The number in a file; NO_LIMIT if there is none."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -46,8 +46,8 @@ def _number(path: Path) -> int:
 
 
 def _field(path: Path, name: str, unit: int) -> int:
-    """What follows a name in a file of names and numbers, times the unit; NO_LIMIT where it does
-    not stand there."""
+    """The number after a name in a file of names and numbers, times the unit; NO_LIMIT if it is not
+    there."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())
         return next((int(row[1]) * unit for row in rows if row[:1] == [name]), NO_LIMIT)
@@ -76,7 +76,7 @@ def available_bytes() -> int:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Memory that a file on tmpfs has by now; 0 where there is none."""
+    """Memory that a file on tmpfs has by now; 0 if there is no such file."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -84,7 +84,7 @@ def allocated_bytes(path: Path) -> int:
 
 
 def why_no_huge_pages() -> str:
-    """The likeliest reason for which the kernel gave none."""
+    """The likeliest reason why the kernel gave no huge pages."""
     try:
         modes = SHMEM_HUGE.read_text().strip()
     except OSError:

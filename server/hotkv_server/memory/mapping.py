@@ -1,8 +1,8 @@
 """A mapped file: bytes at an address, for as long as it is open.
 
-Owns one descriptor and one mapping; both go with `close`. The address is congruent to the file
-offset modulo 2 MiB, without which the kernel gives no huge pages, and which Python's own mmap does
-not promise. A view from `array` must not be used after `close`.
+Owns one descriptor and one mapping; `close` closes both. Always true: the address is congruent to
+the file offset modulo 2 MiB, without which the kernel gives no huge pages, and which Python's own
+mmap does not promise. A view from `array` must not be used after `close`.
 """
 
 import ctypes
@@ -70,8 +70,8 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 
 
 def has_holes(fd: int) -> bool:
-    """True where parts of a file have no memory yet: who touches them first allocates it, and is
-    charged for it."""
+    """Returns True if parts of a file have no memory yet: the process that touches them first
+    allocates it, and is charged for it."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 
@@ -88,12 +88,12 @@ class FileMapping:
         exclusive: bool = False,
         on_cut: Callable[[], None] | None = None,
     ) -> None:
-        """Takes the descriptor over, also where it raises. Raises ValueError where the file is
-        shorter than `num_bytes`.
+        """Takes the descriptor over, even if it raises. Raises ValueError if the file is shorter
+        than `num_bytes`.
 
-        `exclusive`: the file is the server's own, so what is missing of it may be brought in.
-        `on_cut`: the file is a client's, who may cut it short at any time; called, from any thread,
-        when this process has touched what is gone: from then on the mapping is empty memory.
+        `exclusive`: the file is the server's own, so missing pages may be prefaulted. `on_cut`: the
+        file is a client's, who may cut it short at any time; called, from any thread, when this
+        process has touched a page that is missing: from then on the mapping is empty memory.
         """
         try:
             if os.fstat(fd).st_size < num_bytes:
@@ -122,7 +122,7 @@ class FileMapping:
 
     @staticmethod
     def create(path: Path, num_bytes: int, mode: int) -> "FileMapping":
-        """Makes a new file in place of any old one; who mapped the old one keeps it."""
+        """Makes a new file in place of any old one. Existing mappings keep the old contents."""
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         os.truncate(fd, num_bytes)
@@ -134,8 +134,8 @@ class FileMapping:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def is_whole(self) -> bool:
-        """False where somebody has cut the file short, so that touching the mapping would kill this
-        process."""
+        """Returns False if somebody has cut the file short, so that touching the mapping would kill
+        this process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:
@@ -143,8 +143,8 @@ class FileMapping:
         return has_holes(self.fd)
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
-        """Brings every page of a part in, with the page tables. Blocks; raises OSError where memory
-        is short."""
+        """Prefaults every page of a part, with the page tables. Blocks; raises OSError if memory is
+        short."""
         num_bytes = self.num_bytes - start if num_bytes is None else num_bytes
         try:
             self._advise(_POPULATE_WRITE, start, num_bytes)
@@ -161,8 +161,8 @@ class FileMapping:
     def make_huge(
         self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES, end: int | None = None
     ) -> int:
-        """Brings pages in as huge pages from `start` to `end`, for as long as that takes no more
-        than `budget_s` and the kernel gives them.
+        """Prefaults pages as huge pages from `start` to `end`, until that has taken `budget_s` or
+        the kernel refuses.
 
         Returns where it ended, a multiple of 2 MiB; single pages that the kernel refused may lie
         before. Adds to `huge_bytes`. Blocks. A kernel that must compact memory first is slow, hence
@@ -174,7 +174,7 @@ class FileMapping:
             length = min(piece_bytes, whole - start)
             got = self._collapse(start, length)
             if got < length and length > HUGE_PAGE_BYTES:
-                # Somebody held a page for a moment: the others are had one by one.
+                # Somebody held a page for a moment: the other ranges are collapsed one by one.
                 got = sum(
                     self._collapse(at, HUGE_PAGE_BYTES)
                     for at in range(start, start + length, HUGE_PAGE_BYTES)
@@ -186,7 +186,8 @@ class FileMapping:
         return start
 
     def _collapse(self, start: int, num_bytes: int) -> int:
-        """Bytes that are huge pages now: all, or none where the kernel refused."""
+        """Collapses a range; returns the bytes that are huge pages now: all, or none if the kernel
+        refused."""
         try:
             # The kernel collapses no range that is all holes.
             for at in range(start, start + num_bytes, HUGE_PAGE_BYTES) if self._exclusive else ():
@@ -205,7 +206,7 @@ class FileMapping:
             os.close(self.fd)
 
     def _replace(self) -> None:
-        """Puts empty memory in the place of what is gone. In the middle of the access that
+        """Maps empty memory in place of the file's missing pages, in the middle of the access that
         failed."""
         self._is_cut = True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE

@@ -1,8 +1,8 @@
 """NUMA: on which nodes of the machine the arena lies, and on which processors a device's copy
 threads run.
 
-What the machine has is read from /sys, without CUDA, because memory must be placed before it is
-brought in. A machine that does not grant it runs on, with one line in the log.
+The machine's nodes are read from /sys, without CUDA, because memory must be placed before it is
+prefaulted. If the machine does not grant a placement, the server runs on, with one line in the log.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def _read_list(path: Path) -> tuple[int, ...]:
-    """Empty where there is no such file, or nothing that can be read."""
+    """The list in a file; empty if there is no such file, or it can't be read."""
     try:
         return parse_list(path.read_text())
     except (OSError, ValueError):
@@ -46,7 +46,7 @@ def _read_list(path: Path) -> tuple[int, ...]:
 
 
 def memory_nodes(sys: Path = SYS) -> tuple[int, ...]:
-    """Nodes that have memory; empty where the kernel does not say."""
+    """Nodes that have memory; empty if the kernel does not say."""
     return _read_list(sys / "devices/system/node/has_memory")
 
 
@@ -84,15 +84,15 @@ def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Memory goes to these nodes: in turns where there are several; elsewhere when they are
+    """Memory comes from these nodes, in turns if there are several; from elsewhere when they are
     full."""
 
     nodes: tuple[int, ...]
 
 
 def choose(wanted: str, sys: Path = SYS) -> Placement | None:
-    """What `arena.numa` asks for on this machine; None for no placement. Raises ValueError for a
-    node without memory.
+    """The placement that `arena.numa` asks for on this machine; None for no placement. Raises
+    ValueError for a node without memory.
 
     auto: the nodes of the GPUs, all of them in turns; nothing on a machine with one node, or
     without GPUs.
@@ -114,7 +114,7 @@ def choose(wanted: str, sys: Path = SYS) -> Placement | None:
 
 
 def place(address: int, num_bytes: int, placement: Placement) -> str:
-    """Has memory that is not there yet come from these nodes. Returns why it can't be had, or
+    """Lets memory that is not allocated yet come from these nodes. Returns why it can't, or
     nothing."""
     number = _MBIND.get(platform.machine())
     if number is None:
@@ -145,8 +145,8 @@ def place(address: int, num_bytes: int, placement: Placement) -> str:
 
 @contextlib.contextmanager
 def on_processors(wanted: frozenset[int]) -> Iterator[None]:
-    """Threads that are started inside run on these processors, as far as this process may use them;
-    on any where it may use none."""
+    """Runs threads that are started inside on these processors, as far as this process may use
+    them; on any if it may use none."""
     before = os.sched_getaffinity(0)
     usable = wanted & before
     if not usable or usable == before:
@@ -160,5 +160,5 @@ def on_processors(wanted: frozenset[int]) -> Iterator[None]:
 
 
 def describe(nodes: Sequence[int]) -> str:
-    """For the log."""
+    """One phrase for the log."""
     return ",".join(map(str, nodes)) or "any"

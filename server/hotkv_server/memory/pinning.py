@@ -2,8 +2,8 @@
 thread of its own.
 
 Always true: the first `pinned_bytes` bytes are registered, in pieces of `piece_bytes`; the share
-only grows until `close`, which undoes all. A refusal ends the thread: what is not pinned is copied
-slowly, and `error` says what to grant.
+only grows until `close`, which unregisters all. A refusal ends the thread: bytes that are not
+pinned are copied slowly, and `error` says what to grant.
 """
 
 import logging
@@ -56,16 +56,16 @@ class ArenaPinner:
 
     @property
     def pinned_bytes(self) -> int:
-        """From the arena's start."""
+        """Bytes from the arena's start that are registered."""
         return self._pinned_bytes
 
     @property
     def is_done(self) -> bool:
-        """Whether all is pinned."""
+        """Returns True if all of the arena is pinned."""
         return self._pinned_bytes == self.num_bytes
 
     def is_alive(self) -> bool:
-        """False where the thread has died before its time."""
+        """Returns False if the thread has died before its time."""
         return (
             self.is_done
             or bool(self.error)
@@ -88,7 +88,7 @@ class ArenaPinner:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops early, and unregisters all. Blocks. The copy engines must be closed."""
+        """Stops, and unregisters all. Blocks. The copy engines must be closed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -119,7 +119,7 @@ class ArenaPinner:
 
 
 def refusal(error: Exception, num_bytes: int) -> str:
-    """Why pinning failed, and what to grant."""
+    """Says why pinning failed, and what to grant."""
     granted = limits.memlock_bytes()
     if granted < num_bytes:
         return (

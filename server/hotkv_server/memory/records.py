@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from hotkv.table import RECORD_WORDS, TableGeometry
 
 FIRST_ENTRIES = 1 << 21
-"""What the start brings in: 144 MiB, enough for an arena of 32 GiB with as many blocks as there are
-by default."""
+"""Records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with as many blocks as
+there are by default."""
 PIECE_ENTRIES = 1 << 20
 
 
 class RecordsMemory:
-    """Of one table file, whose buckets have memory. `num_entries`: how many there may be for
-    now."""
+    """Records of one table file, whose buckets have memory. `num_entries`: how many entries there
+    may be for now."""
 
     def __init__(self, fd: int, geometry: TableGeometry, num_entries: int) -> None:
         self.num_entries = num_entries
@@ -31,12 +31,12 @@ class RecordsMemory:
 
     @property
     def is_done(self) -> bool:
-        """Whether all records have memory."""
+        """Returns True if all records have memory."""
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:
-        """Brings in the first so many, or all that there are. Blocks; raises OSError if memory is
-        short, and nothing has changed then."""
+        """Prefaults the first so many records, or all there are. Blocks; raises OSError, with
+        nothing changed, if memory is short."""
         end = min(num_entries, self._geometry.capacity)
         if end > self.num_entries:
             start_bytes, end_bytes = (
@@ -47,8 +47,8 @@ class RecordsMemory:
             self.num_entries = end
 
     def back_rest(self) -> Iterator[int]:
-        """Brings in the rest; `num_entries` after each piece. Blocks for a piece at a time; raises
-        OSError if memory is short."""
+        """Prefaults the rest; yields `num_entries` after each piece. Blocks for a piece at a time;
+        raises OSError if memory is short."""
         while not self.is_done:
             self.back(self.num_entries + PIECE_ENTRIES)
             yield self.num_entries

@@ -6,8 +6,8 @@ the first such touch the whole mapping is replaced by empty memory of the server
 told, and the copy goes on over zeros that nobody will keep. A SIGBUS anywhere else ends the process
 as ever.
 
-The handler is Python. A thread that copies holds neither the interpreter nor any lock at that
-moment, so it may wait for the interpreter there.
+The handler is Python. A thread that copies holds neither the GIL nor any lock at that moment, so it
+may wait for the GIL there.
 """
 
 import ctypes
@@ -40,13 +40,13 @@ _guarded: dict[int, tuple[int, Callable[[], None]]] = {}
 
 
 def guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
-    """From now on a touch beyond the file's end calls `on_fault`, in the thread that touched; it
-    must put memory in the mapping's place."""
+    """Calls `on_fault` from now on for a touch beyond the file's end, in the thread that touched;
+    it must put memory in the mapping's place."""
     _guarded[address] = num_bytes, on_fault
 
 
 def release(address: int) -> None:
-    """Before the mapping goes."""
+    """Ends the guard of a mapping, before it is unmapped."""
     _guarded.pop(address, None)
 
 
@@ -66,7 +66,7 @@ _on_bus_error = _Handler(_handle)
 
 
 def install() -> None:
-    """Once, at start. Raises OSError."""
+    """Installs the handler, once, at start. Raises OSError."""
     action = _Action(
         ctypes.cast(_on_bus_error, ctypes.c_void_p), (ctypes.c_byte * 128)(), _SA_SIGINFO, None
     )

@@ -1,9 +1,9 @@
-"""What of a server's catalog outlives it: a small file beside arena and table that says what their
-bytes mean.
+"""The part of a server's catalog that outlives it: a small file beside arena and table that says
+what their bytes mean.
 
-Written anew, as a whole, before the first block of a new key space can be stored; so whatever is
-ready in the table has its key space here. A file of another format version, or one that does not
-agree with itself, is refused, never read in part.
+Always true: the file is replaced as a whole before the first block of a new key space can be
+stored; so the key space of every ready block in the table is here. A file of another format
+version, or one that contradicts itself, is refused, never read in part.
 """
 
 import json
@@ -62,7 +62,7 @@ def write_state(path: Path, state: ServerState) -> None:
 
 
 def _entry(known: KnownKeySpace) -> str:
-    """The key space in JSON."""
+    """A key space in JSON."""
     text = _texts.get(known.key_space)
     if text is None:
         text = _texts[known.key_space] = json.dumps(asdict(known.key_space))
@@ -75,8 +75,8 @@ def _entry(known: KnownKeySpace) -> str:
 
 
 def read_state(path: Path) -> ServerState:
-    """Raises StateError where there is no file, or not one of this format; OSError where it can't
-    be read now."""
+    """Raises StateError if there is no file, or not one of this format; OSError if it can't be read
+    now."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError) as error:
@@ -119,5 +119,5 @@ def _known(entry: Mapping[str, Any]) -> KnownKeySpace:
 
 
 def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
-    """JSON has no tuples."""
+    """Lists as tuples, which JSON does not have."""
     return {name: tuple(fields[name]) for name in names if name in fields}

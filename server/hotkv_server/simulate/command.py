@@ -163,7 +163,7 @@ def _replayed(
 def _bounds(
     trace: Trace, percent: float, lower_percent: float | None, following: Int64s
 ) -> list[Row]:
-    """The second tier of a bound is what the clairvoyant cache gains by being that much larger."""
+    """The bounds; as second tier, the gain of the clairvoyant cache from being that much larger."""
     capacity = trace.capacity_blocks(percent)
     rows = []
     for name in (CLAIRVOYANT, UNBOUNDED):
@@ -189,7 +189,7 @@ def _bounds(
 
 @contextmanager
 def _progress_bar(num_requests: int) -> Iterator[Progress | None]:
-    """A bar on standard error where that is a terminal and tqdm is installed."""
+    """A bar on standard error, if that is a terminal and tqdm is installed."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,5 +1,6 @@
-"""The miss-ratio curve as a PNG: a panel a trace, a line a policy. Needs matplotlib, from the extra
-`simulate`."""
+"""The miss-ratio curve as a PNG: a panel per trace, a line per policy. Needs matplotlib, from the
+extra `simulate`.
+"""
 
 import importlib
 import math
@@ -21,7 +22,7 @@ class PlotError(ValueError):
 
 
 def check_plot(path: Path) -> None:
-    """Raises PlotError where a plot could not be made there, before the work is done."""
+    """Raises PlotError if a plot can't be made there, before the work is done."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -33,7 +34,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, rows: Sequence[Row], block_mib: float | None) -> None:
-    """Draws miss ratio, of all tiers, over capacity. Raises OSError where the file can't be
+    """Draws miss ratio, of all tiers, over capacity. Raises OSError if the file can't be
     written."""
     figure_module = importlib.import_module("matplotlib.figure")
     traces = list(dict.fromkeys(row.trace for row in rows))
@@ -77,8 +78,8 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[Row], block_mib: float | 
 
 
 def _spaced(percents: Sequence[float], most: int) -> list[float]:
-    """Those of rising percents that are labelled: on a log axis no two so close that more than
-    `most` would fit."""
+    """The percents, rising, that are labelled: on a log axis no two so close that more than `most`
+    would fit."""
     step = math.log(percents[-1] / percents[0]) / most
     chosen = [percents[0]]
     for percent in percents[1:]:

@@ -1,8 +1,8 @@
 """Replaying a trace: each request looks its blocks up, uses those it hits, and stores the rest, all
 through the core.
 
-A `Tier` is the core's own space of slots, with every block of one size. Always true: what a request
-finds present stays until its own blocks are stored; all clocks are the trace's; a request is done
+A `Tier` is the core's own space of slots, with every block of one size. Always true: blocks that a
+request finds present stay until its own are stored; all clocks are the trace's; a request is done
 before the next one begins.
 """
 
@@ -43,8 +43,7 @@ class Replayed:
 
 
 class Tier:
-    """A space of the core for blocks of one slot each, over a table and an arena that are nobody
-    else's."""
+    """A space of the core for blocks of one slot each, over a table and an arena of its own."""
 
     def __init__(self, capacity_blocks: int, make_policy: MakePolicy) -> None:
         arena_bytes = capacity_blocks * SLOT_ALIGN
@@ -57,7 +56,7 @@ class Tier:
         return f"Tier({self.space!r})"
 
     def find(self, hashes: Words) -> Entries:
-        """Entries [n] of blocks, 0 for those that are not here. Nothing is ever left reserved."""
+        """Entries [n] of blocks, 0 for those that are not here. No entry is ever left reserved."""
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
     def touch(self, entries: Entries, now_s: float) -> None:
@@ -65,11 +64,10 @@ class Tier:
         self.space.touch(entries, now_s)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
-        """A request's blocks, in chain order: those present are used, of the others as many come in
-        as fit.
+        """Uses those of a request's blocks, in chain order, that are present, and stores as many of
+        the others as fit; returns how many.
 
-        `entries`: what `find` said; the first `num_held` of them are present. Returns how many came
-        in.
+        `entries`: as `find` said; the first `num_held` of them are present.
         """
         space = self.space
         if entries[num_held:].any():
@@ -89,7 +87,7 @@ class Tier:
         return len(fresh)
 
     def take_evicted(self) -> Words:
-        """Hash words [n, 8] of the blocks that went since the last call, coldest first."""
+        """Hash words [n, 8] of the blocks that were evicted since the last call, coldest first."""
         notices = self.space.removal.take_effects()
         return (
             np.concatenate([notice.hashes for notice in notices])
@@ -114,11 +112,11 @@ class OneTier:
 
 
 class TwoTiers:
-    """A second tier below the first: it takes what the first one evicts, and a prefix goes on over
-    both.
+    """A second tier below the first: it takes the blocks that the first evicts, and a prefix goes
+    on over both.
 
-    `gated`: it takes only blocks that were in at least two requests. What is loaded from it comes
-    back into the first tier and stays in the second, so that it need not be written again.
+    `gated`: it takes only blocks that were in at least two requests. A block that is loaded from it
+    comes back into the first tier and stays in the second, so that it need not be written again.
     """
 
     def __init__(self, first: Tier, second: Tier, num_unique_blocks: int, *, gated: bool) -> None:
@@ -143,8 +141,8 @@ class TwoTiers:
         return prefix
 
     def _demote(self, evicted: Words, now_s: float) -> None:
-        """Writes to the second tier what it shall take and has not; the hottest, evicted last,
-        comes first, as heads of chains do."""
+        """Writes evicted blocks to the second tier that it shall take and has not; the hottest,
+        evicted last, comes first, as heads of chains do."""
         wanted = evicted[self._uses[evicted[:, W_ID]] >= self._min_uses][::-1]
         absent = np.ascontiguousarray(wanted[self.second.find(np.ascontiguousarray(wanted)) == 0])
         self.num_writes += self.second.store(absent, np.zeros(len(absent), np.uint32), 0, now_s)
@@ -205,8 +203,8 @@ def _timed(
 
 
 def _warm_up(trace: Trace, make_policy: MakePolicy) -> None:
-    """Serves a few requests with a cache that is thrown away, so that compiling kernels counts for
-    nothing."""
+    """Serves a few requests with a cache that is thrown away, so that no timing includes
+    compilation."""
     cache = OneTier(Tier(WARM_UP_BLOCKS, make_policy))
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()
     for start, end in pairwise(starts):

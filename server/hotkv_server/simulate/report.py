@@ -1,5 +1,6 @@
-"""What a simulation found: rows, as a table for people and as JSON for programs. Rates are shares
-of all block accesses."""
+"""The results of a simulation: rows, as a table for people and as JSON for programs. Rates are
+shares of all block accesses.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -43,7 +44,7 @@ class Row:
 
 
 def as_json(rows: Iterable[Row], block_mib: float | None) -> str:
-    """One object with a list `results`, an object a row."""
+    """One object with a list `results`, an object per row."""
     return json.dumps({"results": [_fields(row, block_mib) for row in rows]})
 
 
@@ -68,7 +69,7 @@ def _fields(row: Row, block_mib: float | None) -> dict[str, object]:
 
 
 def as_table(rows: Sequence[Row], traces: Sequence[Trace], block_mib: float | None) -> str:
-    """A table a trace, under a line that says what is in it; capacities are set apart."""
+    """A table per trace, under a line that describes it; capacities are set apart."""
     parts = []
     for trace in traces:
         mine = [row for row in rows if row.trace == trace.name]
@@ -112,7 +113,7 @@ def _cells(row: Row, block_mib: float | None) -> list[str]:
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be, to the right but for the policy's name."""
+    """Columns as wide as they need to be, aligned right but for the policy's name."""
     widths = [max(len(line[i]) for line in lines if line) for i in range(len(lines[0]))]
     place = [str.ljust if header == "policy" else str.rjust for header in lines[0]]
     shown = [

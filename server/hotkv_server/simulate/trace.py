@@ -1,8 +1,8 @@
 """Traces in Mooncake's format, as arrays.
 
-A file has one JSON object a line: `timestamp` (ms) and `hash_ids`, the ids of the request's blocks
-in chain order; an id stands for a block and all before it, in the whole file. Other fields are not
-read. Files may be gzipped.
+A file has one JSON object per line: `timestamp` (ms) and `hash_ids`, the ids of the request's
+blocks in chain order; an id stands for a block and all before it, in the whole file. Other fields
+are not read. Files may be gzipped.
 
 Always true of a `Trace`: requests are in order of time; within a request a block is listed once;
 ids count from 0 without gaps.
@@ -77,7 +77,7 @@ class Trace:
         return max(1, int(self.num_unique_blocks * percent / 100))
 
     def prefix_lengths(self, hit: NDArray[np.bool_]) -> Int64s:
-        """Blocks [R] before the first one of each request that is no hit. `hit`: [B]."""
+        """Blocks [R] before the first miss of each request. `hit`: [B]."""
         position = np.where(hit, len(hit), np.arange(len(hit)))
         first_miss = np.minimum.reduceat(position, self.starts[:-1])
         lengths: Int64s = np.minimum(first_miss, self.starts[1:]) - self.starts[:-1]
@@ -92,7 +92,7 @@ class Trace:
 
 
 def make_trace(name: str, requests: Iterable[Request]) -> Trace:
-    """A trace of these requests. Raises TraceError where no request has a block."""
+    """A trace of these requests. Raises TraceError if no request has a block."""
     kept = [(time_s, ids) for time_s, ids in requests if len(ids)]
     if not kept:
         raise TraceError(
@@ -147,7 +147,7 @@ def hash_words(blocks: Int64s) -> Words:
 
 
 def load_trace(path: Path) -> Trace:
-    """Reads a trace file, gzipped or not. Raises TraceError where a line is wrong, OSError where it
+    """Reads a trace file, gzipped or not. Raises TraceError if a line is wrong, OSError if the file
     can't be read."""
     requests: list[Request] = []
     number = 0

@@ -1,8 +1,8 @@
 """Figures of sparse decode: what engines report per layer, and how long selections by the server
 take.
 
-Always true: memory is bounded by engines and `MAX_LAYERS`; totals over engines never fall, also
-when an engine has gone.
+Always true: memory is bounded by engines and `MAX_LAYERS`; totals over engines never fall, even
+when an engine is dropped.
 """
 
 import bisect
@@ -57,11 +57,11 @@ class LayerFigures:
         self._totals = _added(self._totals, growth)
 
     def drop(self, engine_id: str) -> None:
-        """The engine has gone."""
+        """Forgets an engine that is not there any more; totals keep what it has counted."""
         self._engines.pop(engine_id, None)
 
     def rows(self) -> Iterator[tuple[str, LayerGrowth]]:
-        """Engine and what it has counted, by engine and layer; layers without selections or
+        """Engine and its counters, by engine and layer; layers without selections or
         representations are left out."""
         for engine_id in sorted(self._engines):
             for growth in _rows(self._engines[engine_id]):
@@ -87,13 +87,14 @@ def _rows(table: F64) -> Iterator[LayerGrowth]:
 
 @dataclass(slots=True)
 class Latency:
-    """A histogram. `counts`: one for each bound, and one for what takes longer than all."""
+    """A histogram. `counts`: one per bound, and one for selections that take longer than all
+    bounds."""
 
     sum_s: float = 0.0
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
 
     def add(self, seconds: float) -> None:
-        """Counts one."""
+        """Counts one selection."""
         self.sum_s += seconds
         self.counts[bisect.bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
 

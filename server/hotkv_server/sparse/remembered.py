@@ -1,11 +1,11 @@
-"""Remembered hot sets: what sequences ended with, for the next ones over the same prefix.
+"""Remembered hot sets: those that sequences ended with, for the next ones over the same prefix.
 
-Always true: memory is bounded; where there is too little, the owner that has most of it loses the
-context asked for least recently, so nobody's go for another's as long as they take no more than an
-equal part; a context is found by its last block and by every `ANCHOR_BLOCKS`-th one before it, so a
-sequence that shares a prefix with several finds the one that shares most, the newest of equals;
-what is handed out is positions below the shared part only. Block hashes are chained: equal hashes
-mean equal prefixes.
+Always true: memory is bounded. If there is too little, the owner that has most of it loses the
+context that was asked for least recently, so nobody loses one to others as long as it takes no more
+than an equal part. A context is found by its last block and by every `ANCHOR_BLOCKS`-th one before
+it, so a sequence that shares a prefix with several finds the one that shares most, the newest of
+equals. Positions that are handed out are below the shared part only. Block hashes are chained:
+equal hashes mean equal prefixes.
 """
 
 from collections import OrderedDict
@@ -46,7 +46,8 @@ NOTHING = Recalled(0, {})
 
 @dataclass(slots=True)
 class _Context:
-    """One remembered context. `anchors`: keys from the start on, the last one of its last block."""
+    """One remembered context. `anchors`: keys from the start on; the last one is of its last
+    block."""
 
     key_space_id: int
     owner: int
@@ -85,11 +86,11 @@ class RememberedHotSets:
     def remember(
         self, key_space_id: int, group_index: int, hashes: Words, hot_sets: HotSets, owner: int = 0
     ) -> bool:
-        """Keeps the hot sets of a context with block hashes [n, 8]; those of other layers and
-        shards that it had before stay.
+        """Keeps the hot sets of a context with block hashes [n, 8]; those that it had before of
+        other layers and shards stay.
 
-        Positions from n on are left out. False where there is nothing to keep or it is larger than
-        a context may be. `owner`: the tenant.
+        Positions from n on are left out. Returns False if there is nothing to keep, or more than a
+        context may have. `owner`: the tenant.
         """
         kept = {
             at: positions[positions < len(hashes)].astype(np.int32)
@@ -116,7 +117,7 @@ class RememberedHotSets:
         return True
 
     def recall(self, key_space_id: int, group_index: int, hashes: Words) -> Recalled:
-        """What is remembered for the longest known prefix of a context with block hashes [n, 8]."""
+        """The hot sets of the longest known prefix of a context with block hashes [n, 8]."""
         position = self._longest(key_space_id, group_index, hashes)
         if position < 0:
             return NOTHING
@@ -193,7 +194,7 @@ class RememberedHotSets:
         self.num_bytes -= context.num_bytes
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books disagree."""
+        """Raises AssertionError if the books disagree."""
         assert (
             self.num_bytes
             == sum(context.num_bytes for context in self._contexts.values())
@@ -224,6 +225,6 @@ def _anchor_positions(num_blocks: int) -> NDArray[np.int64]:
 def _keys(
     key_space_id: int, group_index: int, hashes: Words, positions: NDArray[np.int64]
 ) -> list[bytes]:
-    """One key a position: key space, group and block hash."""
+    """One key per position: of key space, group and block hash."""
     head = key_space_id.to_bytes(4, "little") + group_index.to_bytes(2, "little")
     return [head + row.tobytes() for row in hashes[positions]]

@@ -1,7 +1,7 @@
 """Selections by the server: the same functions as in engines, straight from representations in the
 arena.
 
-A `SelectSpec` says where in a slot a layer's representations lie; what contradicts itself is
+A `SelectSpec` says where in a slot a layer's representations lie; one that contradicts itself is
 refused when it is made, with the field of `hotkv.v1.SelectConfig`. Nothing is copied: a pool is a
 view of the arena whose rows are `SLOT_ALIGN` bytes apart, shifted to the layer's place in a slot,
 so that a slot's row is its offset over `SLOT_ALIGN`. The caller pins the slots. Runs on worker
@@ -190,7 +190,7 @@ class SelectSpec:
         )
 
     def check_slots(self, shard_bytes: tuple[int, ...]) -> None:
-        """Raises INVALID_FIELD where a representation has other bytes than this says."""
+        """Raises INVALID_FIELD if a representation has another size than this spec says."""
         if any(size != self.shard_bytes for size in shard_bytes):
             raise _invalid(
                 "select: layer_indices, scorers, kv_head_count and head_size make "
@@ -231,8 +231,8 @@ NO_MOVES = Moves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What to attend to. Of the hot set, where the server keeps one: `evicted` blocks lose their
-    slots, then `load` is carried out."""
+    """The blocks to attend to. If the server keeps the hot set: `evicted` blocks lose their slots,
+    then `load` is carried out."""
 
     selection: Selection
     map: HotMap = NO_MAP
@@ -254,8 +254,8 @@ class KeptHotSet:
         self._num_complete = 0
 
     def follow(self, where: Span, num_complete: int) -> I32:
-        """The context has this span, and so many complete blocks; the partial one gets a slot.
-        Returns what loses its slot for that."""
+        """Follows the context to this span and so many complete blocks; the partial block gets a
+        slot. Returns the blocks that lose their slot for that."""
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS
         growth = self._hot.extend(where, num_complete, num_complete)
@@ -268,7 +268,7 @@ class KeptHotSet:
         return self._hot.resident(0, num_blocks)
 
     def step(self, selection: Selection) -> Step:
-        """Takes in a selection: whole the first time, at most `max_correction_blocks` more blocks
+        """Takes a selection in: whole the first time, at most `max_correction_blocks` more blocks
         later."""
         step = self._hot.step(
             selection, self._max_loads if self._has_begun else len(selection.blocks)
@@ -282,8 +282,8 @@ class KeptHotSet:
 
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
-    """The span to select from; raises INVALID_FIELD for what the sequence, with `num_covered`
-    leading blocks, can't answer."""
+    """The span to select from. Raises INVALID_FIELD if the sequence, with `num_covered` leading
+    blocks, can't answer the request."""
     if request.layer not in spec.places:
         raise _invalid(
             f"layer_index is {request.layer}; the sequence was created with layers "
@@ -339,7 +339,7 @@ def select(
     where: Span,
     hot: KeptHotSet | None,
 ) -> Selected:
-    """Selects for a request that was checked, and steps the hot set, if there is one. Blocks; runs
+    """Selects for a request that was checked, and steps the hot set, if there is one. Blocks;
     mostly without the GIL."""
     rows_C = (slots_C // SLOT_ALIGN).astype(np.int32)
     sources = spec.sources(arena, request.layer, request.shard)
@@ -375,7 +375,7 @@ def select(
 def _estimated_log_mass(
     spec: SelectSpec, sources: Mapping[str, Source], query_QD: F32, rows: I32
 ) -> F32:
-    """Log mass float32 [Q] of these blocks by the first scorer; -inf of none."""
+    """Log mass float32 [Q] of these blocks by the first scorer; -inf if there are none."""
     name, source = next(iter(sources.items()))
     scores = score(prepare(name, query_QD, source.mu, spec.scale, source.bias), source.pool, rows)
     log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)

@@ -1,7 +1,7 @@
 """The sequences of sessions: contexts that are being decoded, by the hashes of their complete
 blocks.
 
-Always true: a sequence belongs to one session and ends with it; its id is the caller's choice, and
+Always true: a sequence belongs to one session and ends with it; the caller chooses its id, and
 creating or appending the same again changes nothing; numbers of sequences and of blocks are
 bounded, the latter for each owner too (`core.bounds`). This module keeps the books;
 `runtime.sparse` acts on them.
@@ -22,9 +22,9 @@ from hotkv_server.sparse.selection import KeptHotSet, SelectSpec
 I32 = NDArray[np.int32]
 HASH_BYTES = 32
 SEQUENCE_BLOCKS = 32
-"""What a sequence without blocks counts against the bound: it takes a KiB."""
+"""Blocks that a sequence without any counts as: it takes a KiB."""
 TOUCH_INTERVAL_S = 1.0
-"""A block that a sequence goes on using counts as used once in this time."""
+"""A block that a sequence keeps using counts as used once in this time."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
@@ -35,7 +35,7 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 class LiveSequence:
     """One context. `hashes` [n, 8] words; `created_blocks`: how many of them it was created with.
 
-    Where the server selects (`spec`): `lease_id` pins the leading blocks; their representations are
+    If the server selects (`spec`): `lease_id` pins the leading blocks; their representations are
     `entries` and lie at `slots` int64, bytes in the arena; `lock` is held during a selection.
     `used` bool [n]: blocks whose use has not been counted yet.
     """
@@ -80,7 +80,7 @@ class LiveSequence:
         return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
-        """The hot set that the server keeps for a layer and shard, where it is to keep any."""
+        """The hot set that the server keeps for a layer and shard, if it is to keep any."""
         if not spec.hot_blocks:
             return None
         if (layer, shard) not in self.hot_sets:
@@ -132,7 +132,7 @@ class SequenceBook:
         return self._sessions.get(session_number, {}).get(sequence_id)
 
     def get(self, session_number: int, sequence_id: str) -> LiveSequence:
-        """The same. Raises INVALID_FIELD where there is none."""
+        """As `find`. Raises INVALID_FIELD if there is none."""
         sequence = self.find(session_number, sequence_id)
         if sequence is None:
             raise _invalid(
@@ -149,8 +149,8 @@ class SequenceBook:
         spec: SelectSpec | None,
         owner: str,
     ) -> tuple[LiveSequence, bool]:
-        """A new sequence, which counts for `owner`, and True, or what the same call made before and
-        False."""
+        """Creates a sequence that counts for `owner`; returns it and True, or the one that the same
+        call made before and False."""
         if not sequence_id:
             raise _invalid("sequence_id is empty; choose an id that is unique in the session")
         existing = self.find(session_number, sequence_id)
@@ -183,7 +183,7 @@ class SequenceBook:
     def append(
         self, session_number: int, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """The sequence, with the blocks from `first_position` on."""
+        """Appends the blocks from `first_position` on; returns the sequence."""
         sequence = self.get(session_number, sequence_id)
         count = len(sequence.hashes)
         if not 0 <= first_position <= count:
@@ -225,7 +225,7 @@ class SequenceBook:
             )
 
     def pop(self, session_number: int, sequence_id: str) -> LiveSequence | None:
-        """Ends a sequence; None where there is none."""
+        """Ends a sequence; None if there is none."""
         sequences = self._sessions.get(session_number, {})
         sequence = sequences.pop(sequence_id, None)
         if sequence is not None:
@@ -248,7 +248,7 @@ class SequenceBook:
         self.bound.give(sequence.owner, sequence.weight(len(sequence.hashes)))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books disagree."""
+        """Raises AssertionError if the books disagree."""
         everything = [
             sequence for sequences in self._sessions.values() for sequence in sequences.values()
         ]

@@ -20,8 +20,8 @@ ONCE, AGAIN = 1, 2
 
 
 class ARC:
-    """`_list` uint8 [capacity + 1]: ONCE, AGAIN, or 0 for entries it does not know. `_target`:
-    blocks that ONCE should hold."""
+    """`_list` uint8 [capacity + 1]: ONCE, AGAIN, or 0 for an entry that it does not know.
+    `_target`: blocks that ONCE should hold."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -81,7 +81,7 @@ class ARC:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Nothing: which list gives up a block is known only when it goes."""
+        """Does nothing: which list gives up a block is known only when one is evicted."""
         return iter(())
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
@@ -130,7 +130,7 @@ class ARC:
         }
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where counts disagree."""
+        """Raises AssertionError if counts disagree."""
         values = self._ghosts.values[self._ghosts.tags != 0]
         for number in (ONCE, AGAIN):
             assert self._num[number] == int((self._list == number).sum()), "list miscounted"

@@ -1,11 +1,11 @@
-"""The duel: which of several ways to weigh frequency against recency would hit most, found out
-while serving.
+"""The duel: finds out while serving which of several ways to weigh frequency against recency would
+hit most.
 
-Each contender is a setting of the hotness formula. For a small sample of keys a shadow cache per
-contender, scaled down as the sample is, keeps track of what it would hold; every epoch the one with
-the most hits, older epochs counting less, becomes the index's setting. Shadows hold keys and no
-bytes. Source of the sampling: Waldspurger et al., "Cache modeling and optimization using miniature
-simulations", USENIX ATC 2017.
+Each contender is a setting of the hotness formula. A small sample of keys has one shadow cache per
+contender, scaled down as the sample is, which keeps track of what that contender would hold. Every
+epoch the contender with the most hits, older epochs counting less, becomes the setting of the
+cache. Shadows hold keys and no bytes. Source of the sampling: Waldspurger et al., "Cache modeling
+and optimization using miniature simulations", USENIX ATC 2017.
 """
 
 import math
@@ -24,12 +24,12 @@ KEEP = 0.5
 MARGIN = 1.01
 """By how much a contender must win to take over."""
 SAMPLE_SHARE = 1 / 32
-"""Of the keys that are looked at; more while the cache holds so few blocks that a shadow would have
+"""Share of keys that are sampled; more while the cache holds so few blocks that a shadow would have
 less than MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
 MAX_SHADOW_BLOCKS = 2048
 REGROW = 8
-"""The sample begins anew where so few blocks are left that they ask for a share so many times as
+"""The sample begins anew if so few blocks are left that they ask for a share this many times as
 large."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
@@ -37,8 +37,8 @@ KEYS_PER_BLOCK = 8
 
 
 LEAK = 1e-3
-"""Of doublings above the most that count: enough to keep an order among such blocks, and the heads
-of chains above their tails."""
+"""Weight of doublings above the most that count: enough to keep an order among such blocks, and the
+heads of chains above their tails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Contender:
 
     c is log2 of the uses, each counting half as much after `memory_s`.
 
-    Small half-lives order by recency, large ones by frequency. With most_doublings 1 all that
-    matters is whether a block was used again, and with a short memory whether that was soon. With
-    recency -1 frequency decides and, of equals, the older stay: what a loop larger than the cache
-    needs.
+    Small half-lives order by recency, large ones by frequency. With most_doublings 1 it matters
+    only whether a block was used again, and with a short memory whether that was soon. With recency
+    -1 frequency decides and, of equals, the older stay: a loop that is larger than the cache needs
+    this.
     """
 
     half_life_s: float
@@ -114,8 +114,8 @@ class Duel:
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
-        """Blocks of a chain were asked for, hit or not, while the cache held `num_resident` blocks.
-        True where the winner changed."""
+        """Notes that blocks of a chain were asked for, hit or not, while the cache held
+        `num_resident` blocks. Returns True if the winner changed."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
@@ -140,7 +140,7 @@ class Duel:
         return self._end_epoch(now_s)
 
     def _resample(self, num_resident: int) -> None:
-        """Brings the share to what so many blocks ask for.
+        """Brings the share of sampled keys to what so many blocks ask for.
 
         Keys that are not in a smaller sample leave all shadows; a larger one begins with empty
         shadows.
@@ -186,7 +186,7 @@ class Duel:
         return True
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where holders, counts and trees disagree."""
+        """Raises AssertionError if holders, counts and trees disagree."""
         holders = self._holders.reshape(-1)
         leaves = self._trees.shape[1] // 2
         for number in range(len(self.contenders)):
@@ -203,6 +203,6 @@ class Duel:
 
 
 def _share_for(num_resident: int) -> float:
-    """Share of the keys to look at while the cache holds so many blocks; never rises with them."""
+    """Share of the keys to sample while the cache holds so many blocks; never rises with them."""
     blocks = max(1, num_resident)
     return min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / blocks), MAX_SHADOW_BLOCKS / blocks)

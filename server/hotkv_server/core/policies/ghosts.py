@@ -1,10 +1,11 @@
 """Ghosts: what is remembered of blocks that were evicted.
 
 A table of fixed size over 64-bit keys; each ghost carries 64 bits that its policy chooses. Always
-true: a key has at most one ghost; the oldest go first. Chains of blocks become ghosts together and
-should be forgotten together, for a block that is forgotten alone breaks its chain; so the table has
-twice the room, and few buckets are ever full before a ghost's time is over. Two keys of one bucket
-whose tags are equal are taken for each other: one in 2^31, and it costs a wrong guess of heat.
+true: a key has at most one ghost; the oldest are dropped first. Chains of blocks become ghosts
+together and should be forgotten together, since a block that is forgotten alone breaks its chain;
+so the table has twice the room, and few buckets are full before a ghost's time is over. Two keys of
+one bucket with equal tags are taken for each other: one in 2^31, at the cost of a wrong guess of
+heat.
 """
 
 import numpy as np
@@ -21,8 +22,8 @@ Values = NDArray[np.uint64]
 
 
 class GhostTable:
-    """The last `num_ghosts` that came. `tags` [buckets, WAYS] 0 for none, `values` and `ages`
-    alike; an age is the number of its coming."""
+    """The last `num_ghosts` that were remembered. `tags` [buckets, WAYS] 0 for none, `values` and
+    `ages` alike; an age is the number of ghosts before it."""
 
     def __init__(self, num_ghosts: int) -> None:
         buckets = max(1, -(-ROOM * num_ghosts // WAYS))
@@ -40,7 +41,7 @@ class GhostTable:
         return f"GhostTable({len(self)}/{self.tags.size} ghosts)"
 
     def remember(self, keys: Keys, values: Values) -> Values:
-        """Adds ghosts, in order; returns the values of those that went for them."""
+        """Adds ghosts, in order; returns the values of those that were dropped for them."""
         if self._next_age + len(keys) >= 1 << 32:
             self._begin_anew()
         gone = np.zeros(len(keys), np.uint64)
@@ -53,7 +54,7 @@ class GhostTable:
         return gone[:num_gone]
 
     def take(self, keys: Keys) -> tuple[NDArray[np.bool_], Values]:
-        """Which keys [n] had a ghost, and its value; those ghosts are gone."""
+        """Which keys [n] had a ghost, and its value; removes those ghosts."""
         found, values = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.uint64)
         self._kernels.take(
             self.tags,
@@ -67,14 +68,14 @@ class GhostTable:
         return found, values
 
     def _begin_anew(self) -> None:
-        """Counts ages from the oldest ghost that still matters, every four thousand million
+        """Counts ages from the oldest ghost that still matters, once per four thousand million
         ghosts."""
         base = self._next_age - self.num_ghosts - 1
         self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), 0)
         self._next_age -= base
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where a tag stands twice in a bucket."""
+        """Raises AssertionError if a tag is twice in a bucket."""
         for bucket in self.tags:
             tags = bucket[bucket != 0]
             assert len(np.unique(tags)) == len(tags), "a key has two ghosts"

@@ -1,4 +1,4 @@
-"""Hotness: recency plus what frequency is worth.
+"""Hotness: recency plus the worth of frequency.
 
 Per entry the time of its last use t and c = log2 of its uses, which count half as much after each
 memory; heat = ±t + H·c, so that one doubling of uses is worth H seconds of recency. The duel
@@ -26,12 +26,12 @@ KEPT_S = 1e9
 """Added to the heat of blocks whose time to live is not over."""
 DEPTH_STEP = 4e-6
 """Each block of a chain has at least so much more in c than the one after it: of equals the leaf
-goes first."""
+is evicted first."""
 
 
 class Hotness:
-    """See the module. `_used` uint32 [capacity + 1]: ticks since the first use, 0 for entries it
-    does not know; `_uses` float32: c."""
+    """See the module. `_used` uint32 [capacity + 1]: ticks since the first use, 0 for an entry that
+    it does not know; `_uses` float32: c."""
 
     def __init__(self, capacity: int) -> None:
         self._state = np.zeros(capacity + 1, np.uint64)
@@ -119,7 +119,8 @@ class Hotness:
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         rule = self.duel.winner
         heat = np.empty(len(entries), np.float64)
-        # What a request asked to keep is in use until then, whatever the formula makes of recency.
+        # Blocks that a request asked to keep are in use until then, whatever weight the formula
+        # gives to recency.
         self._kernels.heat(
             self._used,
             self._uses,
@@ -157,7 +158,7 @@ class Hotness:
         }
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where counts disagree."""
+        """Raises AssertionError if counts disagree."""
         assert self._num_known == int((self._used != 0).sum()), "known entries miscounted"
         self._ghosts.check_invariants()
         self.duel.check_invariants()

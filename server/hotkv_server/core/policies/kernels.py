@@ -1,6 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the policies. Import through `hotkv.native.load`; `references` has the same
-functions in numpy."""
+"""Numba kernels of the policies. Import through `hotkv.native.load`; `reference` has the same
+functions in numpy.
+"""
 
 from typing import Any
 
@@ -19,8 +20,7 @@ AHEAD = 8
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _spread(key: Any) -> Any:
-    """Key with all its bits mixed: the high half chooses a bucket, the low half is tag and
-    sample."""
+    """Mixes all bits of a key: the high half chooses a bucket, the low half is tag and sample."""
     mixed = (key ^ (key >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
@@ -37,8 +37,8 @@ def _tag(mixed: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
-    """Asks the cache for the bucket of a key that comes soon: ghosts are far more than fit into
-    it."""
+    """Asks the processor's cache for the bucket of a key that is needed soon: the table of ghosts
+    is far larger than that cache."""
     if i + AHEAD < keys.shape[0]:
         bucket = _bucket(_spread(keys[i + AHEAD]), tags.shape[0])
         prefetch(tags, bucket)
@@ -107,8 +107,8 @@ def heat(
     kept_s: Any,
     out: Any,
 ) -> None:
-    """Heat of entries by the formula of `duel.Contender`, and `kept_s` more where their last use
-    lies after `latest`; times in ticks."""
+    """Heat of entries by the formula of `duel.Contender`, and `kept_s` more if their last use is
+    later than `latest`; times in ticks."""
     for i in range(entries.shape[0]):
         entry = entries[i]
         count = np.float64(uses[entry])
@@ -123,7 +123,8 @@ def heat(
     "int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True
 )
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
-    """Clears the states of entries; returns how many had one, and those keys and states."""
+    """Resets the state of the given entries. Returns the number that had one, with their keys and
+    states."""
     count = 0
     for i in range(entries.shape[0]):
         state = states[entries[i]]
@@ -143,8 +144,8 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
 def remember(
     tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any
 ) -> int:
-    """Adds ghosts in order, in the place of the oldest where their bucket is full; returns how many
-    went, their values in `gone`."""
+    """Adds ghosts in order, in place of the oldest if their bucket is full. Returns how many were
+    dropped, with their values in `gone`."""
     num_gone = 0
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
@@ -174,8 +175,8 @@ def remember(
     cache=True,
 )
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
-    """Removes the ghosts of keys; `found` and `out` say which there were, none older than `oldest`,
-    and their values."""
+    """Removes the ghosts of keys, unless older than `oldest`; `found` and `out` get which there
+    were, and their values."""
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])
@@ -249,7 +250,7 @@ def observe(
             if keys[bucket, way] == key:
                 place, known = way, True
                 break
-            # Free ways first, then ghosts, then what shadows hold; the oldest of each.
+            # Free ways first, then ghosts, then keys that shadows hold; the oldest of each.
             rank = (keys[bucket, way] != 0) + (holders[bucket, way] != 0)
             least = (keys[bucket, place] != 0) + (holders[bucket, place] != 0)
             if rank < least or (rank == least and used_s[bucket, way] < used_s[bucket, place]):

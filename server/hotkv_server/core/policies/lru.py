@@ -14,7 +14,7 @@ STEP_S = 1e-7
 
 
 class Stamps:
-    """A time stamp an entry, 0 for none; strictly rising from use to use, and from the tail of a
+    """A time stamp per entry, 0 for none; strictly rising from use to use, and from the tail of a
     chain to its head."""
 
     def __init__(self, capacity: int) -> None:
@@ -44,7 +44,7 @@ class Stamps:
 
 
 class LRU:
-    """The least recently used goes first. Priorities mean nothing here; a time to live counts as
+    """Evicts the least recently used first. Priorities mean nothing here; a time to live counts as
     use until then."""
 
     def __init__(self, capacity: int) -> None:

@@ -1,9 +1,9 @@
 """What an eviction policy is: an order of coldness over ready entries.
 
-A policy never decides whether an entry may be evicted (pins do) and never touches the index.
-Entries of one call are in chain order, each at most once; the head of a chain is the hotter, so
-that leaves go first. Keys are 64-bit and outlive entry numbers: by them a policy knows a block that
-comes back. No clock: `now_s` is passed in and never goes back.
+Always true: a policy never decides whether an entry may be evicted (pins do) and never touches the
+index. Entries of one call are in chain order, each at most once; the head of a chain is the hotter,
+so that leaves are evicted first. Keys are 64-bit and outlive entry numbers: by its key a policy
+knows a block that comes back. No clock: `now_s` is passed in and never goes back.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,26 +33,26 @@ class Policy(Protocol):
         """Notes a use of ready entries."""
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Blocks that come after these in their chain came in: these count as in use, which is no
-        use of them."""
+        """Blocks after these in their chain came in. These count as in use, though nobody used
+        them."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
-        """Entries are gone, `evicted` to make room or dropped for another reason; those never
-        admitted are passed over."""
+        """Entries were removed: `evicted` to make room, or dropped for another reason. Skips
+        entries that were never admitted."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Does in parts what the next call of `victims` with these arguments would do in one go, if
+        """Does in parts what the next call of `victims` with these arguments would do at once, if
         that is long. May do nothing."""
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         """Up to `count` evictable entries, coldest first; as many as there are.
 
         `slot_bytes`: names a queue of its own for each slot size. `evictable`: which of some
-        entries may go, of that size.
+        entries may be evicted, of that size.
         """
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Orders entries by coldness across slot sizes: the lowest goes first. Finite."""
+        """Orders entries by coldness across slot sizes: the lowest is evicted first. Finite."""
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
         """When entries were last used, in seconds of `now_s`."""
@@ -61,4 +61,4 @@ class Policy(Protocol):
         """What the policy has adapted itself to, by names for metrics."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where books disagree. Linear in capacity."""
+        """Raises AssertionError if books disagree. Linear in capacity."""

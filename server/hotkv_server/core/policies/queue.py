@@ -1,11 +1,11 @@
 """Victims in rising order of heat, without keeping all entries in order.
 
 A refill looks at entries by number from where the last one stopped, until it has seen enough that
-may go, and queues the coldest share, sorted; a victim costs amortised constant work. Where one slot
-size is rare among many entries a refill walks far: a tenth of a second over ten million, once for
-many victims; `sweep` does it in parts before. What was used since it was queued has another state
-and is passed over, so a touch writes only its entry's state; what has come since, or was used and
-is still the coldest, waits for the next refill.
+may be evicted, and queues the coldest share, sorted; a victim costs amortised constant work. If one
+slot size is rare among many entries a refill walks far: a tenth of a second over ten million, once
+for many victims; `sweep` does it in parts before. An entry that was used since it was queued has
+another state and is passed over, so a touch writes only its entry's state. An entry that came
+since, or was used and is still the coldest, waits for the next refill.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ from hotkv_server.core.policies.protocol import Entries, Evictable
 SHARE = 16
 """A refill queues the coldest 1/16 of what it has seen."""
 MIN_QUEUED = 4
-"""And at least so many; few, for a block that comes later and is colder waits until these are
-gone."""
+"""A refill queues at least so many. Few: a colder block that comes later waits until these are
+evicted."""
 SWEEP_ENTRIES = 1 << 17
-"""Entry numbers looked at in one go."""
+"""Entry numbers that are looked at in one part."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 Members = Callable[[int, int], Entries]
@@ -29,7 +29,7 @@ Members = Callable[[int, int], Entries]
 
 
 class Highest:
-    """The highest entry number that came so far: sweeps end there."""
+    """The highest entry number so far: sweeps end there."""
 
     __slots__ = ("number",)
 
@@ -43,7 +43,7 @@ class Highest:
 
 class ColdQueue:
     """One queue over the entries that `members(first, stop)` lists. `state` [capacity + 1]: changes
-    whenever an entry is used or goes."""
+    whenever an entry is used or removed."""
 
     def __init__(
         self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
@@ -55,18 +55,18 @@ class ColdQueue:
         self._hand = 0
         self._entries: Entries = np.empty(0, np.uint32)
         self._states = np.empty(0, np.uint64)
-        # Whether a sweep has just found all that there is to find.
+        # True if a sweep has just found all there is to find.
         self._is_swept = False
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forgets the order: heat means something else from here on."""
+        """Forgets the order: heat means something else from now on."""
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
-        """Refills the queue in parts where it has too little for `take` with these arguments, which
+        """Refills the queue in parts if it has too little for `take` with these arguments, which
         then need not."""
         head = self._entries[: 4 * count]
         if (
@@ -77,13 +77,13 @@ class ColdQueue:
         self._is_swept = True
 
     def take(self, count: int, evictable: Evictable) -> Entries:
-        """The coldest evictable entries, at most `count`; what is pinned is passed over until the
+        """The coldest evictable entries, at most `count`; pinned ones are passed over until the
         next refill."""
         chosen: list[Entries] = []
         missing, refilled, self._is_swept = count, self._is_swept, False
         while missing > 0:
             if len(self._entries) < missing and not refilled:
-                # What is left of the queue is the coldest again.
+                # The rest of the queue has the coldest again.
                 for _ in self._refill(missing, evictable, chosen):
                     pass
                 refilled = True
@@ -94,7 +94,7 @@ class ColdQueue:
                 0
             ][:missing]
             chosen.append(head[places])
-            # Only what was looked at and passed over, or taken, leaves the queue.
+            # An entry leaves the queue only if it was looked at and passed over, or taken.
             used = len(head) if len(places) < missing else int(places[-1]) + 1
             self._entries, self._states = self._entries[used:], self._states[used:]
             missing -= len(places)
@@ -105,7 +105,8 @@ class ColdQueue:
     def _refill(self, count: int, evictable: Evictable, chosen: list[Entries]) -> Iterator[None]:
         end = self._highest.number + 1
         parts: list[Entries] = []
-        # Its own hand: another refill may go on between two parts, and no entry must be seen twice.
+        # A hand of its own: another refill may run between two parts, and no entry may be seen
+        # twice.
         num_seen, walked, hand = 0, 0, self._hand if self._hand < end else 0
         while walked < end and num_seen < SHARE * count:
             stop = min(hand + SWEEP_ENTRIES, end, hand + end - walked)
@@ -126,10 +127,10 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """How many entries were compared, and the coldest of them that may go."""
+        """How many entries were compared, and the coldest of them that may be evicted."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
-            # Whether the warmer ones may go matters only where the colder ones may not.
+            # Warmer entries are asked about only if colder ones may not be evicted.
             coldest, _ = self._coldest(entries, 2 * keep)
             found = coldest[evictable(coldest)]
             if len(found) >= keep:

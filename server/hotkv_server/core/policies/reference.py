@@ -12,8 +12,7 @@ LEAK = 1e-3
 
 
 def spread(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Keys with all their bits mixed: the high half chooses a bucket, the low half is tag and
-    sample."""
+    """Mixes all bits of keys: the high half chooses a bucket, the low half is tag and sample."""
     mixed: NDArray[np.uint64] = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 

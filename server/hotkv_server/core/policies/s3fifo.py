@@ -24,8 +24,8 @@ USES_TO_STAY = 2
 
 
 class S3FIFO:
-    """`_queue_of` uint8 [capacity + 1]: SMALL, MAIN, or 0 for entries it does not know. `_uses`
-    since the last look at the entry."""
+    """`_queue_of` uint8 [capacity + 1]: SMALL, MAIN, or 0 for an entry that it does not know.
+    `_uses` since the last look at the entry."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -57,7 +57,7 @@ class S3FIFO:
         self._uses[entries] = np.minimum(MAX_USES, self._uses[entries] + 1)
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Order of arrival is all that counts here."""
+        """Does nothing: only the order of arrival counts here."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         queue_of = self._queue_of[entries]
@@ -70,7 +70,7 @@ class S3FIFO:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Nothing: which list gives up a block is known only when it goes."""
+        """Does nothing: which list gives up a block is known only when one is evicted."""
         return iter(())
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
@@ -101,7 +101,7 @@ class S3FIFO:
         return self._queue(slot_bytes, number).take(count, may_go)
 
     def _stay(self, entries: Entries, number: int) -> None:
-        """A second chance: to the end of the main queue."""
+        """Gives a second chance: the entry moves to the end of the main queue."""
         self._uses[entries] = 0 if number == SMALL else self._uses[entries] - 1
         self._num[number] -= len(entries)
         self._num[MAIN] += len(entries)
@@ -132,6 +132,6 @@ class S3FIFO:
         return {"small_blocks": float(self._num[SMALL]), "main_blocks": float(self._num[MAIN])}
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where counts disagree."""
+        """Raises AssertionError if counts disagree."""
         for number in (SMALL, MAIN):
             assert self._num[number] == int((self._queue_of == number).sum()), "queue miscounted"
