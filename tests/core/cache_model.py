@@ -1,8 +1,8 @@
-"""A naive reference of the cache: dicts of what must hold, and an arena that remembers who wrote
-what.
+"""A naive reference of the cache: dicts of what must hold, and an arena that remembers the writer
+of each slot.
 
 It does not predict which blocks a policy evicts; it learns that from the notices, and checks that
-each was allowed to go.
+each block was allowed to be evicted.
 """
 
 import copy

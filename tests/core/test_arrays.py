@@ -1,4 +1,4 @@
-"""Array questions of the core, as plain Python answers them."""
+"""Array functions of the core give what plain Python gives."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,4 +1,4 @@
-"""Bounds on what all share: what one may take, what is left for the next."""
+"""Bounds on a shared resource: how much one owner may take, and how much is left for the next."""
 
 import hypothesis.strategies as st
 import pytest

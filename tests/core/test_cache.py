@@ -1,5 +1,6 @@
-"""The whole core against `CacheModel`: what is answered holds, what is pinned stays, what raises
-has changed nothing."""
+"""The whole core against `CacheModel`: every answer holds, pinned blocks stay, and a call that
+raises has changed nothing.
+"""
 
 from collections.abc import Callable
 

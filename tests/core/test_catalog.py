@@ -1,5 +1,4 @@
-"""Key spaces that come and go: what is known, what is forgotten first, and that nothing in use ever
-is."""
+"""Key spaces come and go: what is known, what is forgotten first, and that none in use ever is."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Leaves first, through the whole core: no block goes while one behind it in its chain stays."""
+"""Leaves first, through the whole core: no block is evicted before one behind it in its chain."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,6 @@
-"""Memory for the arena comes piece by piece: never more is said to be there than is, and nothing
-beyond is touched when it runs short."""
+"""Memory for the arena comes piece by piece: never more is reported than there is, and nothing
+beyond is touched when memory runs short.
+"""
 
 import errno
 import os

@@ -1,5 +1,6 @@
-"""Flush of a key space: nothing of before is found again, what leases were promised stays as it is,
-and all memory comes back."""
+"""Flush of a key space: no earlier block is found again, blocks under leases stay as they are, and
+all memory comes back.
+"""
 
 import hypothesis.strategies as st
 import numpy as np

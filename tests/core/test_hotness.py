@@ -1,5 +1,4 @@
-"""Hotness against its definition: what entries remember of their uses, and the order that follows
-from it."""
+"""Hotness against its definition: what entries remember of their uses, and the resulting order."""
 
 import math
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""An id that a client chose answers for what it was first used for, and for nothing else."""
+"""An id that a client chose answers for its first call, and for no other."""
 
 from collections.abc import Callable
 

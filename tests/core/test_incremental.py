@@ -1,5 +1,6 @@
-"""Long work in parts: whatever is called between two parts, the books agree after each, and what
-the work promises holds at its end."""
+"""Long work in parts: whatever is called between two parts, the books agree after each, and the
+promise of the work holds at its end.
+"""
 
 import asyncio
 from collections.abc import Iterator

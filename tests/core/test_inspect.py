@@ -1,5 +1,6 @@
-"""What the core tells about itself: as the books are, a copy, and the only way for outer parts to
-ask."""
+"""Answers of `core.inspect`: they agree with the books, they are copies, and outer parts ask in no
+other way.
+"""
 
 import ast
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
-"""Layouts at random: what is stored comes back, nothing else is touched; what contradicts itself is
-refused by name."""
+"""Layouts at random: stored bytes come back, nothing else is touched; a layout that contradicts
+itself is refused by name.
+"""
 
 import itertools
 import math

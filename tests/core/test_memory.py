@@ -1,5 +1,6 @@
-"""Files of arena, table and state: what a start that is killed at any write leaves, what full or
-busy memory does, who writes what."""
+"""Files of arena, table and state: what is left of a start that is killed at any write, how full or
+busy memory is handled, and who writes which file.
+"""
 
 import errno
 import os

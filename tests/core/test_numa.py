@@ -1,4 +1,4 @@
-"""NUMA placement: what is read from /sys, and what is made of it. Against made-up machines."""
+"""NUMA placement from what /sys says, against made-up machines."""
 
 import ctypes
 import mmap

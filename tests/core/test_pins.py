@@ -1,4 +1,4 @@
-"""Holds against a dict of what was asked for."""
+"""Retention pins against a dict of the requests."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,5 +1,6 @@
-"""Records of the block table get their memory from the first on: what is said to have memory has
-it, and all have it in the end."""
+"""Records of the block table get memory from the first on: those reported to have memory have it,
+and all have it in the end.
+"""
 
 import os
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""Taking over an old table: whatever its records say, what comes back is consistent; sums of shards
-make one check value."""
+"""Taking over an old table: whatever its records say, the new books are consistent; sums of shards
+make one check value.
+"""
 
 import dataclasses
 

@@ -1,5 +1,4 @@
-"""What requests may ask of eviction, through the whole core: pins, times to live, and chains whose
-tails come later."""
+"""Retention, through the whole core: pins, times to live, and chains whose tails come later."""
 
 from collections.abc import Sequence
 

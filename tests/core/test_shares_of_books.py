@@ -1,5 +1,6 @@
-"""What one client may take of what all share, in the core: leases, what they list, transfers; and
-long work in parts."""
+"""How much of the core's books one client may take: leases, their lists, transfers; and long work
+in parts.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,6 +1,7 @@
-"""Making room: what may go goes, before anything is refused; what is pinned or reserved stays.
+"""Making room: nothing is refused before everything that may be evicted is; pinned and reserved
+blocks stay.
 
-While the arena grows, nothing goes for what the growth makes room for within moments.
+While the arena grows, nothing is evicted for slots that the growth brings within moments.
 """
 
 import hypothesis.strategies as st

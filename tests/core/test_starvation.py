@@ -1,8 +1,8 @@
 """Two models of unequal slots on one arena: attention's small ones, and states as large as a slab
 or larger.
 
-Whoever's blocks are hotter has the memory, soon, and in both directions; slots that are pinned stay
-where they are.
+The model with the hotter blocks gets the memory, soon, and in both directions; slots that are
+pinned stay in place.
 """
 
 import hypothesis.strategies as st

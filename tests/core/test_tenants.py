@@ -1,5 +1,4 @@
-"""Shares of tenants: bounds that hold, guarantees that nobody else's blocks take, claims that are
-met."""
+"""Shares of tenants: bounds hold, nobody else's blocks take a guarantee, claims are met."""
 
 import hypothesis.strategies as st
 import numpy as np

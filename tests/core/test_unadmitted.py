@@ -1,4 +1,4 @@
-"""What leases may pin before a load has started under them."""
+"""How much leases may pin before a load has started under them."""
 
 import numpy as np
 import pytest

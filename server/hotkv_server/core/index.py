@@ -13,10 +13,8 @@ from hotkv import native, table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
 from hotkv_server.core import reference
-from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS
+from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, Entries, Int64s
 
-Entries = NDArray[np.uint32]
-Int64s = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 
 

@@ -14,19 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.bounds import Account, FairBound
-from hotkv_server.core.values import BoolMask, CoreConfig, HashList, SessionRecord
+from hotkv_server.core.index import Keys
+from hotkv_server.core.values import BoolMask, CoreConfig, Entries, HashList, SessionRecord
 from hotkv_server.integrity.check_values import Sums
 
 LEASE_BYTES = 1024
 LIST_BYTES = 192
 """Bytes that a lease takes by itself, and each list of blocks in it."""
-Entries = NDArray[np.uint32]
-Keys = NDArray[np.uint64]
 
 
 def content_of(groups: Sequence[HashList]) -> int:
@@ -192,6 +190,7 @@ class LeaseBook:
         return number
 
     def add(self, lease: Lease) -> None:
+        """Takes a lease in, and counts it for its owner."""
         key = (lease.engine_id, lease.lease_id)
         assert key not in self._by_key, "lease id in use"
         self._by_key[key] = lease
@@ -203,6 +202,7 @@ class LeaseBook:
         self.memory.take(lease.owner, lease.weight)
 
     def remove(self, lease: Lease) -> None:
+        """Forgets a lease that has ended."""
         del self._by_key[lease.engine_id, lease.lease_id]
         del self._by_number[lease.number]
         of_session = self._by_session[lease.session_number]
@@ -216,6 +216,7 @@ class LeaseBook:
         self.memory.give(lease.owner, lease.weight)
 
     def get(self, engine_id: str, lease_id: str) -> Lease | None:
+        """The engine's lease with this id."""
         return self._by_key.get((engine_id, lease_id))
 
     def of_call(self, session: SessionRecord, lease_id: str) -> Lease | None:
@@ -279,12 +280,15 @@ class LeaseBook:
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def all(self) -> list[Lease]:
+        """All leases in the book."""
         return list(self._by_key.values())
 
     def of_session(self, session_number: int) -> list[Lease]:
+        """Leases that a session took."""
         return list(self._by_session.get(session_number, {}).values())
 
     def expired(self, now_s: float) -> list[Lease]:
+        """Leases whose time is up, released or not."""
         if now_s < self._next_end_s:
             return []
         # Late leases count too: one with running copies stays.

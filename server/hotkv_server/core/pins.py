@@ -44,7 +44,7 @@ class RetentionPins:
         return self._num_held
 
     def __repr__(self) -> str:
-        return f"Holds({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
+        return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
         """Holds ready entries of one tenant until then, from the first on as far as the budget

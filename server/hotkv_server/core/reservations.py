@@ -16,7 +16,8 @@ from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG
 from hotkv_server.core.arrays import first_occurrences, rows
 from hotkv_server.core.cache_books import CacheBooks
-from hotkv_server.core.leases import Keys, ReadLease, WriteLease, lifetime_s, write_weight
+from hotkv_server.core.index import Keys
+from hotkv_server.core.leases import ReadLease, WriteLease, lifetime_s, write_weight
 from hotkv_server.core.representations import blocks_first
 from hotkv_server.core.sessions import check_named
 from hotkv_server.core.space import MAX_REFRESHED

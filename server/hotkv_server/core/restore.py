@@ -37,6 +37,7 @@ class Restored:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int) -> None:
+        """Counts dropped records for a reason."""
         if count:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
 

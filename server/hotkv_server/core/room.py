@@ -2,7 +2,7 @@
 
 Always true: an entry that is pinned or reserved is never evicted; nothing is evicted while there is
 room, nor for slots that the arena's growth brings within moments; a tenant with a burst bound makes
-room within its own blocks. Blocks of the same slot size go first, coldest first, unless slabs of
+room within its own blocks. Blocks of the same slot size are evicted, coldest first, unless slabs of
 other sizes are colder (`rebalancing`). A representation is evicted alone only if a block needs its
 room. Long work goes in parts, and others may take free slots between two: what is missing is
 counted anew.

@@ -47,6 +47,7 @@ class StoreTransfer:
     def add_run(
         self, group_index: int, entries: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
+        """Adds the next run in the order of the call."""
         self.groups.append(group_index)
         self.entries.append(entries)
         self.positions.append(positions)
@@ -87,15 +88,18 @@ class TransferBook:
             )
 
     def add(self, transfer: Transfer) -> None:
+        """Takes a transfer in, and counts it for its owner."""
         self._transfers[transfer.session_number, transfer.transfer_id] = transfer
         self.bound.take(transfer.owner, 1)
 
     def pop(self, session_number: int, transfer_id: str) -> Transfer:
+        """Forgets a transfer that has ended; returns it."""
         transfer = self._transfers.pop((session_number, transfer_id))
         self.bound.give(transfer.owner, 1)
         return transfer
 
     def of_session(self, session_number: int) -> list[Transfer]:
+        """Transfers of a session."""
         return [t for t in self._transfers.values() if t.session_number == session_number]
 
     def count(self, lease: Lease) -> int:
