@@ -203,7 +203,8 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
         raise HotKVError(
             Reason.TOO_LARGE,
             f"requests: {len(request.requests)} with {num_hashes} hashes; at most {MAX_REPORTS} "
-            f"with {node.core.config.max_blocks_per_call} are accepted in a message; send several",
+            f"with {node.core.config.max_blocks_per_call}"
+            " are accepted in a message; send several",
         )
     used = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     node.core.touch(session.record.number, used, time.monotonic())
@@ -284,7 +285,7 @@ async def delete_sequence(
 
 
 def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSparse) -> None:
-    """Notes an engine's report of its sparse decode."""
+    """Notes what an engine's sparse decode did."""
     used = sparse_convert.used(request.sequences, node.core.config.max_blocks_per_call)
     node.sparse.report(session, used, sparse_convert.layer_growth(request.layers))
 

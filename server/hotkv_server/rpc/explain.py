@@ -25,8 +25,8 @@ MAX_BLOCKS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A group's blocks: hash words [n, 8], entry words [n], and a mask of those that are remembered
-    as evicted."""
+    """Of one group: hash words [n, 8], entry words [n], and which of them are remembered as
+    evicted."""
 
     hashes: Words
     words: NDArray[np.uint32]
@@ -90,7 +90,7 @@ def _prompt_hashes(space: KeySpace, request: admin_pb2.ExplainRequest) -> Words:
 
 
 def _look(node: Node, number: int, space: KeySpace, group_index: int, hashes: Words) -> _Found:
-    """Looks a prompt's blocks up in one group."""
+    """What the cache knows of a prompt's blocks in one group."""
     step = space.groups[group_index].block_tokens // space.hash_block_tokens
     mine = np.ascontiguousarray(hashes[step - 1 :: step])
     core_space = node.core.space

@@ -91,7 +91,7 @@ class Pressure:
         self._guests = guests
         self._read_heap = read_heap
         self._bound_bytes = UNEXPLAINED_BYTES + ENTRY_BYTES * node.core.config.capacity
-        # The process's own bytes: at the start, and with what has stayed since.
+        # Of the process itself: at the start, and what has stayed since.
         self._first_bytes = self._own_bytes = 0
         # Ticks in a row beyond the bound; the fewest bytes seen since all silent sessions ended.
         self._num_high = 0

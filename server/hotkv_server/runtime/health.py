@@ -29,7 +29,7 @@ MAX_STORIES = 8
 BOOKS = ("hotkv_server.core", "hotkv.table")
 """Modules whose assertions are invariants of the cache; any other fails only its call."""
 ENTRY_NAMES = ("entry", "entries", "bad")
-"""Names of variables of the core that hold entries of the index."""
+"""What the core calls entries of the index."""
 STATES = {
     table.STATE_RESERVED: "reserved",
     table.STATE_READY: "ready",
@@ -190,8 +190,9 @@ def story(index: BlockIndex, entry: int) -> str:
     state = int(record[table.W_GROUP_STATE]) >> 16
     return (
         f"entry={entry} state={STATES.get(state, 'free')} key_space={record[table.W_KEY_SPACE]} "
-        f"group={int(record[table.W_GROUP_STATE]) & 0xFFFF} hash={record[:8].tobytes().hex()[:16]} "
-        f"depth={record[table.W_DEPTH]} slot={record[table.W_OFFSET]} size={record[table.W_SIZE]} "
+        f"group={int(record[table.W_GROUP_STATE]) & 0xFFFF} "
+        f"hash={record[:8].tobytes().hex()[:16]} depth={record[table.W_DEPTH]} "
+        f"slot={record[table.W_OFFSET]} size={record[table.W_SIZE]} "
         f"generation={record[table.W_GENERATION]} pins={index.pins[entry]} "
         f"parent={record[table.W_PARENT]} representation={record[table.W_REPRESENTATION]} "
         f"unverified={bool(index.unverified[entry])}"

@@ -10,7 +10,7 @@ from hotkv_server.runtime.node import Node
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier, in bytes, blocks and slabs. `capacity_bytes`: the part that has memory."""
+    """One tier, in bytes, blocks and slabs. `capacity_bytes`: as far as it has memory."""
 
     capacity_bytes: int
     used_bytes: int
@@ -23,7 +23,7 @@ class TierStats:
 
 
 async def census(node: Node) -> Census:
-    """Counts all entries; others are served meanwhile."""
+    """All that is there; others are served while it is counted."""
     counting = take(node.core.space)
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count
@@ -32,7 +32,7 @@ async def census(node: Node) -> Census:
 
 
 def tier(node: Node, counted: Census) -> TierStats:
-    """Figures of the host tier."""
+    """The host tier."""
     space = node.core.space
     pool = space.pool
     return TierStats(
