@@ -164,7 +164,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.key_space_id:
             self._node.core.key_space(request.key_space_id)
         entries = await self._listed(start, size + 1, request.key_space_id)
-        # The first ones may have been evicted since.
+        # What was found first may have gone since.
         records = self._node.core.space.index.table.records
         page = entries[:size][records[entries[:size], table.W_GROUP_STATE] >> np.uint32(16) != 0]
         now_s = time.monotonic()
