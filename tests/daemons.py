@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -183,3 +184,19 @@ def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
     if not can_fork(command, {}):
         return subprocess.Popen(command)
     return nursery().fork(command[2:], 0, 1, 2, leads_group=False)
+
+
+def run(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m hotkv_server` with these arguments to its end and captures its output. Raises
+    subprocess.TimeoutExpired."""
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as said:
+        streams = 0, printed.fileno(), said.fileno()
+        command = ["hotkv_server", *arguments]
+        child = nursery().fork(command, *streams, leads_group=False)
+        try:
+            status = child.wait(timeout_s)
+        finally:
+            child.kill()
+        printed.seek(0)
+        said.seek(0)
+        return subprocess.CompletedProcess(command, status, printed.read(), said.read())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hotkv_server.core.policies import POLICIES
+from tests import daemons
 from tests.simulate.naive import lru_hits, two_tier_hits
 from tests.simulate.traces import agent_sessions, scans, write_trace
 
@@ -23,6 +24,8 @@ def trace(tmp_path: Path) -> Path:
 
 
 def simulate(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    if not environment:
+        return daemons.run("simulate", *map(str, arguments), timeout_s=240)
     return subprocess.run(
         [sys.executable, "-m", "hotkv_server", "simulate", *map(str, arguments)],
         capture_output=True,
