@@ -11,7 +11,8 @@ from hotkv.order import NO_ORDER, OrderKind
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import device_order
 from tests.vllm.device import ToldDevice
-from tests.vllm.harness import full_model, hybrid_model, prompt
+from tests.vllm.harness import prompt
+from tests.vllm.specs import full_model, hybrid_model
 
 PROMPT = prompt(1, 200)
 KINDS = (OrderKind.EVENTS, OrderKind.FLAGS, OrderKind.HOST)

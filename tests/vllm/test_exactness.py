@@ -18,7 +18,8 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse import rank
 from hotkv_vllm.sparse.rows import RowNames, announce
-from tests.vllm.harness import HYBRIDS, Engine, full_model, hybrid_model, prompt
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.specs import HYBRIDS, full_model, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
 SPARSE = {"sparse": {"sparse_topk": 96, "min_context_tokens": 96}}

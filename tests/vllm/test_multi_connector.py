@@ -23,8 +23,9 @@ from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.scheduler import joining
 from hotkv_vllm.scheduler.other_loads import OtherLoads
-from tests.vllm.harness import Engine, mixed_model, prompt
+from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan
+from tests.vllm.specs import mixed_model
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config
 
 PROMPT = prompt(1, 200)

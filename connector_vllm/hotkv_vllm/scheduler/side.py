@@ -199,7 +199,7 @@ class HotKVScheduler(SchedulerSide):
         requests.lost_track = False
         return meta
 
-    @hook(nothing, why="The step begins with no hot sets of other requests.", is_part=True)
+    @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
         """Adds what the server remembers for the step's sparse rows, and what is asked about ended
         requests."""

@@ -59,7 +59,7 @@ class SparseRank:
         """Puts sparse attention into the engine's layers."""
         self._install_sparse(kv_caches)
 
-    @hook(nothing, why="Layers without a worker attend to everything.", is_part=True)
+    @hook(nothing, is_part=True)
     def _install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
         if self._config.sparse is None:
             return
@@ -96,11 +96,7 @@ class SparseRank:
             self._tell_reporter(meta)
             self.worker.begin_step(meta.sparse_rows or SparseRows())
 
-    @hook(
-        nothing,
-        why="Hot sets that are not remembered, or not reported, cost time later and nothing else.",
-        is_part=True,
-    )
+    @hook(nothing, is_part=True)
     def _tell_reporter(self, meta: HotKVMetadata) -> None:
         if self.reporter is not None:
             self.reporter.before_step(meta.remembered, meta.hot_sets_of)

@@ -280,9 +280,7 @@ class HotKVWorker(WorkerSide):
         report, self._report = self._report, HotKVWorkerMetadata()
         return report
 
-    @hook(
-        nothing, why="What was selected and counted is reported later, or not at all.", is_part=True
-    )
+    @hook(nothing, is_part=True)
     def _sparse_report(self) -> None:
         if self.sparse.worker is None:
             return
@@ -292,14 +290,7 @@ class HotKVWorker(WorkerSide):
         if told is not None:
             self._report.sparse = told if before is None else before.join(told)
 
-    @hook(
-        nothing,
-        why=(
-            "States are said again by each step: a hung load's request waits, or its blocks stay "
-            "out of use."
-        ),
-        is_part=True,
-    )
+    @hook(nothing, is_part=True)
     def _state_report(self) -> None:
         """Puts into the report how hung loads, the session and the weights are now."""
         report = self._report
@@ -314,14 +305,7 @@ class HotKVWorker(WorkerSide):
             report.settled_loads = dict.fromkeys(settled, 1)
             self._lost += over
 
-    @hook(
-        nothing,
-        why=(
-            "The scheduler asks again for a handshake, and trusts no step whose end it has not "
-            "heard of."
-        ),
-        is_part=True,
-    )
+    @hook(nothing, is_part=True)
     def _step_report(self, meta: HotKVMetadata | None) -> None:
         """Puts into the report what the scheduler asked of this step."""
         if meta is not None and (meta.wants_handshake or meta.settles_step):
