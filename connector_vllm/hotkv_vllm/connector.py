@@ -252,13 +252,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         self._scheduler.shutdown()
         self._worker.shutdown()
-        logger.info(
-            "hotkv %s: %.3f s in hooks over %d steps, longest %.1f ms",
-            self.clock.who,
-            self.clock.hook_s,
-            self.clock.steps,
-            self.clock.longest_s * 1e3,
-        )
+        self.clock.log()
         if self.config.hook_timing_file:
             self.clock.write(self.config.hook_timing_file)
 
@@ -278,11 +272,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         In a MultiConnector another connector's wish goes first, as vLLM refuses two.
         """
         layout, outer = checks.preferred_layout(), multi.outer_configs()
-        return (
-            None
-            if layout is not None and outer and multi.others_state_a_layout(cls, outer)
-            else layout
-        )
+        is_second = layout is not None and outer and multi.others_state_a_layout(cls, outer)
+        return None if is_second else layout
 
     @classmethod
     @class_hook(lambda *_, **__: HotKVStats())

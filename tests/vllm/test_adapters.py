@@ -226,7 +226,7 @@ def test_the_manager_of_the_worker_that_registers_its_caches_is_found() -> None:
 def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
     """Gives an engine of the harness adapters whose contents show in its KV."""
     manager = Manager(files, capacity)
-    one.worker._worker.adapters = AdapterWatch(manager)
+    one.worker._worker.transfers.adapters = AdapterWatch(manager)
     one.content_of = manager.add_adapter
     return manager
 
@@ -313,7 +313,7 @@ def test_a_worker_that_is_not_trusted_loads_and_stores_nothing(engine: Any, serv
     one.generate("stores end", prompt(9, 40))
     watch = AdapterWatch(Manager({}))
     watch._unacknowledged, watch.before_step = frozenset({1}), Mock()
-    other.worker._worker.adapters = watch
+    other.worker._worker.transfers.adapters = watch
     num_stores, num_loads = server.count("store"), server.count("load")
     other.generate("warm", PROMPT + prompt(2, 50), 2)
     other.generate("stores would end", prompt(8, 40))
