@@ -63,7 +63,7 @@ def finish(engine: Any, server: Any, device: ToldDevice) -> None:
 def assert_nothing_is_kept(engine: Any, device: ToldDevice) -> None:
     worker = worker_of(engine)
     assert not worker.loads and not worker.stores
-    assert len(worker._marks._free) == len(worker._marks._ring), worker._marks
+    assert len(worker.rank.marks._free) == len(worker.rank.marks._ring), worker.rank
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
