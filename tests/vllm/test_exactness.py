@@ -130,7 +130,7 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     the other one."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
-    announce(one.connector._engine_id, names)
+    announce(str(one.vllm_config.kv_transfer_config.engine_id), names)
     request = one.add("a", prompt(1, 150), 200)
     names.arrived(request)
     one.run()

@@ -120,10 +120,9 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def _sparse_report(self, report: HotKVWorkerMetadata) -> None:
-        if self.worker is None:
-            return
-        for name, value in self.worker.take_counters().items():
-            report.count(name, value)
+        if self.worker is not None:
+            for name, value in self.worker.take_counters().items():
+                report.count(name, value)
         told = None if self.reporter is None else self.reporter.after_step(time.monotonic())
         if told is not None:
             report.sparse = told if report.sparse is None else report.sparse.join(told)
