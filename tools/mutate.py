@@ -62,7 +62,8 @@ LIFE = (
     "tests/server/test_transfers.py"
 )
 ENGINE = (
-    "tests/vllm/test_traps.py tests/vllm/test_reports.py tests/vllm/test_scenarios.py "
+    "tests/vllm/test_traps.py tests/vllm/test_traps_transfers.py tests/vllm/test_reports.py "
+    "tests/vllm/test_scenarios.py "
     "tests/vllm/test_hooks.py tests/vllm/test_sleep.py "
     "tests/vllm/test_exactness.py tests/vllm/test_multi_connector.py "
     "tests/vllm/test_ranks_together.py tests/vllm/test_setup.py"
@@ -127,7 +128,9 @@ TESTS: dict[str, str] = {
         "tests/server/test_tcp.py tests/server/test_events.py"
     ),
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
-    "connector_vllm/hotkv_vllm/adapters.py": "tests/vllm/test_adapters.py",
+    "connector_vllm/hotkv_vllm/adapters.py": (
+        "tests/vllm/test_adapters_scheduler.py tests/vllm/test_adapters.py"
+    ),
     "connector_vllm/hotkv_vllm/worker/adapter_watch.py": "tests/vllm/test_adapters.py",
     "connector_vllm/hotkv_vllm/worker/layout.py": f"tests/vllm/test_folding.py {SEAMS}",
     "connector_vllm/hotkv_vllm/worker/ranks.py": (

@@ -67,7 +67,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         outer = multi.outer_configs()
         self._is_child = bool(outer)
         if is_scheduler:
-            self._use_recompute_policy(outer or (vllm_config,))
+            use_recompute_policy(outer or (vllm_config,), self._is_child)
             self._scheduler = HotKVScheduler(vllm_config, kv_cache_config, config, self.edge)
         else:
             if centres is not None:
@@ -81,23 +81,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.count(name)
         self._worker.count(name)
 
-    def _use_recompute_policy(self, configs: tuple[Any, ...]) -> None:
-        """`configs`: those that vLLM's scheduler may read; see `multi.outer_configs`."""
-        if None in configs:
-            logger.warning(
-                "hotkv can't set kv_load_failure_policy in this MultiConnector; set it to "
-                "'recompute' beside kv_connector MultiConnector, "
-                "or a failed load ends its request as an error"
-            )
-        changed = [checks.use_recompute_policy(config) for config in configs if config is not None]
-        if any(changed):
-            also = ", for all connectors of this engine" if self._is_child else ""
-            logger.info(
-                "hotkv: kv_load_failure_policy is set to 'recompute'%s, so that a failed load "
-                "costs time, not the request",
-                also,
-            )
-
     @property
     def requires_kv_delivery(self) -> bool:
         """A lost store is a later miss, so a preempted request need not recompute what it
@@ -109,56 +92,31 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(
         lambda self, *_: self._worker.memory_broke(
             "its memory could not be shown to the server; see the engine's log"
-        ),
-        why=(
-            "The rank says that it is off, and has no session; the scheduler then leaves the "
-            "engine without hotkv."
-        ),
+        )
     )
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
-    @hook(
-        lambda self: self._worker.unregister_broke(),
-        why=(
-            "The session is closed with all its transfers, so nothing reaches memory that is "
-            "given up."
-        ),
-    )
+    @hook(lambda self: self._worker.unregister_broke())
     def unregister_kv_caches(self) -> None:
         """vLLM is about to discard the KV memory (from 0.33 on; 0.32 sleeps only with memory that
         hotkv can't share)."""
         self._worker.unregister()
 
     @hook(
-        lambda self: self._worker.memory_broke(
-            "its memory could not be shared again after a sleep"
-        ),
-        why=(
-            "The rank says that it is off, and has no session; the scheduler then leaves the "
-            "engine without hotkv."
-        ),
+        lambda self: self._worker.memory_broke("its memory could not be shared again after a sleep")
     )
     def restore_kv_caches(self) -> None:
         """The KV memory is mapped again at its old addresses, with other contents."""
         self._worker.restore()
 
-    @hook(
-        lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"),
-        why="The scheduler leaves an engine without hotkv if one of its ranks is off.",
-    )
+    @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """None in a MultiConnector, which would give it to other connectors too; the scheduler side
         asks for it in the first step."""
         return None if self._is_child else self._worker.handshake()
 
-    @hook(
-        lambda self, *_: self._worker.distrust(),
-        why=(
-            "All stores are revoked, or their session is closed, and the step attends to "
-            "everything."
-        ),
-    )
+    @hook(lambda self, *_: self._worker.distrust())
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self.clock.begin_step()
         if isinstance(kv_connector_metadata, HotKVMetadata):
@@ -169,13 +127,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta, HotKVMetadata):
             self._worker.loads_broke(meta)
 
-    @hook(
-        _loads_broke,
-        why=(
-            "Loads of this step that were not begun are reported as failed; those that were "
-            "begun go on."
-        ),
-    )
+    @hook(_loads_broke)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The V1 runner passes no keywords, V2 several; none are needed."""
         meta = self._connector_metadata
@@ -195,10 +147,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta, HotKVMetadata):
             self._worker.stores_broke(meta)
 
-    @hook(
-        _stores_broke,
-        why="Stores of this step that were not sent are reported as failed, and never sent.",
-    )
+    @hook(_stores_broke)
     def wait_for_save(self) -> None:
         meta = self._connector_metadata
         if isinstance(meta, HotKVMetadata):
@@ -208,25 +157,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         failed = self._worker.take_failed_results()
         return KVConnectorTransferResults(finished_recving=failed, failed_recving=failed)
 
-    @hook(
-        _results_broke,
-        last=KVConnectorTransferResults(),
-        why=(
-            "Loads that are over, which nobody writes any more, are reported as failed: their "
-            "requests compute."
-        ),
-    )
+    @hook(_results_broke, last=KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @hook(
-        nothing,
-        why=(
-            "What is not taken is reported by a later step; the scheduler forgets stores that "
-            "are never reported."
-        ),
-    )
+    @hook(nothing)
     def build_connector_worker_meta(self) -> HotKVWorkerMetadata | None:
         self.clock.end_step()
         meta = self._connector_metadata
@@ -234,19 +170,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ------------------------------------------------------------------------------ scheduler hooks
 
-    @hook(
-        lambda self, *_: self._scheduler.turn_off(),
-        why="The scheduler offers nothing and plans nothing.",
-    )
+    @hook(lambda self, *_: self._scheduler.turn_off())
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         self._connect(list(metadata.values()))
 
-    @hook(
-        lambda self, *_: self._scheduler.turn_off(),
-        why="The scheduler offers nothing and plans nothing.",
-    )
+    @hook(lambda self, *_: self._scheduler.turn_off())
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
@@ -255,20 +185,11 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _connect(self, handshakes: list[KVConnectorHandshakeMetadata]) -> None:
         self._scheduler.connect([h for h in handshakes if isinstance(h, HotKVHandshake)])
 
-    @hook(
-        nothing,
-        why=(
-            "Without the pool no block is held back: a request whose load hangs waits for the "
-            "server."
-        ),
-    )
+    @hook(nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler.bind_pool(gpu_block_pool)
 
-    @hook(
-        lambda self, request: self._scheduler.requests.request_broke(request.request_id),
-        why="The request is unknown to hotkv: nothing is loaded for it, nothing of it stored.",
-    )
+    @hook(lambda self, request: self._scheduler.requests.request_broke(request.request_id))
     def on_new_request(self, request: Any) -> None:
         self._scheduler.requests.arrived(request)
 
@@ -276,11 +197,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.requests.request_broke(request.request_id)
         return 0, False
 
-    @hook(
-        _match_broke,
-        last=(0, False),
-        why="A miss; from now on the request is unknown to hotkv, and its lease is given back.",
-    )
+    @hook(_match_broke, last=(0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -289,28 +206,17 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(
         lambda self, request, blocks, num_external_tokens: self._scheduler.requests.alloc_broke(
             request.request_id, num_external_tokens
-        ),
-        why="The request's load is reported as failed, and the next step takes all stores back.",
+        )
     )
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.requests.allocated(request, blocks, num_external_tokens)
 
-    @hook(
-        lambda self, _: self._scheduler.plan_broke(),
-        last=HotKVMetadata(lost_track=True),
-        why=(
-            "The step takes all stores back and attends to everything; loads that were to begin "
-            "are reported as failed."
-        ),
-    )
+    @hook(lambda self, _: self._scheduler.plan_broke(), last=HotKVMetadata(lost_track=True))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self.clock.end_step()
         return self._scheduler.build_meta(scheduler_output)
 
-    @hook(
-        lambda self, connector_output: self._scheduler.update_broke(connector_output),
-        why="Loads that the step reports count as failed for hotkv, its stores as ended.",
-    )
+    @hook(lambda self, connector_output: self._scheduler.update_broke(connector_output))
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.update(connector_output)
 
@@ -318,14 +224,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.requests.end_broke(request.request_id)
         return False, None
 
-    @hook(
-        _end_broke,
-        last=(False, None),
-        why=(
-            "The lease is given back and the request forgotten. Its blocks may go: steps that "
-            "reuse them wait for stores that read them."
-        ),
-    )
+    @hook(_end_broke, last=(False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -339,48 +238,33 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @hook(
-        lambda self: self._scheduler.reset_broke(),
-        last=False,
-        why=(
-            "The caller hears that it failed; nothing is loaded or stored until a later flush "
-            "has succeeded."
-        ),
-    )
+    @hook(lambda self: self._scheduler.reset_broke(), last=False)
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset_cache()
 
-    @hook(nothing, why="Counters go out with a later step.")
+    @hook(nothing)
     def get_kv_connector_stats(self) -> HotKVStats | None:
         return self._scheduler.take_stats()
 
     # ----------------------------------------------------------------------------------------- both
 
-    @hook(nothing, why="What is left ends with the process, and the server notices.")
+    @hook(nothing)
     def shutdown(self) -> None:
         self._scheduler.shutdown()
         self._worker.shutdown()
-        logger.info(
-            "hotkv %s: %.3f s in hooks over %d steps, longest %.1f ms",
-            self.clock.who,
-            self.clock.hook_s,
-            self.clock.steps,
-            self.clock.longest_s * 1e3,
-        )
+        self.clock.log()
         if self.config.hook_timing_file:
             self.clock.write(self.config.hook_timing_file)
 
     @classmethod
-    @class_hook(
-        lambda *_: True, why="vLLM starts, and hotkv is off where the memory can't be shared."
-    )
+    @class_hook(lambda *_: True)
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """True: where the memory of sleep mode can't be shared (CUDA's cumem allocator) hotkv is
         off and says so; the engine starts."""
         return True
 
     @classmethod
-    @class_hook(lambda *_: None, why="vLLM takes its own layout.")
+    @class_hook(lambda *_: None)
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """On CUDA one contiguous run per block over all layers; a preference that vLLM drops where
         it can't. CPU has one layout.
@@ -388,21 +272,16 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         In a MultiConnector another connector's wish goes first, as vLLM refuses two.
         """
         layout, outer = checks.preferred_layout(), multi.outer_configs()
-        return (
-            None
-            if layout is not None and outer and multi.others_state_a_layout(cls, outer)
-            else layout
-        )
+        is_second = layout is not None and outer and multi.others_state_a_layout(cls, outer)
+        return None if is_second else layout
 
     @classmethod
-    @class_hook(lambda *_, **__: HotKVStats(), why="Nothing is counted.")
+    @class_hook(lambda *_, **__: HotKVStats())
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HotKVStats:
         return HotKVStats(data=dict(data or {}))
 
     @classmethod
-    @class_hook(
-        lambda cls, *arguments: SilentPromMetrics(*arguments), why="vLLM has no metrics of hotkv's."
-    )
+    @class_hook(lambda cls, *arguments: SilentPromMetrics(*arguments))
     def build_prom_metrics(
         cls,
         vllm_config: Any,
@@ -411,6 +290,24 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
         return HotKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
+    """Makes vLLM compute what could not be loaded. `configs`: those that vLLM's scheduler may read,
+    as `multi.outer_configs`; `is_child`: of a MultiConnector."""
+    if None in configs:
+        logger.warning(
+            "hotkv can't set kv_load_failure_policy in this MultiConnector; set it to "
+            "'recompute' beside kv_connector MultiConnector, "
+            "or a failed load ends its request as an error"
+        )
+    changed = [checks.use_recompute_policy(config) for config in configs if config is not None]
+    if any(changed):
+        logger.info(
+            "hotkv: kv_load_failure_policy is set to 'recompute'%s, so that a failed load "
+            "costs time, not the request",
+            ", for all connectors of this engine" if is_child else "",
+        )
 
 
 # MultiConnector looks up by name whose statistics it is given, in the frontend's process too.

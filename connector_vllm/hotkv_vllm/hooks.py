@@ -1,7 +1,7 @@
 """The edge between vLLM and the connector: no exception of hotkv's passes it.
 
-Each hook names its fallback: what vLLM gets instead of the hook's result, and in `why` what makes
-that safe. What is always true: a hook that raises is counted and answered by its fallback; a
+Each hook names its fallback: what vLLM gets instead of the hook's result; `fallbacks` says what
+makes that safe. What is always true: a hook that raises is counted and answered by its fallback; a
 fallback that raises too is counted and answered by `last`, which is a constant. A fallback uses as
 little as it can of what the hook uses, so that one fault does not break both.
 """
@@ -13,12 +13,11 @@ from types import FunctionType
 from typing import Any, Protocol, TypeVar, cast
 
 from hotkv_vllm import link
+from hotkv_vllm.fallbacks import FALLBACKS
 
 logger = link.logger
 T = TypeVar("T")
 
-FALLBACKS: dict[str, str] = {}
-"""By hook: why its fallback is safe."""
 HOOKS: dict[str, FunctionType] = {}
 """By hook: the function that is guarded."""
 
@@ -49,7 +48,7 @@ class HookEdge:
 
 
 def hook(
-    otherwise: Callable[..., Any], *, why: str, last: Any = None, is_part: bool = False
+    otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Times a hook and keeps its exceptions from vLLM; a broken hook answers `otherwise(self, *its
     arguments)`. The object has a HookEdge `edge`.
@@ -59,7 +58,7 @@ def hook(
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
         name = method.__name__
-        FALLBACKS[name], HOOKS[name] = why, cast(FunctionType, method)
+        _add(name, method)
 
         @functools.wraps(method)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> T:
@@ -78,6 +77,11 @@ def hook(
     return wrap
 
 
+def _add(name: str, method: Callable[..., Any]) -> None:
+    assert name in FALLBACKS, f"nobody has said what makes the fallback of {name} safe"
+    HOOKS[name] = cast(FunctionType, method)
+
+
 def _answer(
     self: Any, name: str, otherwise: Callable[..., Any], last: Any, args: Any, kwargs: Any
 ) -> Any:
@@ -89,14 +93,13 @@ def _answer(
 
 
 def class_hook(
-    otherwise: Callable[..., Any], *, why: str
+    otherwise: Callable[..., Any],
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """The same for what vLLM asks of the class, before there is a connector: logged, neither timed
     nor counted."""
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
-        FALLBACKS[method.__name__] = why
-        HOOKS[method.__name__] = cast(FunctionType, method)
+        _add(method.__name__, method)
 
         @functools.wraps(method)
         def guarded(cls: type, *args: Any, **kwargs: Any) -> T:

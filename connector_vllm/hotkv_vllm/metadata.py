@@ -139,6 +139,10 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     adapters: AdapterReport | None = None
     weights: dict[int, WeightsReport] = field(default_factory=dict)
 
+    def count(self, name: str, value: float) -> None:
+        """Adds to a counter of `stats.COUNTERS`."""
+        self.counters[name] = self.counters.get(name, 0) + value
+
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
         """Joins what two ranks report."""
         if not isinstance(other, HotKVWorkerMetadata):

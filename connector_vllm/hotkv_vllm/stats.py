@@ -193,6 +193,16 @@ class HookClock:
             self.step_s += time.perf_counter() - self._step_began_s
             self._step_began_s = 0.0
 
+    def log(self) -> None:
+        """Writes one line with the sums."""
+        logger.info(
+            "hotkv %s: %.3f s in hooks over %d steps, longest %.1f ms",
+            self.who,
+            self.hook_s,
+            self.steps,
+            self.longest_s * 1e3,
+        )
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "hook_s": self.hook_s,

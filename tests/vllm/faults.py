@@ -26,6 +26,7 @@ EDGE = {
     "HotKVScheduler.count",
     "HotKVWorker.count",
     "HotKVWorker._count",
+    "HotKVWorkerMetadata.count",
     "HotKVStats.add",
 }
 """What the edge itself consists of, beside the fallbacks: it counts, and reads clocks."""

@@ -2,7 +2,6 @@
 plans that rest on other bytes."""
 
 import functools
-import hashlib
 import itertools
 import logging
 from collections import OrderedDict
@@ -13,23 +12,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 
 from hotkv.retention import NO_RETENTION
 from hotkv_vllm.adapters import (
     LATER,
-    MAX_ADAPTERS,
     NO_WORK,
     UNKNOWN,
-    WAIT_S,
     AdapterReport,
-    Adapters,
     AdapterWork,
-    Standing,
 )
-from hotkv_vllm.metadata import HotKVWorkerMetadata
 from hotkv_vllm.worker.adapter_watch import AdapterWatch, watch_adapters
 from tests.vllm.harness import prompt
 from tests.vllm.tiny import BLOCK_TOKENS
@@ -228,275 +220,13 @@ def test_the_manager_of_the_worker_that_registers_its_caches_is_found() -> None:
     assert not watch_adapters(Runner.vllm_config).is_watching
 
 
-# ------------------------------------------------------------------------------------ the scheduler
-
-
-_names = itertools.count()
-
-
-class FakeRequest:
-    """A request as far as it is looked at, with `count` block hashes."""
-
-    def __init__(self, adapter: LoRARequest | None, count: int = 4) -> None:
-        self.request_id = f"r{next(_names)}"
-        self.lora_request = adapter
-        self.block_hashes = [hashlib.sha256(bytes([number])).digest() for number in range(count)]
-
-
-def adapters(num_ranks: int = 1) -> tuple[Adapters, list[str]]:
-    said: list[str] = []
-    return Adapters(num_ranks, said.append), said
-
-
-def answer(all_of: Adapters, *identities: str) -> None:
-    """Ranks answer all that is asked."""
-    for number, _ in all_of.take_work().asked:
-        for rank, identity in enumerate(identities):
-            all_of.reported(AdapterReport({number: {rank: identity}}))
-
-
-def arrive(all_of: Adapters, request: LoRARequest, now_s: float = 0.0) -> FakeRequest:
-    one = FakeRequest(request)
-    all_of.arrived(one, now_s)
-    return one
-
-
-def test_keys_wait_for_all_ranks_and_depend_on_what_each_holds() -> None:
-    one, _ = adapters(2)
-    request = arrive(one, lora())
-    ((number, _),) = one.take_work().asked
-    assert one.take_work() is NO_WORK
-    one.reported(AdapterReport({number: {0: "x"}}))
-    assert one.standing(request, 0.0) is Standing.WAIT and not one.keys(request)
-    assert one.standing(request, WAIT_S) is Standing.NOT_YET
-    one.reported(AdapterReport({number: {1: "y"}}))
-    assert one.standing(request, WAIT_S) is Standing.KNOWN
-    keys = one.keys(request)
-    assert len(set(keys) | set(request.block_hashes)) == 8 and {len(key) for key in keys} == {32}
-    for identities in (("y", "x"), ("x", "x"), ("y", "y")):
-        other, _ = adapters(2)
-        second = arrive(other, lora())
-        answer(other, *identities)
-        assert not set(other.keys(second)) & set(keys)
-    same, _ = adapters(2)
-    third = arrive(same, lora(7))
-    answer(same, "x", "y")
-    assert same.keys(third) == keys
-
-
-def test_keys_grow_with_the_request_and_follow_what_vllm_takes_back() -> None:
-    one, _ = adapters()
-    request = arrive(one, lora())
-    answer(one, "x")
-    keys = list(one.keys(request))
-    request.block_hashes.append(b"five" * 8)
-    assert list(one.keys(request)[:4]) == keys and len(one.keys(request)) == 5
-    request.block_hashes[3:] = [b"four" * 8]
-    again = list(one.keys(request))
-    assert again[:3] == keys[:3] and len(again) == 4 and again[3] != keys[3]
-    request.block_hashes[3] = b"fore" * 8
-    assert one.keys(request)[3] != again[3] and len(one.keys(request)) == 4
-    plain = FakeRequest(None)
-    assert one.keys(plain) is plain.block_hashes
-
-
-def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> None:
-    one, _ = adapters()
-    first, second = arrive(one, lora()), arrive(one, lora())
-    assert len(one.take_work().asked) == 1
-    one.ended(first.request_id)
-    assert one.take_work() is NO_WORK
-    one.ended(second.request_id)
-    third = arrive(one, lora())
-    work = one.take_work()
-    assert work.released == (1,) and len(work.asked) == 1
-    # The answer to the first question says nothing of now.
-    one.reported(AdapterReport({1: {0: "x"}}))
-    assert one.standing(third, 0.0) is Standing.WAIT
-    one.reported(AdapterReport({work.asked[0][0]: {0: "x"}}))
-    assert one.standing(third, 0.0) is Standing.KNOWN
-
-
-def test_a_put_off_answer_lets_the_request_go_and_may_still_come() -> None:
-    one, _ = adapters(2)
-    request = arrive(one, lora())
-    ((number, _),) = one.take_work().asked
-    one.reported(AdapterReport({number: {0: "x", 1: LATER}}))
-    assert one.standing(request, 0.0) is Standing.NOT_YET and not one.keys(request)
-    one.reported(AdapterReport({number: {1: "x"}}))
-    assert one.standing(request, 0.0) is Standing.KNOWN
-
-
-@pytest.mark.parametrize("how", ["changed", "unknown", "other id", "other id first"])
-def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once(how: str) -> None:
-    one, said = adapters()
-    request = arrive(one, lora())
-    answer(one, "x")
-    assert one.keys(request)
-    if how == "changed":
-        one.reported(AdapterReport(changed=frozenset({1})))
-        assert one.take_work().acknowledged == {1}
-    elif how == "unknown":
-        one.ended(request.request_id)
-        request = arrive(one, lora())
-        answer(one, UNKNOWN)
-    else:
-        other = arrive(one, lora(2))
-        # While it is not known what the new id holds, the old one's requests wait too: vLLM's cache
-        # names both alike.
-        assert one.standing(request, 0.0) is Standing.WAIT and not one.keys(request)
-        if how == "other id first":
-            one.ended(other.request_id)
-            other = arrive(one, lora(2))
-        answer(one, "y")
-        assert one.standing(other, 0.0) is Standing.NEVER
-    assert one.standing(request, 0.0) is Standing.NEVER and not one.keys(request)
-    for number in (1, 3):
-        assert one.standing(arrive(one, lora(number)), 0.0) is Standing.NEVER
-    assert len(said) == 1 and said[0].startswith(
-        "requests of LoRA adapter 'a' (/a) do not use the shared cache in this engine: "
-    )
-
-
-def test_an_id_that_changed_is_not_trusted_under_another_name_either() -> None:
-    one, said = adapters()
-    one.reported(AdapterReport(changed=frozenset({1})))
-    assert one.standing(arrive(one, lora(1, "b", "/b")), 0.0) is Standing.NEVER and len(said) == 1
-
-
-def test_more_adapters_than_are_remembered_are_left_out() -> None:
-    one, said = adapters()
-    requests = [arrive(one, lora(number, str(number))) for number in range(1, MAX_ADAPTERS + 3)]
-    answer(one, "x")
-    assert [one.standing(request, 0.0) for request in requests[-3:]] == [
-        Standing.KNOWN,
-        Standing.NEVER,
-        Standing.NEVER,
-    ]
-    assert not one.keys(requests[-1]) and len(said) == 1
-    one.ended(requests[-1].request_id)
-
-
-def test_what_ranks_report_is_joined() -> None:
-    one = HotKVWorkerMetadata(adapters=AdapterReport({1: {0: "x"}}, frozenset({5})))
-    two = HotKVWorkerMetadata(adapters=AdapterReport({1: {1: "y"}, 2: {1: "z"}}, frozenset({6})))
-    assert one.aggregate(two).adapters == AdapterReport(
-        {1: {0: "x", 1: "y"}, 2: {1: "z"}}, frozenset({5, 6})
-    )
-    assert (
-        one.aggregate(HotKVWorkerMetadata()).adapters
-        == HotKVWorkerMetadata().aggregate(one).adapters
-        == one.adapters
-    )
-    assert not one.is_empty() and HotKVWorkerMetadata().is_empty()
-
-
-# Two adapters of two ids each; what happens is a list of these. Files are rewritten, adapters
-# evicted, requests come, run and end.
-ADAPTERS = [("a", "/a"), ("b", "/b")]
-EVENTS = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.integers(1, 3), st.integers(0, 1)),
-        st.tuples(st.just("run"), st.integers(0, 2)),
-        st.tuples(st.just("reload"), st.integers(1, 2), st.integers(1, 2)),
-        st.tuples(st.just("end"), st.integers(0, 5)),
-        st.tuples(st.just("rewrite"), st.integers(0, 1), st.integers(1, 2)),
-        st.tuples(st.just("evict"), st.integers(1, 3)),
-        st.just(("settle",)),
-    ),
-    min_size=8,
-    max_size=24,
-)
-
-
-class Pair:
-    """Both sides of an engine, with reports that come a step late, beside what is true: the
-    contents that each (name, path) has run on.
-
-    A request that has run holds KV of all contents that its name has run on so far: vLLM's own
-    cache may have given it any of them.
-    """
-
-    def __init__(self) -> None:
-        self.manager = Manager({"/a": 1, "/b": 2}, capacity=3)
-        self.watch = AdapterWatch(self.manager)
-        self.all, _ = adapters()
-        self.late: list[AdapterReport] = []
-        self.live: list[FakeRequest] = []
-        self.run_on: dict[tuple[str, str], set[int]] = {}
-        self.meanings: dict[bytes, int] = {}
-
-    def arrive(self, number: int, place: int) -> None:
-        self.live.append(arrive(self.all, lora(number, *ADAPTERS[place])))
-
-    def run(self, place: int) -> None:
-        """A request's step: planned, then computed on what the manager holds, then stored unless
-        the worker refuses it."""
-        if not self.live:
-            return
-        request = self.live[place % len(self.live)]
-        adapter = request.lora_request
-        assert adapter is not None
-        keys = list(self.all.keys(request))
-        self.watch.before_step(self.all.take_work())
-        content = self.manager.add_adapter(adapter)
-        contents = self.run_on.setdefault((adapter.lora_name, adapter.lora_path), set())
-        contents.add(content)
-        if keys and self.watch.is_trusted:
-            assert len(contents) == 1, "stored KV of mixed contents"
-            assert self.meanings.setdefault(keys[0], content) == content, "one key for two contents"
-        self.report()
-
-    def step(self) -> None:
-        self.watch.before_step(self.all.take_work())
-        self.report()
-
-    def settle(self) -> None:
-        for _ in range(3):
-            self.step()
-
-    def report(self) -> None:
-        for one in self.late:
-            self.all.reported(one)
-        report = self.watch.take_report()
-        self.late = [] if report is None else [report]
-
-    def end(self, place: int) -> None:
-        if self.live:
-            self.all.ended(self.live.pop(place % len(self.live)).request_id)
-
-    def rewrite(self, place: int, content: int) -> None:
-        self.manager.files[ADAPTERS[place][1]] = content
-
-    def reload(self, number: int, content: int) -> None:
-        """An id's files are rewritten and evicted, so that its next step reads them."""
-        self.rewrite(0, content)
-        self.evict(number)
-
-    def evict(self, number: int) -> None:
-        self.manager.loaded.pop(number, None)
-
-
-@settings(max_examples=400, deadline=None)
-@given(EVENTS)
-def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> None:
-    pair = Pair()
-    for name, *arguments in events:
-        getattr(pair, name)(*arguments)
-    # Adapters that nothing was done to are usable in the end.
-    untouched = arrive(pair.all, lora(9, "c", "/c"))
-    pair.manager.files["/c"] = 3
-    pair.settle()
-    assert pair.all.standing(untouched, 0.0) is Standing.KNOWN and pair.watch.is_trusted
-
-
 # ------------------------------------------------------------------------------ in vLLM's scheduler
 
 
 def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
     """Gives an engine of the harness adapters whose contents show in its KV."""
     manager = Manager(files, capacity)
-    one.worker._worker.adapters = AdapterWatch(manager)
+    one.worker._worker.transfers.adapters = AdapterWatch(manager)
     one.content_of = manager.add_adapter
     return manager
 
@@ -583,7 +313,7 @@ def test_a_worker_that_is_not_trusted_loads_and_stores_nothing(engine: Any, serv
     one.generate("stores end", prompt(9, 40))
     watch = AdapterWatch(Manager({}))
     watch._unacknowledged, watch.before_step = frozenset({1}), Mock()
-    other.worker._worker.adapters = watch
+    other.worker._worker.transfers.adapters = watch
     num_stores, num_loads = server.count("store"), server.count("load")
     other.generate("warm", PROMPT + prompt(2, 50), 2)
     other.generate("stores would end", prompt(8, 40))

@@ -9,7 +9,8 @@ import pytest
 
 from hotkv_vllm.compat import fingerprint, model_weights
 from hotkv_vllm.scheduler import hits
-from tests.vllm.harness import hybrid_model, prompt
+from tests.vllm.harness import prompt
+from tests.vllm.specs import hybrid_model
 from tests.vllm.speculation import SpeculatingEngine
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 

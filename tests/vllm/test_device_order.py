@@ -11,7 +11,8 @@ from hotkv.order import NO_ORDER, OrderKind
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import device_order
 from tests.vllm.device import ToldDevice
-from tests.vllm.harness import full_model, hybrid_model, prompt
+from tests.vllm.harness import prompt
+from tests.vllm.specs import full_model, hybrid_model
 
 PROMPT = prompt(1, 200)
 KINDS = (OrderKind.EVENTS, OrderKind.FLAGS, OrderKind.HOST)
@@ -62,7 +63,7 @@ def finish(engine: Any, server: Any, device: ToldDevice) -> None:
 def assert_nothing_is_kept(engine: Any, device: ToldDevice) -> None:
     worker = worker_of(engine)
     assert not worker.loads and not worker.stores
-    assert len(worker._marks._free) == len(worker._marks._ring), worker._marks
+    assert len(worker.rank.marks._free) == len(worker.rank.marks._ring), worker.rank
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from hotkv.order import OrderKind
 from hotkv_vllm.link import open_session
 from tests.vllm.device import ToldDevice
-from tests.vllm.harness import Engine, full_model, hybrid_model, prompt
+from tests.vllm.harness import Engine, prompt
 from tests.vllm.processes import Daemon
+from tests.vllm.specs import full_model, hybrid_model
 
 Make = Callable[..., Engine]
 

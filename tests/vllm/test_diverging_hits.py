@@ -15,8 +15,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_group_id, make_block_h
 from vllm.v1.request import Request
 
 from hotkv_client.testing import FakeServer
-from tests.vllm.harness import HYBRIDS, Engine, full_model, hybrid_model, mixed_model, prompt
+from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
+from tests.vllm.specs import HYBRIDS, full_model, hybrid_model, mixed_model
 
 LENGTH = 420
 Readable = Callable[[int, bytes], bool]

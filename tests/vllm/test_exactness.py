@@ -18,7 +18,8 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse import rank
 from hotkv_vllm.sparse.rows import RowNames, announce
-from tests.vllm.harness import HYBRIDS, Engine, full_model, hybrid_model, prompt
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.specs import HYBRIDS, full_model, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
 SPARSE = {"sparse": {"sparse_topk": 96, "min_context_tokens": 96}}
@@ -129,7 +130,7 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     the other one."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
-    announce(one.connector._engine_id, names)
+    announce(str(one.vllm_config.kv_transfer_config.engine_id), names)
     request = one.add("a", prompt(1, 150), 200)
     names.arrived(request)
     one.run()

@@ -22,7 +22,8 @@ from hotkv_vllm.compat import Unsupported, fingerprint, key_space, model_weights
 from hotkv_vllm.compat.fingerprint import canonical, digest, key_space_factors
 from hotkv_vllm.compat.harmless import HARMLESS, HARMLESS_ENVIRONMENT
 from tests.vllm.config_walk import config_classes, config_objects
-from tests.vllm.harness import Engine, full_spec
+from tests.vllm.harness import Engine
+from tests.vllm.specs import full_spec
 from tests.vllm.tiny import COMMON, engine_args, transfer_config, write_model
 
 SPEC = {"layer.0": full_spec()}

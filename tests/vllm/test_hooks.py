@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from hotkv_client.testing import FakeServer
 from hotkv_vllm import rekeying
 from hotkv_vllm.connector import HotKVConnector
-from hotkv_vllm.hooks import FALLBACKS
+from hotkv_vllm.fallbacks import FALLBACKS
+from hotkv_vllm.hooks import HOOKS
 from hotkv_vllm.scheduler import hits, stores_in_flight
 from hotkv_vllm.worker import loads
 from tests.vllm.faults import broken, called_by_hooks
@@ -71,6 +72,10 @@ def test_each_hook_has_a_fallback_or_nothing_that_could_break(name: str) -> None
         assert name in DOES_NOTHING | FORWARDS.keys()
         called = set(_code(name).co_names)
         assert called == FORWARDS.get(name, set()), f"{name} uses {called}: it needs a fallback"
+
+
+def test_each_fallback_is_that_of_a_hook() -> None:
+    assert FALLBACKS.keys() == HOOKS.keys()
 
 
 class Bench:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hotkv.groups import GroupKind, GroupSpec, needed_blocks
 from hotkv_vllm.compat import kv_groups
 from hotkv_vllm.scheduler.storable import StorableBlocks, prompt_boundaries
-from tests.vllm.harness import HYBRIDS, full_model, hybrid_model, prompt, uneven_model
+from tests.vllm.harness import prompt
+from tests.vllm.specs import HYBRIDS, full_model, hybrid_model, uneven_model
 
 LENGTH = 420
 

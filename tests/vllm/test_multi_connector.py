@@ -23,8 +23,9 @@ from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.scheduler import joining
 from hotkv_vllm.scheduler.other_loads import OtherLoads
-from tests.vllm.harness import Engine, mixed_model, prompt
+from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan
+from tests.vllm.specs import mixed_model
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config
 
 PROMPT = prompt(1, 200)
@@ -144,8 +145,8 @@ def test_a_rank_that_never_answers(
     """The first requests wait a while, then the engine goes on without hotkv; when the rank answers
     at last, hotkv begins."""
     one = engine(within=beside("LoadingConnector", ours_first=True))
-    answer = children(one.worker)[0]._handshake
-    monkeypatch.setattr(children(one.worker)[0], "_handshake", lambda: None)
+    answer = children(one.worker)[0]._worker.handshake
+    monkeypatch.setattr(children(one.worker)[0]._worker, "handshake", lambda: None)
     one.add("waits", PROMPT, 4)
     for _ in range(3):
         one.step()
@@ -154,7 +155,7 @@ def test_a_rank_that_never_answers(
     children(one.connector)[0]._scheduler.sharing.joining._until_s = None
     one.run()
     assert len(one.outputs["waits"]) == 4 and not server.blocks
-    monkeypatch.setattr(children(one.worker)[0], "_handshake", answer)
+    monkeypatch.setattr(children(one.worker)[0]._worker, "handshake", answer)
     one.add("long", prompt(2, 100), 100)
     one.run()
     assert len(server.blocks) >= 6
@@ -165,7 +166,7 @@ def test_without_a_key_space_hotkv_is_off(
 ) -> None:
     one = engine(within=beside("LoadingConnector", ours_first=False))
     monkeypatch.setattr(
-        children(one.worker)[0], "_handshake", lambda: HotKVHandshake(None, "it says so")
+        children(one.worker)[0]._worker, "handshake", lambda: HotKVHandshake(None, "it says so")
     )
     assert len(one.generate("cold", PROMPT, 4)[0]) == 4
     assert not server.blocks and children(one.connector)[0]._scheduler.sharing.joining is None
@@ -179,7 +180,7 @@ def test_runner_v2_revokes_in_a_multi_connector(
     server.hold = {"store"}
     one = engine(within=beside("LoadingConnector", ours_first=True), specs=mixed_model(), v2=True)
     ours, fence = children(one.connector)[0]._scheduler, children(one.worker)[0]._worker.rank.fence
-    assert ours.cache.planner is None
+    assert ours.cache is None
     answer = one.generate("a", PROMPT, 1)[0]
     words = {store.fence_index for store in ours.cache.planner.in_flight.stores.values()}
     assert words and 0 not in words and not any(fence.is_revoked(word) for word in words)

@@ -16,9 +16,10 @@ from vllm.v1.request import RequestStatus
 from hotkv_client.testing import FakeServer
 from hotkv_vllm import link
 from hotkv_vllm.metadata import HotKVHandshake
-from tests.vllm.harness import full_model, hybrid_model, prompt
+from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, audit
 from tests.vllm.ranked import RankedEngine
+from tests.vllm.specs import full_model, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
-from tests.vllm.harness import full_model, hybrid_model, prompt
+from tests.vllm.harness import prompt
+from tests.vllm.specs import full_model, hybrid_model
 
 ORIGINAL = "files:abc"
 

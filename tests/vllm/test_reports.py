@@ -12,7 +12,8 @@ from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import BlockRun, RequestReport
 from hotkv_vllm.scheduler.hints import HintReader
 from hotkv_vllm.stats import HotKVStats
-from tests.vllm.harness import HYBRIDS, hybrid_model, prompt
+from tests.vllm.harness import prompt
+from tests.vllm.specs import HYBRIDS, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.harness import full_model, hybrid_model, prompt
+from tests.vllm.harness import prompt
+from tests.vllm.specs import full_model, hybrid_model
 
 PROMPT = prompt(1, 200)
 RESET = {"reset_connector": True}

@@ -23,8 +23,9 @@ from hotkv_client.fence import FencePlace, Revocations, SharedFence
 from hotkv_client.types import BlockResult
 from hotkv_vllm.compat import checks
 from tests.vllm.device import ToldDevice
-from tests.vllm.harness import Engine, full_model, mixed_model, prompt
+from tests.vllm.harness import Engine, prompt
 from tests.vllm.processes import Daemon
+from tests.vllm.specs import full_model, mixed_model
 from tests.vllm.test_device_order import KINDS, assert_nothing_is_kept, finish, worker_of
 from tests.vllm.test_device_order_server import RealServer
 from tests.vllm.test_device_order_server import finish as finish_with_daemon

@@ -9,8 +9,9 @@ from vllm.v1.request import RequestStatus
 
 from hotkv_vllm import link
 from hotkv_vllm.scheduler import missing_blocks
-from tests.vllm.harness import Engine, full_model, hybrid_model, mixed_model, prompt
+from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
+from tests.vllm.specs import full_model, hybrid_model, mixed_model
 
 PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 USABLE = 192

@@ -16,7 +16,8 @@ from vllm.v1.request import RequestStatus
 
 from hotkv_vllm import versions
 from tests.vllm.device import ToldDevice
-from tests.vllm.harness import full_model, hybrid_model, mixed_model, prompt
+from tests.vllm.harness import prompt
+from tests.vllm.specs import full_model, hybrid_model, mixed_model
 
 PROMPT = prompt(1, 200)
 

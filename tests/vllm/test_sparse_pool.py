@@ -4,7 +4,6 @@ and that nothing else gets there."""
 import mmap
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,24 +14,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hotkv.groups import GroupKind
-from hotkv.keys import Representation
-from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv.layout import Layout, MemoryHandle
 from hotkv_sparse import SparseConfig, build
-from hotkv_sparse.centre import Centres, LayerCentre
-from hotkv_sparse.centre_file import write_centres
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, sparse_layers
+from hotkv_vllm.compat import sparse_layers
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse import rank
-from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
-from hotkv_vllm.sparse.setup import _centre
-from hotkv_vllm.sparse.shared import HANDLE, SharedPool, shared_pool
+from hotkv_vllm.sparse.pool import LayerShape
+from hotkv_vllm.sparse.shared import HANDLE, shared_pool
 from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
-from hotkv_vllm.worker.layout import ExportedMemory
-from tests.vllm.harness import full_model, hybrid_model, prompt
+from tests.vllm.harness import prompt
+from tests.vllm.specs import full_model, hybrid_model
 
 BLOCKS, TOKENS, HEADS, SIZE = 10, 32, 2, 32
 FORMATS = {1: ("rot2u",), 2: ("rot2u", "mean"), 5: ("rot1u",)}
@@ -510,153 +503,3 @@ def test_random_requests_and_faults(
         and one.counters["sparse_loaded_blocks"] > 0
         and one.counters["sparse_built_blocks"] > 0
     )
-
-
-# -------------------------------------------------------------------------------------- description
-
-
-def layer_of(index: int, names: tuple[str, ...], group: int = 0, mu: Any = None) -> SparseLayer:
-    shape = LayerShape(4, TOKENS, HEADS, SIZE, names, mu)
-    return sparse_layer(f"l{index}", index, group, shape, lambda blocks: np.empty(0, np.float32))
-
-
-def described(
-    layers: list[SparseLayer], centres: Centres | None = None, num_shards: int = 1
-) -> SharedPool:
-    manager = BlockReprManager(
-        {one.index: one.shape for one in layers}, {one.index: one.keys_of for one in layers}
-    )
-    groups = [
-        CacheGroup(2, GroupKind.SLIDING_WINDOW, TOKENS, 64),
-        CacheGroup(0, GroupKind.FULL_ATTENTION, TOKENS),
-    ]
-    pool = shared_pool(manager, layers, groups, num_shards, centres)
-    described.kept = manager  # type: ignore[attr-defined] # its descriptor lives as long as it does
-    return pool
-
-
-def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
-    random_mu = np.random.default_rng(0).standard_normal((HEADS, SIZE)).astype(np.float32)
-    centres = Centres("m", 2048, {1: LayerCentre(random_mu, {})})
-    plain = [layer_of(1, ("rot2u",)), layer_of(2, ("rot2u",))]
-    kinds: list[Representation] = [
-        described(layers, given).kinds[0]
-        for layers, given in (
-            (plain, None),
-            (plain[:1], None),
-            ([layer_of(1, ("rot2u",)), layer_of(3, ("rot2u",))], None),
-            ([layer_of(1, ("rot2u",)), layer_of(2, ("rot3u",))], None),
-            ([layer_of(1, ("rot2u", "mean")), layer_of(2, ("rot2u",))], None),
-            ([layer_of(1, ("mean", "rot2u")), layer_of(2, ("rot2u",))], None),
-            ([layer_of(1, ("rot2u",), mu=random_mu), layer_of(2, ("rot2u",))], centres),
-        )
-    ]
-    assert len({kind.version for kind in kinds}) == len(kinds) and all(
-        kind.group_index == 1 for kind in kinds
-    )
-    assert (
-        kinds[0].format == "rot2u"
-        and kinds[3].format == "rot2u+rot3u"
-        and kinds[5].format == "mean+rot2u"
-    )
-    assert described(plain[::-1]).kinds == described(plain).kinds
-    # Summaries have no centre.
-    summaries = [layer_of(1, ("quest",), mu=random_mu)]
-    assert described(summaries, centres).kinds == described([layer_of(1, ("quest",))]).kinds
-    # Every rank says the same, whatever part of the centre is its own.
-    half = [layer_of(1, ("rot2u",), mu=random_mu[:1]), layer_of(2, ("rot2u",))]
-    assert described(half, centres, 2).kinds[0].version == kinds[6].version
-    assert described(half, centres, 2).kinds[0].shard_bytes == kinds[6].shard_bytes * 2
-
-
-def test_without_a_group_of_hotkvs_there_is_nothing_to_share() -> None:
-    with pytest.raises(Unsupported, match="no group"):
-        described([layer_of(1, ("rot2u",), group=7)])
-
-
-def test_the_pool_lies_beside_the_pages() -> None:
-    pool = described([layer_of(1, ("rot2u",)), layer_of(4, ("rot2u", "mean"))])
-    pages = PageTensor(0, "kv0", 0, 64, 64, 0)
-    memory = pool.beside(ExportedMemory(Layout(0, 4, (MemoryHandle("kv0", 256),), (pages,)), {}), 2)
-    assert [tensor.group_index for tensor in memory.layout.tensors] == [0, 2, 2, 2] and set(
-        memory.fds
-    ) == {HANDLE}
-    rows = sum(tensor.page_bytes for tensor in memory.layout.tensors[1:])
-    assert rows == pool.kinds[0].slot_bytes and [
-        handle.handle_id for handle in memory.layout.handles
-    ] == ["kv0", HANDLE]
-    memory.close()
-
-
-def test_allocated_blocks_are_those_behind_what_is_valid() -> None:
-    one = WrittenBlocks((32, 0, 16))
-    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4], [5, 6], [0, 0, 7, 8]))
-    request = SimpleNamespace(request_id="a", num_computed_tokens=0)
-    one.matched("a", 64)
-    one.allocated(request, blocks)
-    assert one.take() == {3, 4, 5, 6} and one.take() == set()
-    # After a load that covered the first three blocks.
-    request.num_computed_tokens = 96
-    one.allocated(request, blocks)
-    assert one.take() == {4, 5, 6}
-    one.matched("a", 64)
-    one.ended("a")
-    request.num_computed_tokens = 0
-    one.allocated(request, blocks)
-    assert one.take() == {1, 2, 3, 4, 5, 6, 7, 8}
-
-
-# ------------------------------------------------------------------------------------------ centres
-
-
-def test_a_rank_takes_its_heads_of_a_centre() -> None:
-    mu = np.arange(4 * SIZE, dtype=np.float32).reshape(4, SIZE)
-    centres = Centres("m", 2048, {3: LayerCentre(mu, {"rot2u": 0.2, "rot3u": 0.05})})
-    found, biases = _centre(3, ("rot2u", "mean"), 2, 2, centres)
-    assert found is not None and np.array_equal(found, mu[2:]) and biases == {"rot2u": 0.2}
-    assert _centre(4, ("rot2u",), 0, 2, centres) == (None, {}) and _centre(
-        3, ("rot2u",), 0, 2, None
-    ) == (None, {})
-    shape = LayerShape(4, TOKENS, 2, SIZE, ("rot2u", "mean"), found, biases)
-    keys = np.random.default_rng(0).standard_normal((4, TOKENS, 2, SIZE)).astype(np.float32)
-    manager = BlockReprManager({3: shape}, {3: lambda blocks: keys[blocks]})
-    manager.update(3, np.arange(4, dtype=np.int32))
-    sources = manager.sources(3)
-    assert (
-        np.array_equal(sources["rot2u"].pool, build("rot2u", keys, found))
-        and sources["rot2u"].mu is found
-    )
-    assert np.array_equal(sources["mean"].pool, build("mean", keys)) and sources["mean"].mu is None
-    assert (sources["rot2u"].bias, sources["mean"].bias) == (0.2, None)
-
-
-def test_centres_of_another_model_are_refused(
-    engine: Any, server: Any, toy: Toy, tmp_path: Any
-) -> None:
-    path = tmp_path / "centres.npz"
-    for layer, shape, message in (
-        (0, (2, 64), "is [2, 64], the model's layer has 2 KV heads of size 32"),
-        (77, (2, 32), "layer 77"),
-    ):
-        write_centres(
-            path, Centres("m", 2048, {layer: LayerCentre(np.ones(shape, np.float32), {})})
-        )
-        with pytest.raises(ConfigError) as raised:
-            sparse_engine(engine, extra={"sparse_centre": str(path)})
-        assert (
-            raised.value.args[0].startswith("hotkv.sparse_centre")
-            and message in raised.value.args[0]
-        )
-    write_centres(path, Centres("m", 2048, {0: LayerCentre(np.ones((2, 32), np.float32), {})}))
-    sparse_engine(engine, extra={"sparse_centre": str(path)})
-
-
-def test_a_centre_that_cannot_be_read_is_named(tmp_path: Any) -> None:
-    config = ConnectorConfig.from_extra_config(
-        {"hotkv.sparse": {}, "hotkv.sparse_centre": f"{tmp_path}/none.npz"}
-    )
-    with pytest.raises(ConfigError, match=r"hotkv\.sparse_centre = '.*none\.npz'"):
-        config.read_centres()
-    with pytest.raises(ConfigError, match=r"set hotkv\.sparse too"):
-        ConnectorConfig.from_extra_config({"hotkv.sparse_centre": "x.npz"})
-    assert ConnectorConfig.from_extra_config({"hotkv.sparse": {}}).read_centres() is None

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.harness import HYBRIDS, full_model, prompt
+from tests.vllm.harness import prompt
+from tests.vllm.specs import HYBRIDS, full_model
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])

@@ -83,7 +83,7 @@ class Admission(RequestSide):
         elif self._may_read(request):
             cache.finder.arrive(state, now_s)
 
-    @hook(nothing, why="Rows that have no name attend to everything.", is_part=True)
+    @hook(nothing, is_part=True)
     def _begin_sequences(self, request: Any) -> None:
         if self.rows is not None:
             self.rows.arrived(request)
@@ -196,14 +196,7 @@ class Admission(RequestSide):
             known = max(request.num_prompt_tokens, request.num_tokens - 1)
             cache.planner.finish(state, block_ids, min(known, request.num_computed_tokens))
 
-    @hook(
-        nothing,
-        why=(
-            "Names of requests that are no more match no row; the server ends sequences with "
-            "their session."
-        ),
-        is_part=True,
-    )
+    @hook(nothing, is_part=True)
     def _end_sequences(self, request_id: str) -> None:
         if self.rows is not None:
             self.rows.ended(request_id)

@@ -168,7 +168,7 @@ class HitFinder:
         hit = state.hit
         if hit.phase is not Phase.LOADING:
             return ()
-        stored: list[int] = []
+        stored: tuple[int, ...] = ()
         if failed:
             self.load_failed(state)
             for index, blocks in enumerate(hit.leased):
@@ -176,16 +176,9 @@ class HitFinder:
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
         else:
             hit.unproved_loads = 0
-            for index, spec in enumerate(self.groups.specs):
-                num_blocks = hit.hit_tokens // spec.block_tokens
-                mask = hit.represented.get(index)
-                if mask is not None and not mask.all():
-                    # Blocks that came without a representation are looked at once more, so that
-                    # they get one.
-                    num_blocks = min(num_blocks, hit.leased[index].start + int(np.argmin(mask)))
-                stored.append(num_blocks)
+            stored = stored_blocks(self.groups, hit)
         self.give_back(state)
-        return tuple(stored)
+        return stored
 
     def give_up(self, state: RequestState) -> None:
         """How the request's load ended is not known: it is offered nothing more."""
@@ -281,8 +274,7 @@ class HitFinder:
         if computed_tokens != hit.computed_tokens or hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
         hit.hit_tokens = hit_tokens
-        hit.phase = Phase.GRANTED
-        hit.granted_s = now_s
+        hit.phase, hit.granted_s = Phase.GRANTED, now_s
         ttl_s = grant.ttl_s or self._config.lease_ttl_s
         hit.lease_ends_s = now_s + ttl_s * LEASE_SHARE_BEFORE_LOAD
         if not hit.counted:
@@ -303,6 +295,20 @@ class HitFinder:
             state.hit.counted = True
             self._stats.add("miss_requests")
         return NO_HIT
+
+
+def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
+    """Per group: leading blocks that need not be stored after a load, as the server has them."""
+    found = []
+    for index, spec in enumerate(groups.specs):
+        num_blocks = hit.hit_tokens // spec.block_tokens
+        mask = hit.represented.get(index)
+        if mask is not None and not mask.all():
+            # Blocks that came without a representation are looked at once more, so that they get
+            # one.
+            num_blocks = min(num_blocks, hit.leased[index].start + int(np.argmin(mask)))
+        found.append(num_blocks)
+    return tuple(found)
 
 
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:

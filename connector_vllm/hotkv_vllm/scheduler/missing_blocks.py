@@ -15,6 +15,7 @@ from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.storable import StorableBlocks, prompt_boundaries
+from hotkv_vllm.scheduler.stores_in_flight import StoresInFlight
 from hotkv_vllm.stats import HotKVStats
 
 STORE_BLOCKS = 1 << 13
@@ -23,7 +24,7 @@ ends the sooner its blocks are found."""
 
 
 class MissingBlocks:
-    """See the module. `read`: blocks that a store in flight reads."""
+    """See the module."""
 
     def __init__(
         self,
@@ -31,7 +32,9 @@ class MissingBlocks:
         finder: HitFinder,
         state_interval_tokens: int,
         stats: HotKVStats,
+        in_flight: StoresInFlight,
     ) -> None:
+        self._in_flight = in_flight
         self._session = session
         self._finder = finder
         self._groups = finder.groups
@@ -57,10 +60,10 @@ class MissingBlocks:
         hashes: Sequence[bytes],
         begin: int,
         ids: Int32s,
-        taken: Sequence[set[int] | dict[int, int]],
+        planned: set[int],
     ) -> list[BlockRun]:
         """What of one group's blocks `ids`, the first of which is block `begin`, is to be stored.
-        `taken`: blocks that are stored already, or about to be.
+        `planned`: blocks that are about to be stored; these are added.
 
         A representation is stored with its block, or after it if the server lacks it.
         """
@@ -73,9 +76,10 @@ class MissingBlocks:
             if num_useless:
                 self._stats.add("unreachable_blocks", num_useless)
             wanted &= storable
-        if any(taken):
+        reading = self._in_flight.reading
+        if reading or planned:
             wanted &= np.fromiter(
-                (not any(b in blocks for blocks in taken) for b in ids.tolist()), np.bool_, len(ids)
+                (b not in reading and b not in planned for b in ids.tolist()), np.bool_, len(ids)
             )
         names = hashes[begin:end]
         lacking = self._representations.lacking(self._session, index, names)
@@ -87,9 +91,11 @@ class MissingBlocks:
         ready = self._session.probe(index, names)
         if ready is not None:
             wanted &= ~self._finder.hidden.mask(index, names, ready)
-        return self._chains(state, index, hashes, begin, ids, wanted) + [
+        runs = self._chains(state, index, hashes, begin, ids, wanted) + [
             self._representations.of_run(run) for run in along
         ]
+        planned.update(block for run in runs for block in run.block_ids.tolist())
+        return runs
 
     def _storable_mask(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
         """Which of a group's blocks [begin, end) a hit could use."""

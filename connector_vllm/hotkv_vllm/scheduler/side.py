@@ -1,7 +1,7 @@
 """The connector's scheduler side: answers vLLM's scheduler and plans each step's loads and stores.
 
-Holds three owners together: `sharing` (whether there is a cache, and of which key space),
-`requests` (what each request has), and what is known of blocks on the device. Runs in the
+Holds together what lasts as long as the engine: `sharing` (whether there is a cache, and of which
+key space), `requests` (what each request has) and the planner of steps. Runs in the
 scheduler's thread and never blocks after the start; without a cache every hook returns after one
 test.
 """
@@ -13,14 +13,14 @@ from hotkv_vllm import link
 from hotkv_vllm.adapters import AdapterReport, Adapters, Standing
 from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge, hook, nothing
-from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata, StoreJob
+from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
 from hotkv_vllm.scheduler.exactness import Exactness
 from hotkv_vllm.scheduler.sharing import Sharing
+from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.sides import SchedulerSide
-from hotkv_vllm.sparse.rows import SparseRows, sparse_requests
 from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger
@@ -34,11 +34,7 @@ class HotKVScheduler(SchedulerSide):
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, edge: HookEdge
     ) -> None:
-        transfer = vllm_config.kv_transfer_config
-        self.edge = edge
         self._config = config
-        self._engine_id = str(transfer.engine_id)
-        self._may_store = transfer.is_kv_producer
         self.stats, self.totals = HotKVStats(), HotKVStats()
         self._adapters = Adapters(
             vllm_config.parallel_config.world_size, lambda text: logger.warning("hotkv: %s", text)
@@ -57,6 +53,7 @@ class HotKVScheduler(SchedulerSide):
         )
         self.sharing = Sharing(engine)
         self.requests = Admission(engine, self.sharing, edge)
+        self._steps = StepPlanner(engine, self.sharing, self.requests, edge)
 
     def __repr__(self) -> str:
         return f"HotKVScheduler({self.sharing}, {self.requests})"
@@ -99,114 +96,7 @@ class HotKVScheduler(SchedulerSide):
     # ---------------------------------------------------------------------------------------- steps
 
     def build_meta(self, scheduler_output: Any) -> HotKVMetadata:
-        rows = self.requests.rows
-        named = rows.of_step(scheduler_output) if rows is not None else None
-        meta = self._plan(scheduler_output)
-        if named is not None:
-            meta.sparse_rows = named
-            self._plan_sparse(meta, named)
-        return meta
-
-    def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """This step's work for the workers."""
-        written = self.requests.written
-        settles_step = self.requests.others.step(
-            scheduler_output.num_scheduled_tokens, scheduler_output.has_sync_kv_loads
-        )
-        written.step(scheduler_output)
-        sparse = sparse_requests(self._engine_id, scheduler_output)
-        self._exactness.is_watching |= sparse is not None
-        if self._exactness.is_watching:
-            self._exactness.step(scheduler_output, written.of_step(), sparse or ())
-        stores: tuple[StoreJob, ...] = ()
-        flush: tuple[int, ...] = ()
-        wants_handshake = self.sharing.cache is None and self.sharing.joining is not None
-        if self.sharing.cache is not None:
-            if self.requests.lost_track:
-                self.sharing.cache.planner.take_all_back()
-            self._before_stores(self.sharing.cache, scheduler_output)
-        if self.sharing.cache is not None:
-            stores, flush = self._plan_stores(self.sharing.cache, scheduler_output)
-        meta = self._pending()
-        meta.stores, meta.flush_stores, meta.settles_step = stores, flush, settles_step
-        meta.wants_handshake = wants_handshake
-        return meta
-
-    def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
-        """What goes on from step to step: weights, links, reports, a reset."""
-        sharing, now_s = self.sharing, time.monotonic()
-        identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
-        if identity is not None and not cache.planner.in_flight:
-            self._adopt(cache, identity)
-        cache = sharing.cache or cache
-        cache.planner.is_rekeying = sharing.weights.under_way
-        sharing.links.check(sharing.is_connected, now_s)
-        cache.reports.send(now_s)
-        cache.reset.step(now_s)
-        cache.finder.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
-
-    def _adopt(self, cache: Assembly, identity: str) -> None:
-        """The ranks have said which weights they have. Nothing that is known of others holds."""
-        if self.sharing.is_other(identity):
-            self._exactness.distrust_all()
-            for state in self.requests.states.values():
-                # Loads of the old weights' KV were made to fail.
-                cache.finder.forget(state, failed_too=True)
-        self.sharing.adopt(identity)
-
-    def _plan_stores(
-        self, cache: Assembly, scheduler_output: Any
-    ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Stores of blocks that this step completes, and those that it has to wait for."""
-        block_state = scheduler_output.kv_connector_block_state
-        handoffs = block_state.boundary_state_offloads if block_state is not None else {}
-        scheduled = []
-        if self._may_store and block_state is not None and self.sharing.links.are_complete:
-            scheduled = cache.planner.due(
-                self.requests.states,
-                scheduler_output.num_scheduled_tokens,
-                self.requests.others.held,
-                handoffs,
-            )
-        stores, flush = cache.planner.plan(
-            scheduled,
-            block_state.get_block_ids if block_state is not None else lambda _: None,
-            handoffs,
-            self.requests.written.of_step,
-        )
-        if flush:
-            self.stats.add("flushes", len(flush))
-        return stores, flush
-
-    def _pending(self) -> HotKVMetadata:
-        """What must reach the workers in any case: loads, cancels, loads that are no more, and for
-        sparse decode blocks that are about to be written."""
-        requests = self.requests
-        loads, cancelled, abandoned = requests.loads.take()
-        written = requests.written.take()
-        meta = HotKVMetadata(
-            loads=loads,
-            cancel_loads=cancelled,
-            abandoned_loads=abandoned,
-            held_loads=requests.loads.quarantine.held,
-            asks_links=not self.sharing.links.are_complete and self.sharing.is_connected,
-            lost_track=requests.lost_track,
-            weights=self.sharing.weights.order(),
-            adapters=self._adapters.take_work(),
-        )
-        if self._config.sparse is not None:
-            meta.allocated_blocks = tuple(written)
-        requests.lost_track = False
-        return meta
-
-    @hook(nothing, why="The step begins with no hot sets of other requests.", is_part=True)
-    def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        """Adds what the server remembers for the step's sparse rows, and what is asked about ended
-        requests."""
-        if self.sharing.cache is not None and self.sharing.cache.memory is not None:
-            meta.remembered, meta.hot_sets_of = self.sharing.cache.memory.step(
-                rows, self.requests.states, time.monotonic()
-            )
+        return self._steps.plan(scheduler_output)
 
     # -------------------------------------------------------------------------------------- results
 

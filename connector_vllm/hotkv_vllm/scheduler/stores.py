@@ -9,6 +9,7 @@ storing is `missing_blocks`'.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hotkv_vllm.link import CacheSession
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
 from hotkv_vllm.scheduler.fence import Fence
+from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.missing_blocks import MissingBlocks, portions
 from hotkv_vllm.scheduler.request import RequestState, StoreState
@@ -59,13 +61,14 @@ class StorePlanner:
             *(spec.slot_bytes for spec in self._groups.specs),
             *self._representations.slot_bytes,
         )
-        self._missing = MissingBlocks(session, finder, config.state_interval_tokens, stats)
-        self._max_bytes = config.max_inflight_store_mib << 20
         self._stats = stats
-        self.in_flight = StoresInFlight(num_ranks, fence or Fence(), id_prefix)
+        max_bytes = config.max_inflight_store_mib << 20
+        self.in_flight = StoresInFlight(num_ranks, max_bytes, fence or Fence(), id_prefix)
+        self._missing = MissingBlocks(
+            session, finder, config.state_interval_tokens, stats, self.in_flight
+        )
         self._tails: list[tuple[Retention, tuple[BlockRun, ...]]] = []
         self._tail_blocks: set[int] = set()
-        self._smallest_block = min(group.block_tokens for group in self._cache_groups)
         self.is_held = False
         """Nothing new is stored, and every step waits for what is in flight."""
         self.is_rekeying = False
@@ -78,7 +81,8 @@ class StorePlanner:
 
     def new_state(self) -> StoreState:
         """The state of a request of which nothing is stored yet."""
-        return StoreState([0] * len(self._cache_groups), self._smallest_block)
+        first_check = min(group.block_tokens for group in self._cache_groups)
+        return StoreState([0] * len(self._cache_groups), first_check)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
         """A load has ended well: per group, the server has this many leading blocks."""
@@ -92,9 +96,7 @@ class StorePlanner:
         if state.request.num_computed_tokens:
             state.store.may_store = False
         else:
-            new = self.new_state()
-            state.store.stored_blocks = new.stored_blocks
-            state.store.next_check_tokens = new.next_check_tokens
+            state.store = replace(self.new_state(), may_store=state.store.may_store)
 
     def finish(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int
@@ -111,8 +113,6 @@ class StorePlanner:
         runs = self._runs_of(state, known_tokens, lambda _: tables, self._tail_blocks, last=True)
         if runs:
             self._tails.append((state.retention, tuple(runs)))
-
-    # ---------------------------------------------------------------------------------------- steps
 
     def due(
         self,
@@ -177,7 +177,7 @@ class StorePlanner:
     def reported(self, report: HotKVWorkerMetadata) -> None:
         """Takes in which stores have ended, as ranks report them."""
         for store in self.in_flight.account(report):
-            self._settle(store)
+            settle(store, self._stats, self._finder.hidden)
 
     def plan_broke(self) -> None:
         """The step's plan is lost, and with it what waited for the step."""
@@ -198,7 +198,6 @@ class StorePlanner:
 
     @property
     def _is_closed(self) -> bool:
-        """Nothing new may be stored now."""
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
@@ -238,7 +237,7 @@ class StorePlanner:
                 end -= 1
             begin = min(store.stored_blocks[index], len(hashes))
             if end > begin and not group.states_by_handoff:
-                if self._is_over_bound(len(planned) * self._slot_bytes[index]):
+                if self.in_flight.is_full(len(planned) * self._slot_bytes[index]):
                     # Looked at again in the next step, when some stores may have ended.
                     if last:
                         self._stats.add("dropped_blocks", end - begin)
@@ -247,26 +246,12 @@ class StorePlanner:
                 if tables is None:
                     return runs
                 ids = np.asarray(tables[group.vllm_group][begin:end], np.int32)
-                runs += self._missing_runs(state, index, hashes, begin, ids, planned)
+                runs += self._missing.runs(state, index, hashes, begin, ids, planned)
             store.stored_blocks[index] = max(begin, end)
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
         # Behind inexact tokens no block is ever stored.
         is_exact = known == min(computed_tokens, request.num_tokens)
         store.next_check_tokens = next_tokens if is_exact else EVERYTHING
-        return runs
-
-    def _missing_runs(
-        self,
-        state: RequestState,
-        index: int,
-        hashes: Sequence[bytes],
-        begin: int,
-        ids: Any,
-        planned: set[int],
-    ) -> list[BlockRun]:
-        taken = (self.in_flight.reading, planned)
-        runs = self._missing.runs(state, index, hashes, begin, ids, taken)
-        planned.update(block for run in runs for block in run.block_ids.tolist())
         return runs
 
     def _handed_over(
@@ -284,12 +269,9 @@ class StorePlanner:
             place = boundary // groups[index].block_tokens - 1
             hashes = self._groups.hashes(state.request, index)
             if 0 <= place < len(hashes):
-                ids = np.array([block], np.int32)
-                runs += self._missing_runs(state, index, hashes, place, ids, planned)
+                one = np.array([block], np.int32)
+                runs += self._missing.runs(state, index, hashes, place, one, planned)
         return runs
-
-    def _is_over_bound(self, more_bytes: int) -> bool:
-        return bool(self.in_flight) and self.in_flight.num_bytes + more_bytes >= self._max_bytes
 
     def _job(
         self, runs: Sequence[BlockRun], retention: Retention = NO_RETENTION
@@ -304,22 +286,23 @@ class StorePlanner:
             self._stats.add("stores")
         return job
 
-    def _settle(self, store: StoreInFlight) -> None:
-        """Counts what a store has come to, and offers again what it has stored."""
-        whole, num_stored = stored_whole(store)
-        num_whole = int(whole.sum())
-        for name, count in (
-            ("stored_blocks", num_stored),
-            ("present_blocks", num_whole - num_stored),
-            ("refused_blocks", store.num_blocks - num_whole),
-        ):
-            if count:
-                self._stats.add(name, count)
-        if len(self._finder.hidden):
-            keys = [(run.group_index, one) for run in store.runs for one in run.hashes]
-            for (group, block_hash), good in zip(keys, whole.tolist(), strict=True):
-                if good:
-                    self._finder.hidden.clear(group, block_hash)
+
+def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
+    """Counts what a store has come to, and offers again what it has stored."""
+    whole, num_stored = stored_whole(store)
+    num_whole = int(whole.sum())
+    for name, count in (
+        ("stored_blocks", num_stored),
+        ("present_blocks", num_whole - num_stored),
+        ("refused_blocks", store.num_blocks - num_whole),
+    ):
+        if count:
+            stats.add(name, count)
+    if len(hidden):
+        keys = [(run.group_index, one) for run in store.runs for one in run.hashes]
+        for (group, block_hash), good in zip(keys, whole.tolist(), strict=True):
+            if good:
+                hidden.clear(group, block_hash)
 
 
 def stored_whole(store: StoreInFlight) -> tuple[Any, int]:

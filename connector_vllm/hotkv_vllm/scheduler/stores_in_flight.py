@@ -44,12 +44,13 @@ class StoreInFlight:
 class StoresInFlight:
     """See the module. `reading`: by block, the store that reads it and was not taken back."""
 
-    def __init__(self, num_ranks: int, fence: Fence, id_prefix: str) -> None:
+    def __init__(self, num_ranks: int, max_bytes: int, fence: Fence, id_prefix: str) -> None:
         self.fence = fence
         self.reading: dict[int, int] = {}
         self.num_bytes = 0
         self.stores: dict[int, StoreInFlight] = {}
         self._num_ranks = num_ranks
+        self._max_bytes = max_bytes
         self._prefix = id_prefix
         self._last_planned = self._last_sent = 0
         self._accounted: HotKVWorkerMetadata | None = None
@@ -78,6 +79,10 @@ class StoresInFlight:
         for store_id in lost:
             self._drop(store_id)
         return lost
+
+    def is_full(self, more_bytes: int) -> bool:
+        """Returns True if a store of `more_bytes` must wait. One alone may be of any size."""
+        return bool(self.stores) and self.num_bytes + more_bytes >= self._max_bytes
 
     def begin(
         self,

@@ -17,8 +17,8 @@ from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, places
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge, hook, nothing
-from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.sparse.reporter import SparseReport, SparseReporter
+from hotkv_vllm.metadata import HotKVMetadata, HotKVWorkerMetadata
+from hotkv_vllm.sparse.reporter import SparseReporter
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.setup import install
 from hotkv_vllm.sparse.worker import SparseWorker
@@ -59,7 +59,7 @@ class SparseRank:
         """Puts sparse attention into the engine's layers."""
         self._install_sparse(kv_caches)
 
-    @hook(nothing, why="Layers without a worker attend to everything.", is_part=True)
+    @hook(nothing, is_part=True)
     def _install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
         if self._config.sparse is None:
             return
@@ -96,11 +96,7 @@ class SparseRank:
             self._tell_reporter(meta)
             self.worker.begin_step(meta.sparse_rows or SparseRows())
 
-    @hook(
-        nothing,
-        why="Hot sets that are not remembered, or not reported, cost time later and nothing else.",
-        is_part=True,
-    )
+    @hook(nothing, is_part=True)
     def _tell_reporter(self, meta: HotKVMetadata) -> None:
         if self.reporter is not None:
             self.reporter.before_step(meta.remembered, meta.hot_sets_of)
@@ -118,13 +114,18 @@ class SparseRank:
             return False
         return True
 
-    def take_counters(self) -> dict[str, float]:
-        """What was counted since the last call."""
-        return {} if self.worker is None else self.worker.take_counters()
+    def report(self, report: HotKVWorkerMetadata) -> None:
+        """Adds to the report what was counted and selected since the last one."""
+        self._sparse_report(report)
 
-    def take_report(self) -> SparseReport | None:
-        """What the scheduler is to hear of hot sets and selections; None for nothing."""
-        return None if self.reporter is None else self.reporter.after_step(time.monotonic())
+    @hook(nothing, is_part=True)
+    def _sparse_report(self, report: HotKVWorkerMetadata) -> None:
+        if self.worker is not None:
+            for name, value in self.worker.take_counters().items():
+                report.count(name, value)
+        told = None if self.reporter is None else self.reporter.after_step(time.monotonic())
+        if told is not None:
+            report.sparse = told if report.sparse is None else report.sparse.join(told)
 
     # -------------------------------------------------------------------------------------- builds
 

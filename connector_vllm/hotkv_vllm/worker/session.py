@@ -85,14 +85,8 @@ class RankSession:
         transfers stay."""
         checks.check_ranks(self._vllm_config)
         place = self.place = places.rank_place(self._vllm_config, self._kv_cache_config)
-        own = find_own(
-            kv_caches,
-            self._vllm_config,
-            self._kv_cache_config,
-            self._config,
-            place,
-            self._own_space,
-        )
+        vllm, kv_cache = self._vllm_config, self._kv_cache_config
+        own = find_own(kv_caches, vllm, kv_cache, self._config, place, self._own_space)
         memory = own.memory
         try:
             num_ranks = places.num_ranks(self._vllm_config)

@@ -14,13 +14,11 @@ more.
 """
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import replace
 from typing import Any
 
-from hotkv_client.types import BlockRun, TransferResult
+from hotkv_client.types import BlockRun
 from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
 from hotkv_vllm.config import ConnectorConfig
@@ -29,17 +27,14 @@ from hotkv_vllm.metadata import (
     HotKVHandshake,
     HotKVMetadata,
     HotKVWorkerMetadata,
-    LoadJob,
-    StoreJob,
 )
 from hotkv_vllm.rekeying import RECONNECT_S
 from hotkv_vllm.sides import WorkerSide
 from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.worker.adapter_watch import AdapterWatch, watch_adapters
-from hotkv_vllm.worker.device_order import Mark
-from hotkv_vllm.worker.loads import ActiveLoad, Loads, never_begun
+from hotkv_vllm.worker.loads import ActiveLoad, Loads
 from hotkv_vllm.worker.session import RankSession
 from hotkv_vllm.worker.stores import FENCE_GRACE_S, Stores
+from hotkv_vllm.worker.transfers import Transfers
 
 logger = link.logger
 
@@ -66,9 +61,9 @@ class HotKVWorker(WorkerSide):
         self._report = HotKVWorkerMetadata()
         self.rank = RankSession(vllm_config, kv_cache_config, config)
         self.sparse = SparseRank(vllm_config, kv_cache_config, config, centres, edge)
-        self.loads = Loads(self._send_load, self._cancel_load)
-        self.stores = Stores(self.rank, config, self._send_store, self._count)
-        self.adapters = AdapterWatch(None, vllm_config.parallel_config.rank)
+        self.transfers = Transfers(vllm_config, self.rank, config)
+        self.loads = Loads(self.transfers.load, self.transfers.cancel)
+        self.stores = Stores(self.rank, config, self.transfers, self._count)
 
     def __repr__(self) -> str:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
@@ -78,9 +73,7 @@ class HotKVWorker(WorkerSide):
 
     def _count(self, name: str, value: float) -> None:
         """Adds to a counter of `stats.COUNTERS`; it goes out with the next report."""
-        self._report.counters[name] = self._report.counters.get(name, 0) + value
-
-    # --------------------------------------------------------------------------------------- memory
+        self._report.count(name, value)
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         self._kv_caches = kv_caches
@@ -113,8 +106,8 @@ class HotKVWorker(WorkerSide):
         """Lets go of memory that was exported before, and exports what there is now."""
         if self.rank.memory is not None:
             self.let_go()
-        if self.rank.export(self._kv_caches) and not self.adapters.is_watching:
-            self.adapters = watch_adapters(self._vllm_config)
+        if self.rank.export(self._kv_caches):
+            self.transfers.watch_adapters()
 
     def let_go(self) -> None:
         """Ends all transfers, the session and the export of memory that the engine is about to
@@ -146,12 +139,10 @@ class HotKVWorker(WorkerSide):
         self._kv_caches = {}
         self.rank.shutdown()
 
-    # ---------------------------------------------------------------------------------------- steps
-
     def before_step(self, meta: HotKVMetadata) -> None:
         if meta.lost_track:
             self.distrust()
-        self.adapters.before_step(meta.adapters)
+        self.transfers.adapters.before_step(meta.adapters)
         if self.rank.follow(meta.weights):
             was_connected = self.rank.is_connected
             self.stores.begin_anew()
@@ -172,20 +163,13 @@ class HotKVWorker(WorkerSide):
                 # From now on blocks go without representations: it is not known which of them hold.
                 self.rank.shared = None
 
-    @property
-    def is_trusted(self) -> bool:
-        """Returns True if this rank holds what the scheduler's plans and the session's key space
-        rest on."""
-        weights = self.rank.weights
-        return self.adapters.is_trusted and (weights is None or not weights.held)
-
     def start_loads(self, meta: HotKVMetadata) -> None:
         """Begins this step's loads; does not wait for them."""
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
         self._held, self._asks_links = meta.held_loads, meta.asks_links
         self.loads.fail(meta.abandoned_loads)
-        if not self.is_trusted:
+        if not self.transfers.is_trusted:
             self.loads.fail([job.request_id for job in meta.loads])
         elif meta.loads:
             after = self.rank.mark()
@@ -206,7 +190,7 @@ class HotKVWorker(WorkerSide):
         self._send_waiting()
         if not meta.stores:
             return
-        if not self.is_trusted:
+        if not self.transfers.is_trusted:
             self.stores.refuse(meta.stores)
             return
         if not self.rank.place.is_writer:
@@ -230,8 +214,6 @@ class HotKVWorker(WorkerSide):
             self._count("sparse_faults", 1)
             return ()
         return built
-
-    # -------------------------------------------------------------------------------------- results
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Whatever breaks here, a load is reported once."""
@@ -267,39 +249,20 @@ class HotKVWorker(WorkerSide):
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
         """Stores that ended, counters and states, since the last call."""
-        self._sparse_report()
+        self.sparse.report(self._report)
         self._state_report()
         self._step_report(meta)
         lost, self._lost = self._lost, []
         for load in lost:
             self.rank.marks.done(load.after)
         self._report.stores.update(self.stores.take_reports())
-        self._report.adapters = self.adapters.take_report()
+        self._report.adapters = self.transfers.adapters.take_report()
         if self._report.is_empty():
             return None
         report, self._report = self._report, HotKVWorkerMetadata()
         return report
 
-    @hook(
-        nothing, why="What was selected and counted is reported later, or not at all.", is_part=True
-    )
-    def _sparse_report(self) -> None:
-        if self.sparse.worker is None:
-            return
-        for name, value in self.sparse.take_counters().items():
-            self._count(name, value)
-        told, before = self.sparse.take_report(), self._report.sparse
-        if told is not None:
-            self._report.sparse = told if before is None else before.join(told)
-
-    @hook(
-        nothing,
-        why=(
-            "States are said again by each step: a hung load's request waits, or its blocks stay "
-            "out of use."
-        ),
-        is_part=True,
-    )
+    @hook(nothing, is_part=True)
     def _state_report(self) -> None:
         """Puts into the report how hung loads, the session and the weights are now."""
         report = self._report
@@ -314,14 +277,7 @@ class HotKVWorker(WorkerSide):
             report.settled_loads = dict.fromkeys(settled, 1)
             self._lost += over
 
-    @hook(
-        nothing,
-        why=(
-            "The scheduler asks again for a handshake, and trusts no step whose end it has not "
-            "heard of."
-        ),
-        is_part=True,
-    )
+    @hook(nothing, is_part=True)
     def _step_report(self, meta: HotKVMetadata | None) -> None:
         """Puts into the report what the scheduler asked of this step."""
         if meta is not None and (meta.wants_handshake or meta.settles_step):
@@ -329,52 +285,7 @@ class HotKVWorker(WorkerSide):
             self._report.handshakes = () if handshake is None else (handshake,)
             self._report.settled_step = meta.settles_step
 
-    # ------------------------------------------------------------------------------------ transfers
-
     def _send_waiting(self) -> None:
         """Sends transfers that were not yet to be sent and whose mark has passed."""
         self.loads.send_waiting()
         self.stores.send_waiting()
-
-    def _load_id(self, transfer_id: str) -> str:
-        return f"{transfer_id}-k{self.rank.place.rank}"
-
-    def _send_load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
-        runs = job.runs if self.rank.shared is None else (*job.runs, *job.representations)
-        return self._begun(
-            lambda s: s.load(
-                self._load_id(job.transfer_id), job.lease_id, runs, job.timeout_s, mark.after
-            )
-        )
-
-    def _cancel_load(self, transfer_id: str) -> None:
-        if self.rank.session is not None:
-            self.rank.session.cancel(self._load_id(transfer_id))
-
-    def _send_store(
-        self, job: StoreJob, runs: tuple[BlockRun, ...], mark: Mark
-    ) -> "Future[TransferResult]":
-        return self._begun(
-            lambda s: s.store(
-                self.stores.transfer_id(job),
-                job.lease_id,
-                runs,
-                self._config.store_timeout_s,
-                job.retention,
-                mark.after,
-                job.fence_index,
-            )
-        )
-
-    def _begun(
-        self, begin: Callable[[link.CacheSession], "Future[TransferResult]"]
-    ) -> "Future[TransferResult]":
-        """The transfer's future; a failed one if it could not be begun."""
-        if self.rank.session is None or not self.rank.session.connected:
-            return never_begun("no server")
-        if not self.is_trusted:
-            return never_begun("weights or adapters have changed")
-        try:
-            return begin(self.rank.session)
-        except Exception as error:  # noqa: BLE001 - hook edge: a transfer that was not begun has failed, whatever the cause
-            return never_begun(f"{type(error).__name__}: {error}")

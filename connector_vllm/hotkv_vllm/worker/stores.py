@@ -23,12 +23,12 @@ from hotkv_vllm.metadata import StoreJob, StoreReport
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.loads import never_begun
 from hotkv_vllm.worker.session import RankSession
+from hotkv_vllm.worker.transfers import Transfers
 
 logger = link.logger
 
 FENCE_GRACE_S = 0.5
 """How long after a store's deadline its end is still waited for."""
-Send = Callable[[StoreJob, tuple[BlockRun, ...], Mark], "Future[TransferResult]"]
 
 
 @dataclass(slots=True)
@@ -44,18 +44,18 @@ class ActiveStore:
 
 
 class Stores:
-    """See the module. `send` begins a transfer and does not raise."""
+    """See the module."""
 
     def __init__(
         self,
         rank: RankSession,
         config: ConnectorConfig,
-        send: Send,
+        transfers: Transfers,
         count: Callable[[str, float], None],
     ) -> None:
         self._rank = rank
         self._config = config
-        self._send = send
+        self._transfers = transfers
         self._count = count
         self._is_server_slow = False
         self._reports: dict[int, StoreReport] = {}
@@ -67,10 +67,6 @@ class Stores:
 
     def __repr__(self) -> str:
         return f"Stores({len(self.active)} active, {len(self._reports)} to report)"
-
-    def transfer_id(self, job: StoreJob) -> str:
-        """Names this rank's part of a store."""
-        return f"{job.lease_id}-k{self._rank.place.rank}"
 
     # --------------------------------------------------------------------------------------- begin
 
@@ -98,11 +94,11 @@ class Stores:
     def _submit(self, store: ActiveStore) -> None:
         runs = (*store.job.runs, *store.representations)
         if runs:
-            store.answer = self._send(store.job, runs, store.after)
+            store.answer = self._transfers.store(store.job, runs, store.after)
             return
         # Nothing but representations, and they could not be built.
         store.answer = Future()
-        store.answer.set_result(TransferResult(self.transfer_id(store.job), TransferStatus.DONE))
+        store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
         """The hook that should have begun these broke: whatever it has not sent has failed, and is
@@ -151,7 +147,7 @@ class Stores:
             return True
         for store in stores:
             if store.answer is not None and not store.answer.done():
-                self._rank.session.cancel(self.transfer_id(store.job))
+                self._transfers.cancel(store.job.lease_id)
         # If the session shares a fence page with the server, a cancelled store has ended by now,
         # whatever the server does.
         last_s = (
@@ -210,8 +206,8 @@ class Stores:
         for store in self.active.values():
             if store.answer is None:
                 store.answer = never_begun("the engine sleeps")
-            elif not store.answer.done() and self._rank.session is not None:
-                self._rank.session.cancel(self.transfer_id(store.job))
+            elif not store.answer.done():
+                self._transfers.cancel(store.job.lease_id)
             answers.append(store.answer)
         return answers
 

@@ -1,0 +1,149 @@
+"""Plans a step's work for the workers: which loads to begin or end, which blocks to store, and for
+which stores the step has to wait.
+
+What is always true: what a step says of loads it says once; each step says which blocks it is about
+to write, or that this is not known. Scheduler thread only; never blocks, but for a moment when the
+engine's weights have changed.
+"""
+
+import time
+from typing import Any
+
+from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.metadata import HotKVMetadata, StoreJob
+from hotkv_vllm.scheduler.admission import Admission
+from hotkv_vllm.scheduler.assembly import Assembly, Engine
+from hotkv_vllm.scheduler.sharing import Sharing
+from hotkv_vllm.sparse.rows import SparseRows, sparse_requests
+
+
+class StepPlanner:
+    """See the module."""
+
+    def __init__(
+        self, engine: Engine, sharing: Sharing, requests: Admission, edge: HookEdge
+    ) -> None:
+        transfer = engine.vllm_config.kv_transfer_config
+        self.edge = edge
+        self._config = engine.config
+        self._engine_id = str(transfer.engine_id)
+        self._may_store = transfer.is_kv_producer
+        self._stats = engine.stats
+        self._adapters = engine.adapters
+        self._exactness = engine.exactness
+        self._sharing = sharing
+        self._requests = requests
+
+    def __repr__(self) -> str:
+        return f"StepPlanner({self._engine_id})"
+
+    def plan(self, scheduler_output: Any) -> HotKVMetadata:
+        """This step's work for the workers, with the rows that decode sparsely."""
+        rows = self._requests.rows
+        named = rows.of_step(scheduler_output) if rows is not None else None
+        meta = self._plan(scheduler_output)
+        if named is not None:
+            meta.sparse_rows = named
+            self._plan_sparse(meta, named)
+        return meta
+
+    def _plan(self, scheduler_output: Any) -> HotKVMetadata:
+        """The same without rows."""
+        written = self._requests.written
+        settles_step = self._requests.others.step(
+            scheduler_output.num_scheduled_tokens, scheduler_output.has_sync_kv_loads
+        )
+        written.step(scheduler_output)
+        sparse = sparse_requests(self._engine_id, scheduler_output)
+        self._exactness.is_watching |= sparse is not None
+        if self._exactness.is_watching:
+            self._exactness.step(scheduler_output, written.of_step(), sparse or ())
+        stores: tuple[StoreJob, ...] = ()
+        flush: tuple[int, ...] = ()
+        wants_handshake = self._sharing.cache is None and self._sharing.joining is not None
+        if self._sharing.cache is not None:
+            if self._requests.lost_track:
+                self._sharing.cache.planner.take_all_back()
+            self._before_stores(self._sharing.cache, scheduler_output)
+        if self._sharing.cache is not None:
+            stores, flush = self._plan_stores(self._sharing.cache, scheduler_output)
+        meta = self._pending()
+        meta.stores, meta.flush_stores, meta.settles_step = stores, flush, settles_step
+        meta.wants_handshake = wants_handshake
+        return meta
+
+    def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
+        """What goes on from step to step: weights, links, reports, a reset."""
+        sharing, now_s = self._sharing, time.monotonic()
+        identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
+        if identity is not None and not cache.planner.in_flight:
+            self._adopt(cache, identity)
+        cache = sharing.cache or cache
+        cache.planner.is_rekeying = sharing.weights.under_way
+        sharing.links.check(sharing.is_connected, now_s)
+        cache.reports.send(now_s)
+        cache.reset.step(now_s)
+        cache.finder.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
+
+    def _adopt(self, cache: Assembly, identity: str) -> None:
+        """The ranks have said which weights they have. Nothing that is known of others holds."""
+        if self._sharing.is_other(identity):
+            self._exactness.distrust_all()
+            for state in self._requests.states.values():
+                # Loads of the old weights' KV were made to fail.
+                cache.finder.forget(state, failed_too=True)
+        self._sharing.adopt(identity)
+
+    def _plan_stores(
+        self, cache: Assembly, scheduler_output: Any
+    ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
+        """Stores of blocks that this step completes, and those that it has to wait for."""
+        block_state = scheduler_output.kv_connector_block_state
+        handoffs = block_state.boundary_state_offloads if block_state is not None else {}
+        scheduled = []
+        if self._may_store and block_state is not None and self._sharing.links.are_complete:
+            scheduled = cache.planner.due(
+                self._requests.states,
+                scheduler_output.num_scheduled_tokens,
+                self._requests.others.held,
+                handoffs,
+            )
+        stores, flush = cache.planner.plan(
+            scheduled,
+            block_state.get_block_ids if block_state is not None else lambda _: None,
+            handoffs,
+            self._requests.written.of_step,
+        )
+        if flush:
+            self._stats.add("flushes", len(flush))
+        return stores, flush
+
+    def _pending(self) -> HotKVMetadata:
+        """What must reach the workers in any case: loads, cancels, loads that are no more, and for
+        sparse decode blocks that are about to be written."""
+        requests = self._requests
+        loads, cancelled, abandoned = requests.loads.take()
+        written = requests.written.take()
+        meta = HotKVMetadata(
+            loads=loads,
+            cancel_loads=cancelled,
+            abandoned_loads=abandoned,
+            held_loads=requests.loads.quarantine.held,
+            asks_links=not self._sharing.links.are_complete and self._sharing.is_connected,
+            lost_track=requests.lost_track,
+            weights=self._sharing.weights.order(),
+            adapters=self._adapters.take_work(),
+        )
+        if self._config.sparse is not None:
+            meta.allocated_blocks = tuple(written)
+        requests.lost_track = False
+        return meta
+
+    @hook(nothing, is_part=True)
+    def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
+        """Adds what the server remembers for the step's sparse rows, and what is asked about ended
+        requests."""
+        if self._sharing.cache is not None and self._sharing.cache.memory is not None:
+            meta.remembered, meta.hot_sets_of = self._sharing.cache.memory.step(
+                rows, self._requests.states, time.monotonic()
+            )

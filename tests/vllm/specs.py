@@ -1,0 +1,93 @@
+"""KV cache specs of models that the harness runs, one per layer."""
+
+from dataclasses import replace
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+from tests.vllm.tiny import BLOCK_TOKENS
+
+WINDOW = 80
+CHUNK = 96
+
+
+def full_spec() -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
+    )
+
+
+def window_spec() -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=BLOCK_TOKENS,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.bfloat16,
+        sliding_window=WINDOW,
+    )
+
+
+def full_model() -> dict[str, KVCacheSpec]:
+    return {f"layer.{i}": full_spec() for i in range(2)}
+
+
+def hybrid_model() -> dict[str, KVCacheSpec]:
+    """Two full and four sliding-window layers: several groups over one buffer."""
+    return {f"layer.{i}": (full_spec() if i % 3 == 0 else window_spec()) for i in range(6)}
+
+
+def mixed_model() -> dict[str, KVCacheSpec]:
+    """As the hybrid model, in two precisions, so that vLLM zeroes new blocks."""
+    specs = hybrid_model()
+    return {
+        name: replace(spec, dtype=torch.float16) if isinstance(spec, SlidingWindowSpec) else spec
+        for name, spec in specs.items()
+    }
+
+
+def chunked_model() -> dict[str, KVCacheSpec]:
+    """One full layer and three that see their chunk of 96 tokens only."""
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=BLOCK_TOKENS,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.bfloat16,
+        attention_chunk_size=CHUNK,
+    )
+    return {f"layer.{i}": (full_spec() if i == 0 else chunked) for i in range(4)}
+
+
+def uneven_model() -> dict[str, KVCacheSpec]:
+    """Full blocks of 64 tokens, window blocks of 32, so hits end at every other window block; the
+    window is within one block."""
+    full = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
+    )
+    window = SlidingWindowSpec(
+        block_size=BLOCK_TOKENS,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.bfloat16,
+        sliding_window=20,
+    )
+    return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
+
+
+def two_windows_model() -> dict[str, KVCacheSpec]:
+    """Windows of two widths beside full attention."""
+    wide = replace(window_spec(), sliding_window=2 * WINDOW)
+    return {f"layer.{i}": (full_spec(), window_spec(), wide)[i % 3] for i in range(6)}
+
+
+def windows_only_model() -> dict[str, KVCacheSpec]:
+    """No full attention at all."""
+    wide = replace(window_spec(), sliding_window=2 * WINDOW)
+    return {f"layer.{i}": (window_spec(), wide)[i % 2] for i in range(4)}
+
+
+HYBRIDS = (hybrid_model, chunked_model, uneven_model, two_windows_model, windows_only_model)
