@@ -16,10 +16,10 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
+from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.setup import _centre
 from hotkv_vllm.sparse.shared import HANDLE, SharedPool, shared_pool
-from hotkv_vllm.sparse.worker import SparseLayer
 from hotkv_vllm.worker.layout import ExportedMemory
 
 # -------------------------------------------------------------------------------------- description

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 
 from hotkv.errors import HotKVError
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.sparse.offloading import (
-    DecodeMetadata,
-    SparseOffloadingHandler,
-    SparseOffloadingManager,
-)
+from hotkv_vllm.sparse.offloading import DecodeMetadata, SparseOffloadingHandler
+from hotkv_vllm.sparse.offloading_manager import SparseOffloadingManager
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.swaps import copy_blocks, merged
 

@@ -21,9 +21,10 @@ from hotkv_vllm.compat import sparse_layers
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.sparse import rank
+from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.shared import HANDLE, shared_pool
-from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
+from hotkv_vllm.sparse.worker import SparseWorker
 from tests.vllm.harness import prompt
 from tests.vllm.specs import full_model, hybrid_model
 

@@ -17,11 +17,12 @@ from hotkv.counters import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selector import exact_log_mass
 from hotkv_vllm.sparse import faults
+from hotkv_vllm.sparse.batch import Batch, Rewrite
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.sequence import LayerSequence
-from hotkv_vllm.sparse.worker import Batch, Rewrite, SparseWorker
+from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.stats import COUNTERS
 from hotkv_vllm.worker.layout import KeyPacking
 from tests.vllm.test_sparse_parts import BLOCK, HEADS, QUERIES, Cache

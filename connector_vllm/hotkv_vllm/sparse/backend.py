@@ -22,7 +22,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from hotkv_vllm.config import is_sparse_configured
-from hotkv_vllm.sparse.worker import Batch, Rewrite, SparseLayer, SparseWorker
+from hotkv_vllm.sparse.batch import Batch, Rewrite, SparseLayer
+from hotkv_vllm.sparse.worker import SparseWorker
 
 
 class HotAttentionBackend(CPUAttentionBackend):

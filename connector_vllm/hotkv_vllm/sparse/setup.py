@@ -13,9 +13,10 @@ from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import token_scorer
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, places, sparse_layers
+from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
-from hotkv_vllm.sparse.worker import SparseLayer, SparseWorker
+from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.layout import key_packing
 
 logger = link.logger

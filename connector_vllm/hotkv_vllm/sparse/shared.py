@@ -18,8 +18,8 @@ from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import version
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.kv_groups import CacheGroup
+from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pool import BlockReprManager
-from hotkv_vllm.sparse.worker import SparseLayer
 from hotkv_vllm.worker.exported import ExportedMemory
 
 HANDLE = "representations"

@@ -19,93 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import SparseConfig, span
+from hotkv_vllm.sparse.batch import Batch, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.counters import LayerCounters
 from hotkv_vllm.sparse.faults import Faults
-from hotkv_vllm.sparse.pages import KeyPages
-from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
+from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.recall import measure
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.sequence import NO_BLOCKS, Attended, LayerSequence
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class SparseLayer:
-    """A layer that may be sparse. `index` counts the model's layers; `group` is its KV cache group.
-
-    `sink_logits` float32 [Q]: learned sinks of the softmax, if any.
-    """
-
-    name: str
-    index: int
-    group: int
-    shape: LayerShape
-    scale: float
-    pages: KeyPages
-    sink_logits: F32 | None = None
-
-    def keys_of(self, blocks: I32) -> F32:
-        """Unpacked keys float32 [B, T, H, D] of blocks int32 [B]."""
-        return self.pages.keys_of(blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A step's rows as vLLM's metadata has them, numpy views: `starts` [R + 1] of queries,
-    `seq_lens` [R], `tables` [R, ≥ C].
-
-    `written_slots`: slots that the step has written; negative ones are padding.
-    """
-
-    starts: I32
-    seq_lens: I32
-    tables: I32
-    written_slots: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row that may be sparse; its query is token `token` of the batch.
-
-    `always_blocks` int32: the blocks that are always attended, whose first `always_tokens` tokens
-    exist.
-    """
-
-    row: int
-    token: int
-    request_id: str
-    context_tokens: int
-    blocks_C: I32
-    always_blocks: I32
-    always_tokens: int
-
-
-@dataclass(slots=True)
-class Rewrite:
-    """Block tables int32 [R, width] and lengths int32 [R] of the whole batch; the group's next
-    layer writes its own into the same arrays.
-
-    `made`: what the engine's side has made around the arrays, once a step.
-    """
-
-    tables: I32
-    seq_lens: I32
-    made: object = None
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What all layers of a group share in a step. `key`: the metadata object it was made from;
-    `rewritten`: rows that `rewrite` changes."""
-
-    key: object
-    batch: Batch
-    rows: list[Row] = field(default_factory=list)
-    complete: list[I32] = field(default_factory=list)
-    rewrite: Rewrite | None = None
-    rewritten: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -141,7 +64,7 @@ class SparseWorker:
         )
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, Plan] = {}
         self._num_steps = 0
         self._faults = Faults()
         self._counters = LayerCounters(layer.index for layer in layers)
@@ -270,8 +193,8 @@ class SparseWorker:
             return None
         began_s = time.perf_counter()
         chosen = [(row, self._select(layer, row, query_of(row.token))) for row in plan.rows]
-        chosen = [(row, blocks) for row, blocks in chosen if self._leaves_out(row, blocks)]
-        rewrite = self._rewritten(layer, plan, chosen) if chosen else None
+        chosen = [(row, blocks) for row, blocks in chosen if len(blocks) < len(row.blocks_C)]
+        rewrite = plan.rewritten_with(chosen, layer.shape.block_tokens) if chosen else None
         self._faults.good_step(layer.name)
         self._counters.add(layer.index, "select_s", time.perf_counter() - began_s)
         return rewrite
@@ -284,9 +207,9 @@ class SparseWorker:
             self._counters.add(index, "built_blocks", num_built)
             self._counters.add(index, "build_s", time.perf_counter() - began_s)
 
-    def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> _Plan:
+    def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> Plan:
         """Forgets what the step has overwritten, and finds the rows that matter."""
-        block_tokens, plan = layer.shape.block_tokens, _Plan(key, batch)
+        block_tokens, plan = layer.shape.block_tokens, Plan(key, batch)
         written = batch.written_slots[batch.written_slots >= 0] // block_tokens
         indices = [other.index for other in self.layers.values() if other.group == layer.group]
         self._reprs.forget(np.unique(written).astype(np.int32), indices)
@@ -348,26 +271,6 @@ class SparseWorker:
         if self._is_sampled(layer):
             self._sample(layer, row, query_QD, attended)
         return attended.blocks
-
-    @staticmethod
-    def _leaves_out(row: Row, blocks: I32) -> bool:
-        return len(blocks) < len(row.blocks_C)
-
-    @staticmethod
-    def _rewritten(layer: SparseLayer, plan: _Plan, chosen: list[tuple[Row, I32]]) -> Rewrite:
-        batch, rewrite = plan.batch, plan.rewrite
-        if rewrite is None:
-            rewrite = plan.rewrite = Rewrite(batch.tables.copy(), batch.seq_lens.copy())
-        for row in plan.rewritten:
-            rewrite.tables[row] = batch.tables[row]
-            rewrite.seq_lens[row] = batch.seq_lens[row]
-        plan.rewritten = [one.row for one, _ in chosen]
-        for one, blocks in chosen:
-            rewrite.tables[one.row, : len(blocks)] = one.blocks_C[blocks]
-            rewrite.seq_lens[one.row] -= (
-                len(one.blocks_C) - len(blocks)
-            ) * layer.shape.block_tokens
-        return rewrite
 
     # ------------------------------------------------------------------------------------- sampling
 

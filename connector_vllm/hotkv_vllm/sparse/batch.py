@@ -1,0 +1,109 @@
+"""A step's batch as sparse decode sees it: its layers and rows, and the block tables it gives back.
+
+Always true: arrays of vLLM are views and are not written; a rewrite has arrays of its own.
+
+Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv_vllm.sparse.pages import KeyPages
+from hotkv_vllm.sparse.pool import LayerShape
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLayer:
+    """A layer that may be sparse. `index` counts the model's layers; `group` is its KV cache group.
+
+    `sink_logits` float32 [Q]: learned sinks of the softmax, if any.
+    """
+
+    name: str
+    index: int
+    group: int
+    shape: LayerShape
+    scale: float
+    pages: KeyPages
+    sink_logits: F32 | None = None
+
+    def keys_of(self, blocks: I32) -> F32:
+        """Unpacked keys float32 [B, T, H, D] of blocks int32 [B]."""
+        return self.pages.keys_of(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's rows as vLLM's metadata has them, numpy views: `starts` [R + 1] of queries,
+    `seq_lens` [R], `tables` [R, ≥ C].
+
+    `written_slots`: slots that the step has written; negative ones are padding.
+    """
+
+    starts: I32
+    seq_lens: I32
+    tables: I32
+    written_slots: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row that may be sparse; its query is token `token` of the batch.
+
+    `always_blocks` int32: the blocks that are always attended, whose first `always_tokens` tokens
+    exist.
+    """
+
+    row: int
+    token: int
+    request_id: str
+    context_tokens: int
+    blocks_C: I32
+    always_blocks: I32
+    always_tokens: int
+
+
+@dataclass(slots=True)
+class Rewrite:
+    """Block tables int32 [R, width] and lengths int32 [R] of the whole batch; the group's next
+    layer writes its own into the same arrays.
+
+    `made`: what the engine's side has made around the arrays, once a step.
+    """
+
+    tables: I32
+    seq_lens: I32
+    made: object = None
+
+
+@dataclass(slots=True)
+class Plan:
+    """What all layers of a group share in a step. `key`: the metadata object it was made from;
+    `rewritten`: rows that `rewrite` changes."""
+
+    key: object
+    batch: Batch
+    rows: list[Row] = field(default_factory=list)
+    complete: list[I32] = field(default_factory=list)
+    rewrite: Rewrite | None = None
+    rewritten: list[int] = field(default_factory=list)
+
+    def rewritten_with(self, chosen: list[tuple[Row, I32]], block_tokens: int) -> Rewrite:
+        """Writes what the rows of one layer attend to: `chosen` has positions int32 of blocks."""
+        batch = self.batch
+        if self.rewrite is None:
+            self.rewrite = Rewrite(batch.tables.copy(), batch.seq_lens.copy())
+        rewrite = self.rewrite
+        for row in self.rewritten:
+            rewrite.tables[row] = batch.tables[row]
+            rewrite.seq_lens[row] = batch.seq_lens[row]
+        self.rewritten = [one.row for one, _ in chosen]
+        for one, blocks in chosen:
+            rewrite.tables[one.row, : len(blocks)] = one.blocks_C[blocks]
+            rewrite.seq_lens[one.row] -= (len(one.blocks_C) - len(blocks)) * block_tokens
+        return rewrite
