@@ -29,6 +29,25 @@ def test_failed_load_recomputes_and_ends(engine: Any, server: Any, model: Any) -
     assert again == answer and server.count("load") == 1 and one.counters["failed_loads"] == 1
 
 
+def test_a_load_is_not_lost_with_the_plan_that_was_to_begin_it(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = filled(engine)
+    one = engine()
+    side, broken = one.connector._scheduler, []
+    own = side.sharing.weights.order
+
+    def order() -> Any:
+        if side.requests.loads.awaited and not broken:
+            broken.append(True)
+            raise RuntimeError("told to fail")
+        return own()
+
+    monkeypatch.setattr(side.sharing.weights, "order", order)
+    assert one.generate("a", PROMPT, 4)[0] == answer
+    assert broken and server.count("load") == 0
+
+
 def test_failed_keys_are_hidden_until_stored_again(engine: Any, server: Any) -> None:
     answer = filled(engine)
     one = engine()

@@ -190,19 +190,20 @@ class HotKVScheduler(SchedulerSide):
         """
         self._exactness.step_was_lost()
         self.requests.others.lost()
-        loads = self.requests.loads
-        abandoned, cancelled = (*loads.jobs, *loads.abandoned), tuple(loads.cancelled)
-        loads.jobs, loads.abandoned, loads.cancelled = {}, [], []
         self.requests.lost_track = False
         if self.sharing.cache is not None:
             self.sharing.cache.planner.plan_broke()
-        return HotKVMetadata(
-            cancel_loads=cancelled,
-            abandoned_loads=abandoned,
+        loads = self.requests.loads
+        meta = HotKVMetadata(
+            cancel_loads=tuple(loads.cancelled),
+            abandoned_loads=(*loads.jobs, *loads.abandoned),
             held_loads=loads.quarantine.held,
             lost_track=True,
             weights=self.sharing.weights.order(),
         )
+        # Last, so that they are not lost if this breaks as well.
+        loads.jobs, loads.abandoned, loads.cancelled = {}, [], []
+        return meta
 
     def update_broke(self, output: Any) -> None:
         """Whatever of a step's results was not taken: its loads count as failed, and its stores as

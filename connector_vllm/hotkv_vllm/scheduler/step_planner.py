@@ -122,12 +122,8 @@ class StepPlanner:
         """What must reach the workers in any case: loads, cancels, loads that are no more, and for
         sparse decode blocks that are about to be written."""
         requests = self._requests
-        loads, cancelled, abandoned = requests.loads.take()
         written = requests.written.take()
         meta = HotKVMetadata(
-            loads=loads,
-            cancel_loads=cancelled,
-            abandoned_loads=abandoned,
             held_loads=requests.loads.quarantine.held,
             asks_links=not self._sharing.links.are_complete and self._sharing.is_connected,
             lost_track=requests.lost_track,
@@ -137,6 +133,8 @@ class StepPlanner:
         if self._config.sparse is not None:
             meta.allocated_blocks = tuple(written)
         requests.lost_track = False
+        # Last: if anything above breaks, `plan_broke` finds the loads and has them fail.
+        meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
         return meta
 
     @hook(nothing, is_part=True)
