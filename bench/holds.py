@@ -259,7 +259,7 @@ def _others(holds: RetentionPins) -> None:
 
 
 def _layouts(holds: RetentionPins) -> None:
-    """Layouts are checked in a thread: the event loop waits for the interpreter's lock at most.
+    """Layouts are checked in a thread: the event loop waits for the GIL at most.
 
     The least of three counts: a thread that loses the processor to another process keeps the lock
     meanwhile.

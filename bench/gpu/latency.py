@@ -72,7 +72,7 @@ class FirstBytes:
             self._side.synchronize()
         transfer = engine.load(lease, ids, mark.after)
         while self.read(block) == before and time.monotonic() < end_s:
-            # The session's thread needs the interpreter, too.
+            # The session's thread needs the GIL, too.
             time.sleep(POLL_S)
         first_s = perf_counter() - start_s
         done(transfer)
