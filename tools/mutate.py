@@ -66,9 +66,14 @@ ENGINE = (
     "tests/vllm/test_scenarios.py "
     "tests/vllm/test_hooks.py tests/vllm/test_sleep.py "
     "tests/vllm/test_exactness.py tests/vllm/test_multi_connector.py "
-    "tests/vllm/test_ranks_together.py tests/vllm/test_setup.py"
+    "tests/vllm/test_ranks_together.py tests/vllm/test_setup.py tests/vllm/test_rekeying.py "
+    "tests/vllm/test_revocations.py tests/vllm/test_diverging_hits.py tests/vllm/test_hybrid.py"
 )
-SEAMS = "tests/vllm/test_seams.py tests/vllm/test_setup.py tests/vllm/test_traps.py"
+SEAMS = (
+    "tests/vllm/test_seams.py tests/vllm/test_setup.py tests/vllm/test_traps.py "
+    "tests/vllm/test_sleep.py tests/vllm/test_reset.py tests/vllm/test_events.py "
+    "tests/vllm/test_hybrid.py"
+)
 TESTS: dict[str, str] = {
     "proto/hotkv/order.py": "tests/core/test_order.py",
     "proto/hotkv/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
@@ -137,6 +142,7 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"
     ),
     "connector_vllm/hotkv_vllm/rekeying.py": "tests/vllm/test_rekeying.py",
+    "connector_vllm/hotkv_vllm/worker/session.py": f"tests/vllm/test_rekeying.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/weight_files.py": (
         "tests/vllm/test_weights_files.py tests/vllm/test_rekeying.py"
     ),
