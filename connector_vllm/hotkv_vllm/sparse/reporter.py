@@ -22,7 +22,7 @@ from hotkv_vllm.sparse.worker import SparseWorker
 I32 = npt.NDArray[np.int32]
 REPORT_INTERVAL_S = 1.0
 MAX_HOT_SET_BLOCKS = 8192
-"""Of a layer's hot set the most recently used ones are handed on: 32 KiB."""
+"""Most blocks of a layer's hot set that are handed on, most recently used first: 32 KiB."""
 
 Positions = dict[str, I32]
 """By request: positions of blocks in its context, ascending."""
@@ -32,7 +32,7 @@ HotSets = dict[str, tuple[LayerHotSet, ...]]
 
 @dataclass(slots=True)
 class SparseReport:
-    """What sparse decode did since the report before.
+    """The activity of sparse decode since the last report.
 
     `positions`: what any layer has selected. `layers`: growth of counters by layer index and the
     names of `SPARSE_COUNTERS`. `ended`: what the requests ended with that the scheduler has asked
@@ -47,8 +47,8 @@ class SparseReport:
         return not (self.positions or self.layers or self.ended)
 
     def join(self, other: "SparseReport") -> "SparseReport":
-        """What two ranks, or one rank twice, report: all positions, sums of counters, hot sets of
-        both."""
+        """Joins the reports of two ranks, or two of one: all positions, sums of counters, hot sets
+        of both."""
         positions = dict(self.positions)
         for request_id, more in other.positions.items():
             known = positions.get(request_id)
@@ -96,7 +96,7 @@ class SparseReporter:
         self._report = self._report.join(SparseReport(self._worker.take_steps(), {}, ended))
 
     def after_step(self, now_s: float) -> SparseReport | None:
-        """What is due; None for nothing."""
+        """Returns the report that is due; None if none is."""
         if now_s < self._due_s and not self._report.ended:
             return None
         self._due_s = now_s + REPORT_INTERVAL_S
