@@ -1,5 +1,5 @@
-"""The scheduler's side of what engines tell each other about sparse decode: sequences on the
-server, one a request and group.
+"""The scheduler's side of sharing sparse decode between engines: sequences on the server, one per
+request and group.
 
 A sequence begins when a request with a long prompt arrives, or when one has grown to it, and the
 answer brings the hot set that another ended with over the same prefix; it grows as blocks complete,

@@ -39,7 +39,7 @@ BUILD_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer's representations are made of; `formats` are their names.
+    """Shape and formats of a layer's representations; `formats` are their names.
 
     `mu` float32 [H, D]: the centre of token formats (None: 0); `biases`: theirs with it, by name,
     where measured.
@@ -113,7 +113,7 @@ class BlockReprManager:
         return self._sources[layer_idx]
 
     def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
-        """Which blocks are marked built, a copy."""
+        """Returns the marks of a layer's blocks, bool by block id; a copy."""
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:

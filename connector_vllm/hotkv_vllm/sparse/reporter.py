@@ -1,13 +1,12 @@
-"""The worker's side of what engines tell each other about sparse decode: hot sets that come before
-a step, reports that leave after it.
+"""The worker's side of sharing sparse decode between engines: hot sets arrive before a step,
+reports leave after it.
 
 What is always true: nothing that was selected or counted is left out of the reports of a worker
 that goes on stepping; a report leaves once in `REPORT_INTERVAL_S`, and with every step that names
-ended requests, whose last selections and hot sets it then holds. So most steps cost a look at the
-clock; the server counts a block as used once a second at most, and would make nothing of more.
+ended requests, whose last selections and hot sets it then holds. So most steps only read the clock.
+The server counts a block as used once a second at most, so more reports would add nothing.
 
-Hot sets leave when a request has ended, and not before: once a request, and what it really ended
-with.
+A request's hot sets leave once, after it has ended.
 """
 
 from collections.abc import Mapping, Sequence
@@ -81,8 +80,9 @@ class SparseReporter:
     def before_step(
         self, remembered: Mapping[str, Sequence[LayerHotSet]], hot_sets_of: Sequence[str]
     ) -> None:
-        """What the scheduler says with a step; before the worker's own `begin_step`, which lets go
-        of ended requests."""
+        """Takes in what the scheduler says with a step.
+
+        Call it before the worker's own `begin_step`, which drops ended requests."""
         for request_id, hot_sets in remembered.items():
             mine = {
                 one.layer_index: one.positions

@@ -121,12 +121,12 @@ class SparseWorker:
         return [layer.index for layer in self.layers.values() if layer.group == group]
 
     def take_counters(self) -> dict[str, float]:
-        """What was counted since the last call, over all layers, by the names of
+        """Returns the counts since the last call, over all layers, by the names of
         `stats.COUNTERS`."""
         return self._counters.take()
 
     def take_layer_counters(self) -> dict[int, dict[str, float]]:
-        """What was counted since the last call of this, by layer index and the names of
+        """Returns the counts since its last call, by layer index and the names of
         `hotkv.counters.SPARSE_COUNTERS`."""
         return self._counters.take_by_layer()
 
@@ -180,7 +180,7 @@ class SparseWorker:
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """What `layer` attends to in the present step; None: to everything.
+        """Returns what `layer` attends to in the present step; None: everything.
 
         `key` stands for the step's metadata: layers of a group that pass the same object share a
         plan. `query_of(token)` is the query float32 [Q, D] of a token of the batch. The step's keys
