@@ -1,15 +1,14 @@
-"""LoRA adapters by content: which keys the requests of an adapter have. Scheduler thread only;
-pure.
+"""Keys for requests of LoRA adapters, by the adapter's content. Scheduler thread only; pure.
 
-vLLM's block hashes name an adapter by its name and path, and say nothing of its bytes. Here a key
-is a hash over vLLM's hash and the identity of the bytes that this engine's workers hold, so engines
-share KV only where their adapters are equal.
+vLLM's block hashes cover an adapter's name and path, and not its bytes. Here a key is a hash over
+vLLM's hash and the identity of the bytes that this engine's workers hold. So engines share KV of an
+adapter only if their adapters are equal.
 
-What is always true: a request of an adapter has no keys (and so neither hits nor stores) unless all
-ranks have said what they hold for each id of that adapter, and all said the same each time. An
-adapter that was seen with two identities has none for the rest of the engine's life: vLLM's own
-cache names both alike and mixes their KV. While requests of an adapter live, workers keep what they
-have named.
+What is always true: a request of an adapter has no keys (so neither hits nor stores) unless all
+ranks have named the bytes that they hold for each id of that adapter, and the names were the same
+each time. If an adapter was seen with two identities, its requests have no keys for the rest of the
+engine's life: vLLM's own cache names both alike and mixes their KV. While requests of an adapter
+live, workers keep the bytes that they have named.
 """
 
 import enum
@@ -20,26 +19,26 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 WAIT_S = 2.0
-"""How long a request waits for the workers' answer. It is computed without the shared cache after
-that."""
+"""How long a request waits for the workers' answer. After that it is computed without the shared
+cache."""
 MAX_ADAPTERS = 4096
-"""Adapters that are remembered. Others have no keys."""
+"""Most adapters that are remembered. Requests of further adapters have no keys."""
 UNKNOWN = ""
 """A rank's answer if it can't tell what it holds."""
 LATER = "later"
-"""A rank's answer if it has read as many adapters ahead as it may. It answers anew, unasked, when
-it can."""
+"""A rank's answer if it has read as many adapters ahead as it may. It answers again, unasked, as
+soon as it can."""
 
 AdapterName = tuple[str, str]
-"""An adapter's name and path, which is what vLLM's block hashes tell adapters apart by."""
+"""An adapter's name and path. vLLM's block hashes tell adapters apart by these."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWork:
-    """What a step's metadata asks of the workers. `released` comes before `asked`.
+    """What a step's metadata asks of the workers. They carry out `released` before `asked`.
 
-    asked: (number, vLLM's LoRARequest) of adapters to name. released: ids that no request uses any
-    more. acknowledged: ids of which the scheduler knows that their bytes have changed.
+    asked: (number of the question, vLLM's LoRARequest) of adapters to name. released: ids that no
+    request uses any more. acknowledged: ids whose change of bytes the scheduler has taken in.
     """
 
     asked: tuple[tuple[int, Any], ...] = ()
@@ -52,14 +51,16 @@ NO_WORK = AdapterWork()
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """What workers say: identities by number and rank, and ids whose bytes have changed and were
-    not acknowledged."""
+    """What workers report.
+
+    answers: identities, by number of the question and rank. changed: ids whose bytes have changed
+    and were not acknowledged yet."""
 
     answers: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
     changed: frozenset[int] = frozenset()
 
     def join(self, other: "AdapterReport") -> "AdapterReport":
-        """What two ranks say together."""
+        """Returns the union of two ranks' reports."""
         numbers = self.answers.keys() | other.answers.keys()
         answers = {
             number: {**self.answers.get(number, {}), **other.answers.get(number, {})}
@@ -69,8 +70,10 @@ class AdapterReport:
 
 
 class Standing(enum.Enum):
-    """Whether a request of an adapter may use the shared cache: `WAIT` for now, `NOT_YET` if it
-    waited long enough, `NEVER` for good."""
+    """Whether a request of an adapter may use the shared cache.
+
+    `WAIT`: its answer is still to come. `NOT_YET`: it has waited long enough, or a rank answers
+    later, so it is computed without. `NEVER`: it never may."""
 
     KNOWN = "known"
     WAIT = "wait"
@@ -80,8 +83,10 @@ class Standing(enum.Enum):
 
 @dataclass(slots=True)
 class _Id:
-    """One of vLLM's adapter ids. `asked`: number of the question that is open; 0 for none.
-    `is_put_off`: a rank answers it later."""
+    """One of vLLM's adapter ids.
+
+    `asked`: number of the open question; 0 if none is open. `is_put_off`: a rank answers it
+    later."""
 
     names: set[AdapterName] = field(default_factory=set)
     num_live: int = 0
@@ -100,14 +105,16 @@ class _Adapter:
 
 @dataclass(slots=True)
 class _Keys:
-    """Keys of a request's blocks, and vLLM's hash of the last of them."""
+    """Keys of a request's blocks, and vLLM's hash of the last block."""
 
     keys: list[bytes] = field(default_factory=list)
     last: bytes = b""
 
 
 class Adapters:
-    """See the module. `num_ranks`: ranks that answer; `say` tells a person, once per adapter."""
+    """Adapters, their ids, and the requests that use them.
+
+    `num_ranks`: number of ranks that answer. `say`: logs for people, once per adapter."""
 
     def __init__(self, num_ranks: int, say: Callable[[str], None]) -> None:
         self._num_ranks = num_ranks
@@ -133,8 +140,9 @@ class Adapters:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """A request of an adapter has come. The first of those that live together has the workers
-        asked."""
+        """Takes in a new request of an adapter.
+
+        The workers are asked if no other request of the id lives, or if the id has a new name."""
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
         if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
@@ -158,7 +166,7 @@ class Adapters:
             self._ask(one, lora)
 
     def ended(self, request_id: str) -> None:
-        """A request has ended; nothing if it has no adapter."""
+        """Forgets a request that has ended. Does nothing if it has no adapter."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
@@ -168,7 +176,7 @@ class Adapters:
             self._to_release.add(live[0])
 
     def standing(self, request: Any, now_s: float) -> Standing:
-        """What a live request of an adapter may do."""
+        """Returns whether a live request of an adapter may use the shared cache."""
         live = self._live.get(request.request_id)
         if live is None or self._adapters[live[1]].is_refused:
             return Standing.NEVER
@@ -181,8 +189,9 @@ class Adapters:
         )
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Keys of a request's complete blocks, as many as vLLM has hashes; none while its adapter's
-        identity is not known."""
+        """Returns the keys of a request's complete blocks, as many as vLLM has hashes.
+
+        None of them while its adapter's identity is not known."""
         hashes: Sequence[bytes] = request.block_hashes
         lora = request.lora_request
         if lora is None:
@@ -193,8 +202,8 @@ class Adapters:
         mine = self._keys.setdefault(request, _Keys())
         count = len(mine.keys)
         if count > len(hashes) or (count and hashes[count - 1] != mine.last):
-            # Each hash covers those before it, so the last tells for all. vLLM takes tokens back in
-            # streaming sessions.
+            # vLLM takes tokens back in streaming sessions. Each hash covers those before it, so it
+            # is enough to compare the last.
             mine.keys, count = [], 0
         if count < len(hashes):
             salted = hashlib.sha256(b"hotkv-adapter-1\0" + adapter.identity.encode() + b"\0")
@@ -208,7 +217,7 @@ class Adapters:
     # ---------------------------------------------------------------------------------------- steps
 
     def take_work(self) -> AdapterWork:
-        """What the next step's metadata carries."""
+        """Takes the work that the next step's metadata carries."""
         if not self._to_ask and not self._to_release and not self._to_acknowledge:
             return NO_WORK
         work = AdapterWork(
@@ -218,7 +227,7 @@ class Adapters:
         return work
 
     def reported(self, report: AdapterReport) -> None:
-        """What the workers said with a step."""
+        """Takes in what the workers reported with a step."""
         self._to_acknowledge |= report.changed
         for adapter_id in report.changed:
             one = self._ids.setdefault(adapter_id, _Id())
@@ -246,14 +255,14 @@ class Adapters:
         one.asked, one.is_put_off = 0, False
 
     def _settle(self, one: _Id) -> None:
-        """All ranks have answered."""
+        """Sets the identity of the id's adapters, or refuses them: all ranks have answered."""
         self._forget_question(one)
         said = sorted(one.answers.items())
         if any(identity == UNKNOWN for _, identity in said):
             for name in one.names:
                 self._refuse(name, "the workers can't tell which bytes they hold for it")
             return
-        # Ranks may hold parts of an adapter, so each counts at its place.
+        # Ranks may hold different parts of an adapter, so the identity names each with its rank.
         identity = hashlib.sha256(
             "\0".join(f"{rank}={held}" for rank, held in said).encode()
         ).hexdigest()

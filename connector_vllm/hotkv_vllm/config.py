@@ -1,8 +1,8 @@
-"""Settings of the connector, out of `kv_connector_extra_config`.
+"""Settings of the connector, read from `kv_connector_extra_config`.
 
-Every setting is a key `hotkv.<name>`; keys that do not start with `hotkv.` belong to others and are
-ignored. A wrong setting is an error when the engine starts (the message names key, value and what
-is allowed); an absent server never is.
+Every setting is a key `hotkv.<name>`. Keys that do not start with `hotkv.` belong to others and are
+ignored. A wrong setting stops the engine's start; the message names the key, the value and the
+allowed values. An absent server never stops it.
 """
 
 import os
@@ -33,35 +33,44 @@ class ConnectorConfig:
     """All settings.
 
     target: `unix:/path/grpc.sock` or `host:port`; default from the environment variable
-    HOTKV_TARGET. tenant: engines of different tenants never share blocks; a server that knows
-    tenants demands a proof that this engine may act for it. tls_ca, tls_certificate, tls_key,
-    tls_server_name, token_file: over TCP, see `hotkv_client.types.Credentials`. weights_identity:
-    replaces the identity computed from the weights; equal values promise equal weights.
+        HOTKV_TARGET.
+    tenant: engines of different tenants never share blocks; a server that knows tenants demands a
+        proof that this engine may act for it.
+    tls_ca, tls_certificate, tls_key, tls_server_name, token_file: used over TCP; see
+        `hotkv_client.types.Credentials`.
+    weights_identity: replaces the identity computed from the weights; equal values promise equal
+        weights.
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
-    counts as a miss. lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission
-    and the load. load_timeout_s: a load that takes longer is cancelled, and its request computes
-    its prompt. store_timeout_s: the server gives up a store that takes longer. flush_timeout_s: how
-    long a step waits for a store that reads blocks which the step overwrites, before it takes them
-    back. device_order: how the server learns what the engine's device has done (CUDA): `auto`
-    offers events and flags, and the server takes what works; `events` (interprocess events;
-        containers need hostIPC); `flags` (words in device memory); `host` (the worker waits
-        itself).
+        counts as a miss.
+    lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
+    load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
+    store_timeout_s: the server gives up a store that takes longer.
+    flush_timeout_s: how long a step waits for a store that reads blocks which the step overwrites,
+        before it takes them back.
+    device_order: how the server learns what the engine's device has done (CUDA). `auto` offers
+        events and flags, and the server takes what works; `events` (interprocess events; containers
+        need hostIPC); `flags` (words in device memory); `host` (the worker waits itself).
     reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its own.
     startup_wait_s: how long the engine's start waits for the server, so that the first request can
-    hit. max_inflight_store_mib: bytes of blocks being stored; what comes on top waits, and is
-    dropped when its request ends. max_load_retries: failed loads after which a request is not
-    offered hits again. allow_untested_vllm: use hotkv with versions of vLLM that it is not tested
-    with (`hotkv_vllm.versions`); without it hotkv is off there. use_table: probe the shared block
-    table where the server offers it. state_interval_tokens: of recurrent states (Mamba and the
-    like) store those at multiples of this many tokens, rounded up to a boundary
-        that can be hit, and the last one of a prompt; 0 for every state that vLLM hands over.
-    hook_timing_file: where to write time spent in connector hooks, as JSON, at shutdown; empty for
-    nowhere. sparse: sparse decode (CPU engines), an object with the fields of `SparseConfig`;
-    absent: attention is vLLM's own. sparse_centre: file with the model's calibrated centres
-    (`python -m hotkv_vllm.sparse.calibrate`), which make selections better; empty
-        for none. Engines share representations only where it is the same.
-    sparse_recall_steps: every so many decode steps, one layer's selection is measured against exact
-    attention; 0 for never.
+        hit.
+    max_inflight_store_mib: bytes of blocks being stored. Stores beyond that wait, and are dropped
+        when their request ends.
+    max_load_retries: failed loads after which a request is not offered hits again.
+    allow_untested_vllm: use hotkv with versions of vLLM that it is not tested with
+        (`hotkv_vllm.versions`); without it hotkv is off there.
+    use_table: probe the shared block table if the server offers it.
+    state_interval_tokens: of recurrent states (Mamba and the like) store those at multiples of this
+        many tokens, rounded up to a boundary that can be hit, and the last one of a prompt; 0 for
+        every state that vLLM hands over.
+    hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown;
+        empty for none.
+    sparse: sparse decode (CPU engines), an object with the fields of `SparseConfig`; absent:
+        attention is vLLM's own.
+    sparse_centre: file with the model's calibrated centres (`python -m
+        hotkv_vllm.sparse.calibrate`), which make selections better; empty for none. Engines share
+        representations only if their files are the same.
+    sparse_recall_steps: after so many decode steps each time, one layer's selection is measured
+        against exact attention; 0 for never.
     """
 
     target: str = DEFAULT_TARGET
@@ -116,13 +125,13 @@ class ConnectorConfig:
 
     @property
     def credentials(self) -> Credentials:
-        """What proves this engine to a server over TCP."""
+        """The credentials that this engine shows to a server over TCP."""
         return Credentials(
             self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file
         )
 
     def read_centres(self) -> Centres | None:
-        """What `sparse_centre` names. Raises ConfigError."""
+        """Reads the file that `sparse_centre` names; None if it names none. Raises ConfigError."""
         if not self.sparse_centre:
             return None
         try:
@@ -156,7 +165,9 @@ def _read_float(key: str, value: Any) -> float:
 
 
 def _read_sparse(key: str, value: Any) -> SparseConfig:
-    """JSON has no tuples and no integer keys, so lists and decimal keys stand for them."""
+    """Reads a `SparseConfig` from a JSON object. Raises ConfigError.
+
+    JSON has no tuples and no integer keys, so lists and decimal keys stand for them."""
     known = {f.name for f in fields(SparseConfig)}
     if not isinstance(value, Mapping):
         raise ConfigError(
@@ -186,8 +197,9 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
 
 
 def is_sparse_configured(extra: Mapping[str, Any]) -> bool:
-    """Whether an engine with this `kv_connector_extra_config` may ask for sparse decode, itself or
-    through one of several connectors."""
+    """Returns True if an engine with these settings may ask for sparse decode.
+
+    A MultiConnector's settings count as such: one of its connectors may ask for it."""
     return SPARSE in extra or "connectors" in extra
 
 

@@ -1,9 +1,9 @@
-"""The edge between vLLM and the connector: no exception of hotkv's passes it.
+"""The edge between vLLM and the connector: no exception of hotkv passes it.
 
-Each hook names its fallback: what vLLM gets instead of the hook's result; `fallbacks` says what
-makes that safe. What is always true: a hook that raises is counted and answered by its fallback; a
-fallback that raises too is counted and answered by `last`, which is a constant. A fallback uses as
-little as it can of what the hook uses, so that one fault does not break both.
+Each hook names its fallback, whose answer vLLM gets if the hook raises; `fallbacks` says why that
+is safe. What is always true: a hook that raises is counted and answered by its fallback; a fallback
+that raises too is counted and answered by `last`, which is a constant. A fallback shares as little
+state as it can with its hook, so that one fault does not break both.
 """
 
 import functools
@@ -19,17 +19,18 @@ logger = link.logger
 T = TypeVar("T")
 
 HOOKS: dict[str, FunctionType] = {}
-"""By hook: the function that is guarded."""
+"""The guarded function of each hook, by name."""
 
 
 class Clock(Protocol):
-    """Where a hook's time is put down."""
+    """Takes down the time of hooks."""
 
     def add(self, hook: str, seconds: float) -> None: ...
 
 
 class HookEdge:
-    """One connector's edge. `broken`: hooks that have raised. `count`: adds one to a counter."""
+    """The edge of one connector. `broken`: hooks that have raised. `count`: adds one to a
+    counter."""
 
     def __init__(self, clock: Clock, count: Callable[[str], None]) -> None:
         self.clock = clock
@@ -40,7 +41,7 @@ class HookEdge:
         return f"HookEdge(broken: {sorted(self.broken)})"
 
     def broke(self, name: str) -> None:
-        """Logs a hook's first fault with its traceback, and counts all."""
+        """Counts a hook's fault, and logs its first one with the traceback."""
         self._count("hook_errors")
         if name not in self.broken:
             self.broken.add(name)
@@ -50,10 +51,12 @@ class HookEdge:
 def hook(
     otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Times a hook and keeps its exceptions from vLLM; a broken hook answers `otherwise(self, *its
-    arguments)`. The object has a HookEdge `edge`.
+    """Times a hook and keeps its exceptions from vLLM.
 
-    `is_part`: of a hook that goes on when this breaks, and is timed itself.
+    If the hook raises, `otherwise(self, *its arguments)` answers. The object has a HookEdge `edge`.
+
+    `is_part`: the method is part of a hook that is timed itself, and that goes on if the part
+    raises.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
@@ -95,8 +98,9 @@ def _answer(
 def class_hook(
     otherwise: Callable[..., Any],
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """The same for what vLLM asks of the class, before there is a connector: logged, neither timed
-    nor counted."""
+    """Does the same for methods that vLLM calls on the class, before there is a connector.
+
+    Faults are logged; nothing is timed or counted."""
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
         _add(method.__name__, method)

@@ -1,7 +1,7 @@
-"""The seam between connector and client: what the connector asks of a session, and how it opens
-one.
+"""The seam between connector and client: the session as the connector sees it, and how it is
+opened.
 
-Nothing here blocks. State changes are logged once each, never per request.
+Nothing here blocks. Each change of a session's state is logged once, never per request.
 """
 
 import logging
@@ -40,8 +40,8 @@ BoolMask = NDArray[np.bool_]
 
 
 class CacheSession(Protocol):
-    """The part of `hotkv_client.Session` that the connector uses; see there for what is
-    guaranteed."""
+    """The part of `hotkv_client.Session` that the connector uses. The guarantees are described
+    there."""
 
     @property
     def connected(self) -> bool: ...
@@ -105,8 +105,10 @@ def open_session(
     order: DeviceOrder = NO_ORDER,
     fence: SharedFence | None = None,
 ) -> CacheSession:
-    """A started session; with `layout` one that registers memory, what orders transfers after the
-    device's own work, and the page in which the scheduler revokes stores.
+    """Returns a started session.
+
+    `layout`, `fds`: memory to register. `order`: how transfers wait for the device's own work.
+    `fence`: the page in which the scheduler revokes stores.
     """
     from hotkv_client.session import Session
 
@@ -121,13 +123,13 @@ def open_session(
 
 
 def log_state(who: str, level: int) -> "StateLog":
-    """A callback for `SessionConfig.on_state` that writes one line per change."""
+    """Returns a callback for `SessionConfig.on_state` that logs one line per change."""
     return StateLog(who, level)
 
 
 class StateLog:
-    """Logs changes of a session's state; says nothing where the state stays as it is. `why`: what
-    was last said of it."""
+    """Logs a session's state each time it changes. `why`: the reason that came with the last
+    state."""
 
     def __init__(self, who: str, level: int) -> None:
         self._who = who

@@ -1,8 +1,8 @@
-"""What the connector's two sides send each other through vLLM, once per step.
+"""Messages between the connector's two sides, sent through vLLM once per step.
 
 Scheduler to worker: `HotKVMetadata`. Worker to scheduler: `HotKVWorkerMetadata`, aggregated over
-ranks, and once at the start `HotKVHandshake`, which vLLM forwards, or which comes in a report when
-the scheduler asks for it. Plain values, small, picklable: hashes and ids, never KV bytes.
+ranks, and once at the start `HotKVHandshake`. vLLM forwards the handshake, or a report carries it
+if the scheduler asks for it. All are small picklable values: hashes and ids, never KV bytes.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from hotkv_vllm.sparse.rows import SparseRows
 
 @dataclass(slots=True)
 class LoadJob:
-    """Blocks of one request to load under a read lease, and the representations that come along."""
+    """Blocks of one request to load under a read lease, with their representations."""
 
     request_id: str
     transfer_id: str
@@ -37,11 +37,11 @@ class LoadJob:
 
 @dataclass(slots=True)
 class StoreJob:
-    """Blocks that are complete at the end of the step. All ranks store their shard under the same
-    lease.
+    """Blocks to store that are complete at the end of the step.
 
-    `representations`: which of these blocks, or of others that are stored already, want theirs
-    stored. `fence_index`: the word in which the scheduler revokes it; 0 where only workers do.
+    All ranks store their shard under the same lease. `representations`: the blocks, among these or
+    stored earlier, whose representations are to be stored. `fence_index`: the word in which the
+    scheduler revokes the store; 0 if only workers revoke it.
     """
 
     store_id: int
@@ -56,16 +56,21 @@ class StoreJob:
 class HotKVMetadata(KVConnectorMetadata):
     """One step's work for a worker.
 
-    flush_stores: stores that must have ended before this step's first write. cancel_loads,
-    abandoned_loads: request ids whose load is to be cancelled, or was never begun and is to be
-    reported as failed. held_loads: transfers whose blocks the scheduler holds back, so that their
-    requests need not wait for them. asks_links: each rank is to say whether it has a session.
-    lost_track: which blocks this step gives away is not known; all stores are to be taken back, and
-    all representations forgotten. sparse_rows: None without sparse decode; allocated_blocks: blocks
-    that somebody is about to fill. remembered: hot sets that requests start from; hot_sets_of:
-    ended requests whose own are wanted. wants_handshake: the scheduler has no handshake yet.
-    settles_step: number to be reported with this step's output; 0 for none. adapters: LoRA adapters
-    that are to be named. weights: what ranks are to do about weights that may have changed.
+    flush_stores: stores that must have ended before this step's first write.
+    cancel_loads: request ids whose load is to be cancelled.
+    abandoned_loads: request ids whose load was never begun and is to be reported as failed.
+    held_loads: transfers whose blocks the scheduler holds back, so their requests need not wait.
+    asks_links: each rank reports whether it has a session.
+    lost_track: it is not known which blocks this step gives away; workers take back all stores and
+        forget all representations.
+    sparse_rows: None without sparse decode.
+    allocated_blocks: blocks that are about to be filled.
+    remembered: hot sets that requests start from.
+    hot_sets_of: ended requests whose hot sets the workers report.
+    wants_handshake: the scheduler has no handshake yet.
+    settles_step: number to be reported with this step's output; 0 for none.
+    adapters: LoRA adapters to name, and ids to release.
+    weights: the order about weights that may have changed.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -88,22 +93,22 @@ class HotKVMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport:
-    """How one store ended: `BlockResult` bytes of its blocks, per rank (empty where a rank's
-    transfer failed as a whole)."""
+    """How one store ended: `BlockResult` bytes of its blocks, per rank.
+
+    The bytes of a rank are empty if its transfer failed as a whole."""
 
     results: list[bytes]
 
 
 @dataclass(slots=True)
 class HotKVHandshake(KVConnectorHandshakeMetadata):
-    """What a rank found out when it registered its memory: the key space, or why it runs without
-    the cache.
+    """A rank's result of registering its memory: the key space, or why it runs without the cache.
 
-    `representations`: those that it stores and loads with blocks. `sparse_layers`: (layer, vLLM's
-    group) of its sparse layers. `fence`: the page in which the scheduler revokes its stores; None
-    where it need not. `host`: as `hotkv_vllm.worker.ranks.this_host`. `absent`: why the rank has no
-    session yet; empty if it has one. `weights_in_doubt`: the key space may speak of other weights
-    than the rank has.
+    `representations`: those that the rank stores and loads with blocks. `sparse_layers`: (layer,
+    vLLM's group) of its sparse layers. `fence`: the page in which the scheduler revokes the rank's
+    stores; None if it need not. `host`: the rank's `hotkv_vllm.worker.ranks.this_host`. `absent`:
+    why the rank has no session yet; empty if it has one. `weights_in_doubt`: the rank's weights may
+    differ from those that the key space names.
     """
 
     key_space: KeySpace | None
@@ -119,13 +124,14 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ended since the last step. `counters` are summed over ranks. `sparse`, `adapters`: None
-    for nothing to report.
+    """What the workers report with a step: transfers that ended since the last one, and more.
 
+    `counters`: summed over ranks. `sparse`, `adapters`: None if there is nothing to report.
     `handshakes`: one of each rank, if the scheduler asked for them. `settled_step`: the step's
-    number, if the scheduler gave it one. overdue_loads: transfers that the server does not end
-    although it was asked to. settled_loads: of those held back, how many ranks can't be written any
-    more. links: by rank, why it has no session; empty for one that has. weights: by rank.
+    number, if the scheduler gave it one. `overdue_loads`: transfers that the server was asked to
+    end and has not ended. `settled_loads`: by transfer that is held back, the number of ranks in
+    which it can't write any more. `links`: by rank, why it has no session; empty if it has one.
+    `weights`: reports by rank.
     """
 
     stores: dict[int, StoreReport] = field(default_factory=dict)
@@ -140,11 +146,11 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     weights: dict[int, WeightsReport] = field(default_factory=dict)
 
     def count(self, name: str, value: float) -> None:
-        """Adds to a counter of `stats.COUNTERS`."""
+        """Adds `value` to a counter of `stats.COUNTERS`."""
         self.counters[name] = self.counters.get(name, 0) + value
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
-        """Joins what two ranks report."""
+        """Joins the reports of two ranks into this one."""
         if not isinstance(other, HotKVWorkerMetadata):
             return self
         stores = {

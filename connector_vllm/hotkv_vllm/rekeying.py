@@ -1,10 +1,11 @@
-"""A new key space for an engine whose weights have changed in place, agreed on by its scheduler and
-all its ranks.
+"""Moves an engine whose weights have changed in place to a new key space.
 
-What is always true: from the moment weights may be others until every rank has said what they are,
-and the sessions are those of that key space, nothing is stored and nothing is loaded. Weights that
-are what the engine started with keep its key space, so that a reset by itself costs no sharing.
-Both sides here are decisions only: no sessions, no models, no clock.
+The scheduler and all ranks agree on it.
+
+What is always true: from the moment the weights may have changed, nothing is stored and nothing is
+loaded until every rank has reported its weights and the sessions are those of the new key space. If
+the weights are those that the engine started with, the key space stays, so a reset by itself costs
+no sharing. Both sides here only decide: they have no sessions, no models, no clock.
 """
 
 import hashlib
@@ -15,21 +16,24 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ASK_AGAIN_S = 5.0
-"""An answer that has not come by then was lost with a step that broke."""
+"""A check is asked again after this time: a missing answer was lost with a step that broke."""
 PATIENCE_S = 2.0
-"""How long requests wait for the ranks' answers. They are computed without the shared cache after
-that."""
+"""How long requests wait for the ranks' answers. After that they are computed without the shared
+cache."""
 RECONNECT_S = 1.0
-"""How long a step waits at most for the session of another key space; some ten milliseconds are
-usual."""
+"""How long a step waits at most for the session of the new key space; usually it takes some ten
+milliseconds."""
 _questions = itertools.count(1)
-"""No number comes twice in a scheduler's process: ranks may outlive a `Rekeying`."""
+"""Numbers of checks. None comes twice in a scheduler's process, because ranks may outlive a
+`Rekeying`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsOrder:
-    """From the scheduler. `question`: number of the check that every rank answers once; `identity`:
-    of the weights, once it is settled, for ranks to go on under; empty before.
+    """What the scheduler tells the ranks.
+
+    `question`: number of the check, which every rank answers once. `identity`: of the weights that
+    the ranks go on with; empty until it is settled.
     """
 
     question: int
@@ -38,8 +42,10 @@ class WeightsOrder:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """From a rank. `question`: which check it answers; 0 for a rank that has noticed a change
-    unasked, and has no digest yet."""
+    """What a rank tells the scheduler.
+
+    `question`: number of the check that it answers; 0 if the rank has noticed a change unasked and
+    has no digest yet. `is_original`: the rank has the weights that it started with."""
 
     question: int
     digest: str = ""
@@ -47,7 +53,7 @@ class WeightsReport:
 
 
 class Watch(Protocol):
-    """`WeightsWatch`, as far as it is needed here."""
+    """The part of `WeightsWatch` that is used here."""
 
     touched: bool
     original: str
@@ -56,12 +62,13 @@ class Watch(Protocol):
 
 
 class Rekeying:
-    """The scheduler's side. One check at a time; a new one makes the answers to the one before
-    void."""
+    """The scheduler's side. There is one check at a time; a new one voids the answers to the
+    last."""
 
     def __init__(self, num_ranks: int, original: str, in_doubt: bool = False) -> None:
-        """`original`: the weights' identity at the start. `in_doubt`: nothing is stored or loaded
-        before ranks have said what they have."""
+        """`original`: the weights' identity at the start.
+
+        `in_doubt`: nothing is stored or loaded before the ranks have reported their weights."""
         self._num_ranks = num_ranks
         self._original = original
         self._question = 0
@@ -70,7 +77,7 @@ class Rekeying:
         self._is_due = in_doubt
         self._is_asking = False
         self.identity = original
-        """Of the weights that the present key space stands for."""
+        """Identity of the weights that the present key space stands for."""
 
     def __repr__(self) -> str:
         return (
@@ -80,16 +87,16 @@ class Rekeying:
 
     @property
     def under_way(self) -> bool:
-        """Nothing is to be stored or loaded."""
+        """True while nothing may be stored or loaded."""
         return self._is_due or self._is_asking
 
     def suspect(self) -> None:
-        """The engine pauses, or its caches were reset: weights may be others when it next runs
-        something, and not before."""
+        """Makes a check due when the engine next runs something: it pauses, or its caches were
+        reset."""
         self._is_due = True
 
     def ask(self, now_s: float) -> None:
-        """Weights may be others from now on."""
+        """Begins a check: the weights may have changed."""
         if not self._is_asking:
             self._since_s = now_s
         self._question = next(_questions)
@@ -98,14 +105,15 @@ class Rekeying:
         self._is_due, self._is_asking = False, True
 
     def waits(self, now_s: float) -> bool:
-        """A request asks for a hit. Returns True if it should wait for the ranks, False if nothing
-        is asked or they are late."""
+        """Returns True if a request that asks for a hit should wait for the ranks.
+
+        False if no check is under way, or if the ranks are late. Begins a check that is due."""
         if self._is_due:
             self.ask(now_s)
         return self._is_asking and now_s < self._since_s + PATIENCE_S
 
     def reported(self, reports: Mapping[int, WeightsReport], now_s: float) -> bool:
-        """What ranks say, by rank. Returns True if a change was noticed."""
+        """Takes in the ranks' reports, by rank. Returns True if a rank has noticed a change."""
         noticed = not self._is_asking and any(report.question == 0 for report in reports.values())
         if noticed:
             self.ask(now_s)
@@ -115,8 +123,11 @@ class Rekeying:
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
-        """A step is planned. Returns the identity of the weights to go on with, once all ranks have
-        said what they are; None before."""
+        """Returns the identity of the weights to go on with, once all ranks have answered; None
+        before.
+
+        Called for every planned step. Begins a check that is due, and repeats one whose answers are
+        late."""
         if self._is_due and runs_something:
             self.ask(now_s)
         if not self._is_asking:
@@ -131,30 +142,31 @@ class Rekeying:
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
     def go_on(self, identity: str) -> None:
-        """The scheduler's side starts anew, over sessions of this identity, and ranks have not:
-        what were the original weights, and the numbers of checks, stay. What was being asked is
-        asked again.
+        """Carries on after the scheduler's side has started anew, over sessions of this identity.
+
+        The ranks have not started anew. So the original identity and the numbers of checks stay,
+        and a check that was under way is asked again.
         """
         self.identity, self._is_due, self._is_asking = identity, self.under_way, False
 
     def adopt(self, identity: str) -> None:
-        """The sessions are those of this identity from here on."""
+        """Ends the check: the sessions are those of this identity from now on."""
         self.identity, self._is_asking = identity, False
 
     def order(self) -> WeightsOrder | None:
-        """What the ranks are to do in this step; None until the first check. It is said in every
-        step, since one may break."""
+        """Returns the order for the ranks in this step; None until the first check.
+
+        Every step carries it, since a step may break."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)
 
 
 class RankWeights:
-    """A rank's side. `held`: nothing may be stored or loaded."""
+    """A rank's side."""
 
     def __init__(self, watch: Watch | None, original: str) -> None:
-        """`watch`: None where the models can't be seen; then weights count as others after every
-        check."""
+        """`watch`: None if the models were not found; then every check counts as a change."""
         self._watch = watch
         self._answered = 0
         self._waits = False
@@ -169,7 +181,7 @@ class RankWeights:
         return self._waits or (self._watch is not None and self._watch.touched)
 
     def obey(self, order: WeightsOrder | None) -> bool:
-        """Takes in the step's order. True where the session is to be opened anew, under
+        """Takes in the step's order. Returns True if the session must be opened anew, under
         `identity`."""
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
@@ -188,7 +200,7 @@ class RankWeights:
         self._report = WeightsReport(question, digest, digest == self._watch.original)
 
     def take_report(self) -> WeightsReport | None:
-        """What to tell the scheduler with this step; None for nothing."""
+        """Returns the report that goes to the scheduler with this step; None if there is none."""
         if self._report is None and self._watch is not None and self._watch.touched:
             return WeightsReport(0)
         report, self._report = self._report, None

@@ -1,7 +1,7 @@
-"""What the connector counts, for vLLM's metrics and for the share of time spent in its hooks.
+"""The connector's counters for vLLM's metrics, and a clock of the time spent in its hooks.
 
-Counters only go up; vLLM collects the growth since the last step. `HookClock` is written by one
-thread.
+Counters only go up; vLLM collects their growth since the last step. Only one thread writes a
+`HookClock`.
 """
 
 import json
@@ -152,17 +152,17 @@ class HotKVPromMetrics(KVConnectorPromMetrics):
 
 
 class SilentPromMetrics(KVConnectorPromMetrics):
-    """What vLLM gets where HotKVPromMetrics can't be made."""
+    """Takes the place of HotKVPromMetrics if that can't be constructed."""
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class HookClock:
-    """Seconds spent in the connector's hooks, and the number of engine steps. Start and shutdown
-    count apart (`startup_s`).
+    """Seconds spent in the connector's hooks, and the number of engine steps.
 
-    `step_s` (worker side only): wall time of the steps, hooks included.
+    `startup_s`: seconds in the hooks of start and shutdown, which `hook_s` leaves out. `step_s`
+    (worker side only): wall time of the steps, hooks included.
     """
 
     def __init__(self, who: str, engine_id: str) -> None:
@@ -214,7 +214,8 @@ class HookClock:
         }
 
     def write(self, path: str) -> None:
-        """Merges this side's figures into the JSON file, next to those of the engine's other sides.
+        """Merges this side's figures into the JSON file, which the engine's other sides write too.
+
         Raises OSError."""
         target = Path(path)
         merged: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""How large a hot set should be, learned from what its steps needed.
+"""Learns how large a hot set should be from the blocks that its steps needed.
 
 With `adaptive_p`, selections are as large as the attention mass asks, up to the budget. The hot set
 follows: twice what selections need of late (quickly up, slowly down), more if steps keep missing
@@ -32,8 +32,8 @@ class AdaptiveCapacity:
     sets: float = USUAL_SETS
 
     def observe(self, selected_blocks: int, left_blocks: int) -> int:
-        """One step selected so many blocks and left so many of them to prefetch; returns the
-        capacity that the hot set should have."""
+        """Takes in one step's selected blocks and those left to prefetch; returns the capacity to
+        have."""
         self.needed_blocks = max(
             float(min(selected_blocks, self.budget_blocks)), self.needed_blocks * _DECAY
         )

@@ -1,4 +1,4 @@
-"""The centre of a layer's keys: what all of them share, and no code should spend its bits on.
+"""The centre of a layer's keys: the part that all keys share, so that codes need no bits for it.
 
 Calibrated once per model from any ordinary text, a centre makes codes of the same size clearly
 better (SmolLM2-135M, 4k tokens, 5 % budget, centre from other text: strong-block recall on

@@ -1,7 +1,7 @@
 """Centres in a file: the one module of `hotkv_sparse` that reads and writes.
 
-A file is an npz archive without compression and without pickled objects. What is read has been
-checked whole: a file that is cut short, damaged, or made by something else is refused with
+A file is an npz archive without compression and without pickled objects. A file is checked whole
+when it is read. One that is cut short, damaged, or made by another program is refused with
 INVALID_FIELD, which names file and problem. A file appears whole or not at all.
 
 Arrays: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64 [L],

@@ -1,5 +1,5 @@
-"""What the bytes of a representation mean: one block's keys of one KV head and layer, small enough
-to score every step.
+"""The byte formats of representations: one block's keys of one KV head and layer, small enough to
+score every step.
 
 Two kinds. A *token* format keeps a code of 1, 2 or 3 bits per channel and a scale per token; a
 *summary* format keeps one or two vectors per block. Byte order is little-endian. These bytes are

@@ -31,8 +31,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class HotSet:
-    """See the module. INVALID_FIELD for arguments that make no sense; a call that raises has
-    changed nothing.
+    """One hot set. INVALID_FIELD for arguments that make no sense; a call that raises changes
+    nothing.
 
     `spare_slots`: slots beyond the capacity that prefetch may always use. `policy`: `lru` and
     `lru_prior` evict the block that was selected least recently, `clock` approximates that, `none`

@@ -1,4 +1,4 @@
-"""Which blocks of a hot set to evict, and the slots that this gives.
+"""Chooses the blocks of a hot set to evict, and the slots to use.
 
 Always true: mapped blocks that are always kept (sinks, recent window, the partial block) or have no
 copy in host memory are never chosen. `lru`, `lru_prior` and `none` choose the block that was

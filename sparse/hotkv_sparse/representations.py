@@ -266,7 +266,7 @@ def unpack_parts(name: str, packed: U8, head_size: int) -> tuple[F32, npt.NDArra
 
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
-    """What a token format knows of the rotated keys: float32 [B, H, R * 16, D]; for tests and
+    """The rotated keys as a token format holds them: float32 [B, H, R * 16, D]; for tests and
     inspection."""
     tokens = unpack_tokens(name, packed, head_size)
     scale = np.maximum(tokens.sigma, np.float32(0.0)) / np.float32(

@@ -21,7 +21,7 @@ from hotkv_sparse.vectors import MIN_SCORE
 
 _CHUNK_BLOCKS = 64
 _AHEAD_BLOCKS = 2
-"""How many blocks ahead the caches are asked for one: the hardware stops at the end of a page."""
+"""Kernels prefetch the block this far ahead: the hardware's prefetch stops at the end of a page."""
 _TRANSPOSED_RUNS = 2
 """Blocks of more runs than this are summed lane by lane and then across: that costs less than
 transposing all of them."""

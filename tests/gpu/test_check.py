@@ -1,4 +1,4 @@
-"""What `bench/gpu/check.sh` makes of its parts' output. Needs no GPU."""
+"""`bench/gpu/check.sh` sums up the output of its parts. Needs no GPU."""
 
 import json
 import subprocess

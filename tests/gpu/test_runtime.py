@@ -1,5 +1,5 @@
-"""The runtime on a real GPU keeps what its protocol promises. Needs numpy, CuPy and pytest, nothing
-else."""
+"""The runtime on a real GPU keeps the promises of its protocol. Needs numpy, CuPy and pytest,
+nothing else."""
 
 import mmap
 import subprocess

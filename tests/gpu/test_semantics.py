@@ -1,5 +1,5 @@
-"""What the server takes for granted of CUDA, and NVIDIA's documentation leaves open, asked of a
-real GPU (docs/cuda.md).
+"""Checks on a real GPU the behaviour of CUDA that the server relies on and NVIDIA's documentation
+leaves open (docs/cuda.md).
 
 Engines and servers that die are processes of their own.
 """

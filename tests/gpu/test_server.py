@@ -1,4 +1,4 @@
-"""Engines on a real GPU through the real server: bytes there and back, order, and what is left when
+"""Engines on a real GPU through the real server: round trips of bytes, order, and cleanup after
 either is killed.
 
 Needs torch, grpcio and what the server needs; no vLLM, numba, hypothesis. HOTKV_MADE_UP_GPU=1 runs

@@ -1,5 +1,5 @@
 """Hotness on traffic of many kinds: near the best of the fixed policies everywhere, and no collapse
-where they all have one."""
+on traffic where they all collapse."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Reading traces: what is tolerated, what is refused and how, and the arithmetic of prefixes."""
+"""Reading traces: tolerated and refused lines, error texts, and the arithmetic of prefixes."""
 
 import gzip
 import json

@@ -1,5 +1,6 @@
-"""Traffic of many kinds, made up: each maker gives requests (time in seconds, block ids) whose ids
-stand for a block and all before it.
+"""Made-up traffic of many kinds. Each maker returns requests (time in seconds, block ids).
+
+An id stands for a block and all blocks before it.
 
 Seeded, so that the same arguments give the same requests. `num_requests` scales a trace without
 changing its character.

@@ -1,5 +1,5 @@
-"""The hot set said plainly: sets and dicts, one block at a time. Slots are not modelled; what they
-hold is."""
+"""A plain hot set: sets and dicts, one block at a time. It models the contents of slots, not the
+slots."""
 
 from dataclasses import dataclass, field
 

@@ -1,5 +1,4 @@
-"""Files of centres: what is written comes back, and whatever else a file holds is refused by
-name."""
+"""Files of centres: written centres come back, and any other file is refused by name."""
 
 import io
 import os

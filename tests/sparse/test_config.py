@@ -1,4 +1,4 @@
-"""What a configuration refuses, by field, value and fix."""
+"""A configuration refuses bad settings, and names field, value and fix."""
 
 import pytest
 

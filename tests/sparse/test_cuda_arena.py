@@ -1,4 +1,4 @@
-"""The arena made readable for a device: what is asked of CUDA, in which order, without a GPU."""
+"""The arena is made readable for a device: the calls to CUDA and their order, without a GPU."""
 
 import mmap
 import sys

@@ -1,4 +1,4 @@
-"""What is given to kernels, without a GPU."""
+"""The arguments that kernels get, without a GPU."""
 
 import importlib.util
 import re

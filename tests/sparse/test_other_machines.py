@@ -1,4 +1,4 @@
-"""Compiled for a processor without byte dot products: the same scores."""
+"""Kernels compiled for a processor without byte dot products give the same scores."""
 
 import os
 import subprocess

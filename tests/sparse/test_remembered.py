@@ -1,4 +1,4 @@
-"""Remembered hot sets against a list of all contexts, and what bounds them."""
+"""Remembered hot sets against a list of all contexts, and their bounds."""
 
 import hashlib
 from dataclasses import dataclass

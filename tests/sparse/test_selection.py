@@ -1,4 +1,4 @@
-"""Weights, fusion, top-k, spans, super-blocks: kernels against references, and what a selection
+"""Weights, fusion, top-k, spans, super-blocks: kernels against references, and a selection's
 promises."""
 
 import numpy as np

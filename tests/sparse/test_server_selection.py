@@ -1,5 +1,4 @@
-"""Selections straight from slots of an arena against the same functions on copies, and what is
-refused."""
+"""Selections straight from slots of an arena against the same functions on copies, and refusals."""
 
 import re
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Settings of vLLM that do not change KV: what this file does not name is part of the key space
-(`fingerprint`).
+"""Settings of vLLM that do not change KV. All others are part of the key space (`fingerprint`).
 
 A field is harmless if two engines that differ in it alone compute the same KV for the same tokens,
 up to the rounding that batch size and kernel fusion change anyway.
@@ -9,7 +8,7 @@ from collections.abc import Mapping
 
 
 def _names(text: str) -> frozenset[str]:
-    """The words of all lines but those that begin with `#`."""
+    """Returns the words of all lines that do not begin with `#`."""
     return frozenset(
         word
         for line in text.splitlines()

@@ -1,9 +1,11 @@
-"""Which KV on the device is not what its key promises, and so must not be stored: KV of steps that
-decoded sparsely, KV computed from it, and KV of weights that the engine no longer has.
+"""Tracks the KV on the device that differs from what its key promises and so must not be stored.
+
+That is KV of steps that decoded sparsely, KV computed from it, and KV of weights that the engine no
+longer has.
 
 What is always true: a token is exact only if it and every token before it was computed exactly. A
-block's mark goes only when vLLM gives the block away anew, or copies an exact block into it. A
-request that was not seen to be admitted is not trusted. Scheduler thread only.
+block loses its mark only when vLLM gives the block away anew, or copies an exact block into it. A
+request whose admission was not seen has no exact tokens. Scheduler thread only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +19,12 @@ EVERYTHING = 1 << 62
 
 
 class Exactness:
-    """Marks of blocks, and for each running request how many of its tokens are exact. Costs nothing
-    until something is inexact."""
+    """Marks inexact blocks, and counts the exact tokens of each running request.
+
+    Costs nothing until something is inexact."""
 
     def __init__(self, tokens_per_block: Sequence[int], num_blocks: int) -> None:
-        """`tokens_per_block`: per vLLM group; 0 where blocks do not follow token order."""
+        """`tokens_per_block`: per vLLM group; 0 if the group's blocks do not follow token order."""
         self._block_tokens = tuple(tokens_per_block)
         self._inexact = np.zeros(num_blocks, np.bool_)
         self._exact_tokens: dict[str, int] = {}
@@ -36,28 +39,31 @@ class Exactness:
         )
 
     def exact_tokens(self, request_id: str) -> int:
-        """Leading tokens of a running request that are exact, or will be; at least EVERYTHING where
-        all are."""
+        """Number of leading tokens of a running request that are exact, or will be.
+
+        EVERYTHING if all are."""
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
     def distrust_all(self) -> None:
-        """Whatever is on the device now, and whatever running requests go on to compute from it, is
-        inexact."""
+        """Marks all blocks on the device, and all that running requests compute from now on."""
         self.is_watching = True
         self._inexact[:] = True
         self._inexact[NULL_BLOCK] = False
         self._exact_tokens.clear()
 
     def step_was_lost(self) -> None:
-        """A step that vLLM has planned was not taken in."""
+        """Marks everything if anything is watched: a step that vLLM has planned was not taken
+        in."""
         if self.is_watching:
             self.distrust_all()
 
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
     ) -> None:
-        """Takes in a step that vLLM has planned. `allocated`: blocks given away anew since the step
-        before, or in this one. `sparse_requests`: those whose row decodes sparsely.
+        """Takes in a step that vLLM has planned.
+
+        `allocated`: blocks given away anew since the step before, or in this one.
+        `sparse_requests`: requests whose row decodes sparsely.
         """
         if not self.is_watching:
             return
@@ -108,7 +114,8 @@ class Exactness:
         if exact < computed + num_tokens:
             tables = state.get_block_ids(request_id)
             for tokens, ids in zip(self._block_tokens, tables or (), strict=False):
-                # The block in which exactness ends is complete before it does, or is being filled.
+                # The block in which exactness ends was filled while it was exact, or is being
+                # filled in this step.
                 first = max(exact, computed) // tokens if tokens else 0
                 self._inexact[
                     ids[first : -(-(computed + num_tokens) // tokens) if tokens else None]
@@ -116,12 +123,14 @@ class Exactness:
             self._inexact[NULL_BLOCK] = False
 
     def ended(self, request_id: str) -> None:
-        """The request is no more; its blocks keep their marks."""
+        """Forgets a request that has ended. Its blocks keep their marks."""
         self._exact_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
-        """Tokens before the first marked block among those that hold the first `computed`
-        tokens."""
+        """Number of tokens before the first marked block of those that hold the first `computed`
+        ones.
+
+        EVERYTHING if no block of them is marked."""
         exact = EVERYTHING
         for tokens, ids in zip(self._block_tokens, tables, strict=False):
             marked = np.flatnonzero(

@@ -1,9 +1,9 @@
-"""vLLM's CPU attention with sparse decode: the entry `CPU_ATTN` of its backend registry, where
-`hotkv.sparse` is configured.
+"""vLLM's CPU attention with sparse decode: `CPU_ATTN` of its backend registry if `hotkv.sparse` is
+configured.
 
-The only module of this package that knows vLLM's attention classes. Fails open: whatever breaks in
-hotkv, the layer attends to everything in that step. Until the connector attaches a `SparseWorker`,
-and for layers it leaves out, this is vLLM's own attention. Source:
+The only module of this package that knows vLLM's attention classes. Fails open: if anything in
+hotkv raises, the layer attends to everything in that step. Until the connector attaches a
+`SparseWorker`, and for layers it leaves out, this is vLLM's own attention. Source:
 `vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
 """
 

@@ -83,8 +83,8 @@ class Rewrite:
 
 @dataclass(slots=True)
 class Plan:
-    """What all layers of a group share in a step. `key`: the metadata object it was made from;
-    `rewritten`: rows that `rewrite` changes."""
+    """A plan that all layers of a group share in a step. `key`: the metadata object it was made
+    from; `rewritten`: rows that `rewrite` changes."""
 
     key: object
     batch: Batch

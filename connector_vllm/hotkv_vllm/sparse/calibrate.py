@@ -113,7 +113,7 @@ class Calibration:
         self._contexts: dict[int, list[tuple[F32, F32, list[int], float]]] = {}
 
     def add(self, layers: Mapping[int, Recorder]) -> None:
-        """Takes what the recorders have of one context."""
+        """Adds the recorded keys and queries of one context."""
         for index, recorder in layers.items():
             keys_SHD, queries_NQD, positions = recorder.take()
             estimate = self._estimates.setdefault(
@@ -125,7 +125,7 @@ class Calibration:
             )
 
     def centres(self, model: str) -> Centres:
-        """Centre and biases of every layer, each bias the mean over contexts. INVALID_FIELD where
+        """Centre and biases of every layer, each bias the mean over contexts. INVALID_FIELD if
         there were too few tokens."""
         layers = {}
         for index, contexts in self._contexts.items():
@@ -157,8 +157,7 @@ def default_text() -> str:
 
 
 def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> list[list[int]]:
-    """The first `num_tokens` tokens of every text; ValueError where one is too short to say
-    much."""
+    """The first `num_tokens` tokens of every text; ValueError if one is too short."""
     contexts = []
     for name, text in texts.items():
         tokens = list(tokenizer.encode(text[: 16 * num_tokens]))[:num_tokens]
@@ -172,7 +171,7 @@ def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> li
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     flags = argparse.ArgumentParser(
         prog="python -m hotkv_vllm.sparse.calibrate",
         description="Calibrates centres for sparse decode.",
@@ -207,7 +206,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Centres of a model from texts by name; ValueError or HotKVError (INVALID_FIELD) where that is
+    """Centres of a model from texts by name; ValueError or HotKVError (INVALID_FIELD) if that is
     not possible. Blocks for minutes."""
     from vllm import LLM, SamplingParams
 
@@ -238,7 +237,7 @@ def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command; returns its exit status."""
     chosen = options(arguments)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:

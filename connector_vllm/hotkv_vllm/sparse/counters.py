@@ -1,7 +1,7 @@
-"""What sparse decode counts, by layer. Counters only grow; whoever takes gets the growth since the
-same was last taken.
+"""Counters of sparse decode, by layer. They only grow; each `take` returns the growth since its
+last call.
 
-Counting costs a few additions of Python floats; tables are made when somebody takes.
+Counting costs a few additions of Python floats; tables are made only when counters are taken.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ class LayerCounters:
     def add_step(
         self, index: int, attended: Attended, context_blocks: int, page_bytes: int
     ) -> None:
-        """One selection of a layer whose blocks have pages of `page_bytes`."""
+        """Counts one selection of a layer whose blocks have pages of `page_bytes`."""
         row = self._rows[index]
         num_joined = attended.num_seeded + attended.num_corrected + attended.num_prefetched
         values = (
@@ -57,8 +57,8 @@ class LayerCounters:
             row[column] += value
 
     def take(self) -> dict[str, float]:
-        """Growth over all layers, by name with `sparse_` before it; without those that did not
-        grow."""
+        """Returns the growth over all layers, by name prefixed with `sparse_`. Counters that did
+        not grow are left out."""
         # Once a step, so without an array.
         totals: list[float] = [
             sum(column, 0.0) for column in zip(*self._rows.values(), strict=True)
@@ -72,7 +72,8 @@ class LayerCounters:
         }
 
     def take_by_layer(self) -> dict[int, dict[str, float]]:
-        """Growth by layer and name; without layers and counters that did not grow."""
+        """Returns the growth by layer and name. Layers and counters that did not grow are left
+        out."""
         totals = np.array(list(self._rows.values())).reshape(self._taken_by_layer.shape)
         growth, self._taken_by_layer = totals - self._taken_by_layer, totals
         found = {

@@ -1,10 +1,9 @@
-"""Layers whose sparse attention breaks rest: an exception in every step costs more than attending
-to everything.
+"""Turns sparse attention off for a layer that keeps failing.
 
-What is always true: a layer that has broken `MAX_IN_A_ROW` times without a good step between rests
-for `FIRST_REST_STEPS` steps, then for twice as many with each further fault, up to
-`LONGEST_REST_STEPS`; one good step and it is as new. Said once per layer each: the first fault, the
-first rest.
+An exception in every step would cost more than dense attention. What is always true: a layer that
+has failed `MAX_IN_A_ROW` times without a good step between rests for `FIRST_REST_STEPS` steps, then
+for twice as many with each further fault, up to `LONGEST_REST_STEPS`. One good step resets this.
+The first fault and the first rest of a layer are logged, once each.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ class _Trouble:
 
 
 class Faults:
-    """Faults of layers by name; steps are counted by the caller."""
+    """Faults of layers, by name. The caller counts the steps."""
 
     def __init__(self) -> None:
         self._troubles: dict[str, _Trouble] = {}
@@ -36,7 +35,7 @@ class Faults:
         return f"Faults({', '.join(counts)})"
 
     def rests(self, layer_name: str, step: int) -> bool:
-        """Whether the layer attends to everything in this step."""
+        """Returns True if the layer attends to everything in this step."""
         trouble = self._troubles.get(layer_name)
         return trouble is not None and step < trouble.until_step
 
@@ -45,7 +44,7 @@ class Faults:
             self._troubles.pop(layer_name, None)
 
     def broke(self, layer_name: str, step: int) -> None:
-        """Called where an exception is handled."""
+        """Takes in a fault of the layer. Called while its exception is handled."""
         trouble = self._troubles.setdefault(layer_name, _Trouble())
         trouble.in_a_row += 1
         if self._is_new(layer_name, "fault"):

@@ -1,5 +1,5 @@
-"""The scheduler's side of what engines tell each other about sparse decode: sequences on the
-server, one a request and group.
+"""The scheduler's side of sharing sparse decode between engines: sequences on the server, one per
+request and group.
 
 A sequence begins when a request with a long prompt arrives, or when one has grown to it, and the
 answer brings the hot set that another ended with over the same prefix; it grows as blocks complete,
@@ -8,8 +8,8 @@ workers report goes out in one message.
 
 What is always true: nothing here waits, and no request depends on it; a hot set reaches the workers
 with the request's first sparse step or before it, or never; a server that comes back is told anew
-of what still runs; a server that does not answer is told no more until it does. Bounded:
-`MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
+of the requests that still run; a server that does not answer is sent nothing more until it does.
+Bounded: `MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
 """
 
 import itertools
@@ -123,14 +123,14 @@ class SparseMemory:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """A request whose KV others may use. It is followed where it can decode with a long
+        """Takes in a request whose KV others may use. It is followed if it can decode with a long
         context."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """The request has ended, or was aborted."""
+        """Takes in that a request has ended or was aborted."""
         self._to_create.pop(request_id, None)
         self._awaited.pop(request_id, None)
         one = self._followed.pop(request_id, None)
@@ -144,7 +144,7 @@ class SparseMemory:
         self._to_name[request_id] = None
 
     def _follow(self, request: Any) -> _Followed | None:
-        """None where there are too many."""
+        """Begins to follow a request; None if too many are followed."""
         if len(self._followed) + len(self._ending) >= MAX_FOLLOWED:
             return None
         one = self._followed[request.request_id] = _Followed(request)
@@ -181,7 +181,7 @@ class SparseMemory:
         return remembered, named
 
     def reported(self, report: SparseReport) -> None:
-        """What the workers say of a step, joined over all ranks."""
+        """Takes in what the workers report of a step, joined over all ranks."""
         for index, growth in report.layers.items():
             counters = self._counters.setdefault(index, {})
             for name, value in growth.items():
@@ -204,7 +204,7 @@ class SparseMemory:
     # --------------------------------------------------------------------------------------- server
 
     def _notice_stream(self) -> None:
-        """After a reconnect the server knows no sequence."""
+        """Starts over after a reconnect: the server knows no sequence then."""
         if self._stream == self._streams.number:
             return
         self._stream = self._streams.number
@@ -215,7 +215,7 @@ class SparseMemory:
         self._to_create = dict.fromkeys(self._followed)
 
     def _can_send(self) -> bool:
-        """Whether there is a server, and one that answers."""
+        """Returns True if there is a server and it answers."""
         while self._unanswered and self._unanswered[0].done():
             self._unanswered.popleft()
         return self._session.connected and len(self._unanswered) < MAX_UNANSWERED
@@ -238,7 +238,7 @@ class SparseMemory:
             self._awaited[request_id] = None
 
     def _append(self, one: _Followed) -> None:
-        """Blocks that have become complete."""
+        """Sends the blocks that have become complete."""
         if not one.ids:
             return
         hashes = [self._hashes_of(one.request, group.index) for group in self._groups]
@@ -255,7 +255,7 @@ class SparseMemory:
         )
 
     def _remembered(self) -> HotSets:
-        """What has been answered for requests that have not begun to decode."""
+        """Returns the hot sets that the server gave for requests that have not begun to decode."""
         found: HotSets = {}
         for request_id in list(self._awaited):
             one = self._followed[request_id]
@@ -276,7 +276,7 @@ class SparseMemory:
         return found
 
     def _delete(self, one: _Followed, hot_sets: Sequence[LayerHotSet]) -> None:
-        """Ends a request's sequences; nothing where their stream has ended."""
+        """Ends a request's sequences. Does nothing if their stream has ended."""
         if one.stream != self._streams.number or not self._session.connected:
             return
         self._append(one)
@@ -285,7 +285,7 @@ class SparseMemory:
             self._unanswered.append(self._session.delete_sequence(sequence_id, own))
 
     def _end_overdue(self, now_s: float) -> None:
-        """Sequences whose hot sets did not come; the oldest is first."""
+        """Ends the sequences whose hot sets did not come in time, oldest first."""
         while self._ending:
             request_id, one = next(iter(self._ending.items()))
             if now_s < one.end_by_s:

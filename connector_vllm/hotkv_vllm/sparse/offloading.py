@@ -40,7 +40,7 @@ class SwapSpec:
     """Copies of one sequence and layer: host block `blocks[i]`, at `positions[i]` of the context,
     and hot slot `slots[i]`; int32 arrays.
 
-    Towards the slots where `is_load`, else to host memory.
+    The copies go to the slots if `is_load`, else to host memory.
     """
 
     sequence_id: str
@@ -125,8 +125,9 @@ class SparseOffloadingHandler:
     # ------------------------------------------------------------------------------------ sequences
 
     def begin(self, sequence_id: str) -> None:
-        """A sequence whose complete blocks are all in host memory; OVERLOADED where all regions are
-        taken."""
+        """Begins a sequence whose complete blocks are all in host memory.
+
+        OVERLOADED if all regions are taken."""
         if not self._regions:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -135,7 +136,7 @@ class SparseOffloadingHandler:
         self._region_of[sequence_id] = self._regions.pop()
 
     def end(self, sequence_id: str) -> None:
-        """The sequence is no more; wait for its jobs first."""
+        """Ends a sequence. Wait for its jobs first."""
         self._regions.append(self._region_of.pop(sequence_id))
         for owner in [owner for owner in self._states if owner[0] == sequence_id]:
             del self._states[owner]
@@ -268,8 +269,9 @@ class SparseOffloadingHandler:
             copy_blocks(hot, host, spec.slots, spec.blocks, self._config.copy_method)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Until these jobs have ended; raises what they raised. Blocks that were swapped out may
-        leave their hot slots from then on."""
+        """Waits until these jobs have ended; raises what they raised.
+
+        Blocks that were swapped out may leave their hot slots from then on."""
         jobs = [self._jobs.pop(job_id) for job_id in job_ids]
         wait_futures([job for _, job in jobs])
         for spec, job in jobs:

@@ -98,7 +98,7 @@ class SparseOffloadingManager:
         return np.array(rows, np.int32)
 
     def prepare_sparse_load(self, selected_blocks: I32) -> LoadSpec:
-        """Pins the blocks until `complete_load`; INVALID_FIELD where one isn't ready."""
+        """Pins the blocks until `complete_load`; INVALID_FIELD if one isn't ready."""
         if not self._is_ready[selected_blocks].all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -108,7 +108,7 @@ class SparseOffloadingManager:
         return LoadSpec(selected_blocks)
 
     def complete_load(self, selected_blocks: I32) -> None:
-        """The blocks were loaded, or will not be."""
+        """Unpins blocks that were loaded or will not be."""
         if not (self._pins[selected_blocks] > 0).all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -121,7 +121,7 @@ class SparseOffloadingManager:
 
     def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
         """Host blocks int32 for new blocks, which are not ready before `complete_store`; OVERLOADED
-        where there are too few."""
+        if there are too few."""
         fresh = [block_hash for block_hash in block_hashes if block_hash not in self._block_of]
         if len(fresh) > len(self._free):
             raise HotKVError(

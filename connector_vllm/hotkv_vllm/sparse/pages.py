@@ -62,7 +62,7 @@ class KeyPages:
         return out
 
     def _is_plain(self) -> bool:
-        """Whether sixteen tokens lie side by side, channel by channel or by pairs of them."""
+        """Returns True if sixteen tokens lie side by side, by channel or by pairs of channels."""
         packing, tokens = self._packing, self._pages.shape[2]
         pairs = (1,) if self._kind == _KINDS[torch.float32] else (1, 2)
         return (
@@ -73,8 +73,8 @@ class KeyPages:
         )
 
     def _view(self) -> U8:
-        """The pages as uint8 [B, H, bytes], made anew where somebody has moved the tensor's
-        memory."""
+        """Returns the pages as uint8 [B, H, bytes]. The view is made anew if the tensor's memory
+        has moved."""
         if self._address != self._pages.data_ptr():
             self._address = self._pages.data_ptr()
             self._bytes = (

@@ -5,8 +5,9 @@ Whoever writes a page calls `forget` first; `update` builds from the pages what 
 `mark_built` says that somebody else has written it. So it makes no difference how keys came: by
 prefill, decode, a local prefix hit, or a load.
 
-A row is written only while it is not marked, and a mark goes only when the block's page is written
-anew. A step that does so waits for the stores that read the block; so no row changes under a store.
+A row is written only while it is not marked, and a mark is cleared only when the block's page is
+written anew. A step that does so waits for the stores that read the block, so no row changes under
+a store.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """
@@ -38,7 +39,7 @@ BUILD_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer's representations are made of; `formats` are their names.
+    """Shape and formats of a layer's representations; `formats` are their names.
 
     `mu` float32 [H, D]: the centre of token formats (None: 0); `biases`: theirs with it, by name,
     where measured.
@@ -108,11 +109,11 @@ class BlockReprManager:
         )
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Where a layer's representations lie, by format; row b is block b."""
+        """Returns a layer's representations by format; row b is block b."""
         return self._sources[layer_idx]
 
     def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
-        """Which blocks are marked built, a copy."""
+        """Returns the marks of a layer's blocks, bool by block id; a copy."""
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
@@ -122,12 +123,12 @@ class BlockReprManager:
             self._built[index][blocks] = False
 
     def forget_all(self) -> None:
-        """It is not known which pages change."""
+        """Clears all marks: it is not known which pages change."""
         for built in self._built.values():
             built[:] = False
 
     def mark_built(self, layer_idx: int, blocks: I32) -> None:
-        """Somebody has written pages and rows of these blocks, and both belong together."""
+        """Marks blocks as built whose pages and matching rows another writer has written."""
         self._built[layer_idx][blocks] = True
 
     def update(self, layer_idx: int, new_blocks: I32) -> int:

@@ -1,8 +1,8 @@
 """Sparse decode of one rank, as the connector's worker side drives it from step to step.
 
 What is always true: attention uses no representation of a block that was written since. If it is
-not known which blocks a step writes all are forgotten, and if that fails sparse decode is off.
-Whatever goes wrong here leaves rows that attend to everything, or blocks without representations.
+not known which blocks a step writes all are forgotten, and if that fails sparse decode is off. A
+fault here leaves rows that attend to everything, or blocks without representations.
 """
 
 import time
@@ -27,7 +27,8 @@ logger = link.logger
 
 
 class SparseRank:
-    """See the module. Idle without `hotkv.sparse`, and until `install` has found layers."""
+    """Drives a rank's sparse worker. Idle without `hotkv.sparse`, and until `install` has found
+    layers."""
 
     def __init__(
         self,
@@ -81,12 +82,12 @@ class SparseRank:
     # ---------------------------------------------------------------------------------------- steps
 
     def will_write(self, blocks: Int32s) -> None:
-        """Somebody is about to write these blocks."""
+        """Forgets the representations of blocks that are about to be written."""
         if self.worker is not None:
             self.worker.will_write(blocks)
 
     def will_write_all(self) -> None:
-        """The whole KV memory is about to be discarded."""
+        """Forgets all representations: the whole KV memory is about to be discarded."""
         self.will_write(np.arange(self._kv_cache_config.num_blocks, dtype=np.int32))
 
     def begin_step(self, meta: HotKVMetadata) -> None:
@@ -102,8 +103,9 @@ class SparseRank:
             self.reporter.before_step(meta.remembered, meta.hot_sets_of)
 
     def distrust(self) -> bool:
-        """It is not known which blocks a step overwrites: forgets all representations. Returns
-        False if they could not be forgotten; then sparse decode is off from now on."""
+        """Forgets all representations, because it is not known which blocks a step overwrites.
+
+        Returns False if they could not be forgotten; then sparse decode is off from now on."""
         if self.worker is None:
             return True
         try:

@@ -1,4 +1,4 @@
-"""How good a selection was: exact attention beside it. Reads every key of a context, so it is for
+"""Measures a selection against exact attention. It reads every key of a context, so it is for
 samples only.
 
 Shapes: Q query heads, H KV heads, D channels, C blocks of the context.
@@ -20,8 +20,10 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """`recall`: of as many blocks as were selected, the exactly heaviest ones, which share was
-    attended; `mass`: exact share attended."""
+    """Quality of a selection.
+
+    `recall`: share of the exactly heaviest blocks, as many as were selected, that was attended.
+    `mass`: exact share of the attention mass that was attended."""
 
     recall: float
     mass: float
@@ -35,8 +37,8 @@ def block_mass(
     block_tokens: int,
     scale: float,
 ) -> npt.NDArray[np.float64]:
-    """Exact share of the attention mass of every block, mean over query heads; float64 [C], sum
-    1."""
+    """Returns each block's exact share of the attention mass, mean over query heads; float64 [C],
+    sum 1."""
     log_mass = np.empty((len(query_QD), len(blocks_C)))
     for place, block in enumerate(blocks_C):
         keys = keys_of(np.array([block], np.int32))[0]
@@ -57,7 +59,7 @@ def measure(
     scale: float,
     attended: Attended,
 ) -> Recall:
-    """Exact attention of one row against what it attended to."""
+    """Measures what one row attended to against its exact attention."""
     share = block_mass(keys_of, query_QD, blocks_C, context_tokens, block_tokens, scale)
     best = top(share.astype(np.float32), len(attended.selection.blocks))
     return Recall(float(np.isin(best, attended.blocks).mean()), float(share[attended.blocks].sum()))

@@ -1,13 +1,12 @@
-"""The worker's side of what engines tell each other about sparse decode: hot sets that come before
-a step, reports that leave after it.
+"""The worker's side of sharing sparse decode between engines: hot sets arrive before a step,
+reports leave after it.
 
 What is always true: nothing that was selected or counted is left out of the reports of a worker
 that goes on stepping; a report leaves once in `REPORT_INTERVAL_S`, and with every step that names
-ended requests, whose last selections and hot sets it then holds. So most steps cost a look at the
-clock; the server counts a block as used once a second at most, and would make nothing of more.
+ended requests, whose last selections and hot sets it then holds. So most steps only read the clock.
+The server counts a block as used once a second at most, so more reports would add nothing.
 
-Hot sets leave when a request has ended, and not before: once a request, and what it really ended
-with.
+A request's hot sets leave once, after it has ended.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from hotkv_vllm.sparse.worker import SparseWorker
 I32 = npt.NDArray[np.int32]
 REPORT_INTERVAL_S = 1.0
 MAX_HOT_SET_BLOCKS = 8192
-"""Of a layer's hot set the most recently used ones are handed on: 32 KiB."""
+"""Most blocks of a layer's hot set that are handed on, most recently used first: 32 KiB."""
 
 Positions = dict[str, I32]
 """By request: positions of blocks in its context, ascending."""
@@ -32,7 +31,7 @@ HotSets = dict[str, tuple[LayerHotSet, ...]]
 
 @dataclass(slots=True)
 class SparseReport:
-    """What sparse decode did since the report before.
+    """The activity of sparse decode since the last report.
 
     `positions`: what any layer has selected. `layers`: growth of counters by layer index and the
     names of `SPARSE_COUNTERS`. `ended`: what the requests ended with that the scheduler has asked
@@ -47,8 +46,8 @@ class SparseReport:
         return not (self.positions or self.layers or self.ended)
 
     def join(self, other: "SparseReport") -> "SparseReport":
-        """What two ranks, or one rank twice, report: all positions, sums of counters, hot sets of
-        both."""
+        """Joins the reports of two ranks, or two of one: all positions, sums of counters, hot sets
+        of both."""
         positions = dict(self.positions)
         for request_id, more in other.positions.items():
             known = positions.get(request_id)
@@ -81,8 +80,9 @@ class SparseReporter:
     def before_step(
         self, remembered: Mapping[str, Sequence[LayerHotSet]], hot_sets_of: Sequence[str]
     ) -> None:
-        """What the scheduler says with a step; before the worker's own `begin_step`, which lets go
-        of ended requests."""
+        """Takes in what the scheduler says with a step.
+
+        Call it before the worker's own `begin_step`, which drops ended requests."""
         for request_id, hot_sets in remembered.items():
             mine = {
                 one.layer_index: one.positions
@@ -96,7 +96,7 @@ class SparseReporter:
         self._report = self._report.join(SparseReport(self._worker.take_steps(), {}, ended))
 
     def after_step(self, now_s: float) -> SparseReport | None:
-        """What is due; None for nothing."""
+        """Returns the report that is due; None if none is."""
         if now_s < self._due_s and not self._report.ended:
             return None
         self._due_s = now_s + REPORT_INTERVAL_S

@@ -1,10 +1,9 @@
-"""Which request a row of the batch is: the scheduler names each decoding request by the block that
-its step writes.
+"""Tells a worker which request a row of the batch is, by the block that the row's step writes.
 
 A worker's attention sees block tables, not requests. The block that a decode step writes belongs to
 one request alone: shared blocks are complete, and complete blocks are not written. So the pair
-(block being written, request) identifies rows, whatever order the runner gives them, and also after
-preemption, when all block ids are others.
+(block being written, request) identifies rows, in whatever order the runner gives them, and also
+after preemption, which changes all block ids.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from hotkv_sparse import SparseConfig
 @dataclass(frozen=True, slots=True)
 class SparseRows:
     """One step: `block_ids[i]` is the block that request `request_ids[i]` writes (one pair per
-    group); `ended` requests are no more."""
+    group); `ended`: requests that have ended."""
 
     block_ids: tuple[int, ...] = ()
     request_ids: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""One sequence's sparse decode in one layer: what to attend to, step by step.
+"""Decides, step by step, what one sequence attends to in one layer.
 
 What is always true: sinks, recent window and the partial block are attended; after the first step
 at most `max_correction_blocks` others join the hot set within a step; what a step would have wanted
@@ -119,7 +119,7 @@ class LayerSequence:
         )
 
     def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:
-        """The hot set, as large as the context now asks."""
+        """Returns the hot set, grown to the present context."""
         capacity = max(USUAL_SETS * budget_blocks, USUAL_SETS * where.num_always)
         hot = self._hot
         if hot is None:
@@ -140,7 +140,7 @@ class LayerSequence:
         return hot
 
     def _adopt(self, hot: HotSet) -> int:
-        """What the step before left to prefetch joins the map."""
+        """Adds the blocks to the map that the step before left to prefetch."""
         if not len(self._arriving):
             return 0
         hot.finish_prefetch(self._arriving, True)
@@ -148,8 +148,8 @@ class LayerSequence:
         return len(hot.adopt().blocks)
 
     def _recall(self, hot: HotSet) -> int:
-        """The remembered blocks that the context still has between sinks and recent window join the
-        map."""
+        """Adds the remembered blocks to the map that the context still has between sinks and recent
+        window."""
         if not len(self._remembered):
             return 0
         blocks, self._remembered = self._remembered, NO_BLOCKS
@@ -157,7 +157,7 @@ class LayerSequence:
 
 
 def _filling(config: SparseConfig) -> SparseConfig:
-    """Selections as large as a hot set."""
+    """Returns a configuration whose selections are as large as a hot set."""
     topk = config.sparse_topk
     return replace(
         config,

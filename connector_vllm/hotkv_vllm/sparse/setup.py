@@ -30,8 +30,7 @@ def install(
     kv_caches: Mapping[str, torch.Tensor],
     centres: Centres | None = None,
 ) -> SparseWorker:
-    """Attaches a worker to all layers that may be sparse. Raises Unsupported where there are
-    none."""
+    """Attaches a worker to all layers that may be sparse. Raises Unsupported if there are none."""
     from hotkv_vllm.sparse.backend import HotAttentionImpl
 
     place = places.rank_place(vllm_config, kv_cache_config)
@@ -104,8 +103,8 @@ def _sparse_layer(
 def _centre(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
-    """A rank's heads of a layer's centre, and the biases that are measured with it; nothing where
-    the layer has none."""
+    """A rank's heads of a layer's centre, and the biases that are measured with it; None and no
+    biases if the layer has no centre."""
     mu_HD = centres.mu(layer) if centres is not None else None
     if centres is None or mu_HD is None:
         return None, {}

@@ -1,5 +1,4 @@
-"""A rank's representations as the server sees them: kinds, and where their bytes lie beside the KV
-pages.
+"""Describes a rank's representations to the server: their kinds, and the place of their bytes.
 
 One kind for each KV cache group that has sparse layers. A slot holds, per rank, all sparse layers
 of the group in the model's order, and of each layer its formats in the order that the configuration
@@ -56,7 +55,7 @@ def shared_pool(
     num_shards: int,
     centres: Centres | None,
 ) -> SharedPool:
-    """Describes the pool of the sparse `layers`. Raises Unsupported where it can't be shared."""
+    """Describes the pool of the sparse `layers`. Raises Unsupported if it can't be shared."""
     if pool.fd is None:
         raise Unsupported("the system gives no memory to share")
     kinds: list[Representation] = []

@@ -2,7 +2,7 @@
 
 Runs that are contiguous on both sides are merged first. `memcpy` copies run by run, `batch` hands
 all blocks over in one call, `kernel` runs the compiled loop without the GIL (elsewhere than on a
-CPU it would be a gather kernel), `auto` takes the kernel where there is one, else `memcpy`.
+CPU it would be a gather kernel), `auto` takes the kernel if there is one, else `memcpy`.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def merged(sources: I32, destinations: I32) -> Runs:
 
 def copy_blocks(source: U8, destination: U8, sources: I32, destinations: I32, method: str) -> None:
     """Copies rows of `source` to rows of `destination`, both uint8 [blocks, bytes] and contiguous;
-    INVALID_FIELD where they don't fit."""
+    INVALID_FIELD if they don't fit."""
     if method not in COPY_METHODS:
         raise HotKVError(
             Reason.INVALID_FIELD, f"copy_method is {method!r}; use one of {', '.join(COPY_METHODS)}"

@@ -69,7 +69,7 @@ class SparseWorker:
         self._faults = Faults()
         self._counters = LayerCounters(layer.index for layer in layers)
         self.is_off = False
-        """All layers attend to everything, for good."""
+        """True once all layers attend to everything, for good."""
 
     def __repr__(self) -> str:
         return (
@@ -80,7 +80,7 @@ class SparseWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_step(self, rows: SparseRows) -> None:
-        """The scheduler's word on the step that comes."""
+        """Takes in what the scheduler says of the coming step."""
         for request_id in rows.ended:
             self._sequences.pop(request_id, None)
         self._request_of = dict(zip(rows.block_ids, rows.request_ids, strict=True))
@@ -88,14 +88,16 @@ class SparseWorker:
         self._num_steps += bool(rows.request_ids)
 
     def start_over(self) -> None:
-        """It is not known which rows the step has, nor which blocks it writes: it attends to
-        everything, and hot sets and representations are made anew.
+        """Makes the step attend to everything, and makes hot sets and representations anew.
+
+        For a step whose rows and written blocks are not known.
         """
         self._request_of, self._plans, self._sequences = {}, {}, {}
         self._reprs.forget_all()
 
     def will_write(self, blocks: I32) -> None:
-        """Somebody else, such as a load, is about to write these blocks."""
+        """Forgets the representations of blocks that another writer, such as a load, is about to
+        write."""
         self._reprs.forget(blocks)
 
     @property
@@ -104,13 +106,12 @@ class SparseWorker:
         return self._reprs
 
     def build(self, group: int, blocks: I32) -> None:
-        """Somebody is about to read the representations of these complete blocks of a KV cache
-        group."""
+        """Builds the missing representations of these complete blocks of a KV cache group."""
         for index in self._layers_of(group):
             self._update(index, [blocks])
 
     def loaded(self, group: int, blocks: I32) -> None:
-        """Pages and representations of these blocks have come together, into all layers of the
+        """Marks blocks as built that were loaded with their representations, in all layers of the
         group."""
         for index in self._layers_of(group):
             self._reprs.mark_built(index, blocks)
@@ -120,12 +121,12 @@ class SparseWorker:
         return [layer.index for layer in self.layers.values() if layer.group == group]
 
     def take_counters(self) -> dict[str, float]:
-        """What was counted since the last call, over all layers, by the names of
+        """Returns the counts since the last call, over all layers, by the names of
         `stats.COUNTERS`."""
         return self._counters.take()
 
     def take_layer_counters(self) -> dict[int, dict[str, float]]:
-        """What was counted since the last call of this, by layer index and the names of
+        """Returns the counts since its last call, by layer index and the names of
         `hotkv.counters.SPARSE_COUNTERS`."""
         return self._counters.take_by_layer()
 
@@ -141,8 +142,8 @@ class SparseWorker:
         return taken
 
     def hot_sets(self, request_id: str) -> dict[int, I32]:
-        """By layer index: positions of the blocks in its hot sets, most recently used first. Gone
-        when `begin_step` names its end."""
+        """By layer index: positions of the blocks in its hot sets, most recently used first. They
+        are dropped when `begin_step` names the request as ended."""
         sequence = self._sequences.get(request_id)
         layers = {} if sequence is None else sequence.layers
         found = {self.layers[name].index: layer.recency() for name, layer in layers.items()}
@@ -157,8 +158,10 @@ class SparseWorker:
         self._sequences.setdefault(request_id, _Sequence()).remembered = remembered
 
     def fault(self, layer_name: str) -> None:
-        """Called where an exception is handled: counts it, starts the layer's sequences anew, has
-        the layer rest if it goes on breaking."""
+        """Counts a layer's exception and starts the layer's sequences anew; turns sparse attention
+        off for a while if the layer keeps failing.
+
+        Called while the exception is handled."""
         self._counters.add(self.layers[layer_name].index, "faults", 1)
         for sequence in self._sequences.values():
             sequence.layers.pop(layer_name, None)
@@ -177,7 +180,7 @@ class SparseWorker:
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """What `layer` attends to in the present step; None: to everything.
+        """Returns what `layer` attends to in the present step; None: everything.
 
         `key` stands for the step's metadata: layers of a group that pass the same object share a
         plan. `query_of(token)` is the query float32 [Q, D] of a token of the batch. The step's keys
@@ -275,7 +278,7 @@ class SparseWorker:
     # ------------------------------------------------------------------------------------- sampling
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Every `recall_steps` steps one layer, each in its turn."""
+        """Returns True for one layer every `recall_steps` steps, each in its turn."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
             return False
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)

@@ -1,14 +1,14 @@
-"""Says which bytes a worker holds for a LoRA adapter, and notices if they change. Worker side.
+"""Names the bytes that a worker holds for a LoRA adapter, and notices if they change. Worker side.
 
-vLLM reads an adapter's files when an adapter is added, or in the first step that needs it, and
-again after it was evicted. The identity is a digest of what the read gave, in memory, so files that
-are written at that moment can't deceive it.
+vLLM reads an adapter's files when the adapter is added, or in the first step that needs it, and
+again after it was evicted. The identity is a digest of the adapter in memory after the read. So
+files that are written at that moment can't make it wrong.
 
-What is always true: an adapter that was named to the scheduler is the one that vLLM uses for as
-long as it is not released or evicted; if it was not loaded yet it is read ahead, and vLLM is given
-that. A bounded number of adapters is held so. From the moment that other bytes are loaded under a
-known id until the scheduler has acknowledged it, `is_trusted` is False: stores and loads that were
-planned on the old bytes must not be carried out.
+What is always true: an adapter that was named to the scheduler is the one that vLLM uses until it
+is released or evicted. If vLLM has not loaded it yet, it is read ahead, and vLLM is given that
+copy. The number of adapters that are read ahead is bounded. `is_trusted` is False from the moment
+that other bytes are loaded under a known id until the scheduler has acknowledged it: stores and
+loads that were planned on the old bytes must not be carried out.
 """
 
 import hashlib
@@ -23,15 +23,16 @@ from hotkv_vllm.link import logger
 from hotkv_vllm.worker.weights_watch import calling_worker
 
 MAX_AHEAD = 4
-"""Adapters that are held ahead of vLLM's own read, or as many as fit a batch if those are more."""
+"""Most adapters that are read ahead of vLLM. If more adapters fit a batch, that number is the
+limit."""
 
 
 class AdapterWatch:
-    """Watches vLLM's LoRA manager of one worker. `manager`: None where there is none, so that
-    nothing is known of any adapter.
+    """Watches the LoRA manager of one vLLM worker.
 
-    `settings`: what else decides an adapter's KV. `max_ahead`: adapters that are read ahead at
-    most.
+    `manager`: None if there is none; then every adapter is UNKNOWN. `settings`: digest of the
+    settings that decide an adapter's KV besides its bytes. `max_ahead`: most adapters that are read
+    ahead.
     """
 
     def __init__(
@@ -59,16 +60,16 @@ class AdapterWatch:
 
     @property
     def is_watching(self) -> bool:
-        """Whether there is a manager."""
+        """True if there is a manager."""
         return self._manager is not None
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the scheduler's plans rest on what this worker holds."""
+        """True if the scheduler's plans rest on the bytes that this worker holds."""
         return not self._unacknowledged
 
     def before_step(self, work: AdapterWork) -> None:
-        """Carries out what a step's metadata asks for."""
+        """Carries out the work in a step's metadata, put-off questions first."""
         self._unacknowledged -= work.acknowledged
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)
@@ -89,7 +90,7 @@ class AdapterWatch:
             self._answers[number] = {self._rank: identity}
 
     def take_report(self) -> AdapterReport | None:
-        """What to tell the scheduler; None for nothing."""
+        """Returns the report for the scheduler; None if there is none."""
         if not self._answers and not self._unacknowledged:
             return None
         report = AdapterReport(self._answers, self._unacknowledged)
@@ -97,7 +98,10 @@ class AdapterWatch:
         return report
 
     def _name(self, lora_request: Any) -> str:
-        """Identity of what vLLM uses for the adapter, or will use when it needs it."""
+        """Returns the identity of the adapter that vLLM uses, or will use; UNKNOWN or LATER without
+        one.
+
+        Reads the adapter ahead if vLLM has not loaded it."""
         if self._manager is None:
             return UNKNOWN
         adapter_id = lora_request.lora_int_id
@@ -110,13 +114,13 @@ class AdapterWatch:
                 if adapter_id not in self._changed:
                     self._ahead[adapter_id] = model
         except Exception:  # noqa: BLE001 - edge to vLLM
-            # The engine says what is wrong with it as soon as it needs it.
+            # vLLM reports the adapter's fault itself when it loads the adapter.
             logger.exception("hotkv: LoRA adapter %r could not be read", lora_request.lora_name)
             return UNKNOWN
         return UNKNOWN if adapter_id in self._changed else self._held.get(adapter_id, UNKNOWN)
 
     def _load(self, lora_request: Any) -> Any:
-        """What vLLM calls to read an adapter's files."""
+        """Takes the place of vLLM's method that reads an adapter's files."""
         adapter_id = lora_request.lora_int_id
         model = self._ahead.pop(adapter_id, None)
         if model is None or lora_request.load_inplace:
@@ -145,7 +149,8 @@ class AdapterWatch:
 
 
 def watch_adapters(vllm_config: Any) -> AdapterWatch:
-    """A watch over the adapters of the worker that is registering its KV caches right now."""
+    """Returns a watch over the adapters of the worker that is registering its KV caches right
+    now."""
     rank = vllm_config.parallel_config.rank
     if vllm_config.lora_config is None:
         return AdapterWatch(None, rank)
@@ -164,8 +169,9 @@ def watch_adapters(vllm_config: Any) -> AdapterWatch:
 
 
 def _feed(found: Any, value: Any) -> None:
-    """Feeds a value into a digest so that unequal values differ: tensors whole, objects by class
-    and attributes."""
+    """Feeds a value into a digest so that unequal values differ.
+
+    Tensors are fed whole, objects by class and attributes."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         found.update(f"tensor {data.dtype} {tuple(data.shape)}\0".encode())

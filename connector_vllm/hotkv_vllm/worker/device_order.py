@@ -1,16 +1,19 @@
-"""Marks in the queue of the engine's device, behind which transfers wait (`hotkv.order`).
+"""Marks in the queue of the engine's device, which transfers wait for (`hotkv.order`).
 
-What is always true: a mark lies on the stream that is current in the hook, so it comes after all
-that vLLM gave the device before, whether that wrote the blocks or still reads them; an interprocess
-event is recorded again only when every transfer that names it has ended; a word only counts up, and
-belongs to one stream. In a step nothing here waits for the device. Where nothing can be offered,
-where the server takes nothing, and where all events are in use, a mark serves this process alone:
-the worker sends the transfer when it has passed.
+What is always true:
 
-Words are written by a kernel of torch's (`fill_`), not by cuStreamWriteValue32. Both come after
-everything before them on the stream, and the server asks for the word before it copies; the kernel
-needs no binding to the driver that nobody could test here, and its few microseconds are spent on
-the device.
+- A mark lies on the stream that is current in the hook. So it comes after all work that vLLM
+  queued before, whether that work writes the blocks or reads them.
+- An interprocess event is recorded again only when every transfer that names it has ended.
+- A word only counts up, and belongs to one stream.
+- In a step nothing here waits for the device.
+
+If the device offers nothing, if the server takes nothing, or if all events are in use, a mark
+serves this process alone: the worker sends the transfer when the mark has passed.
+
+Words are written by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Either comes after
+everything before it on the stream, and the server reads the word before it copies. The kernel needs
+no binding to the driver, and takes a few microseconds, on the device.
 """
 
 from collections import deque
@@ -30,9 +33,9 @@ from hotkv_vllm.worker.exported import ExportedMemory, cuda_device_uuid, cuda_ha
 logger = link.logger
 
 NUM_EVENTS = 64
-"""Marks in use at a time: two a step at most, and only in steps that load or store."""
+"""Most marks in use at a time. A step makes two at most, and only if it loads or stores."""
 NUM_WORDS = 4
-"""Streams on which hooks may run; there is one in vLLM 0.32."""
+"""Most streams on which hooks may run. vLLM 0.32 uses one."""
 WORDS_HANDLE = "hotkv-order"
 
 
@@ -55,7 +58,7 @@ class Words(Protocol):
 
 
 class Device(Protocol):
-    """What is asked of the engine's device."""
+    """The calls that `Marks` makes to the engine's device."""
 
     @property
     def uuid(self) -> bytes: ...
@@ -65,17 +68,18 @@ class Device(Protocol):
 
     def new_event(self, *, interprocess: bool) -> Event: ...
     def record(self, event: Event) -> None:
-        """Puts the event at the end of the current stream."""
+        """Records the event at the end of the current stream."""
 
     def new_words(self, count: int) -> Words: ...
 
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the device's queue. `after`: what tells the server; None where only this process
-    can know. `uses`: transfers behind it.
+    """A point in the device's queue.
 
-    Without an event everything queued is done already.
+    `event`: None if everything queued is done already. `after`: how the server can tell that the
+    device has passed the mark; None if only this process can. `uses`: number of transfers that wait
+    for it.
     """
 
     event: Event | None = None
@@ -84,23 +88,26 @@ class Mark:
     has_passed: bool = False
 
     def passed(self) -> bool:
-        """Whether the device has come to it; does not wait."""
+        """Returns True if the device has passed it. Does not wait."""
         if not self.has_passed:
             self.has_passed = self.event is None or self.event.query()
         return self.has_passed
 
     def lets_send(self) -> bool:
-        """Whether a transfer behind it may be sent."""
+        """Returns True if a transfer that waits for it may be sent."""
         return self.after is not None or self.passed()
 
 
 class Marks:
-    """Makes marks and takes them back. `order`: what the server is offered. On a CPU (`device`
-    None) all marks have passed."""
+    """Makes marks and takes them back. `order`: the offer to the server.
+
+    On a CPU (`device` None) all marks have passed."""
 
     def __init__(self, device: Device | None = None, wanted: str = "auto") -> None:
-        """`wanted`: `auto`, `events`, `flags` or `host`. Never raises: what the device can't do is
-        not offered, and the log says why."""
+        """`wanted`: `auto`, `events`, `flags` or `host`.
+
+        If the device can't do one of these it is not offered, and the log says why; nothing is
+        raised."""
         self.order = NO_ORDER
         self._device = device
         self._ring: list[Event] = []
@@ -139,15 +146,16 @@ class Marks:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
-        """The memory with that of the words, which the server must know too."""
+        """Returns `memory` with the memory of the words added: the server must map both."""
         if self._words is None:
             return memory
         layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """A mark at the end of the current stream, as the session's `kind` says where that can be.
-        It has one use: that of the caller."""
+        """Returns a mark at the end of the current stream, with one use, the caller's.
+
+        `kind`: the session's. If no event or word is free the mark serves this process alone."""
         if self._device is None:
             return Mark()
         if kind is OrderKind.EVENTS and self._free:
@@ -169,12 +177,12 @@ class Marks:
         return After(OrderKind.FLAGS, DeviceMark(index, value))
 
     def use(self, mark: Mark) -> Mark:
-        """One more transfer waits behind it."""
+        """Adds a use: one more transfer waits for the mark."""
         mark.uses += 1
         return mark
 
     def done(self, mark: Mark) -> None:
-        """A use has ended. After the last the event may be recorded again."""
+        """Ends a use. After the last one the mark's event may be recorded again."""
         mark.uses -= 1
         if mark.uses or mark.event is None:
             return
@@ -185,7 +193,7 @@ class Marks:
 
 
 class CudaDevice:
-    """A device of torch's."""
+    """A CUDA device, through torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -197,7 +205,7 @@ class CudaDevice:
 
     def new_event(self, *, interprocess: bool) -> Event:
         event = torch.cuda.Event(interprocess=interprocess)
-        # It belongs to a device, and can be exported, once it is recorded.
+        # An event belongs to a device, and can be exported, only once it is recorded.
         self.record(event)
         return event
 
@@ -211,8 +219,7 @@ class CudaDevice:
 
 @dataclass(slots=True, init=False)
 class CudaWords:
-    """Words in device memory, in an allocation of torch's. Raises Unsupported where it can't be
-    shared."""
+    """Words in device memory that torch allocated. Raises Unsupported if it can't be shared."""
 
     handle: MemoryHandle
     fds: Mapping[str, int] = field(default_factory=dict)
@@ -231,7 +238,7 @@ class CudaWords:
 
 
 def marks_for(device: torch.device, wanted: str) -> Marks:
-    """Marks of the device that holds the engine's KV cache."""
+    """Returns the marks for the device that holds the engine's KV cache. Raises Unsupported."""
     if device.type != "cuda":
         return Marks()
     try:

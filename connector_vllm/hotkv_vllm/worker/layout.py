@@ -1,10 +1,10 @@
-"""Where the engine's KV pages lie, read off the tensors vLLM registered, and how their memory is
-shown to the server.
+"""Reads from the tensors that vLLM registered where the engine's KV pages lie, and exports their
+memory to the server.
 
 The order of a slot's pages is canonical: layers as the group names them, and inside a page the
-order of the engine's inner axes (that order is in the key space). Strides are read from the
-tensors, so every layout vLLM has (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC) and packed groups over
-one buffer need no case of their own.
+engine's inner axes in their physical order (that order is in the key space). Strides are read from
+the tensors. So the layouts of vLLM (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC) and packed groups
+over one buffer all take the same code.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Pages of one layer: block b's page starts at `base` + b * `block_stride` in storage
+    """Pages of one layer: block b's page starts at byte `base` + b * `block_stride` of storage
     `handle_id`.
 
-    `dims` and `run` as in PageTensor.
+    `dims` and `run` (bytes) have the meaning that they have in PageTensor.
     """
 
     name: str
@@ -50,7 +50,9 @@ class LayerPages:
 
 @dataclass(slots=True)
 class EngineMemoryMap:
-    """What `describe` found: tensors per group in slot order, their bytes per block, storages by
+    """The result of `describe`.
+
+    tensors: of all groups, in slot order. shard_bytes: bytes of a block, per group. storages: by
     handle id."""
 
     tensors: list[PageTensor] = field(default_factory=list)
@@ -62,8 +64,9 @@ class EngineMemoryMap:
 def describe(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, groups: Sequence[CacheGroup]
 ) -> EngineMemoryMap:
-    """Reads the layout off the registered tensors and checks it against vLLM's placement. Raises
-    Unsupported."""
+    """Reads the layout from the registered tensors and checks it against vLLM's placement.
+
+    Raises Unsupported."""
     found = EngineMemoryMap()
     formats = []
     for index, group in enumerate(groups):
@@ -122,7 +125,7 @@ def _layer_pages(
 
 
 def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
-    """Inner axes in physical order with their sizes, for instance `H4N32C256:2` for two-byte
+    """Names the inner axes in physical order with their sizes: `H4N32C256:2` for two-byte
     elements."""
     tensor = group_kernel_blocks(tensor, num_blocks)
     letters = "KHNC" if tensor.dim() == 5 else "HNC" if tensor.dim() == 4 else "XYZW"
@@ -136,7 +139,9 @@ def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
-    """The tensors must lie where `kv_cache_tensors` says; else this code misreads one of them."""
+    """Raises Unsupported if a layer lies elsewhere than `kv_cache_tensors` says.
+
+    Then this code misreads one of the two."""
     for placed in kv_cache_config.kv_cache_tensors:
         if layer.name in placed.layers:
             base = placed.offset + placed.layers.index(layer.name) * placed.layer_stride
@@ -151,8 +156,8 @@ def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
 
 
 def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
-    """Consecutive layers with equal pages at equal distances, so that one PageTensor covers
-    them."""
+    """Groups consecutive layers with equal pages at equal distances: one PageTensor covers each
+    group."""
     runs: list[list[LayerPages]] = []
     for layer in layers:
         last = runs[-1] if runs else []
@@ -193,8 +198,9 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 
 
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
-    """Makes the engine's memory readable and writable for the server. Raises Unsupported; the
-    engine's tensors stay as they are then."""
+    """Makes the engine's memory readable and writable for the server.
+
+    Raises Unsupported; the engine's tensors stay usable then."""
     handles: list[MemoryHandle] = []
     with contextlib.ExitStack() as undo:
         fds: dict[str, int] = {}
@@ -217,8 +223,10 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> int:
-    """Moves a storage to an unlinked shared file in place (its views follow) and returns a
-    descriptor of ours."""
+    """Moves a storage to an unlinked shared file in place; returns a descriptor that the caller
+    owns.
+
+    Views of the storage follow it."""
     share = getattr(storage, "_share_fd_cpu_", None)
     if share is None:
         raise Unsupported("this torch can't move a CPU tensor to shared memory")
@@ -238,11 +246,12 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyPacking:
-    """How vLLM's CPU kernels put one head's keys of a block: runs of `run` tokens, in each
-    [head_size / pair][run][pair].
+    """How vLLM's CPU kernels arrange one head's keys of a block.
 
-    Where they do otherwise, `order` int64 [tokens * head_size] has the place of every key's every
-    channel.
+    The keys lie in runs of `run` tokens, each run as [head_size / pair][run][pair].
+
+    If the kernels use another arrangement, `order` int64 [tokens * head_size] holds the place of
+    each channel of each key.
     """
 
     run: int
@@ -251,8 +260,10 @@ class KeyPacking:
 
 
 def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
-    """Found by writing numbered keys, so it holds for whatever permutes one head's keys; raises
-    Unsupported for all else."""
+    """Finds the arrangement by having vLLM write numbered keys. Raises Unsupported.
+
+    So any permutation of one head's keys is found; a kernel that does more than permute is
+    unsupported."""
     from vllm import _custom_ops as ops
 
     token = torch.arange(block_tokens)[:, None].expand(block_tokens, head_size)
@@ -282,8 +293,9 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
 
 
 def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking) -> torch.Tensor:
-    """Keys float32 [blocks, tokens, heads, head_size] of the `blocks` of a CPU layer's `pages` [B,
-    heads, tokens, 2 * head_size]."""
+    """Returns keys of the given blocks, float32 [blocks, tokens, heads, head_size].
+
+    `pages`: a CPU layer's pages [B, heads, tokens, 2 * head_size]. `blocks`: block ids."""
     num_blocks, heads, tokens, width = pages.shape
     count, head_size = len(blocks), width // 2
     packed = pages.view(num_blocks, heads, 2, tokens * head_size)[:, :, 0].index_select(0, blocks)

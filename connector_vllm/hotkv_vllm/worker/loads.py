@@ -1,12 +1,13 @@
-"""The loads of one rank, from their begin to the one report of their end.
+"""The loads of one rank, from their start to the report of their end.
 
-What is always true: each load is reported as ended, well or failed, exactly once; and not before
-its future is resolved, or the scheduler has said that it holds the blocks back (`holds`), so that
-nobody else gets blocks which the server may still write. `take` decides before it changes anything.
+What is always true: each load is reported exactly once, as loaded or as failed. It is reported only
+after its future is resolved, or after the scheduler has said that it holds the blocks back
+(`give_up`). So nobody else gets blocks that the server may still write. `take` decides before it
+changes anything.
 
-A load that outlives its deadline, or whose request was aborted, is cancelled. If the server does
-not answer the cancel within `CANCEL_GRACE_S` the load is overdue, and is named in each report until
-the scheduler holds its blocks.
+A load is cancelled if its deadline passes or its request is aborted. If the server does not answer
+the cancel within `CANCEL_GRACE_S` the load is overdue, and each report names it until the scheduler
+holds its blocks.
 """
 
 import time
@@ -28,11 +29,12 @@ copying."""
 
 @dataclass(slots=True)
 class ActiveLoad:
-    """A load of this rank. `answer` is None until it is sent. `deadline_s`: None until the device
-    is seen to have passed `after`.
+    """A load of this rank.
 
-    `cancelled_s`: when it was cancelled; None if it was not. `is_void`: the memory was discarded
-    meanwhile, so that it counts as failed however it ends.
+    `after`: the mark that the load waits for. `deadline_s`: None until the device is seen to have
+    passed `after`. `answer`: None until the load is sent. `cancelled_s`: when it was cancelled;
+    None if it was not. `is_void`: the engine has discarded the memory, so the load counts as failed
+    however it ends.
     """
 
     job: LoadJob
@@ -44,7 +46,8 @@ class ActiveLoad:
 
     @property
     def is_over(self) -> bool:
-        """Nobody writes its blocks, or ever will if it is not sent."""
+        """True if nobody writes its blocks. A load that was not sent is over only as long as it
+        stays unsent."""
         return self.answer is None or self.answer.done()
 
 
@@ -57,8 +60,10 @@ class Ended:
 
 
 class Loads:
-    """See the module. `send` begins a transfer and does not raise; `cancel` asks to end the
-    transfer of this id."""
+    """The loads under way, those that the server hangs in, and failures to report.
+
+    `send` begins a transfer and does not raise. `cancel` asks the server to end the transfer of
+    this id."""
 
     def __init__(
         self,
@@ -86,11 +91,14 @@ class Loads:
             load.answer = self._send(job, after)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Loads that were never begun; vLLM waits for them."""
+        """Reports loads as failed that were never begun; vLLM waits for each of them."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """The hook that should have begun these broke: whatever it has not begun has failed."""
+        """Reports those of `jobs` as failed that were not begun, because the hook broke that begins
+        them.
+
+        `abandoned`: further requests to report as failed."""
         self._failed |= set(abandoned)
         for job in jobs:
             load = self._active.get(job.request_id)
@@ -98,18 +106,18 @@ class Loads:
                 self._failed.add(job.request_id)
 
     def send_waiting(self) -> None:
-        """Sends those whose mark has passed by now."""
+        """Sends the loads whose mark has passed by now."""
         for load in self._active.values():
             if load.answer is None and load.after.passed():
                 load.answer = self._send(load.job, load.after)
 
     @property
     def answers(self) -> "list[Future[TransferResult] | None]":
-        """Of those that are not over, or not yet taken."""
+        """The futures of all loads that were not taken yet; None for a load that was not sent."""
         return [load.answer for load in self._active.values()]
 
     def make_void(self) -> None:
-        """The engine discards its memory: all loads are cancelled, and count as failed."""
+        """Cancels all loads and counts them as failed: the engine discards its memory."""
         for load in self._active.values():
             load.is_void = True
             self._end_early(load)
@@ -120,7 +128,7 @@ class Loads:
             self._end_early(load)
 
     def _end_early(self, load: ActiveLoad) -> None:
-        """Asks to end a load early; its future's end is the acknowledgement."""
+        """Asks the server to end a load early. The load's future acknowledges it."""
         if load.cancelled_s is not None:
             return
         load.cancelled_s = time.monotonic()
@@ -132,8 +140,8 @@ class Loads:
     # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[Ended]]:
-        """Requests whose load is over, those of them whose load failed, and the loads that
-        ended."""
+        """Returns the requests whose load is over, those of them whose load failed, and the ended
+        loads."""
         if not self._active:
             return *self._taken([]), []
         ended = [
@@ -156,8 +164,10 @@ class Loads:
         return finished, failed
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
-        """What `take` would do if all loads that are over had failed, those never sent among them:
-        for a worker whose results break."""
+        """Takes all loads that are over or were never sent; returns the requests to fail, and the
+        loads.
+
+        For a worker whose `take` breaks."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
         self._active = {
@@ -169,8 +179,10 @@ class Loads:
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> Ended:
-        """A load whose result can't be read has failed: its future is resolved, so its blocks may
-        be given up."""
+        """Returns how a resolved load ended.
+
+        A load whose result can't be read counts as failed: its future is resolved, so its blocks
+        may be given up."""
         assert load.answer is not None
         try:
             return Ended(load, None if load.is_void else _bytes_loaded(load.answer))
@@ -181,7 +193,8 @@ class Loads:
             return Ended(load, None)
 
     def watch(self, now_s: float) -> None:
-        """Cancels loads that are beyond their deadline."""
+        """Cancels the loads whose deadline has passed, and sets deadlines of loads whose mark has
+        passed."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
                 continue
@@ -193,7 +206,8 @@ class Loads:
     # ----------------------------------------------------------------------------------- hung loads
 
     def overdue(self, now_s: float) -> tuple[str, ...]:
-        """Transfers that the server does not end although it was asked to."""
+        """Ids of transfers that the server was asked to end and has not ended within
+        CANCEL_GRACE_S."""
         return tuple(
             load.job.transfer_id
             for load in self._active.values()
@@ -203,8 +217,9 @@ class Loads:
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """The scheduler holds the blocks of these back: their requests need not wait for the server
-        any more."""
+        """Reports these loads as failed before the server has ended them.
+
+        The scheduler holds their blocks back, so their requests need not wait any more."""
         wanted = set(transfer_ids)
         for load in [
             load
@@ -217,10 +232,13 @@ class Loads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Of transfers whose blocks are held back: those that can't write here any more, and the
-        loads that hung until now."""
+        """Returns which of these transfers can't write here any more, and the hung loads that are
+        over.
+
+        `transfer_ids`: transfers whose blocks the scheduler holds back."""
         for load in self._active.values():
-            # What was never sent under a held id is failed by its report.
+            # A load that was never sent and whose blocks are held back has failed; `take` reports
+            # it.
             if load.answer is None and load.job.transfer_id in transfer_ids:
                 load.answer = never_begun("its blocks are held back")
         done = [load for load in self._hung.values() if load.is_over]
@@ -233,14 +251,14 @@ class Loads:
 
 
 def never_begun(why: str) -> "Future[TransferResult]":
-    """The end of a transfer that nobody works at."""
+    """Returns a failed future, for a transfer that was never begun."""
     failed: Future[TransferResult] = Future()
     failed.set_exception(ConnectionError(why))
     return failed
 
 
 def _bytes_loaded(answer: "Future[TransferResult]") -> int | None:
-    """Bytes of a load that ended well; None for one that failed."""
+    """Returns the bytes of a load that succeeded; None if it failed."""
     if answer.cancelled() or answer.exception() is not None:
         logger.debug("hotkv: a load failed: %s", None if answer.cancelled() else answer.exception())
         return None

@@ -1,12 +1,13 @@
-"""How the ranks of one engine come to one key space, when they register their KV caches.
+"""The ranks of one engine agree on one key space when they register their KV caches.
 
-A slot holds a shard of each rank that has KV of its own: by pipeline stage, within a stage by
-tensor-parallel rank. No rank knows the layers and sizes of the others, so each one posts a note of
-what it found, or of why it can't take part, and reads all notes. All decide by the same notes, so
-all decide the same. A rank posts its note whatever happened to it, so that nobody waits for it. If
-a rank posts none, the others stop waiting after AGREE_TIMEOUT_S. Notes go through the store of
-torch's process group and not through vLLM's collectives: a collective that was given up would leave
-its group unusable for vLLM.
+A slot holds a shard of each rank that has KV of its own, ordered by pipeline stage and within a
+stage by tensor-parallel rank. No rank knows the layers and sizes of the others. So each rank posts
+a note of what it found, or of why it can't take part, and reads all notes. All ranks decide by the
+same notes, so all decide the same. A rank also posts a note if it has failed, so that nobody waits
+for it. If a rank posts none, the others stop waiting after AGREE_TIMEOUT_S.
+
+Notes go through the store of torch's process group and not through vLLM's collectives: a collective
+that was given up would leave its group unusable for vLLM.
 """
 
 import itertools
@@ -25,17 +26,17 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.places import RankPlace
 
 AGREE_TIMEOUT_S = 300.0
-"""How long a rank waits for the others' notes. Others may still read weights to name them."""
+"""How long a rank waits for the others' notes. They may still be reading weights to name them."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
-"""As many as the server takes."""
+"""The most shards that the server takes."""
 _JOINED = frozenset({"groups", "page_format", "extra"})
-"""Fields of a key space that speak of a rank's own layers, and so may differ between stages."""
+"""Fields of a key space that describe a rank's own layers, and so may differ between stages."""
 _rounds = itertools.count()
 
 
 class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
+    """The part of `torch.distributed.Store` that is used here."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
@@ -44,10 +45,11 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankNote:
-    """What one rank found. `host`: the machine it runs on. `space`: its own key space, of one
-    shard; None where it can't take part.
+    """What one rank found.
 
-    `shard_bytes`: bytes of a block per group; 0 where the rank has no layer of the group.
+    `host`: the machine that it runs on. `space`: its own key space, of one shard; None if it can't
+    take part. `shard_bytes`: bytes of a block per group; 0 if the rank has no layer of the group.
+    `why_off`: why it can't take part.
     """
 
     place: RankPlace
@@ -58,8 +60,9 @@ class RankNote:
 
 
 def this_host() -> str:
-    """The machine, as long as it runs; containers of one machine have the same. Its name where the
-    kernel does not say."""
+    """Returns the id of this machine's boot, or its name if the kernel does not give one.
+
+    Containers on one machine have the same id."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -67,8 +70,9 @@ def this_host() -> str:
 
 
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
-    """The engine's key space, the same in all ranks, and this rank's place in it. Raises
-    Unsupported, with the same words in all ranks.
+    """Returns the engine's key space, the same in all ranks, and this rank's place in it.
+
+    Raises Unsupported; the text is the same in all ranks if all notes came.
 
     Blocks until all ranks have called it, AGREE_TIMEOUT_S at most.
     """
@@ -85,7 +89,7 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
 
 
 def process_group_store() -> Store:
-    """The store through which torch's process groups were set up. Raises Unsupported."""
+    """Returns the store through which torch's process groups were set up. Raises Unsupported."""
     from torch.distributed import distributed_c10d
 
     try:
@@ -98,8 +102,9 @@ def process_group_store() -> Store:
 def exchange(
     store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
 ) -> list[RankNote]:
-    """Posts this rank's note and returns those of all. Raises Unsupported where one does not come
-    in time."""
+    """Posts this rank's note and returns the notes of all ranks.
+
+    Raises Unsupported if one does not come in time."""
     until_s = time.monotonic() + timeout_s
     rank = 0
     try:
@@ -125,8 +130,9 @@ def _parsed(data: bytes) -> RankNote:
 
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
-    """The key space that these notes make, and the place of one of their ranks. Raises Unsupported.
-    Their order does not matter."""
+    """Returns the key space that these notes make, and the place of `rank` in it.
+
+    The order of the notes does not matter. Raises Unsupported."""
     notes = sorted(notes, key=lambda note: note.place.rank)
     for note in notes:
         if note.space is None:
@@ -147,13 +153,13 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
         )
     space = _joined(notes, writers)
     mine = next(note.place for note in notes if note.place.rank == rank)
-    # A rank that holds a copy comes right behind the one that writes it.
+    # A rank that holds a copy of a shard comes right after the rank that writes the shard.
     shard_index = sum(writer.place.rank <= rank for writer in writers) - 1
     return space, replace(mine, num_shards=len(writers), shard_index=shard_index)
 
 
 def _check(notes: Sequence[RankNote]) -> None:
-    """Raises Unsupported, naming the fields, where ranks found what can't be one engine."""
+    """Raises Unsupported, naming the fields, if the notes can't be those of one engine."""
     first = _space(notes[0])
     differing = {
         field.name
@@ -184,14 +190,17 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 
 
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
-    """What all stages must see alike. Windows are not: one that has no layer of the group can't
-    know them all."""
+    """Returns the part of a group that must be equal in all stages.
+
+    Window sizes may differ: a stage that has no layer of the group can't know them all."""
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """One key space of all: sizes and layers in the order of ranks, formats and further parts once
-    where all stages have the same."""
+    """Returns one key space of all ranks.
+
+    Sizes and layers are in the order of ranks. Formats and further parts stand once if all stages
+    have the same."""
     groups = []
     for index, group in enumerate(_space(notes[0]).groups):
         sizes = tuple(writer.shard_bytes[index] for writer in writers)
@@ -218,7 +227,7 @@ def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
 
 
 def _joined_extra(extras: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """Parts that all stages have, then the others, each with its stage."""
+    """Returns the parts that all stages have, then the others, each with its stage."""
     common = [
         part
         for part in next(iter(extras.values()))

@@ -1,12 +1,11 @@
-"""Notices that an engine's weights may have changed in place, and says what they are by their
-content.
+"""Notices that an engine's weights may have changed in place, and computes a digest of them.
 
 What is always true: weights that were written through vLLM (`reload_weights`, weight transfer,
-waking up) or through the model's own `load_weights` are noticed before the next step, and `digest`
-then reads all of them: one element that differs shows. What was written past both shows in the
-samples that `digest` takes otherwise, for resets. Equal digests stand for equal weights, in any
-process with the same parallel shape. Worker side; nothing here runs in a step unless something was
-noticed.
+waking up) or through the model's own `load_weights` are noticed before the next step. `digest` then
+reads all of them, so one element that differs changes it. If nothing was noticed, as after a reset,
+`digest` reads samples, which show most writes that bypass both. Equal digests stand for equal
+weights, in any process with the same parallel shape. Worker side. Nothing here runs in a step
+unless a write was noticed.
 """
 
 import functools
@@ -23,11 +22,11 @@ WHOLE_BYTES = 1 << 20
 """A tensor of at most this many bytes is read whole."""
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 64
-"""Of a larger one so many pieces are samples, evenly spread. A step of training moves a share of
-all its elements, not one of them."""
+"""Number of evenly spread pieces of a larger tensor that are samples. A step of training changes a
+share of all elements, not one."""
 ROW_WORDS = 4096
-"""Sums of a larger tensor are over rows of so many words, and over their columns. Changes that
-cancel in both are no accident."""
+"""Words in a row of a larger tensor, which is summed over rows and over columns. Only deliberate
+changes cancel in both sums."""
 
 WRITERS = (
     "reload_weights",
@@ -37,21 +36,22 @@ WRITERS = (
     "wake_up",
     "load_model",
 )
-"""Methods of vLLM's worker and model runner after which weights may be others."""
+"""Methods of vLLM's worker and model runner that may change weights."""
 MAX_FRAMES = 40
 
 
 class WeightsWatch:
-    """Watches the models of one worker. `original`: digest of the weights that the engine started
-    with; empty if it is not known what these are.
+    """Watches the models of one worker.
+
+    `original`: digest of the weights that the engine started with; empty if these are not known.
     """
 
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:
-        """`models`: the worker's, a drafter's among them. `writers`: objects whose methods WRITERS
-        write weights."""
+        """`models`: the worker's models, a drafter's too. `writers`: objects whose WRITERS write
+        weights."""
         self._models = tuple(models)
         self.touched = False
-        """Weights were written since `digest` was last taken."""
+        """True if weights were written since `digest` was last taken."""
         for model in self._models:
             self._wrap(model, "load_weights")
         for writer in writers:
@@ -67,10 +67,12 @@ class WeightsWatch:
         )
 
     def digest(self) -> str:
-        """Digest over the weights as they are now. Takes some tenths of a second for a large model;
-        if weights were written, and lie in host memory, as long as it takes to read them twice.
+        """Returns the digest of the weights as they are now.
+
+        Takes some tenths of a second for a large model. If weights were written, and lie in host
+        memory, it takes the time to read them twice.
         """
-        # Whoever writes while they are read is noticed again.
+        # Cleared before the read, so that a write during the read is noticed.
         was_touched, self.touched = self.touched, False
         try:
             samples = self._digest(_samples)
@@ -82,8 +84,9 @@ class WeightsWatch:
         return self._known
 
     def forget_original(self) -> None:
-        """It is not known whether the weights are those that the engine's identity speaks of: from
-        the first check on, what they are in memory stands for them.
+        """Makes the first check name the weights by their content in memory.
+
+        For an engine whose weights may differ from those that its identity names.
         """
         self.original, self.touched = "", True
 
@@ -125,10 +128,10 @@ class WeightsWatch:
 
 
 def calling_worker() -> tuple[Any, Any]:
-    """vLLM's model runner and worker that are registering their KV caches right now; None for what
-    can't be found.
+    """Returns vLLM's model runner and worker that are registering KV caches right now; None for
+    either if it is not found.
 
-    vLLM tells a connector neither, but both are on the stack when KV caches are registered.
+    vLLM does not pass them to a connector, but both are on the stack when KV caches are registered.
     """
     runner = None
     frame = sys._getframe(1)
@@ -149,11 +152,11 @@ def calling_worker() -> tuple[Any, Any]:
 
 
 def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
-    """A watch over the models of the worker that is registering its KV caches right now; None where
-    it can't be found.
+    """Returns a watch over the models of the worker that is registering its KV caches right now;
+    None if the worker is not found.
 
-    `in_doubt`: files of the model have changed since this process began, so what was loaded may be
-    older than they are.
+    `in_doubt`: files of the model have changed since this process began, so the loaded weights may
+    be older than the files.
     """
     runner, worker = calling_worker()
     if runner is None:
@@ -188,7 +191,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor's memory, in whatever order its strides give it; uint8 [bytes]."""
+    """Returns a tensor's memory in the order of addresses, whatever its strides; uint8 [bytes]."""
     size = tensor.element_size()
     span = (
         sum(
@@ -207,7 +210,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Small tensors whole, of large ones evenly spread pieces."""
+    """Yields all bytes of a small tensor, evenly spread pieces of a large one."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)
@@ -222,7 +225,8 @@ def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
 
 
 def _sums(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Small tensors whole, of large ones sums that depend on every byte and its place."""
+    """Yields all bytes of a small tensor, sums of a large one that depend on each byte and its
+    place."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)

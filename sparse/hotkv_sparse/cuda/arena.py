@@ -71,7 +71,7 @@ class MappedArena:
             )
         self.access = self._find_access()
         self.error = ""
-        """Why it is not readable beyond `readable_bytes`."""
+        """Why the arena is not readable beyond `readable_bytes`."""
         self._readable_bytes = self.num_bytes if self.access is Access.PAGEABLE else 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotkv-register", daemon=True)

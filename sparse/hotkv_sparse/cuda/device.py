@@ -37,8 +37,8 @@ Host = npt.NDArray[np.generic]
 
 
 class Array(Protocol):
-    """Device memory that somebody else holds on to: CuPy's arrays and torch's tensors are such
-    (numpy's, if the CPU plays the device)."""
+    """Device memory that another object owns: CuPy's arrays and torch's tensors are such (numpy's,
+    if the CPU plays the device)."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -70,23 +70,24 @@ class Device(Protocol):
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Gives a kernel to the stream; numbers have the kernel's types."""
+        """Queues a kernel on the stream; numbers have the kernel's types."""
 
 
 def source_of(kernel: str) -> str:
-    """The file that has it."""
+    """Returns the name of the source file that holds the kernel."""
     return next(source for source, kernels in SOURCES.items() if kernel in kernels)
 
 
 def source_text(source: str) -> str:
-    """A source with its header in place: CuPy's cache knows the text that it compiles, not the
-    files that this includes."""
+    """Returns a source with its header in place.
+
+    CuPy's cache knows the text that it compiles, not the files that the text includes."""
     header = (FOLDER / "common.cuh").read_text().replace("#pragma once\n", "")
     return (FOLDER / source).read_text().replace('#include "common.cuh"\n', header)
 
 
 def address_of(argument: Argument) -> int:
-    """Of a CUDA tensor, or of any array with CUDA's array interface."""
+    """Returns the address of a CUDA tensor, or of any array with CUDA's array interface."""
     if argument is None:
         return 0
     if isinstance(argument, int):
@@ -113,7 +114,7 @@ class _Module(Protocol):
 
 
 def cupy_module() -> ModuleType:
-    """Raises ImportError that says what to install."""
+    """Returns CuPy. Raises an ImportError that says what to install."""
     try:
         import cupy
     except ImportError as error:
@@ -139,11 +140,11 @@ class CupyDevice:
         return f"CupyDevice({self._number}, {len(self._kernels)} kernels loaded)"
 
     def use_stream(self, stream: int) -> None:
-        """Later calls go to that stream of the device."""
+        """Sends later calls to that stream of the device."""
         self._stream = self._cupy.cuda.ExternalStream(stream, self._number)
 
     def compile(self) -> None:
-        """All kernels; seconds if CuPy's cache has none."""
+        """Compiles all kernels; takes seconds if CuPy's cache has none."""
         for kernels in SOURCES.values():
             for kernel in kernels:
                 self._kernel(kernel)
