@@ -281,7 +281,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return HotKVStats(data=dict(data or {}))
 
     @classmethod
-    @class_hook(lambda cls, *arguments: SilentPromMetrics(*arguments))
+    @class_hook(lambda cls, *arguments, **named: SilentPromMetrics(*arguments, **named))
     def build_prom_metrics(
         cls,
         vllm_config: Any,

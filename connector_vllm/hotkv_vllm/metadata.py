@@ -150,7 +150,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         self.counters[name] = self.counters.get(name, 0) + value
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
-        """Joins the reports of two ranks into this one."""
+        """Returns the reports of two ranks joined; both stay as they are."""
         if not isinstance(other, HotKVWorkerMetadata):
             return self
         stores = {
