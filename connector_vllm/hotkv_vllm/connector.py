@@ -257,7 +257,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.clock.write(self.config.hook_timing_file)
 
     @classmethod
-    @class_hook(lambda *_: True)
+    @class_hook(lambda *_: True, last=True)
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """True: where the memory of sleep mode can't be shared (CUDA's cumem allocator) hotkv is
         off and says so; the engine starts."""

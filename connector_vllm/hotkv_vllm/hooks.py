@@ -96,11 +96,13 @@ def _answer(
 
 
 def class_hook(
-    otherwise: Callable[..., Any],
+    otherwise: Callable[..., Any], last: Any = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Does the same for methods that vLLM calls on the class, before there is a connector.
 
-    Faults are logged; nothing is timed or counted."""
+    Faults are logged; nothing is timed or counted. `last` is the answer if the fallback breaks too;
+    None is what vLLM's own base class answers.
+    """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
         _add(method.__name__, method)
@@ -113,8 +115,12 @@ def class_hook(
                 logger.exception(
                     "hotkv: hook %s broke; the engine goes on without its result", method.__name__
                 )
+            try:
                 answer: T = otherwise(cls, *args, **kwargs)
-                return answer
+            except Exception:
+                logger.exception("hotkv: the fallback of hook %s broke, too", method.__name__)
+                answer = last
+            return answer
 
         return guarded
 

@@ -420,3 +420,14 @@ def test_short_files_are_refused() -> None:
     for num_bytes in (0, 1, HEADER.size - 1, HEADER.size):
         with pytest.raises(ValueError, match="block table"):
             BlockTable.open(np.zeros(num_bytes, np.uint8))
+
+
+def test_kernels_have_the_constants_of_the_table() -> None:
+    """A kernel compiles its constants in, so it has its own; numba would not see those of another
+    file change."""
+    kernels = native.load("hotkv.kernels")
+    if kernels is None:
+        pytest.skip("numba is not there")
+    both = {name for name in vars(kernels) if name.isupper() and hasattr(table, name)}
+    assert {"MAX_PROBE_BUCKETS", "WAYS"} <= both
+    assert all(getattr(kernels, name) == getattr(table, name) for name in both)

@@ -376,6 +376,16 @@ def test_shutdown_breaks(bench: Bench) -> None:
             assert not memory.fds, function
 
 
+def test_a_fallback_of_the_class_breaks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("told to fail")
+
+    monkeypatch.setattr("hotkv_vllm.connector.SilentPromMetrics", failing)
+    with broken(inspect.unwrap(HotKVConnector.build_prom_metrics)):
+        metrics = HotKVConnector.build_prom_metrics(bench.one.vllm_config, METRICS, [], {0: []})
+    assert metrics is None
+
+
 def test_hooks_of_the_class_break(bench: Bench) -> None:
     for name in ("get_required_kvcache_layout", "build_kv_connector_stats", "build_prom_metrics"):
         member = inspect.unwrap(getattr(HotKVConnector, name))

@@ -1,7 +1,8 @@
 """Works round what vLLM's scheduler does with a request whose load failed.
 
-Source: vLLM 0.32 with `kv_load_failure_policy` `recompute`, as in vllm-project/vllm#53868 and
-pull request #57841. Two things can stall a full engine for ever:
+Source: the scheduler of vLLM 0.32 with `kv_load_failure_policy` `recompute`. Reservations came with
+vllm-project/vllm#44560; #53868 and #57841 describe stalls with the same end. Two things can stall a
+full engine for ever:
 
 - vLLM goes on reserving blocks for such a request until it is scheduled, and admits asynchronous
   loads (not plain prefills) only beside all reservations. If nothing else fits, a granted hit would
