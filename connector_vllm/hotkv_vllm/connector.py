@@ -1,13 +1,13 @@
 """`HotKVConnector`: vLLM's view of hotkv. Fails open: no exception of hotkv's reaches vLLM from any
 hook.
 
-Thin: it holds one object for each side (`sides`), of which one is real, and each hook calls one of
+Thin: it holds one object for each side, of which one is real (`sides`), and each hook calls one of
 them. A hook that breaks is logged once, counted, and answered by its fallback, each of which says
 what makes it safe (`hooks`). Only a wrong configuration raises, when the connector is constructed.
 Nothing happens per layer.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,7 +34,7 @@ except ImportError as error:
 
 from hotkv_vllm.hooks import HookEdge, class_hook, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.sides import SchedulerSide, WorkerSide
+from hotkv_vllm.sides import NoSide
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
 logger = link.logger
@@ -54,8 +54,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.config = config
         self.clock = HookClock(who, str(transfer.engine_id))
         self.edge = HookEdge(self.clock, self._count)
-        self._scheduler = SchedulerSide()
-        self._worker = WorkerSide()
+        self._scheduler = cast(HotKVScheduler, NoSide())
+        self._worker = cast(HotKVWorker, NoSide())
         self._is_child = False
         why_off = versions.why_off(config.allow_untested_vllm)
         if why_off:
@@ -67,7 +67,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         outer = multi.outer_configs()
         self._is_child = bool(outer)
         if is_scheduler:
-            use_recompute_policy(outer or (vllm_config,), self._is_child)
+            checks.use_recompute_policy(outer or (vllm_config,), self._is_child)
             self._scheduler = HotKVScheduler(vllm_config, kv_cache_config, config, self.edge)
         else:
             if centres is not None:
@@ -123,15 +123,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.before_step(kv_connector_metadata)
 
     def _loads_broke(self, *_: Any, **__: Any) -> None:
-        meta = self._connector_metadata
-        if isinstance(meta, HotKVMetadata):
+        if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.loads_broke(meta)
 
     @hook(_loads_broke)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The V1 runner passes no keywords, V2 several; none are needed."""
-        meta = self._connector_metadata
-        if isinstance(meta, HotKVMetadata):
+        if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.start_loads(meta)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -143,14 +141,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are stored whole, after the step."""
 
     def _stores_broke(self) -> None:
-        meta = self._connector_metadata
-        if isinstance(meta, HotKVMetadata):
+        if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.stores_broke(meta)
 
     @hook(_stores_broke)
     def wait_for_save(self) -> None:
-        meta = self._connector_metadata
-        if isinstance(meta, HotKVMetadata):
+        if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.save(meta)
 
     def _results_broke(self, *_: Any) -> KVConnectorTransferResults:
@@ -211,10 +207,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.requests.allocated(request, blocks, num_external_tokens)
 
-    @hook(lambda self, _: self._scheduler.plan_broke(), last=HotKVMetadata(lost_track=True))
+    @hook(lambda self, _: self._scheduler.steps.plan_broke(), last=HotKVMetadata(lost_track=True))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self.clock.end_step()
-        return self._scheduler.build_meta(scheduler_output)
+        return self._scheduler.steps.plan(scheduler_output)
 
     @hook(lambda self, connector_output: self._scheduler.update_broke(connector_output))
     def update_connector_output(self, connector_output: Any) -> None:
@@ -250,7 +246,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(nothing)
     def shutdown(self) -> None:
-        self._scheduler.shutdown()
+        self._scheduler.turn_off()
         self._worker.shutdown()
         self.clock.log()
         if self.config.hook_timing_file:
@@ -290,24 +286,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
         return HotKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
-    """Makes vLLM compute what could not be loaded. `configs`: those that vLLM's scheduler may read,
-    as `multi.outer_configs`; `is_child`: of a MultiConnector."""
-    if None in configs:
-        logger.warning(
-            "hotkv can't set kv_load_failure_policy in this MultiConnector; set it to "
-            "'recompute' beside kv_connector MultiConnector, "
-            "or a failed load ends its request as an error"
-        )
-    changed = [checks.use_recompute_policy(config) for config in configs if config is not None]
-    if any(changed):
-        logger.info(
-            "hotkv: kv_load_failure_policy is set to 'recompute'%s, so that a failed load "
-            "costs time, not the request",
-            ", for all connectors of this engine" if is_child else "",
-        )
 
 
 # MultiConnector looks up by name whose statistics it is given, in the frontend's process too.

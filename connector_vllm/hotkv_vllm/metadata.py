@@ -6,6 +6,7 @@ if the scheduler asks for it. All are small picklable values: hashes and ids, ne
 """
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -153,36 +154,30 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         """Returns the reports of two ranks joined; both stay as they are."""
         if not isinstance(other, HotKVWorkerMetadata):
             return self
-        stores = {
-            store_id: StoreReport(list(report.results)) for store_id, report in self.stores.items()
-        }
+        stores = {store_id: StoreReport(list(one.results)) for store_id, one in self.stores.items()}
         for store_id, report in other.stores.items():
             stores.setdefault(store_id, StoreReport([])).results.extend(report.results)
-        counters = dict(self.counters)
-        for name, value in other.counters.items():
-            counters[name] = counters.get(name, 0) + value
-        reports = [one.sparse for one in (self, other) if one.sparse is not None]
-        sparse = reports[0].join(reports[1]) if len(reports) == 2 else next(iter(reports), None)
-        settled = dict(self.settled_loads)
-        for transfer_id, num_ranks in other.settled_loads.items():
-            settled[transfer_id] = settled.get(transfer_id, 0) + num_ranks
+        sparse = [one.sparse for one in (self, other) if one.sparse is not None]
         named = [one.adapters for one in (self, other) if one.adapters is not None]
         return HotKVWorkerMetadata(
             stores,
-            counters,
-            sparse,
+            _summed(self.counters, other.counters),
+            sparse[0].join(sparse[1]) if len(sparse) == 2 else next(iter(sparse), None),
             self.handshakes + other.handshakes,
             max(self.settled_step, other.settled_step),
             tuple(dict.fromkeys(self.overdue_loads + other.overdue_loads)),
-            settled,
+            _summed(self.settled_loads, other.settled_loads),
             self.links | other.links,
             named[0].join(named[1]) if len(named) == 2 else next(iter(named), None),
             self.weights | other.weights,
         )
 
     def is_empty(self) -> bool:
-        of_step = (
-            self.stores or self.counters or self.handshakes or self.settled_step or self.weights
-        )
-        of_server = self.overdue_loads or self.settled_loads or self.links
-        return not of_step and not of_server and self.sparse is None and self.adapters is None
+        return self == HotKVWorkerMetadata()
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _summed(one: dict[str, Number], other: dict[str, Number]) -> dict[str, Number]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in one | other}

@@ -25,7 +25,6 @@ EDGE = {
     "_answer",
     "HotKVScheduler.count",
     "HotKVWorker.count",
-    "HotKVWorker._count",
     "HotKVWorkerMetadata.count",
     "HotKVStats.add",
 }

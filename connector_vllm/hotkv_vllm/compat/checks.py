@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.link import logger
 
 
 def check_ranks(vllm_config: Any) -> None:
@@ -89,14 +90,29 @@ def preferred_layout() -> str | None:
     return "BLHNC" if current_platform.is_cuda() else None
 
 
-def use_recompute_policy(vllm_config: Any) -> bool:
-    """Sets the policy for failed loads to `recompute`; must run before the scheduler reads it. True
-    if that changed something."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer.kv_load_failure_policy == "recompute":
-        return False
-    transfer.kv_load_failure_policy = "recompute"
-    return True
+def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
+    """Makes vLLM compute what could not be loaded: sets the policy for failed loads to `recompute`.
+    Must run before vLLM's scheduler reads it.
+
+    `configs`: those that the scheduler may read, as `multi.outer_configs`; `is_child`: of a
+    MultiConnector.
+    """
+    if None in configs:
+        logger.warning(
+            "hotkv can't set kv_load_failure_policy in this MultiConnector; set it to "
+            "'recompute' beside kv_connector MultiConnector, "
+            "or a failed load ends its request as an error"
+        )
+    transfers = [config.kv_transfer_config for config in configs if config is not None]
+    others = [one for one in transfers if one.kv_load_failure_policy != "recompute"]
+    for transfer in others:
+        transfer.kv_load_failure_policy = "recompute"
+    if others:
+        logger.info(
+            "hotkv: kv_load_failure_policy is set to 'recompute'%s, so that a failed load "
+            "costs time, not the request",
+            ", for all connectors of this engine" if is_child else "",
+        )
 
 
 def name_connector(name: str, module: str) -> None:

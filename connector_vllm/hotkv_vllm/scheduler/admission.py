@@ -14,19 +14,18 @@ from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.scheduler.assembly import Engine
 from hotkv_vllm.scheduler.hints import HintReader
-from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT
+from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT, Answer
 from hotkv_vllm.scheduler.load_orders import LoadOrders
 from hotkv_vllm.scheduler.other_loads import OtherLoads
 from hotkv_vllm.scheduler.request import Phase, RequestState
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
-from hotkv_vllm.sides import RequestSide
 from hotkv_vllm.sparse.rows import RowNames, announce
 
 logger = link.logger
 
 
-class Admission(RequestSide):
+class Admission:
     """See the module. `rows`: names of rows that decode sparsely; None without sparse decode.
     `lost_track`: it is not known which blocks the next step gives away."""
 
@@ -61,7 +60,19 @@ class Admission(RequestSide):
             if state.is_loading:
                 self.loads.cancel(request_id)
 
+    def cancel_refused(self) -> None:
+        """The next step asks to end the loads of adapters that were seen with other bytes."""
+        now_s = time.monotonic()
+        for request_id, state in self.states.items():
+            if (
+                state.request.lora_request is not None
+                and state.is_loading
+                and self._adapters.standing(state.request, now_s) is Standing.NEVER
+            ):
+                self.loads.cancel(request_id)
+
     def arrived(self, request: Any) -> None:
+        """A request is new to the engine."""
         self.take_up(request)
         self._begin_sequences(request)
 
@@ -95,7 +106,8 @@ class Admission(RequestSide):
     def _may_read(self, request: Any) -> bool:
         return self._may_load and self._sharing.may_offer and not request.skip_reading_prefix_cache
 
-    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def match(self, request: Any, num_computed_tokens: int) -> Answer:
+        """Answers vLLM, whose own hit is `num_computed_tokens` long."""
         self.written.matched(request.request_id, num_computed_tokens)
         now_s = time.monotonic()
         if self._sharing.joining is not None:
@@ -154,6 +166,7 @@ class Admission(RequestSide):
             self._sharing.cache.finder.give_back(state)
 
     def finished(self, request: Any, block_ids: Any) -> None:
+        """A request has ended, or was aborted."""
         self._end_sequences(request.request_id)
         self.written.ended(request.request_id)
         all_is_there = self.others.may_store(request.request_id)

@@ -15,18 +15,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
-from hotkv.groups import needed_blocks
-from hotkv_client.types import LeaseGrant, LoadRun
+from hotkv_client.types import LeaseGrant
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.link import BoolMask, CacheSession
+from hotkv_vllm.link import CacheSession
 from hotkv_vllm.metadata import LoadJob
 from hotkv_vllm.scheduler.failed_loads import FailedLoads
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
+from hotkv_vllm.scheduler.leased_blocks import load_runs, pinned_masks, stored_blocks
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
-from hotkv_vllm.scheduler.request import HitState, Masks, Phase, RequestState
+from hotkv_vllm.scheduler.request import Masks, Phase, RequestState
 from hotkv_vllm.scheduler.table_probe import TableProbe
 from hotkv_vllm.stats import HotKVStats
 
@@ -39,10 +37,12 @@ LEASE_SHARE_BEFORE_LOAD = 0.5
 NEVER_AGAIN = 1 << 30
 """Failed loads of a request that is offered nothing more."""
 
-NO_HIT: tuple[int, bool] = (0, False)
-"""Answer to vLLM: nothing to load."""
-ASK_AGAIN: tuple[None, bool] = (None, False)
-"""Answer to vLLM: not known yet, the request waits."""
+Answer = tuple[int | None, bool]
+"""What vLLM is told: how many tokens beyond its own hit can be loaded, and whether it has to wait
+for the load."""
+NO_HIT: Answer = (0, False)
+ASK_AGAIN: Answer = (None, False)
+"""Not known yet: the request waits."""
 
 
 class HitFinder:
@@ -83,25 +83,18 @@ class HitFinder:
         elif self._session.connected:
             self._ask(state, now_s)
 
-    def match(
-        self, state: RequestState, computed_tokens: int, now_s: float
-    ) -> tuple[int | None, bool]:
-        """Answers vLLM's question: how many tokens beyond `computed_tokens`; None for 'ask
-        again'."""
+    def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
+        """Answers vLLM, whose own hit is `computed_tokens` long."""
         hit = state.hit
-        if (
-            not self._session.connected
-            or max(hit.failed_loads, hit.unproved_loads) > self._config.max_load_retries
-        ):
+        num_failed = max(hit.failed_loads, hit.unproved_loads)
+        if not self._session.connected or num_failed > self._config.max_load_retries:
             self.give_back(state)
             return NO_HIT
         self.hidden.set_epoch(self._session.epoch)
         if self._overdue is not None and self._overdue.done():
             self._overdue = None
-        if hit.phase is Phase.ASKED:
-            return self._after_lookup(state, computed_tokens, now_s)
-        if hit.phase is Phase.LEASING:
-            return self._after_lease(state, computed_tokens, now_s)
+        if hit.phase in (Phase.ASKED, Phase.LEASING):
+            return self._after_call(state, computed_tokens, now_s)
         if hit.phase is Phase.GRANTED:
             if self.failed_loads.outwait(hit.granted_s, now_s):
                 hit.failed_loads = self._config.max_load_retries + 1
@@ -208,7 +201,7 @@ class HitFinder:
         if state.hit.phase is not Phase.LOADING:
             self.give_back(state)
 
-    def _ask(self, state: RequestState, now_s: float) -> tuple[int | None, bool]:
+    def _ask(self, state: RequestState, now_s: float) -> Answer:
         """Sends a lookup: there is no table to probe."""
         limit = state.request.num_tokens - 1
         groups = self.groups.named(
@@ -222,15 +215,20 @@ class HitFinder:
         state.hit.deadline_s = now_s + self._config.lookup_timeout_s
         return ASK_AGAIN
 
-    def _after_lookup(
-        self, state: RequestState, computed_tokens: int, now_s: float
-    ) -> tuple[int | None, bool]:
-        answer = state.hit.answer
+    def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
+        """Goes on when the server has answered the lookup or the lease."""
+        hit, answer = state.hit, state.hit.answer
         if answer is not None and not answer.done():
-            return ASK_AGAIN if now_s < state.hit.deadline_s else self._late(state, now_s)
-        state.hit.phase, state.hit.answer = Phase.IDLE, None
+            if now_s < hit.deadline_s:
+                return ASK_AGAIN
+            self._stats.add("lookup_timeouts")
+            self._overdue = answer
+            return self._miss(state, now_s)
         if answer is None or answer.cancelled() or answer.exception() is not None:
             return self._miss(state, now_s)
+        hit.answer = None
+        if hit.phase is Phase.LEASING:
+            return self._granted(state, answer.result(), computed_tokens, now_s)
         masks = tuple(
             self.hidden.mask(index, self.groups.hashes(state.request, index)[: len(mask)], mask)
             for index, mask in enumerate(answer.result())
@@ -239,7 +237,7 @@ class HitFinder:
 
     def _take_lease(
         self, state: RequestState, masks: Masks, computed_tokens: int, now_s: float
-    ) -> tuple[int | None, bool]:
+    ) -> Answer:
         hit = state.hit
         hit_tokens = self.groups.longest_hit(masks, computed_tokens, state.request.num_tokens - 1)
         if hit_tokens <= computed_tokens:
@@ -255,17 +253,10 @@ class HitFinder:
         hit.deadline_s = now_s + self._config.lookup_timeout_s
         return ASK_AGAIN
 
-    def _after_lease(
-        self, state: RequestState, computed_tokens: int, now_s: float
-    ) -> tuple[int | None, bool]:
-        hit, answer = state.hit, state.hit.answer
-        if answer is not None and not answer.done():
-            return ASK_AGAIN if now_s < hit.deadline_s else self._late(state, now_s)
-        if answer is None or answer.cancelled() or answer.exception() is not None:
-            return self._miss(state, now_s)
-        grant: LeaseGrant = answer.result()
-        hit.answer = None
-        num_groups = len(hit.leased)
+    def _granted(
+        self, state: RequestState, grant: LeaseGrant, computed_tokens: int, now_s: float
+    ) -> Answer:
+        hit, num_groups = state.hit, len(state.hit.leased)
         hit.ready = pinned_masks(self.groups, hit, grant.pinned[:num_groups])
         hit.represented = self.representations.granted(grant.pinned[num_groups:])
         hit_tokens = self.groups.longest_hit(hit.ready, hit.computed_tokens, hit.hit_tokens)
@@ -283,69 +274,10 @@ class HitFinder:
             self._stats.add("offered_tokens", hit_tokens - computed_tokens)
         return hit_tokens - computed_tokens, True
 
-    def _late(self, state: RequestState, now_s: float) -> tuple[int, bool]:
-        self._stats.add("lookup_timeouts")
-        self._overdue = state.hit.answer
-        return self._miss(state, now_s)
-
-    def _miss(self, state: RequestState, now_s: float) -> tuple[int, bool]:
+    def _miss(self, state: RequestState, now_s: float) -> Answer:
         self.give_back(state)
         state.hit.miss_until_s = now_s + MISS_MEMORY_S
         if not state.hit.counted:
             state.hit.counted = True
             self._stats.add("miss_requests")
         return NO_HIT
-
-
-def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
-    """Per group: leading blocks that need not be stored after a load, as the server has them."""
-    found = []
-    for index, spec in enumerate(groups.specs):
-        num_blocks = hit.hit_tokens // spec.block_tokens
-        mask = hit.represented.get(index)
-        if mask is not None and not mask.all():
-            # Blocks that came without a representation are looked at once more, so that they get
-            # one.
-            num_blocks = min(num_blocks, hit.leased[index].start + int(np.argmin(mask)))
-        found.append(num_blocks)
-    return tuple(found)
-
-
-def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
-    """Which blocks a lease has pinned, per group; `pinned` is the grant's answer for the leased
-    ones."""
-    masks = []
-    for index, (blocks, is_pinned) in enumerate(zip(hit.leased, pinned, strict=True)):
-        # Of the block behind a drafter's hit only the hash matters, so it is not leased.
-        mask = np.ones(groups.num_blocks(index, hit.hit_tokens), np.bool_)
-        mask[: blocks.stop] = False
-        mask[blocks.start : blocks.stop] = is_pinned
-        masks.append(mask)
-    return tuple(masks)
-
-
-def load_runs(
-    groups: CachedGroups,
-    hit: HitState,
-    block_ids: Sequence[Sequence[int]],
-    hit_tokens: int,
-    null_block: int,
-) -> list[LoadRun]:
-    """What to load where for a hit of `hit_tokens`, per group; nothing if the lease does not cover
-    all of it."""
-    runs = []
-    for index, (spec, blocks) in enumerate(
-        zip(groups.specs, needed_blocks(groups.specs, hit_tokens), strict=True)
-    ):
-        first = max(blocks.start, hit.computed_tokens // spec.block_tokens)
-        table = np.asarray(block_ids[index][first : blocks.stop], np.int32)
-        if first + len(table) < blocks.stop:
-            return []
-        wanted = np.arange(first, first + len(table), dtype=np.int32)[table != null_block]
-        table = table[table != null_block]
-        if not len(table):
-            continue
-        if wanted[0] < hit.leased[index].start or not hit.ready[index][wanted].all():
-            return []
-        runs.append(LoadRun(index, wanted - np.int32(hit.leased[index].start), table))
-    return runs

@@ -1,35 +1,33 @@
 """The connector's scheduler side: answers vLLM's scheduler and plans each step's loads and stores.
 
 Holds together what lasts as long as the engine: `sharing` (whether there is a cache, and of which
-key space), `requests` (what each request has) and the planner of steps. Runs in the
-scheduler's thread and never blocks after the start; without a cache every hook returns after one
-test.
+key space), `requests` (what each request has) and `steps` (what the workers are to do). Runs in the
+scheduler's thread and never blocks after the start, but for a reset. Without a cache every hook
+returns after one test.
 """
 
 import time
 from typing import Any
 
 from hotkv_vllm import link
-from hotkv_vllm.adapters import AdapterReport, Adapters, Standing
+from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
-from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
+from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
 from hotkv_vllm.scheduler.exactness import Exactness
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.step_planner import StepPlanner
-from hotkv_vllm.sides import SchedulerSide
 from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger
 
 
-class HotKVScheduler(SchedulerSide):
-    """Scheduler side. Idle until `connect` was given the workers' key space."""
-
-    requests: Admission
+class HotKVScheduler:
+    """Scheduler side. Idle until `connect` was given the workers' key space. `*_broke`: what makes
+    up for a hook that has raised."""
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, edge: HookEdge
@@ -39,7 +37,7 @@ class HotKVScheduler(SchedulerSide):
         self._adapters = Adapters(
             vllm_config.parallel_config.world_size, lambda text: logger.warning("hotkv: %s", text)
         )
-        self._exactness = Exactness(
+        exactness = Exactness(
             kv_groups.group_block_tokens(vllm_config, kv_cache_config), kv_cache_config.num_blocks
         )
         engine = Engine(
@@ -48,12 +46,12 @@ class HotKVScheduler(SchedulerSide):
             config,
             self.stats,
             self._adapters,
-            self._exactness,
+            exactness,
             checks.counts_media(vllm_config),
         )
         self.sharing = Sharing(engine)
         self.requests = Admission(engine, self.sharing, edge)
-        self._steps = StepPlanner(engine, self.sharing, self.requests, edge)
+        self.steps = StepPlanner(engine, self.sharing, self.requests, edge)
 
     def __repr__(self) -> str:
         return f"HotKVScheduler({self.sharing}, {self.requests})"
@@ -64,6 +62,7 @@ class HotKVScheduler(SchedulerSide):
         return self.sharing.cache
 
     def count(self, name: str) -> None:
+        """Adds one to a counter of `stats.COUNTERS`."""
         self.stats.add(name)
 
     def take_stats(self) -> HotKVStats | None:
@@ -75,9 +74,8 @@ class HotKVScheduler(SchedulerSide):
         self.totals.aggregate(taken)
         return taken
 
-    # ---------------------------------------------------------------------------------------- start
-
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
+        """The ranks have said what they found."""
         if self.sharing.replaces(handshakes):
             # Requests that are there already do without hotkv.
             self.requests.cancel_loads()
@@ -85,27 +83,16 @@ class HotKVScheduler(SchedulerSide):
         self.sharing.connect(handshakes)
 
     def turn_off(self) -> None:
-        self.sharing.turn_off()
-
-    def shutdown(self) -> None:
+        """From now on this engine runs without hotkv."""
         self.sharing.turn_off()
 
     def bind_pool(self, pool: Any) -> None:
+        """Takes vLLM's pool of blocks."""
         self.requests.loads.quarantine.pool = pool
 
-    # ---------------------------------------------------------------------------------------- steps
-
-    def build_meta(self, scheduler_output: Any) -> HotKVMetadata:
-        return self._steps.plan(scheduler_output)
-
-    # -------------------------------------------------------------------------------------- results
-
     def update(self, output: Any) -> None:
-        sharing, quarantine, now_s = (
-            self.sharing,
-            self.requests.loads.quarantine,
-            time.monotonic(),
-        )
+        """Takes in a step's results, joined over all ranks."""
+        sharing, loads, now_s = self.sharing, self.requests.loads, time.monotonic()
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, HotKVWorkerMetadata) else HotKVWorkerMetadata()
         for name, value in report.counters.items():
@@ -115,18 +102,20 @@ class HotKVScheduler(SchedulerSide):
             # Loads of what was computed with the old weights come to nothing.
             self.requests.cancel_loads()
         # Before vLLM frees anything of the requests that this step reports.
-        num_hung = quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
+        num_hung = loads.quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
         if num_hung:
             self.stats.add("hung_loads", num_hung)
-        quarantine.settled(report.settled_loads)
+        loads.quarantine.settled(report.settled_loads)
         if report.settled_step:
             self.requests.others.settled(report.settled_step, not output.invalid_block_ids)
         if sharing.joining is not None:
             for request in sharing.join(report):
                 self.requests.take_up(request)
-        cache = self.sharing.cache
-        if cache is None:
-            return
+        if sharing.cache is not None:
+            self._update_cache(sharing.cache, output, report)
+
+    def _update_cache(self, cache: Assembly, output: Any, report: HotKVWorkerMetadata) -> None:
+        """Takes in what a step says of loads, stores, adapters and sparse decode."""
         failed = output.failed_recving or ()
         for request_id in self.requests.loads.ended(output.finished_recving or ()):
             if request_id in failed:
@@ -136,25 +125,13 @@ class HotKVScheduler(SchedulerSide):
                 cache.planner.loaded(state, cache.finder.end_load(state, request_id in failed))
         cache.planner.reported(report)
         if report.adapters is not None:
-            self._named(cache, report.adapters)
+            self._adapters.reported(report.adapters)
+            if report.adapters.changed:
+                # Nothing is stored or loaded that was planned on the old bytes.
+                cache.planner.forget()
+                self.requests.cancel_refused()
         if cache.memory is not None and report.sparse is not None:
             cache.memory.reported(report.sparse)
-
-    def _named(self, cache: Assembly, report: AdapterReport) -> None:
-        """What workers say of LoRA adapters. If bytes have changed, nothing is stored or loaded
-        that was planned on the old ones."""
-        self._adapters.reported(report)
-        if not report.changed:
-            return
-        cache.planner.forget()
-        now_s = time.monotonic()
-        for request_id, state in self.requests.states.items():
-            if (
-                state.request.lora_request is not None
-                and state.is_loading
-                and self._adapters.standing(state.request, now_s) is Standing.NEVER
-            ):
-                self.requests.loads.cancel(request_id)
 
     # ---------------------------------------------------------------------------------------- reset
 
@@ -182,28 +159,6 @@ class HotKVScheduler(SchedulerSide):
         return cache.reset.begin(self._config.reset_timeout_s)
 
     # -------------------------------------------------------------------- fallbacks of broken hooks
-
-    def plan_broke(self) -> HotKVMetadata:
-        """The work of a step whose planning broke: which blocks it gives away is not known, so all
-        stores are taken back, those too that no worker was told of. Loads that were to begin count
-        as failed, and what the step computes is not stored.
-        """
-        self._exactness.step_was_lost()
-        self.requests.others.lost()
-        self.requests.lost_track = False
-        if self.sharing.cache is not None:
-            self.sharing.cache.planner.plan_broke()
-        loads = self.requests.loads
-        meta = HotKVMetadata(
-            cancel_loads=tuple(loads.cancelled),
-            abandoned_loads=(*loads.jobs, *loads.abandoned),
-            held_loads=loads.quarantine.held,
-            lost_track=True,
-            weights=self.sharing.weights.order(),
-        )
-        # Last, so that they are not lost if this breaks as well.
-        loads.jobs, loads.abandoned, loads.cancelled = {}, [], []
-        return meta
 
     def update_broke(self, output: Any) -> None:
         """Whatever of a step's results was not taken: its loads count as failed, and its stores as

@@ -145,3 +145,25 @@ class StepPlanner:
             meta.remembered, meta.hot_sets_of = self._sharing.cache.memory.step(
                 rows, self._requests.states, time.monotonic()
             )
+
+    def plan_broke(self) -> HotKVMetadata:
+        """The work of a step whose planning broke: which blocks it gives away is not known, so all
+        stores are taken back, those too that no worker was told of. Loads that were to begin count
+        as failed, and what the step computes is not stored.
+        """
+        self._exactness.step_was_lost()
+        self._requests.others.lost()
+        self._requests.lost_track = False
+        if self._sharing.cache is not None:
+            self._sharing.cache.planner.plan_broke()
+        loads = self._requests.loads
+        meta = HotKVMetadata(
+            cancel_loads=tuple(loads.cancelled),
+            abandoned_loads=(*loads.jobs, *loads.abandoned),
+            held_loads=loads.quarantine.held,
+            lost_track=True,
+            weights=self._sharing.weights.order(),
+        )
+        # Last, so that they are not lost if this breaks as well.
+        loads.jobs, loads.abandoned, loads.cancelled = {}, [], []
+        return meta

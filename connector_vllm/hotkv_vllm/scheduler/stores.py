@@ -10,23 +10,22 @@ storing is `missing_blocks`'.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from hotkv.retention import NO_RETENTION, Retention
-from hotkv_client.types import BlockResult, BlockRun
+from hotkv.retention import Retention
+from hotkv_client.types import BlockRun
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
 from hotkv_vllm.scheduler.fence import Fence
-from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.missing_blocks import MissingBlocks, portions
 from hotkv_vllm.scheduler.request import RequestState, StoreState
-from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight, StoresInFlight
+from hotkv_vllm.scheduler.store_results import settle
+from hotkv_vllm.scheduler.stores_in_flight import StoresInFlight
 from hotkv_vllm.stats import HotKVStats
 
 Tables = Callable[[str], "tuple[list[int], ...] | None"]
@@ -273,9 +272,7 @@ class StorePlanner:
                 runs += self._missing.runs(state, index, hashes, place, one, planned)
         return runs
 
-    def _job(
-        self, runs: Sequence[BlockRun], retention: Retention = NO_RETENTION
-    ) -> StoreJob | None:
+    def _job(self, runs: Sequence[BlockRun], retention: Retention) -> StoreJob | None:
         """The store of these runs; None if it could not be revoked."""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         blocks, representations = self._representations.split(runs)
@@ -285,34 +282,3 @@ class StorePlanner:
         else:
             self._stats.add("stores")
         return job
-
-
-def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
-    """Counts what a store has come to, and offers again what it has stored."""
-    whole, num_stored = stored_whole(store)
-    num_whole = int(whole.sum())
-    for name, count in (
-        ("stored_blocks", num_stored),
-        ("present_blocks", num_whole - num_stored),
-        ("refused_blocks", store.num_blocks - num_whole),
-    ):
-        if count:
-            stats.add(name, count)
-    if len(hidden):
-        keys = [(run.group_index, one) for run in store.runs for one in run.hashes]
-        for (group, block_hash), good in zip(keys, whole.tolist(), strict=True):
-            if good:
-                hidden.clear(group, block_hash)
-
-
-def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
-    """Which blocks of a store all ranks have stored, as a mask, and how many of these are new to
-    the server."""
-    num_blocks = store.num_blocks
-    answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
-    for row, result in enumerate(store.results):
-        part = np.frombuffer(result, np.uint8)[:num_blocks]
-        answers[row, : len(part)] = part
-    is_written = (answers <= BlockResult.WRITTEN).all(axis=0)
-    whole = is_written & (answers <= BlockResult.PRESENT).any(axis=0)
-    return whole, int((whole & (answers == BlockResult.STORED).any(axis=0)).sum())

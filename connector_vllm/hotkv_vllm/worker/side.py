@@ -23,13 +23,8 @@ from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge, hook, nothing
-from hotkv_vllm.metadata import (
-    HotKVHandshake,
-    HotKVMetadata,
-    HotKVWorkerMetadata,
-)
+from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.rekeying import RECONNECT_S
-from hotkv_vllm.sides import WorkerSide
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.loads import ActiveLoad, Loads
 from hotkv_vllm.worker.session import RankSession
@@ -39,8 +34,9 @@ from hotkv_vllm.worker.transfers import Transfers
 logger = link.logger
 
 
-class HotKVWorker(WorkerSide):
-    """Worker side. Idle until `register` has found the memory exportable and begun a session."""
+class HotKVWorker:
+    """Worker side. Idle until `register` has found the memory exportable and begun a session.
+    `*_broke`: what makes up for a hook that has raised."""
 
     def __init__(
         self,
@@ -63,19 +59,19 @@ class HotKVWorker(WorkerSide):
         self.sparse = SparseRank(vllm_config, kv_cache_config, config, centres, edge)
         self.transfers = Transfers(vllm_config, self.rank, config)
         self.loads = Loads(self.transfers.load, self.transfers.cancel)
-        self.stores = Stores(self.rank, config, self.transfers, self._count)
+        self.stores = Stores(self.rank, config, self.transfers, self.count)
 
     def __repr__(self) -> str:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
 
-    def count(self, name: str) -> None:
-        self._count(name, 1)
-
-    def _count(self, name: str, value: float) -> None:
+    def count(self, name: str, value: float = 1) -> None:
         """Adds to a counter of `stats.COUNTERS`; it goes out with the next report."""
         self._report.count(name, value)
 
+    # --------------------------------------------------------------------------------------- memory
+
     def register(self, kv_caches: dict[str, Any]) -> None:
+        """vLLM has made its KV caches: a tensor per layer."""
         self._kv_caches = kv_caches
         # First the memory moves, then others look at it; the session tells the server of all of it
         # at once.
@@ -84,6 +80,7 @@ class HotKVWorker(WorkerSide):
         self.rank.open(self.sparse.worker, self.sparse.centres)
 
     def unregister(self) -> None:
+        """vLLM is about to discard the KV memory."""
         if self.rank.session is None:
             return
         self._is_unregistered = True
@@ -91,15 +88,18 @@ class HotKVWorker(WorkerSide):
         self.sparse.will_write_all()
 
     def unregister_broke(self) -> None:
+        """The memory is given up, and it is not known what still reaches it."""
         self.rank.shutdown()
 
     def restore(self) -> None:
+        """The KV memory is there again, with other contents."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
             self.rank.open(self.sparse.worker, self.sparse.centres)
 
     def memory_broke(self, why: str) -> None:
+        """The memory could not be shown to the server."""
         self.rank.turn_off(why)
 
     def _export(self) -> None:
@@ -118,28 +118,30 @@ class HotKVWorker(WorkerSide):
         it has not ended stays unreported, and vLLM keeps its blocks.
         """
         if self.rank.session is not None:
-            self._end_transfers()
+            self.loads.make_void()
+            answers = [answer for answer in self.loads.answers if answer is not None]
+            answers += self.stores.end_early()
+            if wait_futures(answers, self._config.store_timeout_s + FENCE_GRACE_S).not_done:
+                logger.error(
+                    "hotkv: the server did not end all transfers before the engine sleeps; its "
+                    "session is closed"
+                )
+                self.stores.fail_all()
         self.rank.shutdown(keeps_fence=True)
 
-    def _end_transfers(self) -> None:
-        self.loads.make_void()
-        answers = [answer for answer in self.loads.answers if answer is not None]
-        answers += self.stores.end_early()
-        if wait_futures(answers, self._config.store_timeout_s + FENCE_GRACE_S).not_done:
-            logger.error(
-                "hotkv: the server did not end all transfers before the engine sleeps; its "
-                "session is closed"
-            )
-            self.stores.fail_all()
-
-    def handshake(self) -> HotKVHandshake | None:
+    def handshake(self) -> HotKVHandshake:
+        """Returns what the scheduler has to know of this rank."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
     def shutdown(self) -> None:
+        """Closes the session and the export."""
         self._kv_caches = {}
         self.rank.shutdown()
 
+    # ---------------------------------------------------------------------------------------- steps
+
     def before_step(self, meta: HotKVMetadata) -> None:
+        """Prepares for the step's first write of blocks."""
         if meta.lost_track:
             self.distrust()
         self.transfers.adapters.before_step(meta.adapters)
@@ -164,7 +166,7 @@ class HotKVWorker(WorkerSide):
                 self.rank.shared = None
 
     def start_loads(self, meta: HotKVMetadata) -> None:
-        """Begins this step's loads; does not wait for them."""
+        """Begins a step's loads; does not wait for them."""
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
         self._held, self._asks_links = meta.held_loads, meta.asks_links
@@ -186,7 +188,7 @@ class HotKVWorker(WorkerSide):
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
-        """Begins this step's stores; does not wait for them."""
+        """Begins a step's stores; does not wait for them."""
         self._send_waiting()
         if not meta.stores:
             return
@@ -202,6 +204,7 @@ class HotKVWorker(WorkerSide):
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
+        """Whatever was not sent of a step's stores has failed."""
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
@@ -211,12 +214,15 @@ class HotKVWorker(WorkerSide):
             return ()
         built = self.sparse.build(self.rank.shared, runs, self.rank.shared_group)
         if built is None:
-            self._count("sparse_faults", 1)
+            self.count("sparse_faults")
             return ()
         return built
 
+    # -------------------------------------------------------------------------------------- results
+
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Whatever breaks here, a load is reported once."""
+        """Returns the requests whose load has ended, and those of them whose load failed. Whatever
+        breaks here, a load is reported once."""
         if self.loads:
             if self.rank.weights is not None and self.rank.weights.held:
                 self.loads.make_void()
@@ -233,6 +239,7 @@ class HotKVWorker(WorkerSide):
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
+        """Returns the requests whose load is over, all of which count as failed."""
         failed, over = self.loads.take_failed()
         self._lost += over
         return failed
@@ -241,7 +248,7 @@ class HotKVWorker(WorkerSide):
         self.rank.marks.done(load.after)
         if num_bytes is None:
             return
-        self._count("load_bytes", num_bytes)
+        self.count("load_bytes", num_bytes)
         if self.rank.shared is not None:
             for run in load.job.representations:
                 group = self.rank.shared_group(run.group_index)
@@ -281,8 +288,7 @@ class HotKVWorker(WorkerSide):
     def _step_report(self, meta: HotKVMetadata | None) -> None:
         """Puts into the report what the scheduler asked of this step."""
         if meta is not None and (meta.wants_handshake or meta.settles_step):
-            handshake = self.handshake() if meta.wants_handshake else None
-            self._report.handshakes = () if handshake is None else (handshake,)
+            self._report.handshakes = (self.handshake(),) if meta.wants_handshake else ()
             self._report.settled_step = meta.settles_step
 
     def _send_waiting(self) -> None:
