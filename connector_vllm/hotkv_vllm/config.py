@@ -69,6 +69,8 @@ class ConnectorConfig:
     sparse_centre: file with the model's calibrated centres (`python -m
         hotkv_vllm.sparse.calibrate`), which make selections better; empty for none. Engines share
         representations only if their files are the same.
+    residency_timeout_s: how long a request whose old blocks are in host memory waits for the server
+        to take its blocks, before it ends with an error.
     sparse_recall_steps: after so many decode steps each time, one layer's selection is measured
         against exact attention; 0 for never.
     """
@@ -98,6 +100,7 @@ class ConnectorConfig:
     sparse: SparseConfig | None = None
     sparse_centre: str = ""
     sparse_recall_steps: int = 256
+    residency_timeout_s: float = 30.0
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> "ConnectorConfig":
@@ -181,6 +184,8 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
                 f"{', '.join(sorted(known))}"
             )
     settings = dict(value)
+    if settings.get("residency") == "host":
+        settings = {**RESIDENT_SETTINGS, **settings}
     if isinstance(settings.get("dense_layers"), list):
         settings["dense_layers"] = tuple(settings["dense_layers"])
     if isinstance(settings.get("scorer_of_layer"), Mapping):
@@ -194,6 +199,24 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
         raise ConfigError(f"{PREFIX}{error.message}") from None
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"{key} = {value!r}: a value is of the wrong type ({error})") from None
+
+
+RESIDENT_SETTINGS: Mapping[str, Any] = {
+    "sparse_topk": 1024,
+    "dense_layers": (),
+    "min_context_tokens": 2048,
+}
+"""Settings of sparse decode that contexts beyond device memory begin with, in place of the
+defaults: a budget that does not grow with the context, in all layers."""
+
+
+def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
+    """The settings of sparse decode if the engine asks for `residency`; None for others. Raises
+    ConfigError."""
+    value = extra.get(SPARSE)
+    if not isinstance(value, Mapping) or value.get("residency", "off") == "off":
+        return None
+    return _read_sparse(SPARSE, value)
 
 
 def is_sparse_configured(extra: Mapping[str, Any]) -> bool:

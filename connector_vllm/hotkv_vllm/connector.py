@@ -158,6 +158,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
+    @hook(lambda _: set())
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """First blocks of requests whose bytes in host memory were lost; failed loads go through
+        get_transfer_results."""
+        return self._worker.take_lost()
+
     @hook(nothing)
     def build_connector_worker_meta(self) -> HotKVWorkerMetadata | None:
         self.clock.end_step()
@@ -182,8 +188,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.connect([h for h in handshakes if isinstance(h, HotKVHandshake)])
 
     @hook(nothing)
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.bind_pool(gpu_block_pool)
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._scheduler.bind_manager(kv_cache_manager)
+
+    @hook(lambda _: False)
+    def has_pending_block_frees(self) -> bool:
+        return bool(self._scheduler.is_freeing())
 
     @hook(lambda self, request: self._scheduler.requests.request_broke(request.request_id))
     def on_new_request(self, request: Any) -> None:

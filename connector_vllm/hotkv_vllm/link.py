@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hotkv.layout import Layout
 from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import (
     After,
@@ -22,11 +23,13 @@ from hotkv_client.types import (
     EngineMemory,
     GroupHashes,
     Int32s,
+    Int64s,
     LayerHotSet,
     LeaseGrant,
     LinkState,
     LoadRun,
     RequestReport,
+    ResidencyOpened,
     SequenceCreated,
     SequenceState,
     SessionConfig,
@@ -78,7 +81,16 @@ class CacheSession(Protocol):
         retention: Retention = NO_RETENTION,
         after: After | None = None,
         fence_index: int = 0,
+        residency_id: str = "",
     ) -> "Future[TransferResult]": ...
+    def arena(self) -> Arena | None: ...
+    def open_residency(
+        self, residency_id: str, num_blocks: Mapping[int, int]
+    ) -> "Future[ResidencyOpened]": ...
+    def extend_residency(
+        self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
+    ) -> "Future[Int64s]": ...
+    def close_residency(self, residency_id: str) -> None: ...
     def cancel(self, transfer_id: str) -> None: ...
     def revoke_stores(self) -> None: ...
     def report_requests(self, reports: Sequence[RequestReport]) -> None: ...

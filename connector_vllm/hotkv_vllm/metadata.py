@@ -21,6 +21,7 @@ from hotkv_client.types import BlockRun, LoadRun
 from hotkv_vllm.adapters import NO_WORK, AdapterReport, AdapterWork
 from hotkv_vllm.rekeying import WeightsOrder, WeightsReport
 from hotkv_vllm.sparse.reporter import HotSets, SparseReport
+from hotkv_vllm.sparse.resident_step import ResidentStep
 from hotkv_vllm.sparse.rows import SparseRows
 
 
@@ -51,6 +52,7 @@ class StoreJob:
     retention: Retention = NO_RETENTION
     representations: tuple[BlockRun, ...] = ()
     fence_index: int = 0
+    residency_id: str = ""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class HotKVMetadata(KVConnectorMetadata):
     asks_links: bool = False
     lost_track: bool = False
     sparse_rows: SparseRows | None = None
+    resident: ResidentStep | None = None
     allocated_blocks: tuple[int, ...] = ()
     remembered: HotSets = field(default_factory=dict)
     hot_sets_of: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ ANSWERS: dict[str, Callable[[], Any]] = {
     "reset_broke": lambda: False,
     "take_results": lambda: (set(), set()),
     "take_failed_results": set,
+    "take_lost": set,
 }
 """By method of `scheduler.side.HotKVScheduler`, of its parts or of `worker.side.HotKVWorker`. All
 others answer None."""

@@ -77,6 +77,15 @@ COUNTERS: dict[str, str] = {
     "sparse_loaded_blocks": (
         "Representations loaded with their blocks, one for each block and layer."
     ),
+    "resident_pulled_pages": (
+        "Pages of a layer that were copied from host memory into hot slots, for a decode step."
+    ),
+    "resident_staged_pages": (
+        "Pages of a layer that were put together in a staging area, for a step that attends to all."
+    ),
+    "refused_residencies": "Requests that had to wait for room in host memory.",
+    "lost_residencies": "Requests whose bytes in host memory were lost; they were computed anew.",
+    "failed_residencies": "Requests that ended with an error, as the server took no blocks.",
     "sparse_recall_samples": "Selections that were measured against exact attention.",
     "sparse_recall": "Sum over samples of the share of the exactly best blocks that was attended.",
     "sparse_true_mass": "Sum over samples of the exact share of attention mass that was attended.",

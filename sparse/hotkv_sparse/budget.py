@@ -8,7 +8,7 @@ budget.
 
 from dataclasses import dataclass
 
-USUAL_SETS = 2.0
+USUAL_SETS = 2
 """Hot set over selection: twice the budget is better than fresh selections alone (SPARSE.md)."""
 MAX_SETS = 4.0
 _DECAY = 0.98

@@ -12,6 +12,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv_sparse.formats import FORMATS, token_scorer
 
 COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
+RESIDENCIES = ("off", "host")
 CACHE_POLICIES = ("lru", "clock", "lru_prior", "none")
 MIN_ADAPTIVE_TOKENS = 128
 """Adaptive selections keep at least this many tokens beside the always kept ones."""
@@ -33,7 +34,8 @@ class SparseConfig:
     always attended at the two ends of the context; the partial block is always kept too.
     `dense_layers`: attended whole. `max_correction_blocks`: blocks a set may load per layer and
     step with the fresh query. `residency_prior`: a resident block's weight counts 1 + this; used by
-    `lru_prior`. `min_context_tokens`: shorter contexts stay dense.
+    `lru_prior`. `min_context_tokens`: shorter contexts stay dense. `residency`: `host` keeps
+    old blocks in host memory only, so that a context may be larger than the device's memory; `off`.
     """
 
     sparse_topk: int | float = 0.1
@@ -47,6 +49,7 @@ class SparseConfig:
     cache_policy: str = "lru"
     residency_prior: float = 0.5
     min_context_tokens: int = 4096
+    residency: str = "off"
     scorer_of_layer: Mapping[int, str] = field(default_factory=dict)
     fusion: Mapping[str, float] = field(default_factory=dict)
 
@@ -60,8 +63,24 @@ class SparseConfig:
             raise _refuse(
                 "cache_policy", self.cache_policy, f"use one of {', '.join(CACHE_POLICIES)}"
             )
+        self._check_residency()
         if not (math.isfinite(self.residency_prior) and self.residency_prior >= 0.0):
             raise _refuse("residency_prior", self.residency_prior, "use a number from 0 up")
+
+    def _check_residency(self) -> None:
+        if self.residency not in RESIDENCIES:
+            raise _refuse("residency", self.residency, f"use one of {', '.join(RESIDENCIES)}")
+        if self.residency == "off":
+            return
+        if self.dense_layers:
+            raise _refuse(
+                "dense_layers",
+                self.dense_layers,
+                "with residency = 'host' no layer is dense; use ()",
+            )
+        if type(self.sparse_topk) is not int:
+            fix = "with residency = 'host' the budget is a number of tokens, such as 1024"
+            raise _refuse("sparse_topk", self.sparse_topk, fix)
 
     def _check_counts(self) -> None:
         for name, least in (

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind
 from hotkv.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
+from hotkv_vllm.compat import residency
 from hotkv_vllm.config import CENTRE, SPARSE, ConfigError
 
 
@@ -45,6 +46,8 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
         why = "it does not work with pipeline or context parallelism"
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
+    if config.residency == "host":
+        residency.check_residency(vllm_config, kv_cache_config, config)
     try:
         for _, block_tokens in sparse_groups(kv_cache_config):
             config.check(vllm_config.model_config.get_total_num_hidden_layers(), block_tokens)

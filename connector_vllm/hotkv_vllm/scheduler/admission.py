@@ -37,6 +37,7 @@ class Admission:
         self._stats = engine.stats
         self._adapters = engine.adapters
         self._exactness = engine.exactness
+        self._pool = engine.pool
         self._hints = HintReader(engine.stats)
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self._counts_media = engine.counts_media
@@ -87,6 +88,8 @@ class Admission:
         retention = self._hints.read(request.kv_transfer_params, now_s)
         state = RequestState(request, cache.planner.new_state(), retention, now_s)
         self.states[request.request_id] = state
+        if cache.residencies is not None:
+            cache.residencies.arrived(state)
         if not self._sharing.links.are_complete and cache.session.connected:
             self._stats.add("unserved_requests")
         if request.lora_request is not None:
@@ -113,6 +116,8 @@ class Admission:
         if self._sharing.joining is not None:
             return ASK_AGAIN if self._sharing.joining.asks_again(now_s) else NO_HIT
         state, cache = self.states.get(request.request_id), self._sharing.cache
+        if not self._has_room(request, now_s):
+            return ASK_AGAIN
         if state is None or cache is None:
             return NO_HIT
         cache.reports.matched(state, num_computed_tokens)
@@ -130,7 +135,23 @@ class Admission:
                 return ASK_AGAIN if waits else NO_HIT
             if cache.memory is not None:
                 cache.memory.arrived(request)
-        return cache.finder.match(state, num_computed_tokens, now_s)
+        answer = cache.finder.match(state, num_computed_tokens, now_s)
+        if cache.residencies is None or not answer[0]:
+            return answer
+        keeps = cache.residencies.keeps_hit(request, num_computed_tokens + answer[0])
+        if keeps is None:
+            return ASK_AGAIN
+        if not keeps:
+            cache.finder.give_back(state)
+        return answer if keeps else NO_HIT
+
+    def _has_room(self, request: Any, now_s: float) -> bool:
+        """Whether the request may begin: it stays on the device as a whole, or the server has
+        reserved room for it."""
+        cache = self._sharing.cache
+        if cache is None or cache.residencies is None:
+            return self._pool.holds_whole(self._pool.longest(request))
+        return cache.residencies.is_admitted(request, now_s)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks were allocated: begins the load, or gives back what was taken for it."""
@@ -211,6 +232,8 @@ class Admission:
 
     @hook(nothing, is_part=True)
     def _end_sequences(self, request_id: str) -> None:
+        if self._sharing.cache is not None and self._sharing.cache.residencies is not None:
+            self._sharing.cache.residencies.ended(request_id)
         if self.rows is not None:
             self.rows.ended(request_id)
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:

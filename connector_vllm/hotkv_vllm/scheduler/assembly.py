@@ -10,6 +10,7 @@ from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm import link
 from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import kv_groups
+from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.scheduler.agreement import Agreement
 from hotkv_vllm.scheduler.exactness import Exactness
@@ -19,6 +20,7 @@ from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 from hotkv_vllm.scheduler.reset import CacheReset
+from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
 from hotkv_vllm.stats import HotKVStats
@@ -36,12 +38,13 @@ class Engine:
     adapters: Adapters
     exactness: Exactness
     counts_media: bool
+    pool: DevicePool
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """See the module. `cache_groups`: as vLLM numbers them. `memory`: None without sparse
-    decode."""
+    decode. `residencies`: None where the whole context stays on the device."""
 
     cache_groups: tuple[kv_groups.CacheGroup, ...]
     session: link.CacheSession
@@ -50,6 +53,7 @@ class Assembly:
     reports: UseReports
     reset: CacheReset
     memory: SparseMemory | None
+    residencies: Residencies | None
 
 
 def assemble(engine: Engine, agreement: Agreement) -> Assembly:
@@ -98,6 +102,18 @@ def _over(
     )
     representations = RepresentationPlanner(len(space.groups), agreement.kinds)
     finder = HitFinder(session, groups, config, stats, prefix, representations)
+    residencies = None
+    if engine.pool.spec is not None:
+        residencies = Residencies(
+            session,
+            streams,
+            groups,
+            representations,
+            engine.exactness,
+            engine.pool,
+            stats,
+            config.residency_timeout_s,
+        )
     planner = StorePlanner(
         session,
         finder,
@@ -108,6 +124,7 @@ def _over(
         prefix,
         Fence(agreement.revocations),
         engine.exactness,
+        residencies,
     )
     reports = UseReports(session, space.hash_block_tokens, stats, groups.keys)
     sparse_groups = _sparse_groups(agreement, cache_groups)
@@ -116,7 +133,7 @@ def _over(
         min_tokens = config.sparse.min_context_tokens
         memory = SparseMemory(session, streams, sparse_groups, groups.hashes, min_tokens, prefix)
     reset = CacheReset(session, planner)
-    return Assembly(cache_groups, session, finder, planner, reports, reset, memory)
+    return Assembly(cache_groups, session, finder, planner, reports, reset, memory, residencies)
 
 
 def _sparse_groups(

@@ -12,6 +12,7 @@ from typing import Any
 from hotkv_vllm import link
 from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import checks, kv_groups
+from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
@@ -40,6 +41,7 @@ class HotKVScheduler:
         exactness = Exactness(
             kv_groups.group_block_tokens(vllm_config, kv_cache_config), kv_cache_config.num_blocks
         )
+        self._pool = DevicePool(vllm_config, kv_cache_config)
         engine = Engine(
             vllm_config,
             kv_cache_config,
@@ -48,6 +50,7 @@ class HotKVScheduler:
             self._adapters,
             exactness,
             checks.counts_media(vllm_config),
+            self._pool,
         )
         self.sharing = Sharing(engine)
         self.requests = Admission(engine, self.sharing, edge)
@@ -86,9 +89,24 @@ class HotKVScheduler:
         """From now on this engine runs without hotkv."""
         self.sharing.turn_off()
 
-    def bind_pool(self, pool: Any) -> None:
-        """Takes vLLM's pool of blocks."""
-        self.requests.loads.quarantine.pool = pool
+    def bind_manager(self, manager: Any) -> None:
+        """Takes vLLM's manager of blocks, and its pool."""
+        self.requests.loads.quarantine.pool = manager.block_pool
+        self._pool.bind(manager, self._kept_tokens)
+        if self._pool.spec is not None:
+            logger.info("hotkv: %s", self._pool.describe())
+
+    def _kept_tokens(self, request_id: str) -> int:
+        """Leading tokens of a request that need not stay on the device."""
+        cache = self.sharing.cache
+        residencies = None if cache is None else cache.residencies
+        return 0 if residencies is None else residencies.kept_tokens(request_id)
+
+    def is_freeing(self) -> bool:
+        """Whether blocks will be given back soon, so that no request need be preempted."""
+        cache = self.sharing.cache
+        residencies = None if cache is None else cache.residencies
+        return residencies is not None and residencies.is_freeing(time.monotonic())
 
     def update(self, output: Any) -> None:
         """Takes in a step's results, joined over all ranks."""
@@ -101,6 +119,8 @@ class HotKVScheduler:
         if sharing.weights.reported(report.weights, now_s):
             # Loads of what was computed with the old weights come to nothing.
             self.requests.cancel_loads()
+        if output.invalid_block_ids and self._pool.spec is not None:
+            self._lost(self._pool.requests_of(output.invalid_block_ids))
         # Before vLLM frees anything of the requests that this step reports.
         num_hung = loads.quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
         if num_hung:
@@ -113,6 +133,13 @@ class HotKVScheduler:
                 self.requests.take_up(request)
         if sharing.cache is not None:
             self._update_cache(sharing.cache, output, report)
+
+    def _lost(self, request_ids: list[str]) -> None:
+        """Bytes of these requests are gone: vLLM computes them anew."""
+        for request_id in request_ids:
+            self._pool.lose(request_id)
+        if self.sharing.cache is not None and self.sharing.cache.residencies is not None:
+            self.sharing.cache.residencies.lost(request_ids)
 
     def _update_cache(self, cache: Assembly, output: Any, report: HotKVWorkerMetadata) -> None:
         """Takes in what a step says of loads, stores, adapters and sparse decode."""

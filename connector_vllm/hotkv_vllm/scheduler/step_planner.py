@@ -45,6 +45,7 @@ class StepPlanner:
         if named is not None:
             meta.sparse_rows = named
             self._plan_sparse(meta, named)
+        self._plan_resident(meta, scheduler_output)
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
@@ -54,6 +55,9 @@ class StepPlanner:
             scheduler_output.num_scheduled_tokens, scheduler_output.has_sync_kv_loads
         )
         written.step(scheduler_output)
+        residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
+        if residencies is not None:
+            written.add(residencies.fresh_hot_blocks(scheduler_output.num_scheduled_tokens))
         sparse = sparse_requests(self._engine_id, scheduler_output)
         self._exactness.is_watching |= sparse is not None
         if self._exactness.is_watching:
@@ -136,6 +140,12 @@ class StepPlanner:
         # Last: if anything above breaks, `plan_broke` finds the loads and has them fail.
         meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
         return meta
+
+    def _plan_resident(self, meta: HotKVMetadata, scheduler_output: Any) -> None:
+        """Adds where the blocks of the step's requests are that are not on the device."""
+        cache, rows = self._sharing.cache, self._requests.rows
+        if cache is not None and cache.residencies is not None and rows is not None:
+            meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:

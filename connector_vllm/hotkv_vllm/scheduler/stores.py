@@ -24,6 +24,7 @@ from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.missing_blocks import MissingBlocks, portions
 from hotkv_vllm.scheduler.request import RequestState, StoreState
+from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.store_results import settle
 from hotkv_vllm.scheduler.stores_in_flight import StoresInFlight
 from hotkv_vllm.stats import HotKVStats
@@ -49,12 +50,14 @@ class StorePlanner:
         id_prefix: str,
         fence: Fence | None = None,
         exactness: Exactness | None = None,
+        residencies: Residencies | None = None,
     ) -> None:
         self._session = session
         self._finder = finder
         self._groups = finder.groups
         self._cache_groups = tuple(cache_groups)
         self._representations = finder.representations
+        self._residencies = residencies
         self._exactness = exactness or Exactness((), 1)
         self._slot_bytes = (
             *(spec.slot_bytes for spec in self._groups.specs),
@@ -151,9 +154,10 @@ class StorePlanner:
         flush = tuple(sorted({*lost, *self._fences(written_blocks)}))
         if self._is_closed:
             return (), self.take_all_back()
-        batches: dict[Retention, list[BlockRun]] = {}
+        # By retention, and by request for those whose blocks the server pins.
+        batches: dict[tuple[Retention, str], list[BlockRun]] = {}
         for retention, tail in self._tails:
-            batches.setdefault(retention, []).extend(tail)
+            batches.setdefault((retention, ""), []).extend(tail)
         self.forget()
         planned = {int(b) for runs in batches.values() for run in runs for b in run.block_ids}
         for state, num_tokens in scheduled if self._session.connected else ():
@@ -165,11 +169,10 @@ class StorePlanner:
             )
             runs += self._handed_over(state, handoffs.get(state.request.request_id, ()), planned)
             if runs:
-                batches.setdefault(state.retention, []).extend(runs)
+                owner = state.request.request_id if self._is_resident(state) else ""
+                batches.setdefault((state.retention, owner), []).extend(runs)
         jobs = [
-            self._job(part, retention)
-            for retention, runs in batches.items()
-            for part in portions(runs)
+            self._job(part, *whose) for whose, runs in batches.items() for part in portions(runs)
         ]
         return tuple(job for job in jobs if job is not None), flush
 
@@ -177,6 +180,8 @@ class StorePlanner:
         """Takes in which stores have ended, as ranks report them."""
         for store in self.in_flight.account(report):
             settle(store, self._stats, self._finder.hidden)
+            if self._residencies is not None:
+                self._residencies.stored(store)
 
     def plan_broke(self) -> None:
         """The step's plan is lost, and with it what waited for the step."""
@@ -223,7 +228,10 @@ class StorePlanner:
         """Full blocks of a request that nobody has stored, as chains of neighbours; adds them to
         `planned` and moves the request's marks on."""
         request, store = state.request, state.store
-        exact_tokens = self._exactness.exact_tokens(request.request_id)
+        is_resident = self._is_resident(state)
+        exact_tokens = (
+            EVERYTHING if is_resident else self._exactness.exact_tokens(request.request_id)
+        )
         known = min(computed_tokens, request.num_tokens, exact_tokens)
         decoding = known > request.num_prompt_tokens
         tables = None
@@ -235,6 +243,8 @@ class StorePlanner:
             if group.is_draft and decoding and not last:
                 end -= 1
             begin = min(store.stored_blocks[index], len(hashes))
+            if is_resident and self._residencies is not None:
+                hashes = self._residencies.names(state, end)
             if end > begin and not group.states_by_handoff:
                 if self.in_flight.is_full(len(planned) * self._slot_bytes[index]):
                     # Looked at again in the next step, when some stores may have ended.
@@ -272,13 +282,27 @@ class StorePlanner:
                 runs += self._missing.runs(state, index, hashes, place, one, planned)
         return runs
 
-    def _job(self, runs: Sequence[BlockRun], retention: Retention) -> StoreJob | None:
-        """The store of these runs; None if it could not be revoked."""
+    def _is_resident(self, state: RequestState) -> bool:
+        """Whether the server is to keep all of the request's blocks, exact or not."""
+        residencies = self._residencies
+        return residencies is not None and residencies.is_resident(state.request.request_id)
+
+    def _job(
+        self, runs: Sequence[BlockRun], retention: Retention, request_id: str
+    ) -> StoreJob | None:
+        """The store of these runs; None if it could not be revoked. `request_id`: of a resident
+        request."""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         blocks, representations = self._representations.split(runs)
-        job = self.in_flight.begin(blocks, representations, num_bytes, retention)
+        residencies = self._residencies
+        residency_id = "" if residencies is None else residencies.residency_of(request_id)
+        job = self.in_flight.begin(
+            blocks, representations, num_bytes, retention, (request_id, residency_id)
+        )
         if job is None:
             self._stats.add("dropped_blocks", sum(len(run.hashes) for run in runs))
         else:
             self._stats.add("stores")
+            if residencies is not None and request_id:
+                residencies.stores(request_id, job)
         return job

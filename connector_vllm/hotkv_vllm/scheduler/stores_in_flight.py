@@ -26,8 +26,10 @@ forgotten."""
 class StoreInFlight:
     """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have
     not reported its end. `fence_index`: the word that revokes it; 0 for none.
+    `request_id`: of the resident request that it belongs to; empty for none.
     """
 
+    store_id: int
     runs: tuple[BlockRun, ...]
     read: tuple[int, ...]
     num_bytes: int
@@ -35,6 +37,7 @@ class StoreInFlight:
     results: list[bytes]
     fence_index: int = 0
     planned_s: float = 0.0
+    request_id: str = ""
 
     @property
     def num_blocks(self) -> int:
@@ -90,8 +93,10 @@ class StoresInFlight:
         representations: Sequence[BlockRun],
         num_bytes: int,
         retention: Retention,
+        residency: tuple[str, str] = ("", ""),
     ) -> StoreJob | None:
-        """A store of these runs; None if it could not be revoked."""
+        """A store of these runs; None if it could not be revoked. `residency`: the request that it
+        belongs to, and the name under which the server pins its blocks."""
         fence_index = self.fence.take()
         if fence_index is None:
             return None
@@ -99,13 +104,27 @@ class StoresInFlight:
         runs = (*blocks, *representations)
         read = tuple(dict.fromkeys(block for run in runs for block in run.block_ids.tolist()))
         self.stores[store_id] = StoreInFlight(
-            tuple(blocks), read, num_bytes, self._num_ranks, [], fence_index, time.monotonic()
+            store_id,
+            tuple(blocks),
+            read,
+            num_bytes,
+            self._num_ranks,
+            [],
+            fence_index,
+            time.monotonic(),
+            residency[0],
         )
         self.num_bytes += num_bytes
         self.reading.update(dict.fromkeys(read, store_id))
         lease_id = f"{self._prefix}-w{store_id}"
         return StoreJob(
-            store_id, lease_id, tuple(blocks), retention, tuple(representations), fence_index
+            store_id,
+            lease_id,
+            tuple(blocks),
+            retention,
+            tuple(representations),
+            fence_index,
+            residency[1],
         )
 
     def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:

@@ -6,7 +6,7 @@ connector loads, beside this one, shows only where vLLM says that a request has 
 the one collector of all three. Scheduler thread only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hotkv_vllm.compat import NULL_BLOCK, steps
@@ -37,6 +37,10 @@ class WrittenBlocks:
         )
         for tokens, ids in zip(self._block_tokens, blocks.get_block_ids(), strict=True):
             self._blocks.update(ids[valid_tokens // tokens if tokens else 0 :])
+
+    def add(self, blocks: Collection[int]) -> None:
+        """These were given away, too."""
+        self._blocks.update(blocks)
 
     def ended(self, request_id: str) -> None:
         """The request is no more."""

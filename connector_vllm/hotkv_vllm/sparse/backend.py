@@ -20,8 +20,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec
 
-from hotkv_vllm.config import is_sparse_configured
+from hotkv_sparse import SparseConfig
+from hotkv_vllm.config import is_sparse_configured, resident_settings
 from hotkv_vllm.sparse.batch import Batch, Rewrite, SparseLayer
 from hotkv_vllm.sparse.worker import SparseWorker
 
@@ -29,13 +31,28 @@ from hotkv_vllm.sparse.worker import SparseWorker
 class HotAttentionBackend(CPUAttentionBackend):
     """Registered in place of vLLM's; keeps its name, page packing and metadata."""
 
+    _resident: tuple[SparseConfig, Any] | None = None
+
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         transfer = get_current_vllm_config().kv_transfer_config
-        configured = transfer is not None and is_sparse_configured(
-            transfer.kv_connector_extra_config
+        extra = {} if transfer is None else transfer.kv_connector_extra_config
+        config = resident_settings(extra)
+        HotAttentionBackend._resident = (
+            None if config is None else (config, get_current_vllm_config())
         )
-        return HotAttentionImpl if configured else CPUAttentionBackendImpl
+        return HotAttentionImpl if is_sparse_configured(extra) else CPUAttentionBackendImpl
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """The spec of layers whose old blocks live in host memory, if the engine whose model was
+        built last asks for that."""
+        spec = super().customize_spec(spec)
+        if cls._resident is None:
+            return spec
+        from hotkv_vllm.compat import residency
+
+        return residency.customized(spec, *cls._resident)
 
 
 class HotAttentionImpl(CPUAttentionBackendImpl):
@@ -62,21 +79,22 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         if self._sparse is not None and attn_metadata is not None:
             worker, sparse_layer = self._sparse
             try:
-                metadata = self._rewritten(worker, sparse_layer, layer.isa, query, attn_metadata)
-                if metadata is not None:
+                found = self._rewritten(worker, sparse_layer, layer.isa, query, attn_metadata)
+                if found is not None:
+                    metadata, pages = found
                     return super().forward(
                         layer,
                         query,
                         key,
                         value,
-                        kv_cache,
+                        kv_cache if pages is None else pages,
                         metadata,
                         output,
                         output_scale,
                         output_block_scale,
                     )
             except Exception:  # noqa: BLE001 - the engine's edge: a fault of ours must not become a request's
-                worker.fault(sparse_layer.name)
+                worker.gave_up(sparse_layer.name)
         return super().forward(
             layer,
             query,
@@ -96,19 +114,24 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         isa: str,
         query: torch.Tensor,
         metadata: CPUAttentionMetadata,
-    ) -> CPUAttentionMetadata | None:
+    ) -> tuple[CPUAttentionMetadata, torch.Tensor | None] | None:
+        """The metadata to use in place of vLLM's, and pages in place of the layer's; None: vLLM's
+        own."""
         if (
             not isinstance(metadata.causal, bool)
             or not metadata.causal
             or metadata.dynamic_causal is not None
         ):
+            worker.gave_up(sparse_layer.name)
             return None
 
         def query_of(token: int) -> Any:
             return query[token].view(self.num_heads, self.head_size).float().numpy()
 
         rewrite = worker.attend(sparse_layer, metadata, lambda: _batch(metadata), query_of)
-        return None if rewrite is None else self._with(rewrite, isa, query.dtype, metadata)
+        if rewrite is None:
+            return None
+        return self._with(rewrite, isa, query.dtype, metadata), rewrite.pages
 
     def _with(
         self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata

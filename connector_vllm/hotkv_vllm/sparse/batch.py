@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
@@ -73,12 +74,14 @@ class Rewrite:
     """Block tables int32 [R, width] and lengths int32 [R] of the whole batch; the group's next
     layer writes its own into the same arrays.
 
-    `made`: what the engine's side has made around the arrays, once a step.
+    `made`: what the engine's side has made around the arrays, once a step. `pages`: a tensor to
+    which the tables point in place of the layer's pages.
     """
 
     tables: I32
     seq_lens: I32
     made: object = None
+    pages: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -93,15 +96,22 @@ class Plan:
     rewrite: Rewrite | None = None
     rewritten: list[int] = field(default_factory=list)
 
-    def rewritten_with(self, chosen: list[tuple[Row, I32]], block_tokens: int) -> Rewrite:
-        """Writes what the rows of one layer attend to: `chosen` has positions int32 of blocks."""
+    def restored(self) -> Rewrite:
+        """The rewrite without what the layer before wrote."""
         batch = self.batch
         if self.rewrite is None:
             self.rewrite = Rewrite(batch.tables.copy(), batch.seq_lens.copy())
         rewrite = self.rewrite
+        rewrite.pages = None
         for row in self.rewritten:
             rewrite.tables[row] = batch.tables[row]
             rewrite.seq_lens[row] = batch.seq_lens[row]
+        self.rewritten = []
+        return rewrite
+
+    def rewritten_with(self, chosen: list[tuple[Row, I32]], block_tokens: int) -> Rewrite:
+        """Writes what the rows of one layer attend to: `chosen` has positions int32 of blocks."""
+        rewrite = self.restored()
         self.rewritten = [one.row for one, _ in chosen]
         for one, blocks in chosen:
             rewrite.tables[one.row, : len(blocks)] = one.blocks_C[blocks]

@@ -38,6 +38,15 @@ class KeyPages:
     def __repr__(self) -> str:
         return f"KeyPages({list(self._pages.shape)}, {self._pages.dtype}, {self._packing})"
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The layer's pages."""
+        return self._pages
+
+    def over(self, pages: torch.Tensor) -> "KeyPages":
+        """Other pages of the same layer."""
+        return KeyPages(pages, self._packing)
+
     def keys_of(self, blocks: I32) -> F32:
         """Unpacked keys float32 [n, T, H, D]."""
         keys: F32 = unpacked_keys(self._pages, torch.from_numpy(blocks), self._packing).numpy()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hotkv_client.arena import Arena
 from hotkv_client.types import BlockRun, Int32s
 from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
@@ -19,6 +20,8 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.sparse.reporter import SparseReporter
+from hotkv_vllm.sparse.resident_step import ResidentStep
+from hotkv_vllm.sparse.resident_worker import ResidentWorker
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.setup import install
 from hotkv_vllm.sparse.worker import SparseWorker
@@ -37,11 +40,14 @@ class SparseRank:
         config: ConnectorConfig,
         centres: Centres | None,
         edge: HookEdge,
+        arena_of: Callable[[], Arena | None] = lambda: None,
     ) -> None:
+        """`arena_of`: the server's arena, as this process maps it now."""
         self.edge = edge
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
+        self._arena_of = arena_of
         self._logged_build = False
         self.centres = centres
         self.worker: SparseWorker | None = None
@@ -76,6 +82,8 @@ class SparseRank:
         except Unsupported as error:
             logger.warning("hotkv: sparse decode is off in this worker: %s", error)
             return
+        if isinstance(self.worker, ResidentWorker):
+            self.worker.arena_of = self._arena_of
         place = places.rank_place(self._vllm_config, self._kv_cache_config)
         self.reporter = SparseReporter(self.worker, place.shard_index, place.is_writer)
 
@@ -95,7 +103,13 @@ class SparseRank:
         if self.worker is not None:
             self.will_write(np.array(meta.allocated_blocks, np.int32))
             self._tell_reporter(meta)
+            if isinstance(self.worker, ResidentWorker):
+                self.worker.begin_resident(meta.resident or ResidentStep())
             self.worker.begin_step(meta.sparse_rows or SparseRows())
+
+    def take_lost(self) -> set[int]:
+        """First blocks of requests whose bytes in host memory are gone."""
+        return self.worker.take_lost() if isinstance(self.worker, ResidentWorker) else set()
 
     @hook(nothing, is_part=True)
     def _tell_reporter(self, meta: HotKVMetadata) -> None:

@@ -44,6 +44,10 @@ class RowNames:
         if self._requests.pop(request_id, None) is not None:
             self._ended.append(request_id)
 
+    def request(self, request_id: str) -> Any:
+        """vLLM's request of this id; None if it is not known."""
+        return self._requests.get(request_id)
+
     def decoding(self, scheduler_output: Any) -> list[tuple[str, int]]:
         """(request, position of its token) of this step's rows that decode with a long context.
         Before vLLM advances its requests."""

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import AdaptiveCapacity, HotSet, Selection, Span, SparseConfig, span
+from hotkv_sparse.budget import USUAL_SETS
 from hotkv_sparse.selector import Source, select_layer
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 NO_BLOCKS = np.empty(0, np.int32)
-USUAL_SETS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,11 @@ class LayerSequence:
         """Positions of the hot set's blocks, most recently used first; none before the first
         step."""
         return NO_BLOCKS if self._hot is None else self._hot.recency()
+
+    def slots_of(self, positions: I32) -> I32:
+        """The hot slots of blocks that the last step attended to."""
+        assert self._hot is not None, "no step yet"
+        return self._hot.tables.slot_of[positions]
 
     def step(
         self,

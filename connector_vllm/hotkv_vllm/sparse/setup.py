@@ -16,6 +16,8 @@ from hotkv_vllm.compat import Unsupported, places, sparse_layers
 from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
+from hotkv_vllm.sparse.resident_worker import ResidentWorker
+from hotkv_vllm.sparse.slot_places import slot_places
 from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.layout import key_packing
 
@@ -60,6 +62,10 @@ def install(
     # Before the first request: numba takes a second to load and some kernels to compile.
     native.load("hotkv_sparse.kernels")
     worker = SparseWorker(config, layers, recall_steps)
+    if config.residency == "host":
+        names = kv_cache_config.kv_cache_groups[0].layer_names
+        spots = slot_places(layers, names, place.shard_index)
+        worker = ResidentWorker(config, layers, spots, recall_steps)
     for impl, sparse_layer in zip(impls, layers, strict=True):
         impl.attach(worker, sparse_layer)
     logger.info(

@@ -11,6 +11,7 @@ that were not attached.
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import SparseConfig, span
+from hotkv_sparse.selector import Source
 from hotkv_vllm.sparse.batch import Batch, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.counters import LayerCounters
 from hotkv_vllm.sparse.faults import Faults
@@ -171,6 +173,12 @@ class SparseWorker:
             layer = self.layers[layer_name]
             self._reprs.forget(np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index])
 
+    def gave_up(self, layer_name: str) -> None:
+        """The layer attends to everything in this step, as it could not be rewritten. Called while
+        an exception is handled, if there is one."""
+        if sys.exception() is not None:
+            self.fault(layer_name)
+
     # --------------------------------------------------------------------------------------- layers
 
     def attend(
@@ -263,7 +271,7 @@ class SparseWorker:
             always = np.logaddexp(always, layer.sink_logits)
         attended = own.step(
             query_QD,
-            self._reprs.sources(layer.index),
+            self._sources(layer),
             row.blocks_C,
             always,
             row.context_tokens,
@@ -274,6 +282,10 @@ class SparseWorker:
         if self._is_sampled(layer):
             self._sample(layer, row, query_QD, attended)
         return attended.blocks
+
+    def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
+        """The layer's representations, whose rows `Row.blocks_C` names."""
+        return self._reprs.sources(layer.index)
 
     # ------------------------------------------------------------------------------------- sampling
 

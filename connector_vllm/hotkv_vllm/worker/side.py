@@ -56,7 +56,9 @@ class HotKVWorker:
         self._lost: list[ActiveLoad] = []
         self._report = HotKVWorkerMetadata()
         self.rank = RankSession(vllm_config, kv_cache_config, config)
-        self.sparse = SparseRank(vllm_config, kv_cache_config, config, centres, edge)
+        self.sparse = SparseRank(
+            vllm_config, kv_cache_config, config, centres, edge, self.rank.arena
+        )
         self.transfers = Transfers(vllm_config, self.rank, config)
         self.loads = Loads(self.transfers.load, self.transfers.cancel)
         self.stores = Stores(self.rank, config, self.transfers, self.count)
@@ -253,6 +255,10 @@ class HotKVWorker:
             for run in load.job.representations:
                 group = self.rank.shared_group(run.group_index)
                 self.rank.shared.loaded(group, run.block_ids)
+
+    def take_lost(self) -> set[int]:
+        """First blocks of requests whose bytes in host memory are gone."""
+        return self.sparse.take_lost()
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
         """Stores that ended, counters and states, since the last call."""

@@ -68,6 +68,7 @@ class Transfers:
                 job.retention,
                 mark.after,
                 job.fence_index,
+                job.residency_id,
             )
         )
 

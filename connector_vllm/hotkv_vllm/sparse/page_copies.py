@@ -1,0 +1,62 @@
+"""Copies pages between the engine's memory, the mapped arena and staging areas, by address.
+
+The copies of a call are shared among a few threads, which hold no GIL.
+"""
+
+import ctypes
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv import native
+
+I64 = npt.NDArray[np.int64]
+MAX_THREADS = 4
+BYTES_PER_THREAD = 1 << 20
+"""Fewer bytes are not worth another thread."""
+
+
+class PageCopier:
+    """Copies pages. One caller at a time."""
+
+    def __init__(self) -> None:
+        self._num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._threads: ThreadPoolExecutor | None = None
+        self._kernels: Any = native.load("hotkv.kernels")
+
+    def __repr__(self) -> str:
+        return f"PageCopier({self._num_threads} threads)"
+
+    def copy(self, to: I64, source: I64, page_bytes: int) -> None:
+        """memcpy of `page_bytes` from each of the addresses `source` [n] to that of `to` [n]; they
+        don't overlap. Returns when all are there."""
+        count = len(to)
+        if not count:
+            return
+        parts = min(self._num_threads, 1 + count * page_bytes // BYTES_PER_THREAD)
+        if parts == 1 or self._kernels is None:
+            self._part(to, source, page_bytes)
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_threads - 1, "hotkv-pages")
+        edges = np.linspace(0, count, parts + 1).astype(int)
+        others = [
+            self._threads.submit(self._part, to[a:b], source[a:b], page_bytes)
+            for a, b in itertools.pairwise(edges[1:])
+        ]
+        self._part(to[: edges[1]], source[: edges[1]], page_bytes)
+        for other in others:
+            other.result()
+
+    def _part(self, to: I64, source: I64, page_bytes: int) -> None:
+        if self._kernels is None:
+            for place, origin in zip(to.tolist(), source.tolist(), strict=True):
+                ctypes.memmove(place, origin, page_bytes)
+            return
+        sizes = np.full(len(to), page_bytes, np.int64)
+        to, source = np.ascontiguousarray(to), np.ascontiguousarray(source)
+        self._kernels.copy_runs(0, 0, to, source, sizes, 0, len(to), False)

@@ -1,0 +1,89 @@
+"""Contexts beyond device memory in real vLLM on CPU, with a real server: the tokens of sparse decode
+with everything on the device, prefix hits that load next to nothing, and no wrong token when the
+server dies."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.processes import Daemon, EngineProcess, Engines
+from tests.vllm.test_end_to_end import difference
+from tests.vllm.tiny import VOCAB, write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Start = Callable[..., EngineProcess]
+SPARSE: dict[str, Any] = {
+    "sparse_topk": 256,
+    "min_context_tokens": 512,
+    "dense_layers": [],
+    "sink_tokens": 32,
+    "recent_tokens": 64,
+}
+RESIDENT = SPARSE | {"residency": "host"}
+CHUNK = 128
+POOL_BLOCKS = 64
+"""2,048 tokens on the device."""
+CONTEXT = 8192
+
+
+def prompts(seed: int, *lengths: int) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture
+def start(engines: Engines, tmp_path: Path) -> Start:
+    def make(
+        sparse: dict[str, Any] | None, *, target: str | None = None, **settings: Any
+    ) -> EngineProcess:
+        """An engine with the connector; its server is absent unless `target` names one."""
+        layers = {"num_hidden_layers": 4, "max_position_embeddings": 2 * CONTEXT}
+        settings = {
+            "load_format": "random",
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": CONTEXT,
+            "max_num_batched_tokens": CHUNK,
+            "max_num_seqs": 4,
+            "hf_overrides": layers,
+        } | settings
+        connector = {"weights_identity": tmp_path.name, "sparse_recall_steps": 0}
+        connector |= {"tenant": "own"} if target is None else {}
+        connector |= {} if target else {"startup_wait_s": 0.0}
+        connector |= {} if sparse is None else {"sparse": sparse}
+        return engines.start(
+            write_model(tmp_path / "llama", "llama"),
+            target or f"unix:{tmp_path}/none.sock",
+            connector=connector,
+            driver="sparse_driver.py",
+            **settings,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_tokens_are_those_of_a_device_that_holds_everything(
+    start: Start, daemon: Daemon, is_async: bool
+) -> None:
+    """Two requests in turns of prefill and decode, three times as long as the pool together."""
+    target = daemon.start().target
+    reference = start(SPARSE)
+    one = start(
+        RESIDENT,
+        target=target,
+        num_gpu_blocks_override=POOL_BLOCKS + 41,
+        async_scheduling=is_async,
+    )
+    batch = prompts(1, 4001, 2503)
+    expected = reference.ask("generate", prompts=batch, max_tokens=40)
+    found = one.ask("generate", prompts=batch, max_tokens=40)
+    assert found["tokens"] == expected["tokens"]
+    assert difference(found, expected) == 0.0
+    state = one.ask("sparse")
+    assert state["preemptions"] == 0
+    print(one.ask("stats")["totals"])
