@@ -29,13 +29,9 @@ should."""
 
 NOT_OVERRIDDEN = {
     "bind_connector_metadata": "the base class keeps the step's metadata, as we need it",
-    "bind_gpu_block_pool": "we read block tables from the scheduler's output only",
-    "bind_kv_cache_manager": "as above",
+    "bind_gpu_block_pool": "bind_kv_cache_manager takes its place",
     "clear_connector_metadata": "as bind_connector_metadata",
     "finish_forward": "stores begin in wait_for_save",
-    "get_block_ids_with_load_errors": (
-        "failed loads go through get_transfer_results; this one raises with several groups"
-    ),
     "get_external_cache_hit_sources": "_cache_hit_source says it",
     "get_finished": "get_transfer_results takes its place",
     "get_finished_count": "each rank reports for itself",
@@ -43,7 +39,6 @@ NOT_OVERRIDDEN = {
     "get_loaded_kv_cache_group_ids": "the default is right: all prefix-cacheable groups",
     "get_mem_pool_context": "the engine's own pool",
     "has_connector_metadata": "as bind_connector_metadata",
-    "has_pending_block_frees": "blocks are never held for stores",
     "has_pending_push_work": "nothing waits for a step to go on",
     "register_finished_partial_tail": "partial blocks are not stored",
     "requires_piecewise_for_cudagraph": "nothing happens per layer",

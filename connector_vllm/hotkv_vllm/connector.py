@@ -158,7 +158,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @hook(lambda _: set())
+    @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
         """First blocks of requests whose bytes in host memory were lost; failed loads go through
         get_transfer_results."""

@@ -35,6 +35,9 @@ FALLBACKS: dict[str, str] = {
         "Loads that are over, which nobody writes any more, are reported as failed: their "
         "requests compute."
     ),
+    "get_block_ids_with_load_errors": (
+        "All requests with blocks in host memory only are computed anew."
+    ),
     "build_connector_worker_meta": (
         "What is not taken is reported by a later step; the scheduler forgets stores that are "
         "never reported."
@@ -51,9 +54,11 @@ FALLBACKS: dict[str, str] = {
     # ------------------------------------------------------------------------------------ scheduler
     "set_xfer_handshake_metadata_pp_aware": "The scheduler offers nothing and plans nothing.",
     "set_xfer_handshake_metadata": "The scheduler offers nothing and plans nothing.",
-    "bind_gpu_block_pool": (
-        "Without the pool no block is held back: a request whose load hangs waits for the server."
+    "bind_kv_cache_manager": (
+        "Without the pool no block is held back: a request whose load hangs waits for the server. "
+        "Without the manager no block is given back."
     ),
+    "has_pending_block_frees": "vLLM preempts, as without hotkv.",
     "on_new_request": (
         "The request is unknown to hotkv: nothing is loaded for it, nothing of it stored."
     ),

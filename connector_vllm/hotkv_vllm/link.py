@@ -23,13 +23,13 @@ from hotkv_client.types import (
     EngineMemory,
     GroupHashes,
     Int32s,
-    Int64s,
     LayerHotSet,
     LeaseGrant,
     LinkState,
     LoadRun,
     RequestReport,
     ResidencyOpened,
+    ResidentBlocks,
     SequenceCreated,
     SequenceState,
     SessionConfig,
@@ -89,7 +89,7 @@ class CacheSession(Protocol):
     ) -> "Future[ResidencyOpened]": ...
     def extend_residency(
         self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
-    ) -> "Future[Int64s]": ...
+    ) -> "Future[ResidentBlocks]": ...
     def close_residency(self, residency_id: str) -> None: ...
     def cancel(self, transfer_id: str) -> None: ...
     def revoke_stores(self) -> None: ...

@@ -36,7 +36,7 @@ AT_START = {
     "get_handshake_metadata",
     "set_xfer_handshake_metadata_pp_aware",
     "set_xfer_handshake_metadata",
-    "bind_gpu_block_pool",
+    "bind_kv_cache_manager",
 }
 OF_THE_CLASS = {"get_required_kvcache_layout", "supports_sleep_mode"}
 AT_START |= OF_THE_CLASS

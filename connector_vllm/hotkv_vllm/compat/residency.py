@@ -84,7 +84,7 @@ class ResidentSpec(FullAttentionSpec):
     def merge(cls, specs: list[Any]) -> Any:
         """Layers of one group; specs of other kinds are refused, where vLLM's own would take
         them."""
-        return KVCacheSpec.merge.__func__(cls, specs)  # type: ignore[attr-defined]
+        return KVCacheSpec.merge.__func__(cls, specs)
 
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:

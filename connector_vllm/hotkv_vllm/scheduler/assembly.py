@@ -108,7 +108,6 @@ def _over(
             session,
             streams,
             groups,
-            representations,
             engine.exactness,
             engine.pool,
             stats,

@@ -27,10 +27,6 @@ class RepresentationPlanner:
     def __repr__(self) -> str:
         return f"Represented(groups {sorted(self._of_group)})"
 
-    def index_of(self, group: int) -> int | None:
-        """The group index of the representations of a group's blocks; None if it has none."""
-        return self._of_group.get(group)
-
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
         """What a lease over `groups` asks for besides: the representations of the same blocks."""
         return [

@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from hotkv_client.types import Int64s, ResidencyOpened
+from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
 from hotkv_vllm import link
 from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.scheduler.exactness import Exactness
 from hotkv_vllm.scheduler.groups import CachedGroups
-from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight
 from hotkv_vllm.sparse.memory import Streams
@@ -43,8 +42,8 @@ class Resident:
     """One request. `num_blocks`: most blocks that it may ever have.
 
     `kept`: leading blocks that the server has said it keeps; `offsets` and `representations` int64
-    [kept] say where. `told`: how many of them the workers know. `asked`: calls that will say more,
-    and of which blocks. `storing`: by store, the first block of it. `names`: of its blocks, as far
+    [kept] say where. `told`: how many of them the workers know. `asked`: the call that will say
+    more, and of which blocks. `storing`: by store, the first block of it. `names`: of its blocks, as far
     as they were needed. `private_from`: blocks from here on have names of their own.
     """
 
@@ -62,7 +61,7 @@ class Resident:
     told: int = 0
     told_pin: ResidencyOpened | None = None
     told_hot: tuple[int, ...] = ()
-    asked: "tuple[Future[Int64s], Future[Int64s] | None, range] | None" = None
+    asked: "tuple[Future[ResidentBlocks], range] | None" = None
     asks_again: bool = False
     storing: dict[int, int] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)
@@ -80,7 +79,6 @@ class Residencies:
         session: link.CacheSession,
         streams: Streams,
         groups: CachedGroups,
-        representations: RepresentationPlanner,
         exactness: Exactness,
         pool: DevicePool,
         stats: HotKVStats,
@@ -90,7 +88,6 @@ class Residencies:
         self._streams = streams
         self._groups = groups
         self._block_tokens = groups.specs[0].block_tokens
-        self._representation = representations.index_of(0)
         self._exactness = exactness
         self._pool = pool
         self._stats = stats
@@ -309,29 +306,19 @@ class Residencies:
         hashes = one.names[blocks.start : blocks.stop]
         if not hashes:
             return
-        one.asked = (
-            self._session.extend_residency(one.residency_id, 0, blocks.start, hashes),
-            None
-            if self._representation is None
-            else self._session.extend_residency(
-                one.residency_id, self._representation, blocks.start, hashes
-            ),
-            blocks,
-        )
+        answer = self._session.extend_residency(one.residency_id, 0, blocks.start, hashes)
+        one.asked = answer, blocks
 
     def _take_answer(self, one: Resident) -> None:
         """Takes in where blocks lie, if the server has said so."""
-        if one.asked is None or not all(f is None or f.done() for f in one.asked[:2]):
+        if one.asked is None or not one.asked[0].done():
             return
-        (answer, more, blocks), one.asked = one.asked, None
+        (answer, blocks), one.asked = one.asked, None
         if answer.cancelled() or answer.exception() is not None:
             return
-        offsets = answer.result()
+        offsets, rows = answer.result().offsets, answer.result().representations
         missing = np.flatnonzero(offsets < 0)
         count = int(missing[0]) if len(missing) else len(offsets)
-        rows = np.full(len(offsets), -1, np.int64)
-        if more is not None and not more.cancelled() and more.exception() is None:
-            rows = more.result()
         if blocks.start == one.kept:
             one.offsets = np.concatenate([one.offsets[: one.kept], offsets[:count]])
             one.representations = np.concatenate([one.representations[: one.kept], rows[:count]])
@@ -389,12 +376,12 @@ class Residencies:
         known = one.offsets[:had_kept].copy()
         answer.add_done_callback(lambda done: self._compare(one, known, done))
 
-    def _compare(self, one: Resident, known: Int64s, done: "Future[Int64s]") -> None:
+    def _compare(self, one: Resident, known: Int64s, done: "Future[ResidentBlocks]") -> None:
         """Called by the client's thread: only marks what the next step looks at."""
         is_same = (
             not done.cancelled()
             and done.exception() is None
-            and np.array_equal(done.result(), known)
+            and np.array_equal(done.result().offsets, known)
         )
         if not is_same:
             one.is_lost = True

@@ -111,6 +111,10 @@ class SparseRank:
         """First blocks of requests whose bytes in host memory are gone."""
         return self.worker.take_lost() if isinstance(self.worker, ResidentWorker) else set()
 
+    def lost_broke(self) -> set[int]:
+        """It is not known which bytes are gone: all of them."""
+        return self.worker.all_away() if isinstance(self.worker, ResidentWorker) else set()
+
     @hook(nothing, is_part=True)
     def _tell_reporter(self, meta: HotKVMetadata) -> None:
         if self.reporter is not None:

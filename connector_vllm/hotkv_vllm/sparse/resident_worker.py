@@ -124,6 +124,11 @@ class ResidentWorker(SparseWorker):
         lost, self._lost = self._lost, {}
         return set(lost)
 
+    def all_away(self) -> set[int]:
+        """First blocks of all requests that have blocks in host memory only. Shares nothing with
+        `take_lost`."""
+        return {one.first_block for one in self._residents.values() if one.num_freed}
+
     def _follow(self, row: ResidentRow) -> ResidentSequence:
         sequence = self._residents.get(row.request_id)
         if sequence is None:
