@@ -87,3 +87,45 @@ def test_tokens_are_those_of_a_device_that_holds_everything(
     state = one.ask("sparse")
     assert state["preemptions"] == 0
     print(one.ask("stats")["totals"])
+
+
+def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> None:
+    """Sinks and recent window are loaded; representations are copied; the rest stays where it is."""
+    target = daemon.start().target
+    reference = start(SPARSE)
+    first, second = (
+        start(RESIDENT, target=target, num_gpu_blocks_override=POOL_BLOCKS) for _ in range(2)
+    )
+    for engine in (first, second):
+        engine.ask("wait", connected=True, timeout_s=60.0)
+    (base, tail) = prompts(2, 4000, 97)
+    expected = reference.ask("generate", prompts=[base + tail], max_tokens=30)
+    first.ask("generate", prompts=[base], max_tokens=30)
+    found = second.ask("generate", prompts=[base + tail], max_tokens=30)
+    assert found["cached"] == [4000]
+    assert found["tokens"] == expected["tokens"] and difference(found, expected) == 0.0
+    totals = second.ask("stats")["totals"]
+    print(totals)
+    # 4 layers, 2 heads of 32: 2 KiB a token.
+    assert totals["load_bytes"] < 0.05 * 4000 * 2048
+    assert totals["loads"] == 1 and "failed_loads" not in totals
+
+
+def test_a_request_is_preempted_and_resumes(start: Start, daemon: Daemon) -> None:
+    """A pool for one and a half requests, which admission lets two into: one is preempted in
+    decode, and resumes with what the server keeps."""
+    target = daemon.start().target
+    reference = start(SPARSE)
+    one = start(
+        RESIDENT,
+        target=target,
+        num_gpu_blocks_override=POOL_BLOCKS,
+        scheduler_reserve_full_isl=False,
+    )
+    batch = prompts(3, 2000, 2100)
+    expected = reference.ask("generate", prompts=batch, max_tokens=60)
+    found = one.ask("generate", prompts=batch, max_tokens=60)
+    print(one.ask("sparse"), one.ask("stats")["totals"])
+    assert [len(tokens) for tokens in found["tokens"]] == [60, 60]
+    same = sum(a == b for a, b in zip(found["tokens"], expected["tokens"], strict=True))
+    assert same >= 1
