@@ -173,6 +173,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         )
 
     def is_empty(self) -> bool:
+        """Returns True if there is nothing to report."""
         return self == HotKVWorkerMetadata()
 
 
