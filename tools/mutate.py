@@ -156,6 +156,9 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {ENGINE}",
     "connector_vllm/hotkv_vllm/scheduler/storable.py": f"tests/vllm/test_revocations.py {ENGINE}",
     "connector_vllm/hotkv_vllm/scheduler/hits.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/scheduler/leased_blocks.py": (
+        f"tests/vllm/test_diverging_hits.py {ENGINE}"
+    ),
     "connector_vllm/hotkv_vllm/scheduler/groups.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
     "connector_vllm/hotkv_vllm/scheduler/table_probe.py": (
         f"tests/vllm/test_diverging_hits.py {ENGINE}"
@@ -173,6 +176,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/multi.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/other_loads.py": "tests/vllm/test_multi_connector.py",
+    "connector_vllm/hotkv_vllm/sides.py": f"tests/vllm/test_sides.py {ENGINE}",
     "connector_vllm/hotkv_vllm/": ENGINE,
 }
 """The tests of a file: those of the longest entry that its path begins with, quick ones first."""

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import torch
 
-from hotkv_vllm import link, versions
+from hotkv_vllm import versions
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.link import logger
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -36,8 +37,6 @@ from hotkv_vllm.hooks import HookEdge, class_hook, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.sides import NoSide
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
-
-logger = link.logger
 
 
 class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -176,16 +175,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self._connect(list(metadata.values()))
+        self._scheduler.connect(metadata.values())
 
     @hook(lambda self, *_: self._scheduler.turn_off())
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        self._connect(list(metadata.values()))
-
-    def _connect(self, handshakes: list[KVConnectorHandshakeMetadata]) -> None:
-        self._scheduler.connect([h for h in handshakes if isinstance(h, HotKVHandshake)])
+        self._scheduler.connect(metadata.values())
 
     @hook(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:

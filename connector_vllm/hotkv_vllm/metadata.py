@@ -176,6 +176,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         )
 
     def is_empty(self) -> bool:
+        """Returns True if there is nothing to report."""
         return self == HotKVWorkerMetadata()
 
 

@@ -25,6 +25,7 @@ EDGE = {
     "_answer",
     "HotKVScheduler.count",
     "HotKVWorker.count",
+    "RankReport.count",
     "HotKVWorkerMetadata.count",
     "HotKVStats.add",
 }

@@ -121,9 +121,7 @@ class HitFinder:
     ) -> LoadJob | None:
         """The load of a granted hit into allocated blocks; None if the lease does not cover it.
 
-        `block_ids`: the request's block table per group. Blocks that vLLM left out (null) are not
-        loaded.
-        """
+        `block_ids`: the request's block table per group. `null_block` in it is not loaded."""
         hit = state.hit
         hit_tokens = hit.computed_tokens + num_external
         if hit.phase is not Phase.GRANTED or not 0 < hit_tokens <= hit.hit_tokens:

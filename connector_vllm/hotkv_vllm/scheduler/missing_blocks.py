@@ -11,6 +11,7 @@ import numpy as np
 
 from hotkv_client.types import BlockRun, Int32s
 from hotkv_vllm.compat import NULL_BLOCK, steps
+from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState
@@ -21,6 +22,9 @@ from hotkv_vllm.stats import HotKVStats
 STORE_BLOCKS = 1 << 13
 """Most blocks of one store. The server takes no more than 2^16 in a call, and the sooner a store
 ends the sooner its blocks are found."""
+Handoff = tuple[int, int, int]
+"""A state at a block boundary that vLLM names itself (Mamba "align" mode): vLLM's group, block,
+boundary in tokens."""
 
 
 class MissingBlocks:
@@ -30,6 +34,7 @@ class MissingBlocks:
         self,
         session: CacheSession,
         finder: HitFinder,
+        cache_groups: tuple[CacheGroup, ...],
         state_interval_tokens: int,
         stats: HotKVStats,
         in_flight: StoresInFlight,
@@ -38,6 +43,7 @@ class MissingBlocks:
         self._session = session
         self._finder = finder
         self._groups = finder.groups
+        self._cache_groups = cache_groups
         self._representations = finder.representations
         self._stats = stats
         self._storable = tuple(
@@ -96,6 +102,28 @@ class MissingBlocks:
         ]
         planned.update(block for run in runs for block in run.block_ids.tolist())
         return runs
+
+    def handed_over(
+        self,
+        state: RequestState,
+        entries: Sequence[Handoff],
+        exact_tokens: int,
+        planned: set[int],
+    ) -> list[BlockRun]:
+        """What of the states `entries` is to be stored: none behind the request's `exact_tokens`.
+        `planned`: as in `runs`."""
+        found: list[BlockRun] = []
+        groups = self._cache_groups
+        for vllm_group, block, boundary in entries:
+            index = next((i for i, g in enumerate(groups) if g.vllm_group == vllm_group), -1)
+            if index < 0 or boundary % groups[index].block_tokens or boundary > exact_tokens:
+                continue
+            place = boundary // groups[index].block_tokens - 1
+            hashes = self._groups.hashes(state.request, index)
+            if 0 <= place < len(hashes):
+                one = np.array([block], np.int32)
+                found += self.runs(state, index, hashes, place, one, planned)
+        return found
 
     def _storable_mask(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
         """Which of a group's blocks [begin, end) a hit could use."""

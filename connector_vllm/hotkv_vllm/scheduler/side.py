@@ -7,14 +7,15 @@ returns after one test.
 """
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from hotkv_vllm import link
 from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
@@ -22,8 +23,6 @@ from hotkv_vllm.scheduler.exactness import Exactness
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.stats import HotKVStats
-
-logger = link.logger
 
 
 class HotKVScheduler:
@@ -42,6 +41,7 @@ class HotKVScheduler:
             kv_groups.group_block_tokens(vllm_config, kv_cache_config), kv_cache_config.num_blocks
         )
         self._pool = DevicePool(vllm_config, kv_cache_config)
+        counts_media = checks.counts_media(vllm_config)
         engine = Engine(
             vllm_config,
             kv_cache_config,
@@ -49,7 +49,7 @@ class HotKVScheduler:
             self.stats,
             self._adapters,
             exactness,
-            checks.counts_media(vllm_config),
+            counts_media,
             self._pool,
         )
         self.sharing = Sharing(engine)
@@ -69,16 +69,15 @@ class HotKVScheduler:
         self.stats.add(name)
 
     def take_stats(self) -> HotKVStats | None:
-        """Counters' growth since the last call; None for no growth."""
-        if self.stats.is_empty():
-            return None
-        taken = HotKVStats(data=self.stats.data)
-        self.stats.reset()
-        self.totals.aggregate(taken)
+        """Returns the counters' growth since the last call; None for no growth."""
+        taken = self.stats.take()
+        if taken is not None:
+            self.totals.aggregate(taken)
         return taken
 
-    def connect(self, handshakes: list[HotKVHandshake]) -> None:
-        """The ranks have said what they found."""
+    def connect(self, found: Iterable[Any]) -> None:
+        """Takes in what the ranks have found. Handshakes of other connectors pass by."""
+        handshakes = [one for one in found if isinstance(one, HotKVHandshake)]
         if self.sharing.replaces(handshakes):
             # Requests that are there already do without hotkv.
             self.requests.cancel_loads()
@@ -164,11 +163,11 @@ class HotKVScheduler:
 
     def reset_cache(self) -> bool | None:
         """Empties the shared cache of this key space, for all engines, and forgets what this side
-        knows of it.
+        knows of it. False only if a server that is there did not flush. Blocks
+        `hotkv.reset_timeout_s` at most.
 
         A pause or a sleep leaves the shared cache as it is. Nothing is stored of blocks that were
-        computed before it and not yet being stored, because vLLM may discard the KV memory. False
-        only if a server that is there did not flush. Blocks `hotkv.reset_timeout_s` at most.
+        computed before it and not yet being stored, because vLLM may discard the KV memory.
         """
         cache = self.sharing.cache
         if cache is None:

@@ -22,7 +22,7 @@ from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.hits import HitFinder
-from hotkv_vllm.scheduler.missing_blocks import MissingBlocks, portions
+from hotkv_vllm.scheduler.missing_blocks import Handoff, MissingBlocks, portions
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.store_results import settle
@@ -31,9 +31,8 @@ from hotkv_vllm.stats import HotKVStats
 
 Tables = Callable[[str], "tuple[list[int], ...] | None"]
 """A request's block ids per vLLM group, as they are in this step."""
-Handoffs = Mapping[str, Sequence[tuple[int, int, int]]]
-"""By request: states at block boundaries that vLLM names itself: (group, block, boundary in
-tokens)."""
+Handoffs = Mapping[str, Sequence[Handoff]]
+"""By request: states that vLLM names itself."""
 
 
 class StorePlanner:
@@ -67,7 +66,12 @@ class StorePlanner:
         max_bytes = config.max_inflight_store_mib << 20
         self.in_flight = StoresInFlight(num_ranks, max_bytes, fence or Fence(), id_prefix)
         self._missing = MissingBlocks(
-            session, finder, config.state_interval_tokens, stats, self.in_flight
+            session,
+            finder,
+            self._cache_groups,
+            config.state_interval_tokens,
+            stats,
+            self.in_flight,
         )
         self._tails: list[tuple[Retention, tuple[BlockRun, ...]]] = []
         self._tail_blocks: set[int] = set()
@@ -123,8 +127,8 @@ class StorePlanner:
         held: Collection[str],
         handoffs: Handoffs,
     ) -> list[tuple[RequestState, int]]:
-        """The requests that fill a block in this step, each with how many tokens it computes.
-        `held`: requests of which nothing may be stored now."""
+        """The requests that fill a block in this step, each with how many of its tokens are then
+        computed. `held`: requests of which nothing may be stored now."""
         found = []
         for request_id, num_tokens in num_scheduled_tokens.items():
             state = requests.get(request_id)
@@ -132,7 +136,7 @@ class StorePlanner:
                 continue
             computed = state.request.num_computed_tokens + num_tokens
             if computed >= state.store.next_check_tokens or request_id in handoffs:
-                found.append((state, num_tokens))
+                found.append((state, computed))
         return found
 
     def plan(
@@ -144,9 +148,8 @@ class StorePlanner:
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
         """This step's stores, and the stores in flight that it has to wait for.
 
-        `scheduled`: requests and how many tokens the step computes for each. `written_blocks`:
-        blocks that somebody is about to write for the first time; asked only if something reads
-        blocks.
+        `scheduled`: as `due` returns them. `written_blocks`: blocks that somebody is about to write
+        for the first time; asked only if something reads blocks.
         """
         lost = self.in_flight.step()
         if lost:
@@ -160,16 +163,16 @@ class StorePlanner:
             batches.setdefault((retention, ""), []).extend(tail)
         self.forget()
         planned = {int(b) for runs in batches.values() for run in runs for b in run.block_ids}
-        for state, num_tokens in scheduled if self._session.connected else ():
-            computed = state.request.num_computed_tokens + num_tokens
-            runs = (
-                self._runs_of(state, computed, tables, planned)
-                if computed >= state.store.next_check_tokens
-                else []
-            )
-            runs += self._handed_over(state, handoffs.get(state.request.request_id, ()), planned)
+        for state, computed in scheduled if self._session.connected else ():
+            runs: list[BlockRun] = []
+            if computed >= state.store.next_check_tokens:
+                runs += self._runs_of(state, computed, tables, planned)
+            request_id = state.request.request_id
+            if entries := handoffs.get(request_id):
+                exact_tokens = self._exactness.exact_tokens(request_id)
+                runs += self._missing.handed_over(state, entries, exact_tokens, planned)
             if runs:
-                owner = state.request.request_id if self._is_resident(state) else ""
+                owner = request_id if self._is_resident(state) else ""
                 batches.setdefault((state.retention, owner), []).extend(runs)
         jobs = [
             self._job(part, *whose) for whose, runs in batches.items() for part in portions(runs)
@@ -261,25 +264,6 @@ class StorePlanner:
         # Behind inexact tokens no block is ever stored.
         is_exact = known == min(computed_tokens, request.num_tokens)
         store.next_check_tokens = next_tokens if is_exact else EVERYTHING
-        return runs
-
-    def _handed_over(
-        self, state: RequestState, entries: Sequence[tuple[int, int, int]], planned: set[int]
-    ) -> list[BlockRun]:
-        """States at block boundaries that vLLM names itself (Mamba "align" mode)."""
-        runs: list[BlockRun] = []
-        groups = self._cache_groups
-        for vllm_group, block, boundary in entries:
-            index = next((i for i, g in enumerate(groups) if g.vllm_group == vllm_group), -1)
-            if index < 0 or boundary % groups[index].block_tokens:
-                continue
-            if boundary > self._exactness.exact_tokens(state.request.request_id):
-                continue
-            place = boundary // groups[index].block_tokens - 1
-            hashes = self._groups.hashes(state.request, index)
-            if 0 <= place < len(hashes):
-                one = np.array([block], np.int32)
-                runs += self._missing.runs(state, index, hashes, place, one, planned)
         return runs
 
     def _is_resident(self, state: RequestState) -> bool:

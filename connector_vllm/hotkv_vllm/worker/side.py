@@ -20,18 +20,17 @@ from typing import Any
 
 from hotkv_client.types import BlockRun
 from hotkv_sparse.centre import Centres
-from hotkv_vllm import link
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.rekeying import RECONNECT_S
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.loads import ActiveLoad, Loads
+from hotkv_vllm.worker.report import RankReport
 from hotkv_vllm.worker.session import RankSession
 from hotkv_vllm.worker.stores import FENCE_GRACE_S, Stores
 from hotkv_vllm.worker.transfers import Transfers
-
-logger = link.logger
 
 
 class HotKVWorker:
@@ -46,29 +45,25 @@ class HotKVWorker:
         centres: Centres | None,
         edge: HookEdge,
     ) -> None:
-        self.edge = edge
-        self._vllm_config = vllm_config
         self._config = config
         self._kv_caches: dict[str, Any] = {}
         self._is_unregistered = False
-        self._held: tuple[str, ...] = ()
-        self._asks_links = False
-        self._lost: list[ActiveLoad] = []
-        self._report = HotKVWorkerMetadata()
         self.rank = RankSession(vllm_config, kv_cache_config, config)
         self.sparse = SparseRank(
             vllm_config, kv_cache_config, config, centres, edge, self.rank.arena
         )
         self.transfers = Transfers(vllm_config, self.rank, config)
         self.loads = Loads(self.transfers.load, self.transfers.cancel)
-        self.stores = Stores(self.rank, config, self.transfers, self.count)
+        number = vllm_config.parallel_config.rank
+        self.report = RankReport(self.rank, number, self.sparse, edge)
+        self.stores = Stores(self.rank, config, self.transfers, self.report.count)
 
     def __repr__(self) -> str:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
 
-    def count(self, name: str, value: float = 1) -> None:
-        """Adds to a counter of `stats.COUNTERS`; it goes out with the next report."""
-        self._report.count(name, value)
+    def count(self, name: str) -> None:
+        """Adds one to a counter of `stats.COUNTERS`."""
+        self.report.count(name)
 
     # --------------------------------------------------------------------------------------- memory
 
@@ -131,7 +126,7 @@ class HotKVWorker:
                 self.stores.fail_all()
         self.rank.shutdown(keeps_fence=True)
 
-    def handshake(self) -> HotKVHandshake:
+    def handshake(self) -> HotKVHandshake | None:
         """Returns what the scheduler has to know of this rank."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
@@ -171,7 +166,7 @@ class HotKVWorker:
         """Begins a step's loads; does not wait for them."""
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
-        self._held, self._asks_links = meta.held_loads, meta.asks_links
+        self.report.begin_step(meta)
         self.loads.fail(meta.abandoned_loads)
         if not self.transfers.is_trusted:
             self.loads.fail([job.request_id for job in meta.loads])
@@ -234,8 +229,7 @@ class HotKVWorker:
             for one in ended:
                 self._load_ended(one.load, one.num_bytes)
             self.loads.watch(time.monotonic())
-        except Exception:
-            # The requests are told all the same.
+        except Exception:  # noqa: BLE001 - hook edge: the requests are told all the same
             self.count("hook_errors")
             logger.exception("hotkv: what follows the end of loads broke")
         return finished, failed
@@ -243,14 +237,14 @@ class HotKVWorker:
     def take_failed_results(self) -> set[str]:
         """Returns the requests whose load is over, all of which count as failed."""
         failed, over = self.loads.take_failed()
-        self._lost += over
+        self.report.give_marks_back(over)
         return failed
 
     def _load_ended(self, load: ActiveLoad, num_bytes: int | None) -> None:
         self.rank.marks.done(load.after)
         if num_bytes is None:
             return
-        self.count("load_bytes", num_bytes)
+        self.report.count("load_bytes", num_bytes)
         if self.rank.shared is not None:
             for run in load.job.representations:
                 group = self.rank.shared_group(run.group_index)
@@ -261,41 +255,8 @@ class HotKVWorker:
         return self.sparse.take_lost()
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
-        """Stores that ended, counters and states, since the last call."""
-        self.sparse.report(self._report)
-        self._state_report()
-        self._step_report(meta)
-        lost, self._lost = self._lost, []
-        for load in lost:
-            self.rank.marks.done(load.after)
-        self._report.stores.update(self.stores.take_reports())
-        self._report.adapters = self.transfers.adapters.take_report()
-        if self._report.is_empty():
-            return None
-        report, self._report = self._report, HotKVWorkerMetadata()
-        return report
-
-    @hook(nothing, is_part=True)
-    def _state_report(self) -> None:
-        """Puts into the report how hung loads, the session and the weights are now."""
-        report = self._report
-        report.overdue_loads, report.settled_loads, report.links = (), {}, {}
-        report.overdue_loads = self.loads.overdue(time.monotonic())
-        report.links = self.rank.link_report(self._asks_links)
-        weights = self.rank.weights.take_report() if self.rank.weights is not None else None
-        if weights is not None:
-            report.weights = {self._vllm_config.parallel_config.rank: weights}
-        if self._held:
-            settled, over = self.loads.settled(self._held)
-            report.settled_loads = dict.fromkeys(settled, 1)
-            self._lost += over
-
-    @hook(nothing, is_part=True)
-    def _step_report(self, meta: HotKVMetadata | None) -> None:
-        """Puts into the report what the scheduler asked of this step."""
-        if meta is not None and (meta.wants_handshake or meta.settles_step):
-            self._report.handshakes = (self.handshake(),) if meta.wants_handshake else ()
-            self._report.settled_step = meta.settles_step
+        """Returns what the scheduler is to hear of this step; None for nothing."""
+        return self.report.take(meta, self.loads, self.stores, self.transfers, self.handshake)
 
     def _send_waiting(self) -> None:
         """Sends transfers that were not yet to be sent and whose mark has passed."""

@@ -1,0 +1,99 @@
+"""What one rank tells the scheduler with each step.
+
+What is always true: counters and ends are said once; states (hung loads, the session, the weights)
+are said as they are now; if reading a part breaks, the rest goes out without it.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
+from hotkv_vllm.sparse.rank import SparseRank
+from hotkv_vllm.worker.loads import ActiveLoad, Loads
+from hotkv_vllm.worker.session import RankSession
+from hotkv_vllm.worker.stores import Stores
+from hotkv_vllm.worker.transfers import Transfers
+
+
+class RankReport:
+    """The report that goes out with the next step. `rank_number`: vLLM's."""
+
+    def __init__(
+        self,
+        rank: RankSession,
+        rank_number: int,
+        sparse: SparseRank,
+        edge: HookEdge,
+    ) -> None:
+        self.edge = edge
+        self._rank = rank
+        self._rank_number = rank_number
+        self._sparse = sparse
+        self._held: tuple[str, ...] = ()
+        self._asks_links = False
+        self._over: list[ActiveLoad] = []
+        self._next = HotKVWorkerMetadata()
+
+    def __repr__(self) -> str:
+        return f"RankReport({'empty' if self._next.is_empty() else 'to send'})"
+
+    def count(self, name: str, value: float = 1) -> None:
+        """Adds to a counter of `stats.COUNTERS`."""
+        self._next.count(name, value)
+
+    def begin_step(self, meta: HotKVMetadata) -> None:
+        """Takes in which states the scheduler asks for."""
+        self._held, self._asks_links = meta.held_loads, meta.asks_links
+
+    def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
+        """These loads are over: their marks are given back when the next report is taken."""
+        self._over += loads
+
+    def take(
+        self,
+        meta: HotKVMetadata | None,
+        loads: Loads,
+        stores: Stores,
+        transfers: Transfers,
+        handshake: Callable[[], HotKVHandshake | None],
+    ) -> HotKVWorkerMetadata | None:
+        """Returns the report; None if there is nothing to say. `meta`: the step's. `handshake`:
+        called if the scheduler has asked for one."""
+        self._sparse.report(self._next)
+        self._state_report(loads)
+        self._step_report(meta, handshake)
+        over, self._over = self._over, []
+        for load in over:
+            self._rank.marks.done(load.after)
+        self._next.stores.update(stores.take_reports())
+        self._next.adapters = transfers.adapters.take_report()
+        if self._next.is_empty():
+            return None
+        report, self._next = self._next, HotKVWorkerMetadata()
+        return report
+
+    @hook(nothing, is_part=True)
+    def _state_report(self, loads: Loads) -> None:
+        """Puts into the report how hung loads, the session and the weights are now."""
+        report = self._next
+        report.overdue_loads, report.settled_loads, report.links = (), {}, {}
+        report.overdue_loads = loads.overdue(time.monotonic())
+        report.links = self._rank.link_report(self._asks_links)
+        weights = self._rank.weights.take_report() if self._rank.weights is not None else None
+        if weights is not None:
+            report.weights = {self._rank_number: weights}
+        if self._held:
+            settled, over = loads.settled(self._held)
+            report.settled_loads = dict.fromkeys(settled, 1)
+            self._over += over
+
+    @hook(nothing, is_part=True)
+    def _step_report(
+        self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
+    ) -> None:
+        """Puts into the report what the scheduler asked of this step."""
+        if meta is not None and (meta.wants_handshake or meta.settles_step):
+            found = handshake() if meta.wants_handshake else None
+            self._next.handshakes = () if found is None else (found,)
+            self._next.settled_step = meta.settles_step

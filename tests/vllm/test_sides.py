@@ -1,0 +1,51 @@
+"""What stands in for a side that is not there: whatever the connector calls, the answer fits."""
+
+import inspect
+import re
+import typing
+from typing import Any
+
+import pytest
+
+from hotkv_vllm import connector
+from hotkv_vllm.scheduler.admission import Admission
+from hotkv_vllm.scheduler.side import HotKVScheduler
+from hotkv_vllm.scheduler.step_planner import StepPlanner
+from hotkv_vllm.sides import ANSWERS, PARTS, NoSide
+from hotkv_vllm.worker.side import HotKVWorker
+
+OWNERS = {
+    "_scheduler": HotKVScheduler,
+    "_scheduler.requests": Admission,
+    "_scheduler.steps": StepPlanner,
+    "_worker": HotKVWorker,
+}
+CALLED = sorted(
+    set(re.findall(r"self\.(_(?:scheduler|worker)[\w.]*)\.(\w+)\(", inspect.getsource(connector)))
+)
+
+
+@pytest.mark.parametrize(("path", "method"), CALLED)
+def test_each_answer_is_one_that_the_method_could_give(path: str, method: str) -> None:
+    wanted = typing.get_type_hints(getattr(OWNERS[path], method))["return"]
+    side: Any = NoSide()
+    for part in path.split(".")[1:]:
+        side = getattr(side, part)
+    assert fits(getattr(side, method)(1, 2), wanted), f"{path}.{method} is to return {wanted}"
+
+
+def test_no_answer_and_no_part_is_of_nothing() -> None:
+    assert len(CALLED) > 25 and ANSWERS.keys() <= {method for _, method in CALLED}
+    assert {path.partition(".")[2] for path, _ in CALLED} - {""} == PARTS
+
+
+def fits(answer: Any, wanted: Any) -> bool:
+    """Whether a type checker would take the answer for the annotation."""
+    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is tuple:
+        return isinstance(answer, tuple) and all(
+            fits(one, part) for one, part in zip(answer, parts, strict=True)
+        )
+    if parts and origin is not set:
+        return any(fits(answer, part) for part in parts)
+    return isinstance(answer, origin or wanted)
