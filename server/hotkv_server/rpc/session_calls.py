@@ -120,8 +120,7 @@ class SessionCalls:
                     memory_registered=space_convert.memory_registered(*taken)
                 )
             case "malformed":
-                await self._pace.turn()
-                raise request.error()
+                raise await self._slowed(request.error())
             case "open_session":
                 raise HotKVError(
                     Reason.INVALID_FIELD,
@@ -129,6 +128,11 @@ class SessionCalls:
                 )
             case _:
                 raise HotKVError(Reason.INVALID_FIELD, "body is empty or of a newer protocol")
+
+    async def _slowed(self, error: HotKVError) -> HotKVError:
+        """The error, when it may be answered."""
+        await self._pace.turn()
+        return error
 
     def _answer_lease(
         self,
