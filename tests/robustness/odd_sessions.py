@@ -26,8 +26,8 @@ from tests.server.sparse_support import HEAD_SIZE, KV_HEADS, QUERY_HEADS, Repres
 NAMES = ("a", "b", "c")
 """Few, so that ids come again."""
 NUM_KEY_SPACES = 40
-"""The server keeps each for ever and explains a prompt in all of them. With hundreds, that would
-take most of a run's time."""
+"""The server keeps each for ten minutes and longer, and explains a prompt in all of them. With
+hundreds, that would take most of a run's time."""
 ODD_SIZES = (0, 1, 2, 7, 64, 4096, 8192, -1, (1 << 31) - 1, 1 << 47, 1 << 62)
 
 

@@ -1,6 +1,8 @@
 """Malformed messages, over the wire: each is answered with a reason, and nobody else suffers."""
 
+import importlib
 import os
+import pkgutil
 import queue
 import time
 from collections.abc import Callable
@@ -11,12 +13,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import hotkv
+import hotkv_client
+import hotkv_server
+import hotkv_sparse
 from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import (
     cache_pb2,
     session_pb2,
     session_pb2_grpc,
+    sparse_pb2,
 )
 from hotkv_client import (
     BlockRun,
@@ -25,10 +32,16 @@ from hotkv_client import (
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
+from tests.robustness.raw_client import Footprint
 from tests.server.refusals import fill, reason_of
 
 Make = Callable[..., PagedEngine]
 INT32 = np.int32
+NONSENSE = b"\xff" * 100
+NUM_AT_ONCE = 64
+KEPT_BYTES = 12 << 20
+"""Growth allowed to the server: allocators keep some memory of calls that have ended."""
+PACKAGES = (hotkv, hotkv_client, hotkv_server, hotkv_sparse)
 SILENT = ("ping", "report_use", "report_sparse")
 """Bodies that are never refused, or not answered where all is well."""
 
@@ -103,6 +116,94 @@ def test_what_is_no_message_of_other_services_is_refused_too(
         Reason.INVALID_FIELD,
     )
     assert "Traceback" not in server.log.read_text()
+
+
+def nonsense_in_calls(target: str, engine: PagedEngine, count: int) -> None:
+    """Makes calls with as much metadata as a call may bring."""
+    metadata = (("padding", "x" * 7000),)
+    with grpc.insecure_channel(target) as channel:
+        call = channel.unary_unary(
+            "/hotkv.v1.CacheService/Lookup", request_serializer=bytes, response_deserializer=bytes
+        )
+        for _ in range(count // NUM_AT_ONCE):
+            calls = [call.future(NONSENSE, 20, metadata) for _ in range(NUM_AT_ONCE)]
+            assert {one.code() for one in calls} == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
+def nonsense_in_selections(target: str, engine: PagedEngine, count: int) -> None:
+    """Sends messages on a stream that answers each. The first names the session, since others may
+    come for some seconds only."""
+    connection = engine.session._connection
+    assert connection is not None
+    first = sparse_pb2.SelectBlocksRequest(session_id=connection.session_id).SerializeToString()
+    with grpc.insecure_channel(target) as channel:
+        stream = channel.stream_stream(
+            "/hotkv.v1.SparseService/SelectBlocks",
+            request_serializer=bytes,
+            response_deserializer=sparse_pb2.SelectBlocksResponse.FromString,
+        )
+        answers = list(stream(iter([first, *[NONSENSE] * count]), timeout=120))
+    assert {answer.error.reason for answer in answers[1:]} == {Reason.INVALID_FIELD}
+    assert len(answers) == count + 1
+
+
+def nonsense_in_a_session(target: str, engine: PagedEngine, count: int) -> None:
+    """Sends messages on an open session's stream, then a ping."""
+    opening = _wire.open_session(engine.session.config).SerializeToString()
+    ping = session_pb2.ConnectRequest(request_id=7, ping=session_pb2.Ping()).SerializeToString()
+    waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with grpc.insecure_channel(target) as channel:
+        stream = channel.stream_stream(
+            "/hotkv.v1.SessionService/Connect",
+            request_serializer=bytes,
+            response_deserializer=session_pb2.ConnectResponse.FromString,
+        )(iter(waiting.get, None), timeout=120)
+        for message in (opening, *[NONSENSE] * count, ping):
+            waiting.put(message)
+        while next(stream).request_id != 7:
+            pass
+        waiting.put(None)
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    ("send", "count"),
+    [
+        (nonsense_in_calls, 4_096),
+        pytest.param(nonsense_in_selections, 48_000, marks=pytest.mark.slow),
+        pytest.param(nonsense_in_a_session, 48_000, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_refused_leaves_nothing_in_memory(
+    server: Server, engine: Make, send: Callable[[str, PagedEngine, int], None], count: int
+) -> None:
+    """A refusal that lived on and was raised for one caller after the other kept the frames of
+    all."""
+    one = engine()
+    send(server.target, one, count // 2)
+    first = Footprint(server.pid)
+    send(server.target, one, count)
+    grown_bytes = Footprint(server.pid).anonymous_bytes - first.anonymous_bytes
+    print(f"grew by {grown_bytes >> 10} KiB")
+    assert grown_bytes < KEPT_BYTES
+
+
+def test_no_module_keeps_an_exception() -> None:
+    """An exception that is raised again keeps the frames of each time before."""
+    names = [
+        module.name
+        for package in PACKAGES
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        if not module.name.endswith("__main__")
+    ]
+    assert len(names) > 100, "the packages were not found"
+    kept = [
+        f"{name}.{attribute}"
+        for name in names
+        for attribute, value in vars(importlib.import_module(name)).items()
+        if isinstance(value, BaseException)
+    ]
+    assert not kept
 
 
 def test_messages_on_an_open_stream_may_be_anything(engine: Make) -> None:

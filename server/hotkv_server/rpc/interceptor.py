@@ -7,6 +7,7 @@ are guarded, each call of one needs a proof.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -22,31 +23,24 @@ from hotkv_server.runtime.node import Node
 
 PREFIX = "/hotkv.v1."
 ADMIN_PREFIXES = (f"{PREFIX}AdminService/", f"{PREFIX}EventService/")
-MALFORMED = HotKVError(
-    Reason.INVALID_FIELD,
-    (
-        "the request is no message of this method; generate the client from the server's protocol "
-        "version"
-    ),
-)
-TOO_HEAVY = HotKVError(
-    Reason.TOO_LARGE,
-    (
-        f"the request has more than {MAX_PARTS} fields and list entries; send several, with hashes "
-        "and ids packed in each"
-    ),
-)
-
 Guard = Callable[[Any], None]
 """Given a call's context, raises HotKVError if its peer is no admin."""
 
 
+@dataclass(frozen=True, slots=True)
 class Malformed:
-    """Stands for a request that could not be parsed, or had too many parts to be; `error` says
-    which."""
+    """Stands for a request that could not be parsed, or had too many parts to be; says which.
 
-    def __init__(self, error: HotKVError) -> None:
-        self.error = error
+    It holds no exception: one that is raised again keeps the frames of all its raises, with their
+    requests, for as long as it lives.
+    """
+
+    reason: Reason
+    message: str
+
+    def error(self) -> HotKVError:
+        """A new refusal, to be raised once."""
+        return HotKVError(self.reason, self.message)
 
     def WhichOneof(self, name: str) -> str:
         """As of a message: the stream's dispatch sees the body "malformed"."""
@@ -56,14 +50,26 @@ class Malformed:
     """The client's number is lost with its message."""
 
 
+MALFORMED = Malformed(
+    Reason.INVALID_FIELD,
+    "the request is no message of this method; generate the client from the server's protocol "
+    "version",
+)
+TOO_HEAVY = Malformed(
+    Reason.TOO_LARGE,
+    f"the request has more than {MAX_PARTS} fields and list entries; send several, with hashes "
+    "and ids packed in each",
+)
+
+
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     kind: Descriptor = deserialize.__self__.DESCRIPTOR  # type: ignore[attr-defined]
 
     def parse(data: bytes) -> Any:
         try:
-            return deserialize(data) if is_light(kind, data) else Malformed(TOO_HEAVY)
+            return deserialize(data) if is_light(kind, data) else TOO_HEAVY
         except DecodeError:
-            return Malformed(MALFORMED)
+            return MALFORMED
 
     return parse
 
@@ -127,7 +133,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 request = await anext(requests, None)
         except HotKVError as error:
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
-        await self._check(Malformed(MALFORMED) if request is None else request, context, guard)
+        await self._check(MALFORMED if request is None else request, context, guard)
         return request
 
     async def _check(self, request: Any, context: Any, guard: Guard | None) -> None:
@@ -136,7 +142,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 guard(context)
             if isinstance(request, Malformed):
                 await self._pace.turn()
-                raise request.error
+                raise request.error()
         except HotKVError as error:
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 

@@ -120,7 +120,7 @@ class SessionCalls:
                     memory_registered=space_convert.memory_registered(*taken)
                 )
             case "malformed":
-                raise await self._slowed(request.error)
+                raise await self._slowed(request.error())
             case "open_session":
                 raise HotKVError(
                     Reason.INVALID_FIELD,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from hotkv.errors import HotKVError
 from hotkv.v1 import session_pb2
-from hotkv_server.runtime.session import OUTBOX_MESSAGES, UNREAD
+from hotkv_server.runtime.session import OUTBOX_MESSAGES, unread
 
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
 """A client that has so many to read, or so much, is asked for nothing more until it has read
@@ -44,11 +44,11 @@ class SessionOutbox:
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
-            self._on_end(UNREAD)
+            self._on_end(unread())
             return
         self._unread_bytes += message.ByteSize()
         if self._unread_bytes > OUTBOX_BYTES:
-            self._on_end(UNREAD)
+            self._on_end(unread())
         elif self._watch is None and (self._unread_bytes > KEPT_BYTES or self._has_much()):
             self._look_later()
 
@@ -93,6 +93,6 @@ class SessionOutbox:
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self._has_much():
             if self._num_written == num_written:
-                self._on_end(UNREAD)
+                self._on_end(unread())
             else:
                 self._look_later()

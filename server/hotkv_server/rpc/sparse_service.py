@@ -111,7 +111,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     async def _session(self, request: sparse_pb2.SelectBlocksRequest | Malformed) -> LiveSession:
         if isinstance(request, Malformed):
             await self._pace.turn()
-            raise request.error
+            raise request.error()
         return self._node.sessions.get(request.session_id)
 
     async def _select(

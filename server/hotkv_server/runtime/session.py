@@ -20,9 +20,13 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.runtime.engine_memory import EngineMemory
 
 OUTBOX_MESSAGES = 4096
-UNREAD = HotKVError(
-    Reason.OVERLOADED, "the client does not read what it is sent; the session is closed"
-)
+
+
+def unread() -> HotKVError:
+    """The end of a session whose client does not read."""
+    return HotKVError(
+        Reason.OVERLOADED, "the client does not read what it is sent; the session is closed"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class LiveSession:
         try:
             self.notices.put_nowait(notice)
         except asyncio.QueueFull:
-            self.end(UNREAD)
+            self.end(unread())
 
     def end(self, why: HotKVError) -> None:
         """Ends its stream, and so the session."""
